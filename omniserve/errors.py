@@ -1,0 +1,27 @@
+"""Exceptions that a caller of OmniServe is expected to react to."""
+
+from __future__ import annotations
+
+
+class OmniServeError(Exception):
+    """Base of every error that OmniServe raises on purpose."""
+
+
+class UnsupportedModelError(OmniServeError):
+    """The model's architecture has no layer family, or a feature of it is not supported."""
+
+
+class RequestRejected(OmniServeError):
+    """A well-formed request was refused because of load.
+
+    Attributes:
+        retry_after_s: When a retry is expected to be admitted, in seconds; None when unknown.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineStopped(OmniServeError):
+    """The engine was closed, or its process died, while a request was still running."""

@@ -1,0 +1,141 @@
+"""What a scheduler decides (StepPlan) and what comes of it (StepOutput, HostEvent). Ids and counts, no tensors.
+
+A step runs the batch ``[device rows | P piggyback seats]`` through all layers (one pass: the papers' iteration).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from omniserve.request import TokenLogprob
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceChunk:
+    """Tokens ``[start, start + len(token_ids))`` of one request, attended on the device."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    """Position of the first token; KV of ``[0, start)`` is on the device already."""
+    block_ids: tuple[int, ...]
+    """Device blocks that cover ``[0, start + len(token_ids))``, in order."""
+    samples: bool
+    """The last row is the request's newest known token, so a new token is sampled from it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PiggybackEntry:
+    """A BE token that begins its way on the host tier: embedded and sent through pre-attention of layer 0."""
+
+    request_id: str
+    token_id: int
+    position: int
+    slot: int
+    """Host slot: the row in the residual store and in the host tier's queues."""
+    epoch: int
+    """Raised whenever the slot changes hands; a result with another epoch is stale."""
+    block_ids: tuple[int, ...]
+    """Host blocks that cover ``[0, position]``, in order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PiggybackJoin:
+    """A BE token whose attention at ``layer`` came back from the host tier and joins this step there."""
+
+    request_id: str
+    position: int
+    slot: int
+    epoch: int
+    layer: int
+
+
+class MoveDirection(enum.StrEnum):
+    """Which way KV travels."""
+
+    TO_HOST = "to_host"
+    TO_DEVICE = "to_device"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVMove:
+    """Copy a request's blocks (all layers, K and V) between tiers, beside the steps.
+
+    The request is not schedulable until the move's HostEvent arrives; source and destination stay allocated until then.
+    """
+
+    request_id: str
+    move_id: int
+    direction: MoveDirection
+    src_block_ids: tuple[int, ...]
+    dst_block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """One step, or nothing to run (``is_empty``) if everybody waits for the host tier."""
+
+    step_id: int
+    chunks: tuple[DeviceChunk, ...] = ()
+    entries: tuple[PiggybackEntry, ...] = ()
+    joins: tuple[PiggybackJoin, ...] = ()
+    """At most ``num_piggyback_slots`` a layer."""
+    num_piggyback_slots: int = 0
+    """P: seats for piggyback rows, one of a small set of buckets; 0 is plain continuous batching."""
+    moves: tuple[KVMove, ...] = ()
+    """Copies to start; they run beside the steps."""
+    cancels: tuple[int, ...] = ()
+    """Host slots whose task nobody waits for any more (aborted requests); its event still comes."""
+
+    @property
+    def num_device_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def is_empty(self) -> bool:
+        """True when no row is computed (moves may still start)."""
+        return not (self.chunks or self.entries or self.joins)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledToken:
+    """One new token."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutput:
+    """What the runner made of a plan."""
+
+    tokens: Mapping[str, SampledToken] = field(default_factory=dict)
+    """Request id -> new token, for every sampling chunk and every join at the last layer."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Request id -> message, for requests that cannot go on (non-finite logits, say)."""
+
+
+class HostEventKind(enum.StrEnum):
+    """What the host tier, or a KV copy, reports."""
+
+    ATTENTION_DONE = "attention_done"
+    ATTENTION_FAILED = "attention_failed"
+    MOVE_DONE = "move_done"
+    MOVE_FAILED = "move_failed"
+    TIER_DOWN = "tier_down"
+    """The last host thread died: what is on the host tier must be recomputed on the device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostEvent:
+    """Something that finished beside the steps. Events of one slot arrive in order, those of others in any."""
+
+    kind: HostEventKind
+    slot: int = -1
+    epoch: int = -1
+    layer: int = -1
+    position: int = -1
+    move_id: int = -1
+    message: str = ""

@@ -1,0 +1,196 @@
+"""What a caller asks for and what comes back. Plain data, no torch."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+class ServiceClass(enum.StrEnum):
+    """Latency-sensitive or best-effort."""
+
+    LS = "LS"
+    BE = "BE"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SLO:
+    """Latency objectives of one request, in seconds; None means no objective."""
+
+    ttft_s: float | None = None
+    """Time to first token: arrival to first output token."""
+    tpot_s: float | None = None
+    """Time per output token after the first, averaged over the request."""
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_s"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"SLO.{name} must be a positive number of seconds or None, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to pick tokens and when to stop. The defaults are greedy, like ``generate()`` of Hugging Face."""
+
+    max_tokens: int = 16
+    """Most output tokens, >= 1."""
+    temperature: float = 0.0
+    """0 is greedy; otherwise logits are divided by it."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probability reaches top_p, in (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the likeliest, in [0, 1]."""
+    seed: int | None = None
+    """Same seed, same tokens, whatever else runs; None draws a fresh seed."""
+    repetition_penalty: float = 1.0
+    """> 1 makes tokens of prompt and output less likely (multiplicative, as in Hugging Face)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token of the output, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence in the output, in [-2, 2]."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; they are not part of the text. Needs a tokenizer."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the output, besides the model's end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence token."""
+    logprobs: int | None = None
+    """Return the log-probability of each output token and of this many likeliest ones (0 to 20); None for none."""
+
+    def __post_init__(self) -> None:
+        # Sequences are accepted for convenience; the stored value is hashable.
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("top_k", self.top_k, 0, None)
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, 20)
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0, None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One prompt to be continued.
+
+    Raises:
+        ValueError: The prompt is empty or holds something else than non-negative ints.
+    """
+
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    service_class: ServiceClass | str = ServiceClass.LS
+    slo: SLO | None = None
+    """None takes the class's default from the engine's config."""
+    request_id: str | None = None
+    """Unique among unfinished requests; None lets the engine choose."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))
+        if not self.prompt_token_ids:
+            raise ValueError("the prompt is empty: prompt_token_ids needs at least one token id")
+        for token_id in self.prompt_token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                raise ValueError(f"prompt_token_ids must be non-negative ints, got {token_id!r}")
+        try:
+            object.__setattr__(self, "service_class", ServiceClass(self.service_class))
+        except ValueError:
+            raise ValueError(f"service_class must be 'LS' or 'BE', got {self.service_class!r}") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural) of one output token under the unmodified model distribution."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest (token id, log-probability) pairs, best first; as many as were asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestTimes:
+    """When things happened to a request, seconds on the engine's monotonic clock; None: not yet."""
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestOutput:
+    """What one step produced for one request."""
+
+    request_id: str
+    service_class: ServiceClass
+    new_token_ids: tuple[int, ...]
+    new_logprobs: tuple[TokenLogprob, ...] = ()
+    """As long as new_token_ids if log-probabilities were asked for, else empty."""
+    finish_reason: FinishReason | None = None
+    """None while the request goes on."""
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended the request."""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_host_tokens: int = 0
+    """Output tokens so far whose attention was computed on the host tier."""
+    times: RequestTimes | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """A finished request, as ``Engine.generate`` returns it."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str | None
+    """None when the engine has no tokenizer."""
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    logprobs: tuple[TokenLogprob, ...]
+    num_prompt_tokens: int
+    num_host_tokens: int
+    times: RequestTimes
+
+
+def _check_int(name: str, value: object, low: int, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an int, got {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be >= {low}{f' and <= {high}' if high is not None else ''}, got {value}")
+
+
+def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if value > high or value < low or (open_low and value == low):
+        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low}, {high}], got {value}")

@@ -1,0 +1,8 @@
+"""Schedulers: one file per policy. None of them reads a clock or touches a tensor."""
+
+from omniserve.sched.base import SCHEDULERS, Scheduler, SchedulerLimits
+from omniserve.sched.fcfs import FCFSScheduler
+from omniserve.sched.omniserve import OmniServeScheduler
+from omniserve.sched.sarathi import SarathiScheduler
+
+__all__ = ["SCHEDULERS", "FCFSScheduler", "OmniServeScheduler", "SarathiScheduler", "Scheduler", "SchedulerLimits"]

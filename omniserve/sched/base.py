@@ -1,0 +1,93 @@
+"""The contract of a scheduler."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from omniserve.kv.base import KVManager
+from omniserve.plan import HostEvent, StepOutput, StepPlan
+from omniserve.registry import Registry
+from omniserve.request import SLO, Request, RequestOutput, ServiceClass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerLimits:
+    """What a policy may use; taken from EngineConfig and ModelSpec, so that a policy sees neither."""
+
+    num_layers: int
+    block_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_step_tokens: int = 512
+    max_num_requests: int = 256
+    num_host_slots: int = 0
+    """0: there is no host tier."""
+    max_piggyback_slots: int = 32
+    max_piggyback_rows: int | None = None
+    ls_reserve_blocks: int = 0
+    swap_in_delay_steps: int = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerStats:
+    """Gauges and counters of a scheduler; see EngineStats."""
+
+    waiting: Mapping[ServiceClass, int] = field(default_factory=dict)
+    running: Mapping[ServiceClass, int] = field(default_factory=dict)
+    host_requests: int = 0
+    output_tokens: Mapping[ServiceClass, int] = field(default_factory=dict)
+    prompt_tokens: Mapping[ServiceClass, int] = field(default_factory=dict)
+    host_output_tokens: int = 0
+    preemptions: int = 0
+    swaps_out: int = 0
+    swaps_in: int = 0
+
+
+class Scheduler(ABC):
+    """Decides what each step computes. Called by one thread, in the order: notify, schedule, update.
+
+    Args:
+        limits: Sizes and budgets.
+        kv: The block ids; the scheduler is the only one that allocates and frees.
+    """
+
+    @abstractmethod
+    def __init__(self, *, limits: SchedulerLimits, kv: KVManager) -> None: ...
+
+    @abstractmethod
+    def add(self, request_id: str, request: Request, slo: SLO, now_s: float) -> None:
+        """Take a request.
+
+        Raises:
+            RequestRejected: Its objectives cannot be met at present load.
+        """
+
+    @abstractmethod
+    def abort(self, request_id: str, now_s: float) -> RequestOutput | None:
+        """End a request now; None if it is unknown or has finished. Its KV is freed as soon as nothing reads it."""
+
+    @abstractmethod
+    def notify(self, events: Sequence[HostEvent]) -> None:
+        """Learn what finished beside the steps: host attention and KV moves."""
+
+    @abstractmethod
+    def schedule(self, now_s: float) -> StepPlan:
+        """Decide the next step; allocates the KV it needs."""
+
+    @abstractmethod
+    def update(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
+        """Book what a step computed: append tokens, finish requests, free KV."""
+
+    @property
+    @abstractmethod
+    def has_unfinished(self) -> bool:
+        """True while a request is unfinished or a slot or move has not been given back."""
+
+    @abstractmethod
+    def stats(self) -> SchedulerStats:
+        """Return gauges and counters."""
+
+
+SCHEDULERS: Registry[type[Scheduler]] = Registry("scheduler", package="omniserve.sched")

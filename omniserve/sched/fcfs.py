@@ -1,0 +1,30 @@
+"""``fcfs``: arrival order, whatever the class (vLLM's default policy)."""
+
+from __future__ import annotations
+
+from omniserve.plan import StepPlan
+from omniserve.sched.base import SCHEDULERS
+from omniserve.sched.batch import Batch
+from omniserve.sched.lifecycle import RequestScheduler
+from omniserve.sched.state import Phase, RequestState
+
+
+@SCHEDULERS.register("fcfs")
+class FCFSScheduler(RequestScheduler):
+    """Continuous batching with chunked prefill; the youngest request is recomputed when memory is short."""
+
+    def schedule(self, now_s: float) -> StepPlan:
+        batch = Batch(self.kv, self.limits.max_step_tokens)
+        preemptions = self.num_preemptions
+        for state in self.in_arrival_order(self.device.values()):
+            if state.phase is Phase.DEVICE:
+                self._run(batch, state)
+        if self.num_preemptions == preemptions:
+            for state in self.in_arrival_order(self.waiting.values()):
+                if not self.admit(batch, state):
+                    break
+        return self.make_plan(batch, now_s)
+
+    def _run(self, batch: Batch, state: RequestState) -> None:
+        while batch.tokens_left and state.phase is Phase.DEVICE and not batch.add(state):
+            self.preempt(max((s for queue in self.device.values() for s in queue), key=lambda s: s.order))

@@ -1,0 +1,135 @@
+"""HostResidents: which requests decode on the host tier, and where each one's token is.
+
+A token enters at layer 0, is away while host threads attend, and joins a later step at the layer it left; it advances
+one layer a step. Paper: omniserve 3.2.2, 3.3.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from omniserve.plan import HostEvent, HostEventKind, PiggybackEntry, PiggybackJoin
+from omniserve.sched.state import AwayToken, RequestQueue, RequestState
+
+
+class HostResidents:
+    """Slots of the host tier and the tokens that are away.
+
+    Args:
+        num_slots: Slots of the host tier.
+        num_layers: L.
+        max_seats: Largest P.
+    """
+
+    def __init__(self, *, num_slots: int, num_layers: int, max_seats: int) -> None:
+        self.num_layers = num_layers
+        self._max_seats = max_seats
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._epochs = [0] * num_slots
+        self._by_slot: dict[int, RequestState] = {}
+        self._ready: list[RequestQueue] = [RequestQueue() for _ in range(num_layers)]
+        self.queue = RequestQueue()
+        """Requests whose KV is on the host (not those that move)."""
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
+    def num_slots_used(self) -> int:
+        return len(self._by_slot)
+
+    def take_slot(self, state: RequestState) -> None:
+        """Give a request a slot with a new epoch."""
+        state.slot = self._free_slots.pop()
+        self._epochs[state.slot] += 1
+        state.epoch = self._epochs[state.slot]
+        self._by_slot[state.slot] = state
+
+    def release_slot(self, state: RequestState) -> None:
+        """Take a request's slot back; none of its tasks may be running."""
+        del self._by_slot[state.slot]
+        self._free_slots.append(state.slot)
+        if state.away is not None and state.away.ready:
+            self._ready[state.away.layer].remove(state)
+        state.slot = state.epoch = -1
+        state.away = None
+
+    def on_event(self, event: HostEvent) -> RequestState | None:
+        """Book an attention event; return its request, or None if the event is stale or a duplicate."""
+        state = self._by_slot.get(event.slot)
+        if state is None or state.epoch != event.epoch or state.away is None or state.away.ready:
+            return None
+        if (state.away.layer, state.away.position) != (event.layer, event.position):
+            return None
+        if event.kind is HostEventKind.ATTENTION_DONE:
+            state.away.ready = True
+            self._ready[event.layer].add(state)
+        return state
+
+    def plan_joins(self, max_rows: int) -> list[PiggybackJoin]:
+        """Pick waiting results for this step, lowest layer first (3.3.6), oldest request first inside a layer."""
+        joins: list[PiggybackJoin] = []
+        for layer, queue in enumerate(self._ready):
+            if len(queue) == 0:
+                continue
+            for seat, state in enumerate(queue):
+                if seat == self._max_seats:
+                    break
+                if len(joins) >= max_rows:
+                    return joins
+                assert state.away is not None
+                joins.append(
+                    PiggybackJoin(
+                        request_id=state.request_id,
+                        position=state.away.position,
+                        slot=state.slot,
+                        epoch=state.epoch,
+                        layer=layer,
+                    )
+                )
+        return joins
+
+    def plan_entries(
+        self, allocate: Callable[[RequestState], tuple[int, ...] | None], max_entries: int
+    ) -> list[PiggybackEntry]:
+        """Start the next token of residents that stand at a token boundary, oldest first.
+
+        Args:
+            allocate: Returns the request's host blocks for its newest token, or None if the request cannot go on now.
+            max_entries: Most entries, besides P.
+        """
+        entries: list[PiggybackEntry] = []
+        for state in self.queue:
+            if len(entries) >= min(self._max_seats, max_entries):
+                break
+            if state.away is not None or state.slot < 0:
+                continue
+            blocks = allocate(state)
+            if blocks is None:
+                continue
+            entries.append(
+                PiggybackEntry(
+                    request_id=state.request_id,
+                    token_id=state.token_ids[-1],
+                    position=state.num_tokens - 1,
+                    slot=state.slot,
+                    epoch=state.epoch,
+                    block_ids=blocks,
+                )
+            )
+        return entries
+
+    def enter(self, state: RequestState, position: int) -> None:
+        """Book that a token went away at layer 0."""
+        state.away = AwayToken(position=position, layer=0)
+
+    def advance(self, state: RequestState) -> bool:
+        """Book that a token joined at its layer; return True if that was the last one."""
+        assert state.away is not None and state.away.ready
+        self._ready[state.away.layer].remove(state)
+        if state.away.layer == self.num_layers - 1:
+            state.away = None
+            return True
+        state.away = AwayToken(position=state.away.position, layer=state.away.layer + 1)
+        return False

@@ -1,0 +1,156 @@
+"""What a scheduler knows of one request, and queues of them."""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from omniserve.request import SLO, FinishReason, Request, RequestOutput, RequestTimes, ServiceClass, TokenLogprob
+
+
+class Phase(enum.StrEnum):
+    """Where a request is."""
+
+    WAITING = "waiting"  # holds no KV: new, or preempted
+    DEVICE = "device"  # KV on the device
+    MOVING = "moving"  # KV is being copied; not schedulable
+    HOST = "host"  # KV on the host tier; decodes there
+    DRAINING = "draining"  # ended, but a copy or a host task still touches its KV
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class AwayToken:
+    """The one token of a HOST request that is on its way through the layers."""
+
+    position: int
+    layer: int
+    """Its attention at this layer is being computed, or is done and waits to join."""
+    ready: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """The mutable side of a request.
+
+    ``token_ids[:num_computed_tokens]`` have their KV; there is no prefill or decode phase: a step lets
+    ``num_computed_tokens`` catch up with ``num_tokens``, and the last known token yields the next.
+    """
+
+    request_id: str
+    request: Request
+    slo: SLO
+    order: int
+    arrival_s: float
+    token_ids: list[int]
+    phase: Phase = Phase.WAITING
+    num_computed_tokens: int = 0
+    slot: int = -1
+    epoch: int = -1
+    away: AwayToken | None = None
+    num_host_tokens: int = 0
+    blocked_since_s: float | None = None
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    max_num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.max_num_tokens = len(self.token_ids) + self.request.sampling.max_tokens
+
+    @property
+    def service_class(self) -> ServiceClass:
+        return ServiceClass(self.request.service_class)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Only its newest token is uncomputed and there is output already."""
+        return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
+
+    def finish_reason(
+        self, token_id: int, eos_token_ids: tuple[int, ...], max_model_len: int
+    ) -> tuple[FinishReason | None, int | None]:
+        """Return why the newest token ends the request, and the stop token if it is one."""
+        sampling = self.request.sampling
+        if token_id in sampling.stop_token_ids:
+            return FinishReason.STOP, token_id
+        if not sampling.ignore_eos and token_id in eos_token_ids:
+            return FinishReason.STOP, None
+        if self.num_output_tokens >= sampling.max_tokens or self.num_tokens >= max_model_len:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def output(
+        self,
+        new_token_ids: tuple[int, ...] = (),
+        logprob: TokenLogprob | None = None,
+        *,
+        reason: FinishReason | None = None,
+        stop_reason: int | str | None = None,
+        now_s: float | None = None,
+    ) -> RequestOutput:
+        """Return a RequestOutput of the present state; ``now_s`` is the finish time if there is a reason."""
+        return RequestOutput(
+            request_id=self.request_id,
+            service_class=self.service_class,
+            new_token_ids=new_token_ids,
+            new_logprobs=() if logprob is None else (logprob,),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_host_tokens=self.num_host_tokens,
+            times=RequestTimes(
+                arrival_s=self.arrival_s,
+                first_scheduled_s=self.first_scheduled_s,
+                first_token_s=self.first_token_s,
+                finished_s=now_s if reason is not None else None,
+            ),
+        )
+
+
+_ORDER = attrgetter("order")
+
+
+class RequestQueue:
+    """Requests in arrival order, whatever order they were put in."""
+
+    def __init__(self) -> None:
+        self._states: list[RequestState] = []
+
+    def add(self, state: RequestState) -> None:
+        bisect.insort(self._states, state, key=_ORDER)
+
+    def remove(self, state: RequestState) -> None:
+        index = bisect.bisect_left(self._states, state.order, key=_ORDER)
+        if index == len(self._states) or self._states[index] is not state:
+            raise KeyError(state.request_id)
+        del self._states[index]
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """Oldest first, over a snapshot: the queue may change meanwhile."""
+        return iter(tuple(self._states))
+
+    def __reversed__(self) -> Iterator[RequestState]:
+        return iter(tuple(reversed(self._states)))
+
+    def __len__(self) -> int:
+        return len(self._states)

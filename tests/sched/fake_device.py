@@ -1,0 +1,164 @@
+"""A device and a host tier made of dictionaries: they hold token ids where real ones hold keys and values.
+
+What a token "attends" to is read back from the blocks of the plan, so a wrong block, a block reused too early or a
+lost copy changes the tokens that come out. ``expected_tokens`` says what an undisturbed request yields.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from omniserve.plan import (
+    HostEvent,
+    HostEventKind,
+    KVMove,
+    MoveDirection,
+    PiggybackEntry,
+    SampledToken,
+    StepOutput,
+    StepPlan,
+)
+
+VOCAB = 1000
+
+
+def next_token(context: tuple[int, ...]) -> int:
+    """A 'model': the next token depends on every token and its place."""
+    return hash(context) % VOCAB
+
+
+def expected_tokens(prompt: tuple[int, ...], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tuple(tokens)))
+    return tokens[len(prompt) :]
+
+
+class FakeDevice:
+    """Executes plans and, beside them, host attention and moves, in an order drawn from ``rng``.
+
+    Args:
+        failure_rate: Chance that a host task or a move fails.
+    """
+
+    def __init__(
+        self, *, block_size: int, num_layers: int, max_tokens: int, rng: random.Random, failure_rate: float = 0
+    ) -> None:
+        self.block_size = block_size
+        self.num_layers = num_layers
+        self.max_tokens = max_tokens
+        self.rng = rng
+        self.failure_rate = failure_rate
+        self.is_down = False
+        self.kv: dict[tuple[str, int], int] = {}
+        """(tier, token slot) -> token id."""
+        self.running: list[HostEvent] = []
+        self.moves: dict[int, KVMove] = {}
+        self.bound: dict[int, PiggybackEntry] = {}
+        self.away: dict[int, int] = {}
+        """Host slot -> layer its token is at."""
+        self.done: set[int] = set()
+        self.num_joins = 0
+
+    def _slot(self, block_ids: tuple[int, ...], position: int) -> int:
+        return block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _context(self, tier: str, block_ids: tuple[int, ...], length: int) -> tuple[int, ...]:
+        return tuple(self.kv[tier, self._slot(block_ids, p)] for p in range(length))
+
+    def _busy_slots(self) -> dict[str, set[int]]:
+        """Blocks that a running copy or host task still uses."""
+        busy: dict[str, set[int]] = {"device": set(), "host": set()}
+        for move in self.moves.values():
+            out = move.direction is MoveDirection.TO_HOST
+            busy["device" if out else "host"] |= set(move.src_block_ids)
+            busy["host" if out else "device"] |= set(move.dst_block_ids)
+        for event in self.running:
+            if event.slot >= 0:
+                busy["host"] |= set(self.bound[event.slot].block_ids)
+        return busy
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        assert plan.num_device_tokens <= self.max_tokens
+        per_layer = Counter(join.layer for join in plan.joins)
+        assert max([len(plan.entries), *per_layer.values()], default=0) <= plan.num_piggyback_slots
+        busy = self._busy_slots()
+        for move in plan.moves:
+            self.moves[move.move_id] = move
+        tokens: dict[str, SampledToken] = {}
+        ids = [c.request_id for c in plan.chunks] + [e.request_id for e in plan.entries]
+        assert len(ids) == len(set(ids)), "a request is scheduled twice"
+        for chunk in plan.chunks:
+            moving = {m.request_id for m in self.moves.values()}
+            assert chunk.request_id not in moving, "a moving request is scheduled"
+            assert not busy["device"] & set(chunk.block_ids), "a block is used while a copy is under way"
+            for offset, token in enumerate(chunk.token_ids):
+                self.kv["device", self._slot(chunk.block_ids, chunk.start + offset)] = token
+            if chunk.samples:
+                context = self._context("device", chunk.block_ids, chunk.start + len(chunk.token_ids))
+                tokens[chunk.request_id] = SampledToken(token_id=next_token(context))
+        for join in plan.joins:
+            assert join.slot in self.done and self.away[join.slot] == join.layer, "a join of what is not ready"
+            entry = self.bound[join.slot]
+            assert (entry.request_id, entry.epoch, entry.position) == (join.request_id, join.epoch, join.position)
+            self.done.discard(join.slot)
+            self.num_joins += 1
+            if join.layer == self.num_layers - 1:
+                context = self._context("host", entry.block_ids, entry.position + 1)
+                tokens[join.request_id] = SampledToken(token_id=next_token(context))
+                del self.away[join.slot]
+            else:
+                self._send(entry, join.layer + 1)
+        for entry in plan.entries:
+            assert not busy["host"] & set(entry.block_ids), "a host block is used twice"
+            self.bound[entry.slot] = entry
+            self._send(entry, 0)
+        return StepOutput(tokens=tokens)
+
+    def _send(self, entry: PiggybackEntry, layer: int) -> None:
+        self.away[entry.slot] = layer
+        self.running.append(
+            HostEvent(
+                kind=HostEventKind.ATTENTION_DONE,
+                slot=entry.slot,
+                epoch=entry.epoch,
+                layer=layer,
+                position=entry.position,
+            )
+        )
+
+    def poll(self, chance: float) -> list[HostEvent]:
+        """Let each running task and move end with this chance; return the events in any order."""
+        events: list[HostEvent] = []
+        for event in list(self.running):
+            if self.rng.random() < chance or self.is_down:
+                self.running.remove(event)
+                failed = self.is_down or self.rng.random() < self.failure_rate
+                if not failed:
+                    entry = self.bound[event.slot]
+                    self.kv["host", self._slot(entry.block_ids, entry.position)] = entry.token_id
+                    self.done.add(event.slot)
+                kind = HostEventKind.ATTENTION_FAILED if failed else HostEventKind.ATTENTION_DONE
+                events.append(
+                    HostEvent(kind=kind, slot=event.slot, epoch=event.epoch, layer=event.layer, position=event.position)
+                )
+        for move in list(self.moves.values()):
+            if self.rng.random() < chance or self.is_down:
+                del self.moves[move.move_id]
+                failed = self.is_down or self.rng.random() < self.failure_rate
+                if not failed:
+                    self._copy(move)
+                kind = HostEventKind.MOVE_FAILED if failed else HostEventKind.MOVE_DONE
+                events.append(HostEvent(kind=kind, move_id=move.move_id))
+        self.rng.shuffle(events)
+        return events
+
+    def _copy(self, move: KVMove) -> None:
+        source, target = ("device", "host") if move.direction is MoveDirection.TO_HOST else ("host", "device")
+        for src, dst in zip(move.src_block_ids, move.dst_block_ids, strict=True):
+            for offset in range(self.block_size):
+                value = self.kv.get((source, src * self.block_size + offset))
+                self.kv.pop((target, dst * self.block_size + offset), None)
+                if value is not None:
+                    self.kv[target, dst * self.block_size + offset] = value
