@@ -1,0 +1,61 @@
+"""OmniServe serves latency-sensitive and best-effort requests with one Hugging Face model on one machine.
+
+Importing starts nothing: no thread, no process, no CUDA context. What needs torch is imported at its first use, so that
+a process that only speaks HTTP stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from omniserve.config import EngineConfig
+from omniserve.errors import EngineStopped, OmniServeError, RequestRejected, UnsupportedModelError
+from omniserve.request import (
+    SLO,
+    Completion,
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestTimes,
+    SamplingParams,
+    ServiceClass,
+    TokenLogprob,
+)
+from omniserve.stats import EngineStats
+
+if TYPE_CHECKING:
+    from omniserve.engine import Engine
+    from omniserve.patching import patch, unpatch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SLO",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "EngineStopped",
+    "FinishReason",
+    "OmniServeError",
+    "Request",
+    "RequestOutput",
+    "RequestRejected",
+    "RequestTimes",
+    "SamplingParams",
+    "ServiceClass",
+    "TokenLogprob",
+    "UnsupportedModelError",
+    "patch",
+    "unpatch",
+]
+
+# No name here may be that of a submodule: importing the submodule would take its place.
+_NEED_TORCH = {"Engine": "omniserve.engine", "patch": "omniserve.patching", "unpatch": "omniserve.patching"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_NEED_TORCH[name]), name)

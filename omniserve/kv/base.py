@@ -75,12 +75,24 @@ class KVManager(ABC):
         """
 
     @abstractmethod
-    def finish_move(self, move_id: int, *, succeeded: bool) -> str:
-        """Free the source (or, when the copy failed, the destination) of a move; return the request's id."""
+    def abandon_move(self, move_id: int) -> None:
+        """Take the device blocks back from a move to the host that is under way; the request then has no KV.
+
+        The copy may go on reading them while they are written: its result is not used. The destination stays
+        allocated until ``finish_move``.
+        """
+
+    @abstractmethod
+    def finish_move(self, move_id: int, *, succeeded: bool) -> None:
+        """Free the source of a move or, when the copy failed or the move was abandoned, its destination."""
 
     @abstractmethod
     def num_free(self, tier: Tier) -> int:
         """Return the number of free blocks of a tier."""
+
+    @abstractmethod
+    def free_block_ids(self, tier: Tier) -> list[int]:
+        """Return the ids that nobody owns; tests poison them."""
 
     @abstractmethod
     def num_blocks(self, request_id: str) -> int:

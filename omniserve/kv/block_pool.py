@@ -19,6 +19,10 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
+    def free_ids(self) -> list[int]:
+        """Return the free ids, in no particular order."""
+        return list(self._free)
+
     def take(self, count: int) -> list[int] | None:
         """Take ``count`` ids; None, and nothing taken, if fewer are free."""
         if count > len(self._free):

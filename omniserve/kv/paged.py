@@ -33,11 +33,17 @@ class PagedKVManager(KVManager):
     def start_move(self, request_id: str, direction: MoveDirection, *, reserve_blocks: int = 0) -> KVMove | None:
         return None
 
-    def finish_move(self, move_id: int, *, succeeded: bool) -> str:
+    def abandon_move(self, move_id: int) -> None:
+        raise RuntimeError(f"move {move_id} is unknown: the paged KV manager moves nothing")
+
+    def finish_move(self, move_id: int, *, succeeded: bool) -> None:
         raise RuntimeError(f"move {move_id} is unknown: the paged KV manager moves nothing")
 
     def num_free(self, tier: Tier) -> int:
         return self._pool.num_free if tier is Tier.DEVICE else 0
+
+    def free_block_ids(self, tier: Tier) -> list[int]:
+        return self._pool.free_ids() if tier is Tier.DEVICE else []
 
     def num_blocks(self, request_id: str) -> int:
         return len(self._tables.get(request_id, ()))

@@ -36,6 +36,7 @@ class TieredKVManager(KVManager):
         }
         self._tables: dict[str, _Table] = {}
         self._moves: dict[int, str] = {}
+        self._abandoned: dict[int, KVMove] = {}
         self._move_ids = itertools.count()
 
     def allocate(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
@@ -79,11 +80,21 @@ class TieredKVManager(KVManager):
         self._moves[table.move.move_id] = request_id
         return table.move
 
-    def finish_move(self, move_id: int, *, succeeded: bool) -> str:
-        request_id = self._moves.pop(move_id)
-        table = self._tables[request_id]
+    def abandon_move(self, move_id: int) -> None:
+        request_id = self._moves[move_id]
+        move = self._tables[request_id].move
+        assert move is not None and move.direction is MoveDirection.TO_HOST, f"move {move_id} cannot be abandoned"
+        del self._moves[move_id], self._tables[request_id]
+        self._pools[Tier.DEVICE].give_back(reversed(move.src_block_ids))
+        self._abandoned[move_id] = move
+
+    def finish_move(self, move_id: int, *, succeeded: bool) -> None:
+        if (abandoned := self._abandoned.pop(move_id, None)) is not None:
+            self._pools[Tier.HOST].give_back(reversed(abandoned.dst_block_ids))
+            return
+        table = self._tables[self._moves.pop(move_id)]
         move = table.move
-        assert move is not None and move.move_id == move_id, f"move {move_id} does not belong to {request_id}"
+        assert move is not None and move.move_id == move_id, f"move {move_id} does not belong to its request"
         target = _TARGET[move.direction]
         table.move = None
         if succeeded:
@@ -91,10 +102,12 @@ class TieredKVManager(KVManager):
             table.tier, table.blocks = target, list(move.dst_block_ids)
         else:
             self._pools[target].give_back(reversed(move.dst_block_ids))
-        return request_id
 
     def num_free(self, tier: Tier) -> int:
         return self._pools[tier].num_free
+
+    def free_block_ids(self, tier: Tier) -> list[int]:
+        return self._pools[tier].free_ids()
 
     def num_blocks(self, request_id: str) -> int:
         table = self._tables.get(request_id)
@@ -115,6 +128,8 @@ class TieredKVManager(KVManager):
             owned[table.tier] += table.blocks
             if table.move is not None:
                 owned[_TARGET[table.move.direction]] += table.move.dst_block_ids
+        for move in self._abandoned.values():
+            owned[Tier.HOST] += move.dst_block_ids
         for tier, pool in self._pools.items():
             pool.check(owned[tier])
         assert sorted(self._moves) == sorted(t.move.move_id for t in self._tables.values() if t.move is not None)

@@ -53,6 +53,7 @@ class RequestScheduler(Scheduler):
             max_seats=limits.max_piggyback_slots,
         )
         self.moving: dict[int, tuple[RequestState, KVMove]] = {}
+        self.abandoned_moves: set[int] = set()
         self.draining: dict[int, RequestState] = {}
         self.host_is_up = limits.num_host_slots > 0
         self._cancels: list[int] = []
@@ -135,9 +136,12 @@ class RequestScheduler(Scheduler):
             self.preempt(state)
 
     def _finish_move(self, event: HostEvent) -> None:
-        state, _ = self.moving.pop(event.move_id)
         succeeded = event.kind is HostEventKind.MOVE_DONE
         self.kv.finish_move(event.move_id, succeeded=succeeded)
+        if event.move_id in self.abandoned_moves:
+            self.abandoned_moves.remove(event.move_id)
+            return
+        state, _ = self.moving.pop(event.move_id)
         on_host = self.kv.tier(state.request_id) is Tier.HOST
         if state.phase is Phase.DRAINING:
             state.phase = Phase.FINISHED
@@ -167,6 +171,9 @@ class RequestScheduler(Scheduler):
             self._leave_host(state)
         else:
             raise RuntimeError(f"request {state.request_id} cannot be preempted while {state.phase}")
+        self._requeue(state)
+
+    def _requeue(self, state: RequestState) -> None:
         self._counters["preemptions"] += 1
         state.num_computed_tokens = 0
         state.phase = Phase.WAITING
@@ -189,6 +196,17 @@ class RequestScheduler(Scheduler):
         state.phase = Phase.MOVING
         self.moving[move.move_id] = (state, move)
         return move
+
+    def abandon_move(self, move_id: int) -> None:
+        """Take the device memory back from a request that is moving to the host; it waits to be recomputed."""
+        state, _ = self.moving.pop(move_id)
+        self.kv.abandon_move(move_id)
+        self.abandoned_moves.add(move_id)
+        self.residents.release_slot(state)
+        if state.phase is Phase.DRAINING:
+            state.phase = Phase.FINISHED
+        else:
+            self._requeue(state)
 
     def admit(self, batch: Batch, state: RequestState, *, reserve_blocks: int = 0) -> bool:
         """Schedule a WAITING request's first chunk; False if budget, blocks or the request limit do not let it in."""
@@ -338,7 +356,7 @@ class RequestScheduler(Scheduler):
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.states or self.moving or self.draining)
+        return bool(self.states or self.moving or self.abandoned_moves or self.draining)
 
     def stats(self) -> SchedulerStats:
         running = {c: len(self.device[c]) for c in ServiceClass}

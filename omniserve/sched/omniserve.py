@@ -55,14 +55,23 @@ class OmniServeScheduler(RequestScheduler):
 
     def _make_room_for_ls(self, batch: Batch, state: RequestState, now_s: float) -> None:
         """Free device memory for an LS prompt: by moving BE KV to the host while that is quick, else by dropping it."""
-        shortage = self.blocks_for(state) - self.kv.num_free(Tier.DEVICE)
+        needed = self.blocks_for(state)
+        shortage = needed - self.kv.num_free(Tier.DEVICE)
         if shortage <= 0:
             return
         if state.blocked_since_s is None:
             state.blocked_since_s = now_s
         still_missing = self._offload_until(shortage - self._blocks_moving_out(), batch)
-        if still_missing > 0 or now_s - state.blocked_since_s >= LS_PATIENCE_S:
-            self.make_room(self.blocks_for(state), batch, (BE,))
+        out_of_patience = now_s - state.blocked_since_s >= LS_PATIENCE_S
+        if still_missing <= 0 and not out_of_patience:
+            return
+        if not self.make_room(needed, batch, (BE,)) and out_of_patience:
+            # The host tier is too slow or stuck: what is on its way there must not hold up an LS request.
+            for move_id, (_, move) in reversed(tuple(self.moving.items())):
+                if self.make_room(needed, batch, (BE,)):
+                    break
+                if move.direction is MoveDirection.TO_HOST and move not in self._moves:
+                    self.abandon_move(move_id)
 
     # -- best-effort ---------------------------------------------------------------------------------------------
 

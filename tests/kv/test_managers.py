@@ -17,6 +17,7 @@ def test_no_block_is_lost_or_doubled(name: str, seed: int) -> None:
     kv = KV_MANAGERS.get(name)(num_device_blocks=20, num_host_blocks=30, block_size=4)
     lengths: dict[str, int] = {}
     moves: dict[int, str] = {}
+    abandoned: set[int] = set()
     for _ in range(500):
         request_id = f"r{rng.randrange(8)}"
         action = rng.random()
@@ -25,8 +26,15 @@ def test_no_block_is_lost_or_doubled(name: str, seed: int) -> None:
             with pytest.raises(RuntimeError):
                 kv.free(request_id)
             if action < 0.5:
-                assert kv.finish_move(move_id, succeeded=rng.random() < 0.7) == request_id
+                kv.finish_move(move_id, succeeded=rng.random() < 0.7)
                 del moves[move_id]
+            elif action < 0.7 and kv.tier(request_id) is Tier.DEVICE:
+                kv.abandon_move(move_id)
+                assert kv.tier(request_id) is None
+                abandoned.add(move_id)
+                del moves[move_id], lengths[request_id]
+        elif abandoned and action < 0.1:
+            kv.finish_move(abandoned.pop(), succeeded=rng.random() < 0.7)
         elif action < 0.6:
             wanted = lengths.get(request_id, 0) + rng.randint(1, 9)
             reserve = rng.choice([0, 5])
@@ -47,7 +55,7 @@ def test_no_block_is_lost_or_doubled(name: str, seed: int) -> None:
             kv.free(request_id)
             lengths.pop(request_id, None)
         kv.check_integrity()
-    for move_id in moves:
+    for move_id in [*moves, *abandoned]:
         kv.finish_move(move_id, succeeded=True)
     for request_id in lengths:
         kv.free(request_id)

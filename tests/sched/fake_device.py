@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Set
 
 from omniserve.plan import (
     HostEvent,
@@ -55,6 +56,8 @@ class FakeDevice:
         """(tier, token slot) -> token id."""
         self.running: list[HostEvent] = []
         self.moves: dict[int, KVMove] = {}
+        self.abandoned: Set[int] = frozenset()
+        """The scheduler's abandoned moves: they read blocks that others write, and write blocks that nobody reads."""
         self.bound: dict[int, PiggybackEntry] = {}
         self.away: dict[int, int] = {}
         """Host slot -> layer its token is at."""
@@ -72,7 +75,8 @@ class FakeDevice:
         busy: dict[str, set[int]] = {"device": set(), "host": set()}
         for move in self.moves.values():
             out = move.direction is MoveDirection.TO_HOST
-            busy["device" if out else "host"] |= set(move.src_block_ids)
+            if move.move_id not in self.abandoned:
+                busy["device" if out else "host"] |= set(move.src_block_ids)
             busy["host" if out else "device"] |= set(move.dst_block_ids)
         for event in self.running:
             if event.slot >= 0:
@@ -90,7 +94,7 @@ class FakeDevice:
         ids = [c.request_id for c in plan.chunks] + [e.request_id for e in plan.entries]
         assert len(ids) == len(set(ids)), "a request is scheduled twice"
         for chunk in plan.chunks:
-            moving = {m.request_id for m in self.moves.values()}
+            moving = {m.request_id for m in self.moves.values() if m.move_id not in self.abandoned}
             assert chunk.request_id not in moving, "a moving request is scheduled"
             assert not busy["device"] & set(chunk.block_ids), "a block is used while a copy is under way"
             for offset, token in enumerate(chunk.token_ids):

@@ -40,7 +40,9 @@ def make(scheduler: str, rng: random.Random, *, failure_rate: float = 0.0):
         rng=rng,
         failure_rate=failure_rate,
     )
-    return SCHEDULERS.get(scheduler)(limits=limits, kv=kv), device
+    policy = SCHEDULERS.get(scheduler)(limits=limits, kv=kv)
+    device.abandoned = policy.abandoned_moves
+    return policy, device
 
 
 def draw_request(rng: random.Random) -> Request:
@@ -54,7 +56,7 @@ def draw_request(rng: random.Random) -> Request:
 def run_history(scheduler: str, seed: int, *, failure_rate: float = 0.0, tier_down: bool = False) -> dict[str, int]:
     rng = random.Random(seed)
     sched, device = make(scheduler, rng, failure_rate=failure_rate)
-    speed = rng.choice([0.05, 0.5, 1.0])
+    speed = rng.choice([0.01, 0.05, 0.5, 1.0])
     requests = {f"r{i}": draw_request(rng) for i in range(rng.randint(5, 30))}
     arrivals = list(requests)
     down_at = rng.randint(5, 60) if tier_down else None

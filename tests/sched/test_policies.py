@@ -33,6 +33,7 @@ class Bench:
         self.device = FakeDevice(
             block_size=BLOCK, num_layers=2, max_tokens=self.limits.max_step_tokens, rng=random.Random(seed)
         )
+        self.device.abandoned = scheduler.abandoned_moves
 
     def add(self, name: str, *, prompt: int = 4, output: int = 100) -> None:
         request = Request(

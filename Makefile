@@ -1,0 +1,67 @@
+# Everything runs in a virtual environment that the first target to need it creates. Nothing else is installed.
+#   make serve ARGS="--port 9000"       make test ARGS="-k scheduler -x"       make setup VENV=/tmp/env PYTHON=python3.12
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= server,dev
+# Where torch comes from when not from pip's own index; https://download.pytorch.org/whl/cpu has builds without CUDA.
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := $(abspath $(VENV))/bin
+CSRC := $(wildcard omniserve/ops/csrc/*)
+CUDA_EXTRA = $(shell nvidia-smi -L >/dev/null 2>&1 && echo ,cuda)
+PIP := PATH="$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check
+# Without a GPU, OpenMP threads that spin while they wait take the core that the host tier's threads need.
+export OMP_WAIT_POLICY ?= passive
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test check demo lint format clean
+.DELETE_ON_ERROR:
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: $(VENV)/.installed ## Make the virtual environment and build the extension, if that is not done yet
+
+serve: setup ## Serve the built-in model on http://127.0.0.1:8000 (ARGS="--model PATH_OR_HUB_ID" for another)
+	@$(BIN)/python -m omniserve.server $(ARGS)
+
+test: setup ## Run the tests (ARGS="-k name" for some)
+	@$(BIN)/python -m pytest $(ARGS)
+
+demo: setup ## Serve and load the built-in model, and print what best-effort work costs the others
+	@$(BIN)/python -m benchmarks.demo $(ARGS)
+
+check: lint test ## Format, lint, types and tests: what CI runs
+
+lint: setup ## Check format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup ## Format the code and apply safe lint fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the virtual environment and everything that was built or cached
+	rm -rf $(VENV) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis omniserve.egg-info
+	rm -f omniserve/_C*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone: the extension is built against the torch that is installed, and nothing may replace it.
+$(VENV)/.torch: constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "make: no '$(PYTHON)' here. Install Python 3.11 or newer, or name it: make setup PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: OmniServe needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Install one and name it: make setup PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: this Python cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig; open(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null || { echo "make: Python.h is missing; torch.compile needs it. On Debian and Ubuntu: apt-get install python3-dev" >&2; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || { echo "make: no C++ compiler ('$${CXX:-c++}'). On Debian and Ubuntu: apt-get install g++; on Fedora: dnf install gcc-c++; or set CXX" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep '^torch==' constraints.txt)
+	$(PIP) install -q -c constraints.txt 'setuptools>=77' wheel ninja
+	@touch $@
+
+# A changed C++ source rebuilds the extension and installs nothing else.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py $(CSRC)
+	rm -f omniserve/_C*.so
+	$(PIP) install -q -c constraints.txt --no-build-isolation $(if $(filter-out $(CSRC),$?),,--no-deps) -e '.[$(EXTRAS)$(CUDA_EXTRA)]'
+	@touch $@

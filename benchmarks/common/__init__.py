@@ -1,0 +1,1 @@
+"""What the benchmarks share: a server process, an open-loop client, statistics, records."""

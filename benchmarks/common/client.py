@@ -1,0 +1,144 @@
+"""An open-loop client: requests leave at their own times, whatever the server does with those before them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """One completion to ask for."""
+
+    send_at_s: float
+    """Seconds after the start of the load."""
+    prompt: str | list[int]
+    """Text or token ids."""
+    max_tokens: int
+    service_tier: str
+    """OpenAI's name of the service class: ``priority`` is LS, ``flex`` is BE."""
+
+
+@dataclass(kw_only=True)
+class RequestRecord:
+    """What the client saw of one request; times are seconds after the start of the load. Filled while it runs."""
+
+    service_tier: str
+    send_at_s: float
+    sent_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    token_times_s: list[float] = field(default_factory=list)
+    """One entry per streamed chunk that carries a choice."""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    """As the server's usage says; 0 until the request has finished."""
+    finished: bool = False
+    error: str | None = None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first; None for a request without two tokens."""
+        if self.first_token_s is None or self.last_token_s is None or self.num_output_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+
+def poisson_times_s(rate: float, duration_s: float, rng: random.Random) -> list[float]:
+    """Return the arrival times in ``[0, duration_s)`` of a Poisson process with ``rate`` arrivals a second."""
+    times, now = [], rng.expovariate(rate)
+    while now < duration_s:
+        times.append(now)
+        now += rng.expovariate(rate)
+    return times
+
+
+async def run_load(
+    base_url: str,
+    requests: Sequence[LoadRequest],
+    *,
+    must_finish: Callable[[LoadRequest], bool],
+    cutoff_s: float,
+    watch: Callable[[float, Sequence[RequestRecord]], Awaitable[None]],
+) -> tuple[list[RequestRecord], float]:
+    """Send ``requests`` through ``/v1/completions`` and stream the answers.
+
+    Ends when every request that ``must_finish`` selects has ended, or at ``cutoff_s``; what still runs then is
+    disconnected, which the server takes as an abort.
+
+    Args:
+        base_url: Server address without ``/v1``.
+        requests: What to send, in any order.
+        must_finish: Selects the requests that are waited for.
+        cutoff_s: Latest end, in seconds after the start.
+        watch: Called about ten times a second with the time and the records; an exception from it ends the load.
+
+    Returns:
+        One record per request, in the order of ``requests``, and the time at which the load ended.
+    """
+    records = [RequestRecord(service_tier=request.service_tier, send_at_s=request.send_at_s) for request in requests]
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=base_url, timeout=None, limits=limits) as client:
+        began_s = time.perf_counter()
+        tasks = [
+            asyncio.create_task(_send(client, request, record, began_s))
+            for request, record in zip(requests, records, strict=True)
+        ]
+        awaited = [task for task, request in zip(tasks, requests, strict=True) if must_finish(request)]
+        try:
+            while (now_s := time.perf_counter() - began_s) < cutoff_s and not all(task.done() for task in awaited):
+                await watch(now_s, records)
+                await asyncio.sleep(0.1)
+        finally:
+            end_s = time.perf_counter() - began_s
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return records, end_s
+
+
+async def _send(client: httpx.AsyncClient, request: LoadRequest, record: RequestRecord, began_s: float) -> None:
+    await asyncio.sleep(max(0.0, began_s + request.send_at_s - time.perf_counter()))
+    record.sent_s = time.perf_counter() - began_s
+    body = {
+        "prompt": request.prompt, "max_tokens": request.max_tokens, "temperature": 0, "ignore_eos": True,
+        "service_tier": request.service_tier, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                record.error = f"HTTP {response.status_code}: {(await response.aread()).decode()[:500]}"
+                return
+            async for line in response.aiter_lines():
+                _read_event(line, record, time.perf_counter() - began_s)
+    except httpx.HTTPError as error:
+        record.error = f"{type(error).__name__}: {error}"
+
+
+def _read_event(line: str, record: RequestRecord, now_s: float) -> None:
+    if not line.startswith("data: "):
+        return
+    if line == "data: [DONE]":
+        record.finished = record.error is None
+        return
+    event = json.loads(line.removeprefix("data: "))
+    if "error" in event:
+        record.error = json.dumps(event["error"])
+        return
+    if usage := event.get("usage"):
+        record.num_prompt_tokens = usage["prompt_tokens"]
+        record.num_output_tokens = usage["completion_tokens"]
+    if event.get("choices"):
+        if record.first_token_s is None:
+            record.first_token_s = now_s
+        record.last_token_s = now_s
+        record.token_times_s.append(round(now_s, 6))

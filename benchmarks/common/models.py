@@ -1,0 +1,48 @@
+"""Random-weight models in the shape of known ones: nothing is downloaded, and speed does not depend on weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.common.record import ROOT
+
+SMOLLM_135M: dict[str, Any] = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def random_llama(seed: int = 0, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> Any:
+    """Build a Llama with random weights; ``shape`` holds its config's fields. (Any: transformers' ``generate`` has no
+    annotations that type-check.)
+    """
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model("llama", **shape)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def saved_random_llama(name: str, **shape: Any) -> Path:
+    """Return a folder with a random bf16 Llama and the built-in model's tokenizer; made once."""
+    folder = ROOT / ".cache" / "models" / name
+    if not (folder / "model.safetensors").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        random_llama(**shape).save_pretrained(folder)
+        for path in (ROOT / "omniserve" / "builtin_model").glob("*token*"):
+            shutil.copy(path, folder)
+    return folder

@@ -1,0 +1,88 @@
+"""Benchmark records: JSON files that say what was measured, on what, with which code."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("omniserve", "torch", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn", "httpx")
+
+
+def environment() -> dict[str, Any]:
+    """Return commit, dirty flag, package versions and hardware of this run."""
+    return {"git": _git(), "python": platform.python_version(), "versions": _versions(), "hardware": _hardware()}
+
+
+def write_record(path: Path, *, name: str, config: Mapping[str, Any], seed: int, results: Mapping[str, Any]) -> None:
+    """Write one record; dataclasses in ``results`` become objects.
+
+    Args:
+        path: File to write; its folder is made.
+        name: Which benchmark.
+        config: Every setting that the workload and the server had; its hash identifies the workload.
+        seed: Seed of the workload.
+        results: Summaries and raw per-request times.
+    """
+    config_text = json.dumps({"config": dict(config), "seed": seed}, sort_keys=True, default=str)
+    record = {
+        "benchmark": name,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": environment(),
+        "config": dict(config),
+        "seed": seed,
+        "workload_hash": hashlib.sha256(config_text.encode()).hexdigest()[:16],
+        "results": dict(results),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, default=_plain) + "\n")
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return str(value)
+
+
+def _git() -> dict[str, Any]:
+    def run(*arguments: str) -> str | None:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    status = run("status", "--porcelain")
+    # None, not False, outside of a repository: nothing is known about the code then.
+    return {"commit": run("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
+
+
+def _versions() -> dict[str, str]:
+    installed = {distribution.name.lower() for distribution in importlib.metadata.distributions()}
+    return {package: importlib.metadata.version(package) for package in PACKAGES if package in installed}
+
+
+def _hardware() -> dict[str, Any]:
+    cpu_info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in _lines(cpu_info) if line.startswith("model name")]
+    flags = next((line for line in _lines(cpu_info) if line.startswith("flags")), "")
+    return {
+        "machine": platform.machine(),
+        "cpu": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_features": [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags.split()],
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []

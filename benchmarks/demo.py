@@ -1,0 +1,254 @@
+"""What best-effort work costs latency-sensitive requests: the load generator of ``make demo``.
+
+For each scheduler it starts the server with the built-in model and too little device memory for the load, measures a
+Poisson stream of LS requests alone, then the same stream beside a pile of BE requests, and prints one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import math
+import random
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data import topics
+
+from tqdm import tqdm
+
+from benchmarks.common.client import LoadRequest, RequestRecord, poisson_times_s, run_load
+from benchmarks.common.record import write_record
+from benchmarks.common.server import ServerFailed, ServerProcess
+from benchmarks.common.stats import LatencySummary, summarize
+
+WARM_UP_TIMEOUT_S = 120.0
+LS_TIER, BE_TIER = "priority", "flex"
+BE_TOKENS_METRIC = 'omniserve_output_tokens_total{service_class="BE"}'
+HOST_TOKENS_METRIC = "omniserve_host_output_tokens_total"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The whole set-up of a run; it goes into the record as it is."""
+
+    schedulers: tuple[str, ...]
+    device_kv_gib: float
+    host_kv_gib: float
+    alone_s: float
+    """Length of the phase with LS requests alone."""
+    beside_s: float
+    """Length of the phase with LS and BE requests."""
+    drain_s: float
+    """Longest wait, after a phase, for LS requests that have not finished."""
+    ls_rate: float
+    """LS requests a second."""
+    ls_prompt_chars: int
+    ls_output_tokens: int
+    be_requests: int
+    be_prompt_chars: int
+    be_output_tokens: int
+    seed: int
+    server_args: tuple[str, ...]
+    """Further flags for the server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Result of one phase."""
+
+    scheduler: str
+    name: str
+    duration_s: float
+    ls: LatencySummary
+    be_tokens: float
+    be_host_tokens: float
+    records: list[RequestRecord]
+
+
+def make_load(settings: Settings, duration_s: float, *, with_be: bool) -> list[LoadRequest]:
+    """Return the requests of a phase. The LS stream is the same with and without BE requests, up to its length."""
+    ls_rng, be_rng = random.Random(settings.seed), random.Random(settings.seed + 1)
+    text = "\n".join(topics.topics.values())
+
+    def request(rng: random.Random, at_s: float, chars: int, max_tokens: int, tier: str) -> LoadRequest:
+        start = rng.randrange(len(text) - chars)
+        return LoadRequest(
+            send_at_s=at_s, prompt=text[start : start + chars], max_tokens=max_tokens, service_tier=tier
+        )  # fmt: skip
+
+    load = [
+        request(ls_rng, at_s, settings.ls_prompt_chars, settings.ls_output_tokens, LS_TIER)
+        for at_s in poisson_times_s(settings.ls_rate, duration_s, random.Random(settings.seed + 2))
+    ]
+    if with_be:
+        load += [
+            request(be_rng, 0.0, settings.be_prompt_chars, settings.be_output_tokens, BE_TIER)
+            for _ in range(settings.be_requests)
+        ]
+    return load
+
+
+def check(server: ServerProcess, records: Sequence[RequestRecord]) -> None:
+    """Raise ServerFailed if the server has ended or a request was answered with an error."""
+    server.check_alive()
+    if error := next((record.error for record in records if record.error), None):
+        raise ServerFailed(f"a request failed: {error}\n{server.log_tail()}")
+
+
+async def run_phase(
+    server: ServerProcess, settings: Settings, scheduler: str, *, with_be: bool, progress: tqdm
+) -> Phase:
+    """Send one phase's load and return what came of it."""
+    duration_s = settings.beside_s if with_be else settings.alone_s
+    name = "LS + BE" if with_be else "LS alone"
+    load = make_load(settings, duration_s, with_be=with_be)
+    before = server.metrics()
+    shown_s = 0.0
+
+    async def watch(now_s: float, records: Sequence[RequestRecord]) -> None:
+        nonlocal shown_s
+        check(server, records)
+        progress.update(round(min(now_s, duration_s) - shown_s, 3))
+        shown_s = min(now_s, duration_s)
+        done = {tier: sum(r.finished for r in records if r.service_tier == tier) for tier in (LS_TIER, BE_TIER)}
+        progress.set_postfix_str(f"{scheduler}, {name}: {done[LS_TIER]} LS and {done[BE_TIER]} BE finished")
+
+    records, end_s = await run_load(
+        server.base_url,
+        load,
+        must_finish=lambda request: request.service_tier == LS_TIER,
+        cutoff_s=duration_s + settings.drain_s,
+        watch=watch,
+    )
+    check(server, records)
+    after = server.metrics()
+    progress.update(round(duration_s - shown_s, 3))
+    return Phase(
+        scheduler=scheduler,
+        name=name,
+        duration_s=end_s,
+        ls=summarize((record for record in records if record.service_tier == LS_TIER), end_s),
+        be_tokens=after.get(BE_TOKENS_METRIC, 0.0) - before.get(BE_TOKENS_METRIC, 0.0),
+        be_host_tokens=after[HOST_TOKENS_METRIC] - before[HOST_TOKENS_METRIC],
+        records=records,
+    )
+
+
+def warm_up(server: ServerProcess, settings: Settings) -> None:
+    """Let the server compile and allocate: a few short requests of both classes, which are not measured."""
+    load = make_load(settings, settings.beside_s, with_be=True)
+    few = [dataclasses.replace(request, send_at_s=0.0, max_tokens=8) for request in (*load[:2], *load[-2:])]
+
+    async def watch(now_s: float, records: Sequence[RequestRecord]) -> None:
+        check(server, records)
+
+    records, _ = asyncio.run(
+        run_load(server.base_url, few, must_finish=lambda request: True, cutoff_s=WARM_UP_TIMEOUT_S, watch=watch)
+    )
+    check(server, records)
+    if not all(record.finished for record in records):
+        raise ServerFailed(f"the warm-up did not finish in {WARM_UP_TIMEOUT_S:g} s\n{server.log_tail()}")
+
+
+def run_scheduler(settings: Settings, scheduler: str, log_path: Path, progress: tqdm) -> list[Phase]:
+    """Start a server with ``scheduler`` and measure both phases."""
+    arguments = [
+        "--scheduler", scheduler,
+        "--device-kv-gib", str(settings.device_kv_gib),
+        "--host-kv-gib", str(settings.host_kv_gib),
+        *settings.server_args,
+    ]  # fmt: skip
+    progress.set_postfix_str(f"{scheduler}: the server starts")
+    with ServerProcess(arguments, log_path) as server:
+        server.wait_until_healthy()
+        warm_up(server, settings)
+        return [
+            asyncio.run(run_phase(server, settings, scheduler, with_be=with_be, progress=progress))
+            for with_be in (False, True)
+        ]
+
+
+def table(phases: Sequence[Phase]) -> str:
+    """Return the results as text."""
+    head = (
+        f"{'scheduler':<10} {'phase':<9} {'LS done':>9} {'TTFT p50':>9} {'TTFT p99':>9} {'TPOT p50':>9} {'TPOT p99':>9}"
+        f" {'BE tok/s':>9} {'BE tokens':>10} {'on host':>8}"
+    )
+    lines = [head, "-" * len(head)]
+    for phase in phases:
+        ls = phase.ls
+        bound = ">" if ls.num_started < ls.num_requests else ""
+        ttfts = (f"{bound}{seconds * 1e3:.1f}" for seconds in (ls.ttft_p50_s, ls.ttft_p99_s))
+        tpots = ("-" if math.isnan(seconds) else f"{seconds * 1e3:.1f}" for seconds in (ls.tpot_p50_s, ls.tpot_p99_s))
+        lines.append(
+            f"{phase.scheduler:<10} {phase.name:<9} {f'{ls.num_finished}/{ls.num_requests}':>9}"
+            + "".join(f" {text:>9}" for text in (*ttfts, *tpots))
+            + f" {phase.be_tokens / phase.duration_s:>9.0f} {phase.be_tokens:>10.0f} {phase.be_host_tokens:>8.0f}"
+        )
+    lines += [
+        "",
+        "TTFT, TPOT: time to first token, time per output token after it; milliseconds, of LS requests, at the client.",
+        "> : some LS requests had no first token when the phase ended; they count with the time they had waited.",
+        "on host: BE output tokens whose attention the host tier computed.",
+    ]
+    return "\n".join(lines)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Settings, Path]:
+    """Return the settings and the path of the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--schedulers", nargs="+", default=["omniserve", "fcfs"])
+    parser.add_argument(
+        "--device-kv-gib", type=float, default=0.004, help="device KV pool: small, so that it runs short"
+    )
+    parser.add_argument("--host-kv-gib", type=float, default=0.5)
+    parser.add_argument("--alone-s", type=float, default=5.0)
+    parser.add_argument("--beside-s", type=float, default=10.0)
+    parser.add_argument("--drain-s", type=float, default=5.0)
+    parser.add_argument("--ls-rate", type=float, default=3.0)
+    parser.add_argument("--ls-prompt-chars", type=int, default=400)
+    parser.add_argument("--ls-output-tokens", type=int, default=32)
+    parser.add_argument("--be-requests", type=int, default=256)
+    parser.add_argument("--be-prompt-chars", type=int, default=1200)
+    parser.add_argument("--be-output-tokens", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--server-args", type=shlex.split, default=(), help="more flags for the server, as one string")
+    parser.add_argument("--record", type=Path, default=Path(".cache/demo.json"), help="file for the JSON record")
+    values = vars(parser.parse_args(arguments))
+    record = values.pop("record")
+    lists = {name: tuple(values[name]) for name in ("schedulers", "server_args")}
+    return Settings(**(values | lists)), record
+
+
+def main() -> int:
+    settings, record_path = parse_arguments()
+    phases: list[Phase] = []
+    total_s = len(settings.schedulers) * (settings.alone_s + settings.beside_s)
+    bar_format = "{l_bar}{bar}| {n:.0f}/{total:.0f} s{postfix}"
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=total_s, bar_format=bar_format, leave=False) as progress:
+        for scheduler in settings.schedulers:
+            try:
+                phases += run_scheduler(settings, scheduler, Path(folder) / f"{scheduler}.log", progress)
+            except ServerFailed as error:
+                progress.close()
+                print(f"demo: scheduler {scheduler}: {error}", file=sys.stderr)
+                return 1
+    print(table(phases))
+    write_record(
+        record_path,
+        name="demo",
+        config=dataclasses.asdict(settings),
+        seed=settings.seed,
+        results={"phases": phases},
+    )
+    print(f"record: {record_path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

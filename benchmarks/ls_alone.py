@@ -1,0 +1,95 @@
+"""Latency of a light LS stream over HTTP: TTFT and TPOT of the server, and the time from start to first token.
+
+    python -m benchmarks.ls_alone --record benchmarks/results/ls_alone.json
+
+A random-weight bf16 model in SmolLM-135M's shape; Poisson arrivals, 1 request/s, 128 tokens in, 32 out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from benchmarks.common.client import LoadRequest, RequestRecord, poisson_times_s, run_load
+from benchmarks.common.models import SMOLLM_135M, saved_random_llama
+from benchmarks.common.record import write_record
+from benchmarks.common.server import ServerProcess
+from benchmarks.common.stats import summarize
+
+
+def load(rng: random.Random, *, rate: float, seconds: float, prompt: int, output: int) -> list[LoadRequest]:
+    """Return the stream's requests."""
+    return [
+        LoadRequest(
+            send_at_s=at_s,
+            prompt=[rng.randrange(1, SMOLLM_135M["vocab_size"]) for _ in range(prompt)],
+            max_tokens=output,
+            service_tier="priority",
+        )
+        for at_s in poisson_times_s(rate, seconds, rng)
+    ]
+
+
+def first_token_s(base_url: str) -> None:
+    """Ask for one token and wait for it."""
+    body = {"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0}
+    httpx.post(f"{base_url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=float, default=1.0)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--output", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", type=Path, default=Path(".cache/ls_alone.json"))
+    parser.add_argument("server_args", nargs="*", help="more flags of the server, after --")
+    args = parser.parse_args()
+    model = saved_random_llama("smollm-135m-shape", **SMOLLM_135M)
+    results = []
+    for repeat in range(args.repeats):
+        requests = load(
+            random.Random(args.seed + repeat),
+            rate=args.rate,
+            seconds=args.seconds,
+            prompt=args.prompt,
+            output=args.output,
+        )
+        began_s = time.monotonic()
+        with ServerProcess(["--model", str(model), *args.server_args], Path(".cache/ls_alone.log")) as server:
+            server.wait_until_healthy()
+            first_token_s(server.base_url)
+            start_s = time.monotonic() - began_s
+
+            async def watch(_: float, __: Sequence[RequestRecord], server: ServerProcess = server) -> None:
+                server.check_alive()
+
+            records, end_s = asyncio.run(
+                run_load(server.base_url, requests, must_finish=lambda _: True, cutoff_s=args.seconds + 30, watch=watch)
+            )
+        summary = summarize(records, end_s)
+        results.append({"start_to_first_token_s": start_s, "summary": summary, "requests": records})
+        print(
+            f"run {repeat}: first token {start_s:.1f} s after start; {summary.num_finished}/{summary.num_requests} "
+            f"finished; TTFT p50/p99 {1e3 * summary.ttft_p50_s:.0f}/{1e3 * summary.ttft_p99_s:.0f} ms, "
+            f"TPOT {1e3 * summary.tpot_p50_s:.1f}/{1e3 * summary.tpot_p99_s:.1f} ms"
+        )
+    write_record(
+        args.record,
+        name="ls_alone",
+        config=vars(args) | {"model": SMOLLM_135M},
+        seed=args.seed,
+        results={"runs": results},
+    )
+
+
+if __name__ == "__main__":
+    main()

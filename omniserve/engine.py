@@ -1,0 +1,321 @@
+"""Engine: add, abort, step. Owns scheduler, KV, runner and host tier."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from omniserve.config import EngineConfig
+from omniserve.cores import CoreSplit, default_host_threads
+from omniserve.errors import EngineStopped
+from omniserve.host.tier import HostTier
+from omniserve.kv import KV_MANAGERS
+from omniserve.kv.storage import DeviceKVStorage
+from omniserve.ops.attention import resolve_attention
+from omniserve.outputs import OutputCollector
+from omniserve.patching import PatchedModel, patch
+from omniserve.plan import HostEvent, HostEventKind
+from omniserve.request import Completion, Request, RequestOutput, ServiceClass
+from omniserve.runner import ModelRunner
+from omniserve.sampling import Sampler
+from omniserve.sched import SCHEDULERS, SchedulerLimits
+from omniserve.spec import ModelSpec
+from omniserve.stats import EngineStats
+
+
+class Engine:
+    """Serves latency-sensitive and best-effort requests with one model. Not thread-safe: one thread calls it.
+
+    Args:
+        model: A Hugging Face causal language model; it is patched in place if it is not yet.
+        config: Settings; None takes the defaults.
+        tokenizer: Needed for stop strings and for the text of completions.
+        clock: Monotonic seconds.
+
+    Raises:
+        UnsupportedModelError: No layer family fits the model.
+        ValueError: The settings do not fit the model or this machine.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config = config or EngineConfig()
+        if "omniserve" not in model.__dict__:
+            patch(model, compile=config.compile)
+        patched: PatchedModel = model.__dict__["omniserve"]
+        self._clock = clock
+        self._tokenizer = tokenizer
+        self._outputs = OutputCollector(tokenizer)
+        self._ids = itertools.count()
+        self._closed = False
+        self.spec: ModelSpec = patched.spec
+        self.max_model_len = _max_model_len(config, self.spec)
+
+        block_bytes = self.spec.kv_block_bytes(config.block_size)
+        self._num_device_blocks = _num_blocks(config.device_kv_bytes, block_bytes, "device_kv_bytes")
+        num_host_blocks = config.host_kv_bytes // block_bytes if config.kv != "paged" else 0
+        storage = DeviceKVStorage(
+            self.spec,
+            num_blocks=self._num_device_blocks,
+            block_size=config.block_size,
+            dtype=patched.dtype,
+            device=patched.device,
+        )
+        host_threads = config.host_threads or default_host_threads(patched.device)
+        self.host_tier: HostTier | None = None
+        if num_host_blocks > 0:
+            self.host_tier = HostTier(
+                spec=self.spec,
+                dtype=patched.dtype,
+                block_size=config.block_size,
+                kv_bytes=config.host_kv_bytes,
+                num_slots=config.max_host_requests,
+                num_threads=host_threads,
+                cores=config.host_cores,
+                pin_memory=patched.device.type == "cuda",
+            )
+        self.kv = KV_MANAGERS.get(config.kv)(
+            num_device_blocks=self._num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
+        )
+        self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self._limits(), kv=self.kv)
+        self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
+        self.runner = ModelRunner(
+            model=patched,
+            storage=storage,
+            attend=resolve_attention(config.attention, patched.device),
+            sampler=self._sampler,
+            tier=self.host_tier,
+            num_slots=config.max_host_requests if self.host_tier else 0,
+            cores=CoreSplit(
+                device=patched.device,
+                device_threads=config.device_threads,
+                host_threads=host_threads if self.host_tier else 0,
+            ),
+        )
+        self._host_was_healthy = True
+        self.last_plan_was_empty = False
+        """The last step had nothing to compute: everybody waits for the host tier (see ``wait``)."""
+        self._num_steps = 0
+        self._step_seconds = 0.0
+        self._num_device_tokens = 0
+        self._num_piggyback_rows = 0
+
+    def _limits(self) -> SchedulerLimits:
+        config = self.config
+        return SchedulerLimits(
+            num_layers=self.spec.num_layers,
+            block_size=config.block_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.spec.eos_token_ids,
+            max_step_tokens=config.max_step_tokens,
+            max_num_requests=config.max_num_requests,
+            num_host_slots=config.max_host_requests if self.host_tier is not None else 0,
+            max_piggyback_slots=config.max_piggyback_slots,
+            max_piggyback_rows=config.max_piggyback_rows,
+            ls_reserve_blocks=int(config.ls_reserve_fraction * self._num_device_blocks),
+            swap_in_delay_steps=config.swap_in_delay_steps,
+        )
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> str:
+        """Take a request and return its id.
+
+        Raises:
+            ValueError: A token is outside the vocabulary, the prompt plus output is longer than the model or the KV
+                pool allows, the id is in use, or there are stop strings and no tokenizer.
+            RequestRejected: The request's objectives cannot be met at present load.
+            EngineStopped: The engine was closed.
+        """
+        self._require_open()
+        request_id = request.request_id if request.request_id is not None else f"req-{next(self._ids)}"
+        self._check(request, request_id)
+        slo = request.slo if request.slo is not None else self.config.slos[ServiceClass(request.service_class)]
+        self.scheduler.add(request_id, request, slo, self._clock())
+        self._sampler.add(request_id, request.sampling, request.prompt_token_ids)
+        self._outputs.open(request_id, request)
+        return request_id
+
+    def _check(self, request: Request, request_id: str) -> None:
+        if request_id in self._outputs:
+            raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
+        num_prompt, sampling = len(request.prompt_token_ids), request.sampling
+        if (largest := max(request.prompt_token_ids)) >= self.spec.vocab_size:
+            raise ValueError(f"prompt token {largest} is outside the vocabulary of {self.spec.vocab_size} tokens")
+        total = num_prompt + sampling.max_tokens
+        if total > self.max_model_len:
+            raise ValueError(
+                f"the prompt has {num_prompt} tokens and max_tokens is {sampling.max_tokens}: {total} in all, but the "
+                f"context is {self.max_model_len} tokens; shorten the prompt or lower max_tokens"
+            )
+        pool_tokens = self._num_device_blocks * self.config.block_size
+        if total > pool_tokens:
+            raise ValueError(
+                f"the prompt and max_tokens are {total} tokens, but the device KV pool holds {pool_tokens}; "
+                f"raise device_kv_bytes or lower max_tokens"
+            )
+        if sampling.stop and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: give Engine(..., tokenizer=...) or use stop_token_ids")
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now and free what it holds; False if it is unknown or has finished."""
+        if self.scheduler.abort(request_id, self._clock()) is None:
+            return False
+        self._sampler.remove(request_id)
+        self._outputs.close(request_id)
+        return True
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while a step may have something to do."""
+        return self.scheduler.has_unfinished
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step through all layers and return what it produced, if anything.
+
+        Raises:
+            EngineStopped: The engine was closed.
+        """
+        self._require_open()
+        started_s = self._clock()
+        self.scheduler.notify(self._host_events())
+        plan = self.scheduler.schedule(started_s)
+        self.last_plan_was_empty = plan.is_empty
+        result = self.runner.execute(plan)
+        now_s = self._clock()
+        outputs = [self._finish(output, now_s) for output in self.scheduler.update(plan, result, now_s)]
+        if not plan.is_empty:
+            self._num_steps += 1
+            self._step_seconds += self._clock() - started_s
+            self._num_device_tokens += plan.num_device_tokens
+            self._num_piggyback_rows += len(plan.joins)
+        return outputs
+
+    def _finish(self, output: RequestOutput, now_s: float) -> RequestOutput:
+        """Look for stop strings, and forget a request that ended."""
+        output = self._outputs.push(output, now_s)
+        if output.finished:
+            self._sampler.remove(output.request_id)
+            self.scheduler.abort(output.request_id, now_s)  # no-op unless a stop string ended it
+        return output
+
+    def _host_events(self) -> list[HostEvent]:
+        if self.host_tier is None:
+            return []
+        events = self.host_tier.poll()
+        if self._host_was_healthy and not self.host_tier.healthy:
+            self._host_was_healthy = False
+            events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
+        return events
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until the host tier reports something or the time is over; for use after an empty step."""
+        if self.host_tier is not None:
+            self.host_tier.wait(timeout_s)
+
+    def generate(self, requests: Iterable[Request], *, progress: bool = False) -> list[Completion]:
+        """Run requests to their end and return their completions in the same order.
+
+        Args:
+            progress: Show a progress bar.
+
+        Raises:
+            ValueError: A request does not fit; the message says which, and none of them runs on.
+        """
+        ids: list[str] = []
+        try:
+            for index, request in enumerate(requests):
+                try:
+                    ids.append(self.add(request))
+                except ValueError as error:
+                    raise ValueError(f"request {index}: {error}") from error
+            wanted = set(ids)
+            completions: dict[str, Completion] = {}
+            for request_id in ids:
+                self._outputs.keep(request_id)
+            with tqdm(total=len(ids), disable=not progress, unit="request") as bar:
+                while len(completions) < len(wanted):
+                    for output in self.step():
+                        if output.finished and output.request_id in wanted:
+                            completions[output.request_id] = self._outputs.completion(output)
+                            bar.update()
+                    if self.last_plan_was_empty:
+                        self.wait(0.05)
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        return [completions[request_id] for request_id in ids]
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Return gauges and counters."""
+        usage, sched = self.kv.usage(), self.scheduler.stats()
+        return EngineStats(
+            waiting=sched.waiting,
+            running=sched.running,
+            device_blocks_used=usage.device_used,
+            device_blocks_total=usage.device_total,
+            host_blocks_used=usage.host_used,
+            host_blocks_total=usage.host_total,
+            host_requests=sched.host_requests,
+            steps=self._num_steps,
+            step_seconds=self._step_seconds,
+            device_tokens=self._num_device_tokens,
+            piggyback_rows=self._num_piggyback_rows,
+            output_tokens=sched.output_tokens,
+            prompt_tokens=sched.prompt_tokens,
+            host_output_tokens=sched.host_output_tokens,
+            preemptions=sched.preemptions,
+            swaps_out=sched.swaps_out,
+            swaps_in=sched.swaps_in,
+            host_failures=self.host_tier.num_failures if self.host_tier is not None else 0,
+            host_healthy=self.host_tier.healthy if self.host_tier is not None else True,
+        )
+
+    def close(self) -> None:
+        """Stop the host tier's threads; unfinished requests are dropped. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            if self.host_tier is not None:
+                self.host_tier.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineStopped("the engine was closed")
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    if config.max_model_len is None:
+        return spec.max_model_len
+    if config.max_model_len > spec.max_model_len:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, but the model has positions for {spec.max_model_len} tokens"
+        )
+    return config.max_model_len
+
+
+def _num_blocks(num_bytes: int, block_bytes: int, name: str) -> int:
+    if num_bytes < block_bytes:
+        raise ValueError(f"{name} is {num_bytes}, less than one KV block of this model ({block_bytes} bytes); raise it")
+    return num_bytes // block_bytes

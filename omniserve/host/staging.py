@@ -1,0 +1,176 @@
+"""KV moves between a CUDA cache and the host pool: side stream, pinned staging buffer, and the worker threads.
+
+A chunk of blocks takes two hops, each of which runs beside the step: gather on the device and one copy into the staging
+buffer (side stream), then staging buffer to pool blocks (worker threads); to the device the other way round. The
+blocks go through a contiguous buffer because a copy between scattered blocks and pinned memory would be one
+cudaMemcpy per block, layer and K or V, and thousands of these cost the step more than the move.
+
+Legend: L layers, B blocks, K KV heads, S block size, H head size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection
+
+_STAGING_BYTES = 128 << 20
+_COPY_ID = -2  # of the worker threads' part; a caller's move ids are >= 0 and -1 means none
+
+
+class StagedMover:
+    """Runs moves one after the other, chunk by chunk. `advance` takes the next hop; nothing here blocks.
+
+    Args:
+        k_pool_LBKSH: Host pool.
+        v_pool_LBKSH: Likewise.
+        host_copy: ``(copy_id, source_k, source_v, target_k, target_v, source_ids, target_ids)`` lets the worker threads
+            copy blocks between CPU caches; `host_copy_finished` is to be called for its event.
+        pin_memory: Page-lock the staging buffer, and get it now: page-locking it later would stall a step.
+        staging_bytes: Size of the staging buffer; at least one block goes in whatever it says.
+    """
+
+    def __init__(
+        self,
+        k_pool_LBKSH: Tensor,
+        v_pool_LBKSH: Tensor,
+        host_copy: Callable[..., None],
+        *,
+        pin_memory: bool,
+        staging_bytes: int = _STAGING_BYTES,
+    ) -> None:
+        self._pools = (k_pool_LBKSH, v_pool_LBKSH)
+        self._host_copy = host_copy
+        self._pin_memory = pin_memory
+        block_bytes = 2 * k_pool_LBKSH[:, 0].numel() * k_pool_LBKSH.itemsize
+        self._chunk_blocks = max(1, min(k_pool_LBKSH.shape[1], staging_bytes // block_bytes))
+        self._staging: Tensor | None = self._new_staging() if pin_memory else None
+        self._stream: torch.cuda.Stream | None = None
+        self._queue: deque[tuple[KVMove, tuple[Tensor, Tensor]]] = deque()
+        self._first_block = 0  # the current move's blocks [0, first_block) have arrived
+        self._hop = 0  # hops of the current chunk that were started
+        self._hop_is_done: Callable[[], bool] = lambda: True
+        self._copying_on_host = False
+        self._error = ""
+        self._closed = False
+        self.num_failures = 0
+        """Moves that failed here; those that the worker threads failed are in their count."""
+
+    @staticmethod
+    def owns(move_id: int) -> bool:
+        """Tell whether a worker-thread event belongs to a staged move's second hop and not to a caller's move."""
+        return move_id == _COPY_ID
+
+    @property
+    def num_moves(self) -> int:
+        """Moves queued or running, not counting one whose copy the worker threads have in hand."""
+        return len(self._queue) - self._copying_on_host
+
+    @property
+    def busy(self) -> bool:
+        """True while there are moves."""
+        return bool(self._queue)
+
+    @property
+    def can_advance(self) -> bool:
+        """True when `advance` has something to do."""
+        return self.busy and not self._copying_on_host and self._hop_is_done()
+
+    def start(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> None:
+        """Queue a move behind what the current stream has been given so far."""
+        device = device_k_LBKSH.device
+        if device.type == "cuda":
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._queue.append((move, (device_k_LBKSH, device_v_LBKSH)))
+
+    def host_copy_finished(self, message: str) -> None:
+        """Note that the worker threads are done with their hop; `message` is empty unless they failed."""
+        self._copying_on_host = False
+        self._error = message
+
+    def advance(self) -> list[HostEvent]:
+        """Start the next hops, and return the events of moves that are over."""
+        events: list[HostEvent] = []
+        while self.can_advance:
+            move, device = self._queue[0]
+            if self._closed and not self._error:
+                self._error = "the host tier was closed"
+                self.num_failures += 1
+            if not self._error:
+                try:
+                    if self._next_hop(move, device):
+                        continue
+                except RuntimeError as error:  # out of memory, a CUDA error: this move's problem, not the step's
+                    self._error = f"a move failed on the device: {error}"
+                    self.num_failures += 1
+            events.append(
+                HostEvent(
+                    kind=HostEventKind.MOVE_FAILED if self._error else HostEventKind.MOVE_DONE,
+                    move_id=move.move_id,
+                    message=self._error,
+                )
+            )
+            self._queue.popleft()
+            self._first_block = self._hop = 0
+            self._error = ""
+        return events
+
+    def close(self) -> None:
+        """Wait for the copy that the side stream still has in hand; `advance` fails all moves from here on."""
+        self._closed = True
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _next_hop(self, move: KVMove, device: tuple[Tensor, Tensor]) -> bool:
+        """Start the current chunk's next hop, or the next chunk's first. False: all blocks have arrived."""
+        if self._hop == 2:
+            self._first_block += self._chunk_blocks
+            self._hop = 0
+        chunk = slice(self._first_block, self._first_block + self._chunk_blocks)
+        src, dst = move.src_block_ids[chunk], move.dst_block_ids[chunk]
+        if not src:
+            return False
+        to_host = move.direction is MoveDirection.TO_HOST
+        if self._staging is None:
+            self._staging = self._new_staging()
+        pool = self._pools[0]
+        staging = [
+            half[: pool[:, 0].numel() * len(src)].view(pool.shape[0], len(src), *pool.shape[2:])
+            for half in self._staging
+        ]
+        if (self._hop == 0) == to_host:
+            self._hop_is_done = self._on_device(device, staging, src if to_host else dst, to_host)
+        else:
+            self._copying_on_host = True
+            every = tuple(range(len(src)))
+            if to_host:
+                self._host_copy(_COPY_ID, *staging, *self._pools, every, dst)
+            else:
+                self._host_copy(_COPY_ID, *self._pools, *staging, src, every)
+        self._hop += 1
+        return True
+
+    def _on_device(
+        self, device: tuple[Tensor, Tensor], staging: list[Tensor], ids: Sequence[int], to_host: bool
+    ) -> Callable[[], bool]:
+        """Copy between device blocks and the staging buffer on the side stream; return what tells when it is done."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):  # None, without CUDA: no stream
+            # From pinned memory: a blocking copy of the ids would wait for all that the side stream waits for.
+            index = torch.tensor(ids, pin_memory=self._pin_memory).to(device[0].device, non_blocking=True)
+            for cache, buffer in zip(device, staging, strict=True):
+                if to_host:
+                    buffer.copy_(cache.index_select(1, index), non_blocking=True)
+                else:
+                    cache.index_copy_(1, index, buffer.to(cache.device, non_blocking=True))
+            return self._stream.record_event().query if self._stream is not None else lambda: True
+
+    def _new_staging(self) -> Tensor:
+        """Return ``[2, numel of a chunk of K]``; a chunk of fewer blocks uses the start of each half."""
+        pool = self._pools[0]
+        return torch.empty(2, self._chunk_blocks * pool[:, 0].numel(), dtype=pool.dtype, pin_memory=self._pin_memory)

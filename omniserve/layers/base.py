@@ -1,0 +1,192 @@
+"""LayerFamily: how one architecture's decoder layer splits around its attention, built from its own HF submodules.
+
+Tensor legend: T packed tokens, R rows that need logits, D hidden, N query heads, K KV heads, H head size, L layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from omniserve.errors import UnsupportedModelError
+from omniserve.registry import Registry
+from omniserve.spec import AttentionSpec, ModelSpec
+
+LAYER_FAMILIES: Registry[type[LayerFamily]] = Registry("layer family", package="omniserve.layers")
+"""HF ``config.model_type`` -> family class."""
+
+# Frequencies of these rope types are the same for every sequence, so one table serves a packed batch.
+_STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class LayerFamily(ABC):
+    """One architecture. Stateless apart from the model it is given.
+
+    Every tensor is token-packed: the rows of all requests in one ``[T, D]``, no batch dimension and no padding.
+    A half may read nothing of the layer that differs between layers except its parameters: one compiled function
+    serves all layers of the same structure. ``layer_idx`` in particular is off limits.
+
+    Raises:
+        UnsupportedModelError: The config uses a feature that the halves or the attention kernels do not have.
+    """
+
+    attention_name = "self_attn"
+    """Attribute of a decoder layer that holds its attention module."""
+    cache_argument = "past_key_values"
+    """Name under which HF hands the cache to a decoder layer."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config = model.config
+        self.lm_head = model.get_output_embeddings()
+        if self.lm_head is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no language modelling head; load it with AutoModelForCausalLM"
+            )
+        self.layers: list[nn.Module] = list(self.backbone.layers)
+        # The layer's own modeling file: rotary and eager attention differ between architectures.
+        self.modeling: ModuleType = sys.modules[type(self.layers[0]).__module__]
+        self._probe = torch.empty(0, dtype=model.dtype, device=model.device)  # rotary_emb reads its dtype and device
+        self.check()
+
+    # --- what a family must say ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def pre_attention(
+        self, layer: nn.Module, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm, QKV projection, q/k norm and rotary: ``(q_TNH, k_TKH, v_TKH)``, model dtype."""
+
+    @abstractmethod
+    def post_attention(self, layer: nn.Module, attn: Tensor, hidden_TD: Tensor) -> Tensor:
+        """Output projection, residual, norms and feed-forward.
+
+        Args:
+            layer: The decoder layer.
+            attn: Attention result ``[T, N * H]``, contiguous, model dtype.
+            hidden_TD: The layer's input, which is the residual.
+
+        Returns:
+            The layer's output ``[T, D]``.
+        """
+
+    # --- what most families share ----------------------------------------------------------------------------------
+
+    @property
+    def backbone(self) -> Any:
+        """The module that owns ``layers``, the final norm and ``rotary_emb``."""
+        return self.model.model
+
+    def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Turn int64 token ids and positions ``[T]`` into the first layer's input ``[T, D]``."""
+        return self.model.get_input_embeddings()(token_ids_T)
+
+    def rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return ``(cos, sin)``, each ``[T, rotary size]``, or None for a model without rotary positions."""
+        cos, sin = self.backbone.rotary_emb(self._probe, position_ids=positions_T[None])
+        return cos[0], sin[0]
+
+    def final_norm(self, hidden_RD: Tensor) -> Tensor:
+        """Apply what stands between the last layer and the head."""
+        return self.backbone.norm(hidden_RD)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Turn rows of the last layer's output into logits ``[R, vocabulary]``, model dtype."""
+        return self.lm_head(self.final_norm(hidden_RD))
+
+    def attention_module(self, layer: nn.Module) -> Any:
+        """Return the layer's attention module, which HF's attention functions want as their first argument."""
+        return getattr(layer, self.attention_name)
+
+    def attention_spec(self, layer: nn.Module) -> AttentionSpec:
+        """Say how this layer attends."""
+        attention = self.attention_module(layer)
+        window = getattr(attention, "sliding_window", getattr(self.config, "sliding_window", None))
+        return AttentionSpec(scale=float(attention.scaling), window=window or 0)
+
+    def head_size(self, layer: nn.Module) -> int:
+        """Return the layer's head size."""
+        return int(self.attention_module(layer).head_dim)
+
+    def check(self) -> None:
+        """Refuse config features that are not supported."""
+        name = type(self.model).__name__
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        rope_type = rope.get("rope_type", "default")
+        if rope_type not in _STATIC_ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"{name}: rope type {rope_type!r} changes its frequencies with the length of the longest sequence in "
+                f"the batch, which has no meaning for packed requests; supported: {', '.join(_STATIC_ROPE_TYPES)}"
+            )
+        sizes = {self.head_size(layer) for layer in self.layers}
+        if len(sizes) != 1:
+            raise UnsupportedModelError(
+                f"{name}: head sizes {sorted(sizes)} differ between layers; the KV cache has one size for all"
+            )
+        for index, layer in enumerate(self.layers):
+            attention = self.attention_module(layer)
+            if hasattr(attention, "sinks"):
+                raise UnsupportedModelError(f"{name}: layer {index} uses attention sinks, which no kernel here has")
+            if getattr(attention, "is_causal", True) is False:
+                raise UnsupportedModelError(f"{name}: layer {index} attends to later tokens; only causal layers work")
+        devices = set(getattr(self.model, "hf_device_map", {}).values())
+        if len(devices) > 1:
+            raise UnsupportedModelError(
+                f"{name} is spread over {sorted(map(str, devices))}; load it on one device (device_map={{'': device}})"
+            )
+
+    def spec(self, max_model_len: int | None = None) -> ModelSpec:
+        """Return the sizes that schedulers, KV managers and kernels need.
+
+        Args:
+            max_model_len: Longest prompt plus output in tokens; None takes the model's.
+
+        Raises:
+            ValueError: ``max_model_len`` is not in ``[1, the model's]``.
+        """
+        config = self.config
+        limit = int(config.max_position_embeddings)
+        if max_model_len is not None and not 1 <= max_model_len <= limit:
+            raise ValueError(f"max_model_len must be in [1, {limit}] for this model, got {max_model_len}")
+        eos = getattr(self.model.generation_config, "eos_token_id", None)
+        if eos is None:
+            eos = getattr(config, "eos_token_id", None)
+        return ModelSpec(
+            num_layers=len(self.layers),
+            hidden_size=int(config.hidden_size),
+            num_heads=int(config.num_attention_heads),
+            num_kv_heads=int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads),
+            head_size=self.head_size(self.layers[0]),
+            vocab_size=int(self.lm_head.out_features),
+            max_model_len=max_model_len or limit,
+            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            dtype_bytes=self.model.dtype.itemsize,
+            attention=tuple(self.attention_spec(layer) for layer in self.layers),
+        )
+
+
+def split_heads(rows: Tensor, head_size: int) -> Tensor:
+    """View ``[T, heads * H]`` as ``[T, heads, H]``."""
+    return rows.view(rows.shape[0], -1, head_size)
+
+
+def family_of(model: PreTrainedModel) -> LayerFamily:
+    """Return the layer family of a Hugging Face model.
+
+    Raises:
+        UnsupportedModelError: No family is registered for its ``config.model_type``, or the family refuses its config.
+    """
+    model_type = model.config.model_type
+    known = LAYER_FAMILIES.names()
+    if model_type not in known:
+        raise UnsupportedModelError(
+            f"no layer family for model type {model_type!r}; known: {', '.join(known)}. To add it, copy "
+            f"omniserve/layers/llama.py, change what differs, and register it as {model_type!r}"
+        )
+    return LAYER_FAMILIES.get(model_type)(model)

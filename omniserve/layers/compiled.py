@@ -1,0 +1,105 @@
+"""Compile the halves of decoder layers: one graph a half for all layers of the same structure, for any token count.
+
+``torch.compile(...).aot_compile`` is called once and its result directly: calling the ``torch.compile`` wrapper instead
+evaluates guards and swaps the interpreter's frame evaluator, 40 us a call where a half of a small model takes 80.
+Without guards nothing notices a layer that changed later, so layers are compared by ``structure`` up front, and a model
+must be patched after adapters were added to it, not before.
+
+The first call of a half compiles it (10 s in all where nothing is cached). Compiled code is kept in
+``TORCHINDUCTOR_CACHE_DIR``: with it a new process needs 3 s of CPU time, most of it importing the compiler.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.decorators import mark_unbacked
+
+logger = logging.getLogger(__name__)
+
+Half = Callable[..., Any]
+
+# Attributes that differ between layers and that no half reads.
+_PER_LAYER_ATTRIBUTES = frozenset({"layer_idx", "layer_type", "attention_type", "sliding_window"})
+
+
+def structure(layer: nn.Module) -> tuple[Any, ...]:
+    """Describe everything about a layer that a graph may depend on, except the values of its tensors."""
+    parts: list[Any] = []
+    for name, module in layer.named_modules():
+        tensors = {**module._parameters, **module._buffers}
+        tensors.update({key: value for key, value in module.__dict__.items() if isinstance(value, Tensor)})
+        parts.append(
+            (
+                name,
+                type(module),
+                module.training,
+                tuple((key, _layout(value)) for key, value in sorted(tensors.items()) if value is not None),
+                tuple(
+                    (key, value)
+                    for key, value in sorted(module.__dict__.items())
+                    if isinstance(value, (bool, int, float, str)) and key not in _PER_LAYER_ATTRIBUTES
+                ),
+            )
+        )
+    return tuple(parts)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _no_guards(guards: Sequence[Any]) -> list[bool]:
+    return [False] * len(guards)
+
+
+class CompiledHalf:
+    """One half, compiled at its first call.
+
+    Args:
+        half: ``half(layer, *tensors)``, a plain function. Every tensor has the packed tokens as its first dimension,
+            and the function checks with ``torch._check`` that they agree; None is passed on.
+        name: For the log.
+    """
+
+    def __init__(self, half: Half, name: str) -> None:
+        self._half = half
+        self._name = name
+        self._compiled: Half | None = None
+
+    def __call__(self, layer: nn.Module, *tensors: Tensor | None) -> Any:
+        if self._compiled is None:
+            self._compiled = self._compile(layer, tensors)
+        return self._compiled(layer, *tensors)
+
+    def _compile(self, layer: nn.Module, tensors: Sequence[Tensor | None]) -> Half:
+        started_s = time.perf_counter()
+        # Floats of a module (a norm's epsilon) become constants; structure() has compared them.
+        with torch.inference_mode(), torch._dynamo.config.patch(specialize_float=True):
+            examples = [None if t is None else t.new_zeros((3, *t.shape[1:])) for t in tensors]
+            for example in examples:
+                if example is not None:
+                    # Unbacked: one graph for every count, 1 included, where dynamic=True makes two.
+                    mark_unbacked(example, 0)
+            lazy: Any = torch.compile(self._half, fullgraph=True, options={"guard_filter_fn": _no_guards})
+            compiled = lazy.aot_compile(((layer, *examples), {}))
+        compiled.disable_guard_check()
+        logger.info("compiled %s in %.1f s", self._name, time.perf_counter() - started_s)
+        return compiled
+
+
+def compile_halves(half: Half, layers: Sequence[nn.Module], name: str) -> list[Half]:
+    """Return one callable per layer; layers of the same structure share one graph."""
+    by_structure: dict[tuple[Any, ...], CompiledHalf] = {}
+    halves: list[Half] = []
+    for layer in layers:
+        key = structure(layer)
+        if key not in by_structure:
+            by_structure[key] = CompiledHalf(half, f"{name} (structure {len(by_structure)})")
+        halves.append(by_structure[key])
+    return halves

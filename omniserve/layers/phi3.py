@@ -1,0 +1,26 @@
+"""Phi-3: q, k and v come from one projection, gate and up from another, and rotary may cover part of a head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from omniserve.layers.base import LAYER_FAMILIES, split_heads
+from omniserve.layers.llama import LlamaFamily
+
+
+@LAYER_FAMILIES.register("phi3")
+class Phi3Family(LlamaFamily):
+    """Phi-3 with static rotary frequencies (the 4k models; longrope is refused)."""
+
+    def pre_attention(
+        self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        attention = layer.self_attn
+        qkv_TNH = split_heads(attention.qkv_proj(layer.input_layernorm(hidden_TD)), attention.head_dim)
+        num_kv_heads = attention.num_key_value_heads
+        num_heads = num_kv_heads * attention.num_key_value_groups
+        q_TNH, k_TKH, v_TKH = qkv_TNH.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        q_TNH, k_TKH = self.modeling.apply_rotary_pos_emb(q_TNH, k_TKH, cos, sin)
+        return q_TNH, k_TKH, v_TKH.contiguous()

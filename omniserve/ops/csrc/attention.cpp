@@ -1,0 +1,112 @@
+// Picks the kernels for this CPU, and lends them scratch memory.
+#include "attention.h"
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "attention_kernels.h"
+
+namespace omniserve {
+namespace {
+
+struct Choice {
+  const char* name;
+  const Kernels& (*kernels)();
+  bool (*supported)();
+};
+
+#if defined(__x86_64__)
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
+const Choice kChoices[] = {  // best first
+#if defined(__x86_64__)
+    {"avx512_bf16", avx512_bf16_kernels, has_avx512_bf16},
+    {"avx512", avx512_kernels, has_avx512},
+    {"avx2", avx2_kernels, has_avx2},
+#endif
+    {"portable", portable_kernels, [] { return true; }},
+};
+
+const Choice& choose() {
+  const char* forced = std::getenv("OMNISERVE_ISA");
+  std::string known;
+  for (const Choice& choice : kChoices) {
+    if (forced == nullptr ? choice.supported() : std::string(forced) == choice.name) {
+      if (!choice.supported())
+        throw std::invalid_argument(std::string("OMNISERVE_ISA=") + forced + ": this CPU lacks these instructions");
+      return choice;
+    }
+    known += std::string(known.empty() ? "" : ", ") + choice.name;
+  }
+  throw std::invalid_argument(std::string("OMNISERVE_ISA=") + forced + " is unknown; known here: " + known);
+}
+
+const Choice& chosen() {
+  static const Choice& choice = choose();
+  return choice;
+}
+
+const Kernels& kernels() {
+  static const Kernels& table = chosen().kernels();
+  return table;
+}
+
+// A thread keeps its scratch for its next call; it only grows, to a few hundred KiB for usual shapes.
+float* scratch(int64_t num_floats) {
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  static thread_local std::unique_ptr<void, Free> memory;
+  static thread_local int64_t capacity = 0;
+  if (num_floats > capacity) {
+    const size_t bytes = static_cast<size_t>(round_up(num_floats * 4, kScratchAlign));
+    memory.reset(std::aligned_alloc(kScratchAlign, bytes));
+    capacity = memory ? num_floats : 0;
+    if (!memory) throw std::bad_alloc();
+  }
+  return static_cast<float*>(memory.get());
+}
+
+}  // namespace
+
+void decode_partial(const void* q, const PagedKV& kv, const int32_t* block_table, int64_t position, int64_t begin,
+                    int64_t end, const AttentionParams& params, float* acc, float* m, float* l) {
+  const int64_t group = params.num_heads / kv.kv_heads;
+  const int64_t floats = group * round_up(kv.head_size, kMaxLanes) + 4 * kDecodeTile;
+  kernels().decode(q, kv, block_table, position, begin, end, params, acc, m, l, scratch(floats));
+}
+
+void merge_partials(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
+                    int64_t head_size, DType dtype, void* out) {
+  kernels().merge(acc, m, l, num_pieces, num_heads, head_size, dtype, out);
+}
+
+int64_t decode_piece_tokens(int64_t context_len) {
+  if (context_len <= 2048) return 128;  // at least two pieces from 129 keys on: a few short requests fill the threads
+  return context_len <= 8192 ? 256 : 512;
+}
+
+void prefill_tile(const void* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
+                  int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
+                  int64_t out_stride) {
+  const int64_t rows = round_up((q_end - q_begin) * (params.num_heads / kv.kv_heads), kMaxLanes);
+  const int64_t head_size = round_up(kv.head_size, kMaxLanes);
+  const int64_t floats = 2 * rows * head_size + (rows + 2 * head_size) * kPrefillTile + 4 * rows;
+  kernels().prefill(q, q_stride, kv, block_table, context_len, q_begin, q_end, kv_head, params, out, out_stride,
+                    scratch(floats));
+}
+
+const char* isa_name() { return chosen().name; }
+
+}  // namespace omniserve

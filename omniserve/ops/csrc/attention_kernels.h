@@ -1,0 +1,35 @@
+// The table of kernels that one instruction set provides; attention.cpp picks a table at run time.
+#pragma once
+
+#include "attention.h"
+
+namespace omniserve {
+
+constexpr int64_t kMaxLanes = 16;       // fp32 lanes of the widest vector
+constexpr int64_t kDecodeTile = 32;     // keys that one pass of the decode kernel scores
+constexpr int64_t kPrefillTile = 64;    // keys that one pass of the prefill kernel scores
+constexpr int64_t kScratchAlign = 64;   // bytes
+
+inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+struct Kernels {
+  // As decode_partial; `scratch` holds decode_scratch_floats() floats, aligned to kScratchAlign.
+  void (*decode)(const void* q, const PagedKV& kv, const int32_t* block_table, int64_t position, int64_t begin,
+                 int64_t end, const AttentionParams& params, float* acc, float* m, float* l, float* scratch);
+  // As merge_partials.
+  void (*merge)(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
+                int64_t head_size, DType dtype, void* out);
+  // As prefill_tile; `scratch` holds prefill_scratch_floats() floats, aligned to kScratchAlign.
+  void (*prefill)(const void* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
+                  int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
+                  int64_t out_stride, float* scratch);
+};
+
+const Kernels& portable_kernels();
+#if defined(__x86_64__)
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+const Kernels& avx512_bf16_kernels();
+#endif
+
+}  // namespace omniserve

@@ -1,0 +1,253 @@
+// The host tier: CPU threads that compute decode attention over a paged KV pool in host memory, and copy KV blocks
+// between the tiers, beside the device's steps. No torch header, no GIL: it can be stressed alone under sanitizers.
+//
+// A slot is one request's seat; it holds at most one task (one token at one layer), so the input queue is bounded by
+// the number of slots. A task is cut into pieces of decode_piece_tokens() keys, a cut that depends on the length only:
+// whichever threads take the pieces, the sum is formed in the same order and the result is the same to the bit.
+//
+// Paper: omniserve 3.2.3 (input and output queue), 4 "The implementation of CPU Attention".
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+
+namespace omniserve {
+
+struct HostTierConfig {
+  int64_t num_blocks;
+  int64_t block_size;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_size;
+  int64_t num_slots;
+  DType dtype;
+  std::vector<AttentionParams> layers;
+  void* k_pool;   // [L, num_blocks, K, S, H]
+  void* v_pool;   // likewise
+  void* results;  // [num_slots, N*H]
+  int num_threads;
+  std::vector<int> cores;  // thread i is pinned to cores[i % size]; empty: not pinned
+};
+
+enum class EventKind : int { attention_done = 0, attention_failed = 1, move_done = 2, move_failed = 3, cancelled = 4 };
+
+struct HostEvent {
+  EventKind kind;
+  int64_t slot = -1;
+  int64_t epoch = -1;
+  int64_t layer = -1;
+  int64_t position = -1;
+  int64_t move_id = -1;
+  std::string message;
+};
+
+// Rows of one seat's token; the last dimension is contiguous, head i starts at i * head_stride bytes.
+struct TokenRow {
+  const char* data;
+  int64_t head_stride;
+};
+
+// Whole-block copies over all layers. Caches are [L, num_blocks, K, S, H].
+struct BlockMove {
+  int64_t move_id;
+  const char* src_k;
+  const char* src_v;
+  char* dst_k;
+  char* dst_v;
+  int64_t num_layers;
+  int64_t block_bytes;  // one block of one layer, K or V
+  int64_t src_num_blocks;
+  int64_t dst_num_blocks;
+  std::vector<int64_t> src_ids;
+  std::vector<int64_t> dst_ids;
+};
+
+// Faults that tests ask for; a new set replaces the one before, and ends a delay that is under way.
+struct Faults {
+  double delay_s = 0;        // sleep before each attention task
+  bool shuffle = false;      // take work and deliver events in random order
+  uint64_t shuffle_seed = 0;
+  int64_t fail_next = 0;     // so many attention tasks throw
+  int64_t kill_threads = 0;  // so many threads exit with their next piece in hand
+};
+
+struct HostTierStats {
+  int64_t tasks_done = 0;      // attention tasks that gave a result
+  int64_t failures = 0;        // attention tasks and moves that failed (cancelled ones did not)
+  int64_t threads_alive = 0;
+  int64_t tasks_in_hand = 0;   // queued or running
+  int64_t moves_in_hand = 0;
+  int64_t busy_ns = 0;         // summed over threads, waiting excluded
+  int64_t kv_bytes_read = 0;   // by attention
+  int64_t bytes_moved = 0;
+};
+
+// Every method may be called from any thread; those that check arguments throw std::invalid_argument.
+class HostTier {
+ public:
+  explicit HostTier(HostTierConfig config);
+  ~HostTier();
+  HostTier(const HostTier&) = delete;
+  HostTier& operator=(const HostTier&) = delete;
+
+  const HostTierConfig& config() const { return config_; }
+
+  // Bind a slot to the token at `position`. The block ids cover [0, position].
+  void begin_token(int64_t slot, int64_t epoch, int64_t position, const int64_t* block_ids, int64_t num_blocks);
+
+  // Queue one task per seat whose slot is not -1. Copies the rows before it returns; all seats or none.
+  void submit(int64_t layer, const int64_t* slots, int64_t num_seats, const TokenRow* q, const TokenRow* k,
+              const TokenRow* v);
+
+  // Drop the slot's task and unbind the slot. True: its event has not been polled yet, and will be exactly once, when
+  // no thread touches the slot or its blocks any more. False: there is none to wait for.
+  bool cancel(int64_t slot);
+
+  void start_move(BlockMove move);
+
+  std::vector<HostEvent> poll();
+
+  // Sleep until an event is pending, `timeout_s` is over, or nothing can come any more (closed). True: one is pending.
+  bool wait(double timeout_s);
+
+  void inject(const Faults& faults);
+  HostTierStats stats();
+
+  // Join the threads; what was queued is reported failed. A second call does nothing.
+  void close();
+
+ private:
+  struct Scratch {
+    std::unique_ptr<float[]> data;
+    int64_t size = 0;
+  };
+
+  struct Slot {
+    // The binding.
+    bool bound = false;
+    int64_t epoch = -1;
+    int64_t position = -1;
+    std::vector<int32_t> block_table;
+    // The task: in flight from submit() until poll() hands its event out.
+    bool in_flight = false;
+    bool cancelled = false;
+    bool failed = false;
+    std::string message;
+    int64_t layer = -1;
+    int64_t piece_tokens = 1;
+    int64_t begin = 0;        // piece i: keys [begin + i * piece_tokens, begin + (i + 1) * piece_tokens), to `position`
+    int64_t num_pieces = 0;
+    int64_t next_piece = 0;   // pieces [0, next_piece) were handed out
+    int64_t num_running = 0;  // of those, still in a thread's hands
+    Scratch scratch;
+  };
+
+  struct Move {
+    BlockMove spec;
+    bool failed = false;
+    std::string message;
+    int64_t num_units = 0;  // layers x (K, V) x blocks, in this order
+    int64_t next_unit = 0;
+    int64_t units_per_piece = 1;
+    int64_t num_running = 0;
+  };
+
+  // What a thread has in hand: piece `piece` of a slot's task, or units [first, last) of a move.
+  struct Piece {
+    Slot* task = nullptr;
+    int64_t slot = -1;
+    int64_t piece = 0;
+    Move* move = nullptr;
+    int64_t first_unit = 0;
+    int64_t last_unit = 0;
+    bool starts_task = false;
+    bool must_throw = false;
+    bool must_die = false;
+  };
+
+  struct Worker {
+    std::condition_variable wake;
+    bool signalled = false;
+    std::thread thread;
+  };
+
+  // Sleeping workers chosen to be woken; notified once the lock is free, or they would wake only to wait for it.
+  using Called = std::vector<Worker*>;
+  using Lock = std::unique_lock<std::mutex>;
+
+  void run(Worker& self);
+  Piece take();
+  void take_attention(Piece& piece);
+  void take_move(Piece& piece);
+  void execute(const Piece& piece);
+  void attend(const Piece& piece);
+  void merge(const Slot& task, int64_t slot);
+  void copy_blocks(const Piece& piece);
+  void finish(const Piece& piece, std::string error, Lock& lock);
+  void withdraw(Slot& task, int64_t slot);
+  void fail_task(Slot& task, int64_t slot, std::string message);
+  void fail_move(Move& move, std::string message);
+  void publish_task(Slot& task, int64_t slot);
+  void publish_move(Move& move);
+  void push_event(HostEvent event);
+  void fail_everything_queued(const std::string& message);
+  void call_workers(Called& called, int most = 1);
+  static void notify(const Called& called);
+  size_t pick(size_t size);
+  bool has_work() const { return !tasks_.empty() || !moves_.empty(); }
+  Slot& checked_slot(int64_t slot);
+
+  struct FreeDeleter {
+    void operator()(char* data) const { std::free(data); }
+  };
+
+  char* q_row(int64_t slot) const { return rows_.get() + slot * row_stride_; }
+  char* k_row(int64_t slot) const { return q_row(slot) + round_up(q_bytes_); }
+  char* v_row(int64_t slot) const { return k_row(slot) + round_up(kv_bytes_); }
+  static std::chrono::nanoseconds to_duration(double seconds) {
+    constexpr double kLongest_s = 1e9;  // fits a nanosecond count, with room for today's clock
+    return std::chrono::nanoseconds(seconds > 0 ? static_cast<int64_t>(std::min(seconds, kLongest_s) * 1e9) : 0);
+  }
+  static int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }  // to a cache line
+
+  const HostTierConfig config_;
+  const int64_t head_bytes_;
+  const int64_t q_bytes_;   // one query row, N*H
+  const int64_t kv_bytes_;  // one key row, K*H
+  const int64_t row_stride_;
+  std::unique_ptr<char, FreeDeleter> rows_;  // per slot: q, k, v
+  std::vector<Slot> slots_;
+
+  std::mutex mutex_;  // guards everything below, and the slots' and moves' bookkeeping
+  std::deque<int64_t> tasks_;  // slots with pieces to hand out
+  std::deque<Move*> moves_;    // moves with units to hand out
+  int64_t num_queued_pieces_ = 0;
+  std::vector<std::unique_ptr<Move>> live_moves_;
+  std::vector<Scratch> free_scratch_;
+  std::deque<HostEvent> events_;
+  std::condition_variable events_wake_;
+  int64_t num_waiters_ = 0;
+  std::vector<std::unique_ptr<Worker>> workers_;
+  std::vector<Worker*> idle_;  // a stack: the thread that fell asleep last has the warmest cache
+  int64_t num_waking_ = 0;     // called, but not running yet
+  bool closing_ = false;
+  Faults faults_;
+  int64_t faults_set_ = 0;  // calls of inject
+  std::mt19937_64 rng_;
+  HostTierStats stats_;
+  std::mutex close_mutex_;  // serialises close()
+};
+
+}  // namespace omniserve

@@ -1,0 +1,228 @@
+// torch.ops.omniserve_host: the host tier for omniserve/host/tier.py. A library of its own beside `omniserve`, for these
+// are handles and side effects, nothing that a compiled graph may hold. Like every torch operator they run without the
+// GIL, and std::invalid_argument arrives in Python as ValueError.
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "host_tier.h"
+#include "op_checks.h"
+
+namespace omniserve {
+namespace {
+
+// A tier and the memory that its threads use; `tier` goes first.
+struct Entry {
+  Tensor k_pool, v_pool, results;
+  std::unique_ptr<HostTier> tier;
+};
+
+struct Registry {
+  std::mutex mutex;
+  std::map<int64_t, std::shared_ptr<Entry>> entries;
+  int64_t next_handle = 0;
+};
+
+Registry& registry() {
+  static Registry* const all = new Registry;  // never destroyed: at exit a thread may still be inside a tier
+  return *all;
+}
+
+// Keeps the entry alive while a call is inside it.
+std::shared_ptr<Entry> find(int64_t handle) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  const auto found = registry().entries.find(handle);
+  if (found == registry().entries.end()) throw std::invalid_argument("no host tier has this handle");
+  return found->second;
+}
+
+std::vector<int64_t> to_vector(const Tensor& tensor, const char* name) {
+  check_index(tensor, ScalarType::Long, name);
+  const int64_t* data = static_cast<const int64_t*>(tensor.const_data_ptr());
+  return {data, data + tensor.numel()};
+}
+
+// layers_L3: float64 rows (scale, window, softcap).
+int64_t create(Tensor k_pool_LBKSH, Tensor v_pool_LBKSH, Tensor results_SD, Tensor layers_L3, int64_t num_heads,
+               int64_t num_threads, Tensor cores) {
+  check_dim(k_pool_LBKSH, 5, "k_pool");
+  check_dim(layers_L3, 2, "layers");
+  check_type(layers_L3, ScalarType::Double, "layers");
+  HostTierConfig config;
+  config.num_blocks = k_pool_LBKSH.size(1);
+  config.num_kv_heads = k_pool_LBKSH.size(2);
+  config.block_size = k_pool_LBKSH.size(3);
+  config.head_size = k_pool_LBKSH.size(4);
+  config.num_heads = num_heads;
+  config.num_slots = results_SD.size(0);
+  config.dtype = dtype_of(k_pool_LBKSH, "k_pool");
+  const double* layer = static_cast<const double*>(layers_L3.const_data_ptr());
+  for (int64_t i = 0; i < layers_L3.size(0); ++i, layer += 3) {
+    config.layers.push_back(
+        {num_heads, static_cast<float>(layer[0]), static_cast<int64_t>(layer[1]), static_cast<float>(layer[2])});
+  }
+  config.k_pool = k_pool_LBKSH.mutable_data_ptr();
+  config.v_pool = v_pool_LBKSH.mutable_data_ptr();
+  config.results = results_SD.mutable_data_ptr();
+  config.num_threads = static_cast<int>(num_threads);
+  for (int64_t core : to_vector(cores, "cores")) config.cores.push_back(static_cast<int>(core));
+  auto entry = std::make_shared<Entry>(Entry{k_pool_LBKSH, v_pool_LBKSH, results_SD, nullptr});
+  entry->tier = std::make_unique<HostTier>(std::move(config));
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().entries.emplace(registry().next_handle, std::move(entry));
+  return registry().next_handle++;
+}
+
+void begin_token(int64_t tier, int64_t slot, int64_t epoch, int64_t position, std::vector<int64_t> block_ids) {
+  find(tier)->tier->begin_token(slot, epoch, position, block_ids.data(), static_cast<int64_t>(block_ids.size()));
+}
+
+// The rows of x [P, heads, H]; only the last dimension must be contiguous, so slices of a fused projection will do.
+std::vector<TokenRow> token_rows(const Tensor& x, const char* name, int64_t num_seats, int64_t num_heads,
+                                 int64_t head_size, DType dtype) {
+  check_dim(x, 3, name);
+  STD_TORCH_CHECK(x.size(0) == num_seats && x.size(1) == num_heads && x.size(2) == head_size, name, " must be [",
+                  num_seats, ", ", num_heads, ", ", head_size, "], got ", shape_of(x));
+  STD_TORCH_CHECK(dtype_of(x, name) == dtype, name, " must have the pool's dtype, got ",
+                  torch::headeronly::toString(x.scalar_type()));
+  STD_TORCH_CHECK(x.stride(2) == 1 || head_size == 1, name, " must be contiguous in its last dimension, got stride ",
+                  x.stride(2));
+  const int64_t element_bytes = dtype == DType::f32 ? 4 : 2;
+  const int64_t row_stride = x.stride(0) * element_bytes, head_stride = x.stride(1) * element_bytes;
+  const char* data = static_cast<const char*>(x.const_data_ptr());
+  std::vector<TokenRow> rows(static_cast<size_t>(num_seats));
+  for (auto& row : rows) {
+    row = {data, head_stride};
+    data += row_stride;
+  }
+  return rows;
+}
+
+void submit(int64_t tier, int64_t layer, Tensor slots_P, Tensor q_PNH, Tensor k_PKH, Tensor v_PKH) {
+  const auto entry = find(tier);
+  const HostTierConfig& config = entry->tier->config();
+  check_index(slots_P, ScalarType::Long, "slots");
+  const int64_t num_seats = slots_P.size(0);
+  const auto q = token_rows(q_PNH, "q", num_seats, config.num_heads, config.head_size, config.dtype);
+  const auto k = token_rows(k_PKH, "k", num_seats, config.num_kv_heads, config.head_size, config.dtype);
+  const auto v = token_rows(v_PKH, "v", num_seats, config.num_kv_heads, config.head_size, config.dtype);
+  entry->tier->submit(layer, static_cast<const int64_t*>(slots_P.const_data_ptr()), num_seats, q.data(), k.data(),
+                      v.data());
+}
+
+bool cancel(int64_t tier, int64_t slot) { return find(tier)->tier->cancel(slot); }
+
+// Caches are [L, B, ...] and contiguous, equal in all but B. The caller keeps them alive until the move's event.
+void start_move(int64_t tier, int64_t move_id, Tensor src_k, Tensor src_v, Tensor dst_k, Tensor dst_v,
+                std::vector<int64_t> src_ids, std::vector<int64_t> dst_ids) {
+  int64_t block_numel = 1;
+  for (int64_t i = 2; i < src_k.dim(); ++i) block_numel *= src_k.size(i);
+  for (const auto& [tensor, like, name] : {std::tuple{&src_v, &src_k, "the source's V"},
+                                           std::tuple{&dst_k, &src_k, "the destination's K"},
+                                           std::tuple{&dst_v, &dst_k, "the destination's V"}}) {
+    check_dim(*tensor, src_k.dim(), name);
+    check_type(*tensor, src_k.scalar_type(), name);
+    for (int64_t i = 0; i < src_k.dim(); ++i) {
+      const bool may_differ = i == 1 && tensor == &dst_k;
+      STD_TORCH_CHECK(may_differ || tensor->size(i) == like->size(i), name, " cache has the wrong shape ",
+                      shape_of(*tensor), ", expected that of ", shape_of(*like));
+    }
+  }
+  for (const Tensor* tensor : {&src_k, &src_v, &dst_k, &dst_v}) check_contiguous(*tensor, "a cache to move");
+  BlockMove move;
+  move.move_id = move_id;
+  move.src_k = static_cast<const char*>(src_k.const_data_ptr());
+  move.src_v = static_cast<const char*>(src_v.const_data_ptr());
+  move.dst_k = static_cast<char*>(dst_k.mutable_data_ptr());
+  move.dst_v = static_cast<char*>(dst_v.mutable_data_ptr());
+  move.num_layers = src_k.size(0);
+  move.block_bytes = block_numel * (dtype_of(src_k, "the cache") == DType::f32 ? 4 : 2);
+  move.src_num_blocks = src_k.size(1);
+  move.dst_num_blocks = dst_k.size(1);
+  move.src_ids = std::move(src_ids);
+  move.dst_ids = std::move(dst_ids);
+  find(tier)->tier->start_move(std::move(move));
+}
+
+// int64 rows (kind, slot, epoch, layer, position, move_id), and one message per row.
+std::tuple<Tensor, std::vector<std::string>> poll(int64_t tier) {
+  std::vector<HostEvent> events = find(tier)->tier->poll();
+  const int64_t sizes[] = {static_cast<int64_t>(events.size()), 6}, strides[] = {6, 1};
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(2, sizes, strides, aoti_torch_dtype_int64(),
+                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  Tensor rows(handle);
+  std::vector<std::string> messages;
+  int64_t* row = static_cast<int64_t*>(rows.mutable_data_ptr());
+  for (HostEvent& event : events) {
+    *row++ = static_cast<int64_t>(event.kind);
+    for (int64_t value : {event.slot, event.epoch, event.layer, event.position, event.move_id}) *row++ = value;
+    messages.push_back(std::move(event.message));
+  }
+  return {std::move(rows), std::move(messages)};
+}
+
+bool wait(int64_t tier, double timeout_s) { return find(tier)->tier->wait(timeout_s); }
+
+void inject(int64_t tier, double delay_s, int64_t shuffle_seed, int64_t fail_next, int64_t kill_threads) {
+  find(tier)->tier->inject(
+      {delay_s, shuffle_seed >= 0, static_cast<uint64_t>(shuffle_seed), fail_next, kill_threads});
+}
+
+// In the order of HostTierStats.
+std::vector<int64_t> stats(int64_t tier) {
+  const HostTierStats s = find(tier)->tier->stats();
+  return {s.tasks_done,    s.failures, s.threads_alive, s.tasks_in_hand,
+          s.moves_in_hand, s.busy_ns,  s.kv_bytes_read, s.bytes_moved};
+}
+
+void close(int64_t tier) { find(tier)->tier->close(); }
+
+void destroy(int64_t tier) {
+  std::shared_ptr<Entry> last;  // declared first, so it dies after the lock: it joins threads
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  const auto found = registry().entries.find(tier);
+  if (found == registry().entries.end()) return;
+  last = std::move(found->second);
+  registry().entries.erase(found);
+}
+
+}  // namespace
+}  // namespace omniserve
+
+STABLE_TORCH_LIBRARY(omniserve_host, m) {
+  m.def(
+      "create(Tensor(a!) k_pool_LBKSH, Tensor(b!) v_pool_LBKSH, Tensor(c!) results_SD, Tensor layers_L3, "
+      "int num_heads, int num_threads, Tensor cores) -> int");
+  m.def("begin_token(int tier, int slot, int epoch, int position, int[] block_ids) -> ()");
+  m.def("submit(int tier, int layer, Tensor slots_P, Tensor q_PNH, Tensor k_PKH, Tensor v_PKH) -> ()");
+  m.def("cancel(int tier, int slot) -> bool");
+  m.def(
+      "start_move(int tier, int move_id, Tensor src_k, Tensor src_v, Tensor(a!) dst_k, Tensor(b!) dst_v, "
+      "int[] src_ids, int[] dst_ids) -> ()");
+  m.def("poll(int tier) -> (Tensor, str[])");
+  m.def("wait(int tier, float timeout_s) -> bool");
+  m.def("inject(int tier, float delay_s, int shuffle_seed, int fail_next, int kill_threads) -> ()");
+  m.def("stats(int tier) -> int[]");
+  m.def("close(int tier) -> ()");
+  m.def("destroy(int tier) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(omniserve_host, CompositeExplicitAutograd, m) {
+  m.impl("create", TORCH_BOX(&omniserve::create));
+  m.impl("begin_token", TORCH_BOX(&omniserve::begin_token));
+  m.impl("submit", TORCH_BOX(&omniserve::submit));
+  m.impl("cancel", TORCH_BOX(&omniserve::cancel));
+  m.impl("start_move", TORCH_BOX(&omniserve::start_move));
+  m.impl("poll", TORCH_BOX(&omniserve::poll));
+  m.impl("wait", TORCH_BOX(&omniserve::wait));
+  m.impl("inject", TORCH_BOX(&omniserve::inject));
+  m.impl("stats", TORCH_BOX(&omniserve::stats));
+  m.impl("close", TORCH_BOX(&omniserve::close));
+  m.impl("destroy", TORCH_BOX(&omniserve::destroy));
+}

@@ -1,0 +1,307 @@
+// The threads' side of the host tier: taking pieces, computing them, and what follows. The mutex is held in every
+// function here but execute() and what that calls, and merge().
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <utility>
+
+#include "host_tier.h"
+
+namespace omniserve {
+namespace {
+
+// A wake-up is a system call of 2 us and more, so a caller makes one and the woken thread goes on from there.
+constexpr int kWorkerWakes = 2;
+
+}  // namespace
+
+void HostTier::run(Worker& self) {
+  Called called;
+  Lock lock(mutex_);
+  while (true) {
+    while (!closing_ && !has_work()) {
+      self.signalled = false;
+      idle_.push_back(&self);
+      self.wake.wait(lock, [&self] { return self.signalled; });
+      if (!closing_) --num_waking_;  // close() calls everybody, and nobody counts any more
+    }
+    if (closing_) break;
+    const Piece piece = take();
+    call_workers(called, kWorkerWakes);
+    if (!called.empty()) {
+      lock.unlock();
+      notify(called);
+      called.clear();
+      lock.lock();
+    }
+    if (piece.must_die) {
+      finish(piece, "a host thread died", lock);
+      break;
+    }
+    if (piece.starts_task && faults_.delay_s > 0) {
+      self.wake.wait_for(lock, to_duration(faults_.delay_s),
+                         [this, set = faults_set_] { return closing_ || faults_set_ != set; });
+    }
+    lock.unlock();
+    std::string error;
+    const auto start = std::chrono::steady_clock::now();
+    try {
+      execute(piece);
+    } catch (const std::exception& thrown) {
+      error = std::string("a host thread threw: ") + thrown.what();
+    } catch (...) {
+      error = "a host thread threw something that is no std::exception";
+    }
+    const auto elapsed = std::chrono::steady_clock::now() - start;
+    lock.lock();
+    stats_.busy_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
+    finish(piece, std::move(error), lock);
+  }
+  --stats_.threads_alive;
+  // close() does the same once it has joined all threads.
+  if (stats_.threads_alive == 0 && !closing_) fail_everything_queued("the last host thread died");
+}
+
+size_t HostTier::pick(size_t size) { return faults_.shuffle ? rng_() % size : 0; }
+
+HostTier::Piece HostTier::take() {
+  Piece piece;
+  // Copies first: they are finite, and a latency-sensitive prompt may wait for the memory that one frees.
+  if (!moves_.empty()) {
+    take_move(piece);
+  } else {
+    take_attention(piece);
+  }
+  --num_queued_pieces_;
+  if (faults_.kill_threads > 0) {
+    --faults_.kill_threads;
+    piece.must_die = true;
+  }
+  return piece;
+}
+
+void HostTier::take_attention(Piece& piece) {
+  const size_t index = pick(tasks_.size());
+  piece.slot = tasks_[index];
+  Slot& task = slots_[static_cast<size_t>(piece.slot)];
+  piece.task = &task;
+  piece.piece = task.next_piece++;
+  ++task.num_running;
+  if (piece.piece == 0) {
+    piece.starts_task = true;
+    if (faults_.fail_next > 0) {
+      --faults_.fail_next;
+      piece.must_throw = true;
+    }
+    if (!free_scratch_.empty()) {
+      task.scratch = std::move(free_scratch_.back());
+      free_scratch_.pop_back();
+    }
+    const int64_t needed = task.num_pieces * config_.num_heads * (config_.head_size + 2);
+    if (task.scratch.size < needed) {
+      task.scratch.data.reset(new (std::nothrow) float[static_cast<size_t>(needed)]);  // attend() checks it
+      task.scratch.size = task.scratch.data ? needed : 0;
+    }
+  }
+  if (task.next_piece == task.num_pieces) tasks_.erase(tasks_.begin() + static_cast<std::ptrdiff_t>(index));
+}
+
+void HostTier::take_move(Piece& piece) {
+  const size_t index = pick(moves_.size());
+  Move& move = *moves_[index];
+  piece.move = &move;
+  piece.first_unit = move.next_unit;
+  piece.last_unit = move.next_unit = std::min(move.next_unit + move.units_per_piece, move.num_units);
+  ++move.num_running;
+  if (move.next_unit == move.num_units) moves_.erase(moves_.begin() + static_cast<std::ptrdiff_t>(index));
+}
+
+void HostTier::execute(const Piece& piece) {
+  if (piece.move != nullptr) {
+    copy_blocks(piece);
+  } else {
+    attend(piece);
+  }
+}
+
+void HostTier::attend(const Piece& piece) {
+  if (piece.must_throw) throw std::runtime_error("injected failure");
+  const Slot& task = *piece.task;
+  if (!task.scratch.data) throw std::bad_alloc();
+  const int64_t begin = task.begin + piece.piece * task.piece_tokens;
+  const int64_t end = std::min(begin + task.piece_tokens, task.position + 1);
+  const int64_t layer_bytes = config_.num_blocks * config_.block_size * kv_bytes_;
+  char* k_layer = static_cast<char*>(config_.k_pool) + task.layer * layer_bytes;
+  char* v_layer = static_cast<char*>(config_.v_pool) + task.layer * layer_bytes;
+  if (end == task.position + 1) {
+    // The token's own k and v. Only this piece reads them, so the others need not wait.
+    const int64_t block = task.block_table[static_cast<size_t>(task.position / config_.block_size)];
+    const int64_t offset = task.position % config_.block_size;
+    for (int64_t h = 0; h < config_.num_kv_heads; ++h) {
+      const int64_t to = ((block * config_.num_kv_heads + h) * config_.block_size + offset) * head_bytes_;
+      std::memcpy(k_layer + to, k_row(piece.slot) + h * head_bytes_, static_cast<size_t>(head_bytes_));
+      std::memcpy(v_layer + to, v_row(piece.slot) + h * head_bytes_, static_cast<size_t>(head_bytes_));
+    }
+  }
+  const PagedKV kv{k_layer,           v_layer, config_.num_blocks, config_.num_kv_heads, config_.block_size,
+                   config_.head_size, config_.dtype};
+  const int64_t heads = config_.num_heads;
+  float* acc = task.scratch.data.get();
+  float* m = acc + task.num_pieces * heads * config_.head_size;
+  float* l = m + task.num_pieces * heads;
+  decode_partial(q_row(piece.slot), kv, task.block_table.data(), task.position, begin, end,
+                 config_.layers[static_cast<size_t>(task.layer)], acc + piece.piece * heads * config_.head_size,
+                 m + piece.piece * heads, l + piece.piece * heads);
+}
+
+void HostTier::merge(const Slot& task, int64_t slot) {
+  const float* acc = task.scratch.data.get();
+  const float* m = acc + task.num_pieces * config_.num_heads * config_.head_size;
+  merge_partials(acc, m, m + task.num_pieces * config_.num_heads, task.num_pieces, config_.num_heads,
+                 config_.head_size, config_.dtype, static_cast<char*>(config_.results) + slot * q_bytes_);
+}
+
+void HostTier::copy_blocks(const Piece& piece) {
+  const BlockMove& spec = piece.move->spec;
+  const int64_t num_blocks = static_cast<int64_t>(spec.src_ids.size());
+  for (int64_t unit = piece.first_unit; unit < piece.last_unit; ++unit) {
+    const size_t i = static_cast<size_t>(unit % num_blocks);
+    const bool is_v = unit / num_blocks % 2 == 1;
+    const int64_t layer = unit / num_blocks / 2;
+    const int64_t from = (layer * spec.src_num_blocks + spec.src_ids[i]) * spec.block_bytes;
+    const int64_t to = (layer * spec.dst_num_blocks + spec.dst_ids[i]) * spec.block_bytes;
+    std::memcpy((is_v ? spec.dst_v : spec.dst_k) + to, (is_v ? spec.src_v : spec.src_k) + from,
+                static_cast<size_t>(spec.block_bytes));
+  }
+}
+
+void HostTier::finish(const Piece& piece, std::string error, Lock& lock) {
+  if (piece.move != nullptr) {
+    Move& move = *piece.move;
+    --move.num_running;
+    if (!error.empty()) {
+      fail_move(move, std::move(error));
+    } else {
+      stats_.bytes_moved += (piece.last_unit - piece.first_unit) * move.spec.block_bytes;
+    }
+    if (move.num_running == 0 && move.next_unit == move.num_units) publish_move(move);
+    return;
+  }
+  Slot& task = *piece.task;
+  if (!error.empty()) {
+    fail_task(task, piece.slot, std::move(error));
+  } else {
+    const int64_t begin = task.begin + piece.piece * task.piece_tokens;
+    const int64_t tokens = std::min(task.piece_tokens, task.position + 1 - begin);
+    stats_.kv_bytes_read += 2 * tokens * kv_bytes_;
+  }
+  if (task.num_running == 1 && task.next_piece == task.num_pieces) {
+    if (!task.failed && !task.cancelled) {
+      // This thread still counts as running, so nobody publishes the task meanwhile.
+      lock.unlock();
+      try {
+        merge(task, piece.slot);
+      } catch (const std::exception& thrown) {
+        error = std::string("a host thread threw: ") + thrown.what();
+      }
+      lock.lock();
+      if (!error.empty()) fail_task(task, piece.slot, std::move(error));
+    }
+    --task.num_running;
+    publish_task(task, piece.slot);
+  } else {
+    --task.num_running;
+  }
+}
+
+// Hand out no more pieces of a task.
+void HostTier::withdraw(Slot& task, int64_t slot) {
+  if (task.next_piece == task.num_pieces) return;
+  num_queued_pieces_ -= task.num_pieces - task.next_piece;
+  task.next_piece = task.num_pieces;
+  tasks_.erase(std::find(tasks_.begin(), tasks_.end(), slot));
+}
+
+void HostTier::fail_task(Slot& task, int64_t slot, std::string message) {
+  withdraw(task, slot);
+  if (!task.failed) task.message = std::move(message);
+  task.failed = true;
+}
+
+void HostTier::fail_move(Move& move, std::string message) {
+  const auto queued = std::find(moves_.begin(), moves_.end(), &move);
+  if (queued != moves_.end()) {
+    num_queued_pieces_ -= (move.num_units - move.next_unit + move.units_per_piece - 1) / move.units_per_piece;
+    moves_.erase(queued);
+  }
+  move.next_unit = move.num_units;
+  if (!move.failed) move.message = std::move(message);
+  move.failed = true;
+}
+
+void HostTier::publish_task(Slot& task, int64_t slot) {
+  --stats_.tasks_in_hand;
+  if (task.scratch.data) free_scratch_.push_back(std::move(task.scratch));
+  task.scratch = Scratch{};
+  HostEvent event;
+  event.kind = EventKind::attention_done;
+  if (task.failed && !task.cancelled) {
+    event.kind = EventKind::attention_failed;
+    event.message = std::move(task.message);
+    ++stats_.failures;
+  } else if (!task.cancelled) {
+    ++stats_.tasks_done;
+  }
+  event.slot = slot;
+  event.epoch = task.epoch;
+  event.layer = task.layer;
+  event.position = task.position;
+  push_event(std::move(event));
+}
+
+void HostTier::publish_move(Move& move) {
+  HostEvent event;
+  event.kind = move.failed ? EventKind::move_failed : EventKind::move_done;
+  event.move_id = move.spec.move_id;
+  event.message = std::move(move.message);
+  if (move.failed) ++stats_.failures;
+  live_moves_.erase(
+      std::find_if(live_moves_.begin(), live_moves_.end(), [&move](const auto& live) { return live.get() == &move; }));
+  push_event(std::move(event));
+}
+
+void HostTier::push_event(HostEvent event) {
+  events_.push_back(std::move(event));
+  if (num_waiters_ > 0) events_wake_.notify_all();
+}
+
+void HostTier::fail_everything_queued(const std::string& message) {
+  while (!tasks_.empty()) {
+    const int64_t slot = tasks_.front();
+    fail_task(slots_[static_cast<size_t>(slot)], slot, message);
+    publish_task(slots_[static_cast<size_t>(slot)], slot);
+  }
+  while (!moves_.empty()) {
+    Move& move = *moves_.front();
+    fail_move(move, message);
+    publish_move(move);
+  }
+}
+
+void HostTier::call_workers(Called& called, int most) {
+  for (int i = 0; i < most && num_waking_ < num_queued_pieces_ && !idle_.empty(); ++i) {
+    Worker& worker = *idle_.back();
+    idle_.pop_back();
+    ++num_waking_;
+    worker.signalled = true;
+    called.push_back(&worker);
+  }
+}
+
+void HostTier::notify(const Called& called) {
+  for (Worker* worker : called) worker->wake.notify_one();
+}
+
+}  // namespace omniserve

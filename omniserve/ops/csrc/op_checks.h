@@ -1,0 +1,99 @@
+// Argument checks that the operators share, and the few tensor helpers that the stable ABI leaves to us.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <string>
+
+#include "attention.h"
+
+namespace omniserve {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline std::string shape_of(const Tensor& tensor) {
+  std::string text = "[";
+  for (int64_t i = 0; i < tensor.dim(); ++i) text += (i ? ", " : "") + std::to_string(tensor.size(i));
+  return text + "]";
+}
+
+inline void check_dim(const Tensor& tensor, int64_t dim, const char* name) {
+  STD_TORCH_CHECK(tensor.dim() == dim, name, " must have ", dim, " dimensions, got shape ", shape_of(tensor));
+}
+
+inline void check_type(const Tensor& tensor, ScalarType type, const char* name) {
+  STD_TORCH_CHECK(tensor.scalar_type() == type, name, " must be ", torch::headeronly::toString(type), ", got ",
+                  torch::headeronly::toString(tensor.scalar_type()));
+}
+
+inline void check_contiguous(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous, got shape ", shape_of(tensor));
+}
+
+// A 1-D index tensor of `type`, contiguous.
+inline void check_index(const Tensor& tensor, ScalarType type, const char* name) {
+  check_dim(tensor, 1, name);
+  check_type(tensor, type, name);
+  check_contiguous(tensor, name);
+}
+
+// A 2-D tensor whose rows are contiguous; only their distance is free.
+inline void check_rows(const Tensor& tensor, const char* name) {
+  check_dim(tensor, 2, name);
+  STD_TORCH_CHECK(tensor.size(1) <= 1 || tensor.stride(1) == 1, name, " must have contiguous rows, got stride ",
+                  tensor.stride(1), " in dimension 1");
+}
+
+inline DType dtype_of(const Tensor& tensor, const char* name) {
+  const ScalarType type = tensor.scalar_type();
+  if (type == ScalarType::Float) return DType::f32;
+  if (type == ScalarType::BFloat16) return DType::bf16;
+  STD_TORCH_CHECK(type == ScalarType::Half, name, " must be float32, bfloat16 or float16, got ",
+                  torch::headeronly::toString(type));
+  return DType::f16;
+}
+
+// A contiguous CPU tensor of `like`'s dtype. Straight through the C shim: the boxed aten::new_empty costs 1 us more.
+inline Tensor empty_cpu(std::initializer_list<int64_t> sizes, const Tensor& like) {
+  int64_t strides[4], stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= sizes.begin()[i] > 0 ? sizes.begin()[i] : 1;
+  }
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides,
+                                                         dtype, aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+// The cache of one layer, checked; K and V must agree in everything.
+inline PagedKV paged_kv(const Tensor& k_cache, const Tensor& v_cache) {
+  check_dim(k_cache, 4, "k_cache");
+  check_dim(v_cache, 4, "v_cache");
+  for (int64_t i = 0; i < 4; ++i)
+    STD_TORCH_CHECK(k_cache.size(i) == v_cache.size(i), "k_cache and v_cache differ in shape: ", shape_of(k_cache),
+                    " and ", shape_of(v_cache));
+  check_type(v_cache, k_cache.scalar_type(), "v_cache");
+  check_contiguous(k_cache, "k_cache");
+  check_contiguous(v_cache, "v_cache");
+  return {k_cache.const_data_ptr(), v_cache.const_data_ptr(), k_cache.size(0),
+          k_cache.size(1),          k_cache.size(2),          k_cache.size(3),
+          dtype_of(k_cache, "k_cache")};
+}
+
+Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
+                       Tensor seq_lens, double scale, int64_t window, double softcap);
+Tensor cpu_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor seq_lens, double scale,
+                     int64_t window, double softcap, int64_t num_threads);
+
+}  // namespace omniserve

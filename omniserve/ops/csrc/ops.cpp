@@ -1,0 +1,164 @@
+// The operators of torch.ops.omniserve: schemas, registration, and those that only move rows.
+#include "op_checks.h"
+
+namespace omniserve {
+namespace {
+
+// Below this a copy is done before another thread has woken up.
+constexpr int64_t kParallelBytes = int64_t{1} << 20;
+
+// Copies row by row: destination and source of row i, or nullptr as destination to leave it out, as source for zeros.
+template <typename Destination, typename Source>
+void copy_rows(int64_t num_rows, int64_t row_bytes, Destination destination, Source source) {
+  const auto copy = [&](int64_t i) {
+    char* const to = destination(i);
+    if (to == nullptr) return;
+    if (const char* const from = source(i)) {
+      std::memcpy(to, from, static_cast<size_t>(row_bytes));
+    } else {
+      std::memset(to, 0, static_cast<size_t>(row_bytes));
+    }
+  };
+  if (num_rows * row_bytes < kParallelBytes) {
+    for (int64_t i = 0; i < num_rows; ++i) copy(i);
+  } else {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < num_rows; ++i) copy(i);
+  }
+}
+
+// -1 means "none"; anything else must name one of `count` rows.
+void check_rows_in_range(const int64_t* rows, int64_t num_rows, int64_t count, const char* name) {
+  for (int64_t i = 0; i < num_rows; ++i)
+    STD_TORCH_CHECK(rows[i] >= -1 && rows[i] < count, name, "[", i, "] is ", rows[i], "; it must be -1 or in [0, ",
+                    count, ")");
+}
+
+void store_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping) {
+  const PagedKV kv = paged_kv(k_cache, v_cache);
+  const int64_t num_tokens = k.dim() == 3 ? k.size(0) : -1;
+  for (const auto& [tensor, name] : {std::pair<const Tensor&, const char*>{k, "k"}, {v, "v"}}) {
+    check_dim(tensor, 3, name);
+    check_type(tensor, k_cache.scalar_type(), name);
+    STD_TORCH_CHECK(tensor.size(0) == num_tokens && tensor.size(1) == kv.kv_heads && tensor.size(2) == kv.head_size,
+                    name, " must be [", num_tokens, ", ", kv.kv_heads, ", ", kv.head_size, "] to fit the cache, got ",
+                    shape_of(tensor));
+    STD_TORCH_CHECK(kv.head_size <= 1 || tensor.stride(2) == 1, name, " must have contiguous heads, got stride ",
+                    tensor.stride(2), " in dimension 2");
+  }
+  check_index(slot_mapping, ScalarType::Long, "slot_mapping");
+  STD_TORCH_CHECK(slot_mapping.size(0) == num_tokens, "slot_mapping has ", slot_mapping.size(0), " entries for ",
+                  num_tokens, " tokens");
+  const auto* slots = static_cast<const int64_t*>(slot_mapping.const_data_ptr());
+  check_rows_in_range(slots, num_tokens, kv.num_blocks * kv.block_size, "slot_mapping");
+
+  const auto element = static_cast<int64_t>(k_cache.element_size());
+  for (const auto& [rows, cache] : {std::pair<const Tensor&, const Tensor&>{k, k_cache}, {v, v_cache}}) {
+    char* const to = static_cast<char*>(cache.mutable_data_ptr());
+    const char* const from = static_cast<const char*>(rows.const_data_ptr());
+    const int64_t token_stride = rows.stride(0), head_stride = rows.stride(1);
+    copy_rows(
+        num_tokens * kv.kv_heads, kv.head_size * element,
+        [&](int64_t i) -> char* {
+          const int64_t slot = slots[i / kv.kv_heads], head = i % kv.kv_heads;
+          if (slot < 0) return nullptr;
+          const int64_t block = slot / kv.block_size, offset = slot % kv.block_size;
+          return to + ((block * kv.kv_heads + head) * kv.block_size + offset) * kv.head_size * element;
+        },
+        [&](int64_t i) {
+          return from + (i / kv.kv_heads * token_stride + i % kv.kv_heads * head_stride) * element;
+        });
+  }
+}
+
+Tensor piggyback_concat(Tensor attn, Tensor results, Tensor rows) {
+  check_rows(attn, "attn");
+  check_rows(results, "results");
+  check_type(results, attn.scalar_type(), "results");
+  check_index(rows, ScalarType::Long, "rows");
+  const int64_t num_tokens = attn.size(0), width = attn.size(1), num_seats = rows.size(0);
+  STD_TORCH_CHECK(results.size(1) == width, "results must have attn's width ", width, ", got ", shape_of(results));
+  const auto* row_of_seat = static_cast<const int64_t*>(rows.const_data_ptr());
+  check_rows_in_range(row_of_seat, num_seats, results.size(0), "rows");
+
+  Tensor out = empty_cpu({num_tokens + num_seats, width}, attn);
+  const auto element = static_cast<int64_t>(attn.element_size());
+  char* const to = static_cast<char*>(out.mutable_data_ptr());
+  const char* const device_rows = static_cast<const char*>(attn.const_data_ptr());
+  const char* const host_rows = static_cast<const char*>(results.const_data_ptr());
+  const int64_t device_stride = attn.stride(0) * element, host_stride = results.stride(0) * element;
+  copy_rows(
+      num_tokens + num_seats, width * element, [&](int64_t i) { return to + i * width * element; },
+      [&](int64_t i) -> const char* {
+        if (i < num_tokens) return device_rows + i * device_stride;
+        const int64_t row = row_of_seat[i - num_tokens];
+        return row < 0 ? nullptr : host_rows + row * host_stride;
+      });
+  return out;
+}
+
+// Checks what residual_store and residual_fetch share; returns the number of the first seat's row.
+int64_t check_residual(const Tensor& hidden, const Tensor& store, const Tensor& slots) {
+  check_rows(hidden, "hidden");
+  check_rows(store, "store");
+  check_type(store, hidden.scalar_type(), "store");
+  check_index(slots, ScalarType::Long, "slots");
+  STD_TORCH_CHECK(store.size(1) == hidden.size(1), "store must have hidden's width ", hidden.size(1), ", got ",
+                  shape_of(store));
+  STD_TORCH_CHECK(slots.size(0) <= hidden.size(0), "there are ", slots.size(0), " slots but only ", hidden.size(0),
+                  " rows of hidden");
+  check_rows_in_range(static_cast<const int64_t*>(slots.const_data_ptr()), slots.size(0), store.size(0), "slots");
+  return hidden.size(0) - slots.size(0);
+}
+
+void residual_store(Tensor hidden, Tensor store, Tensor slots) {
+  const int64_t first = check_residual(hidden, store, slots);
+  const auto* slot_of_seat = static_cast<const int64_t*>(slots.const_data_ptr());
+  const auto element = static_cast<int64_t>(hidden.element_size());
+  const int64_t from_stride = hidden.stride(0) * element, to_stride = store.stride(0) * element;
+  const char* const from = static_cast<const char*>(hidden.const_data_ptr()) + first * from_stride;
+  char* const to = static_cast<char*>(store.mutable_data_ptr());
+  copy_rows(
+      slots.size(0), hidden.size(1) * element,
+      [&](int64_t i) { return slot_of_seat[i] < 0 ? nullptr : to + slot_of_seat[i] * to_stride; },
+      [&](int64_t i) { return from + i * from_stride; });
+}
+
+void residual_fetch(Tensor store, Tensor slots, Tensor hidden) {
+  const int64_t first = check_residual(hidden, store, slots);
+  const auto* slot_of_seat = static_cast<const int64_t*>(slots.const_data_ptr());
+  const auto element = static_cast<int64_t>(hidden.element_size());
+  const int64_t from_stride = store.stride(0) * element, to_stride = hidden.stride(0) * element;
+  const char* const from = static_cast<const char*>(store.const_data_ptr());
+  char* const to = static_cast<char*>(hidden.mutable_data_ptr()) + first * to_stride;
+  copy_rows(
+      slots.size(0), hidden.size(1) * element, [&](int64_t i) { return to + i * to_stride; },
+      [&](int64_t i) { return slot_of_seat[i] < 0 ? nullptr : from + slot_of_seat[i] * from_stride; });
+}
+
+}  // namespace
+}  // namespace omniserve
+
+STABLE_TORCH_LIBRARY(omniserve, m) {
+  m.def(
+      "store_kv(Tensor k_TKH, Tensor v_TKH, Tensor(a!) k_cache_BKSH, Tensor(b!) v_cache_BKSH, Tensor slot_mapping_T)"
+      " -> ()");
+  m.def(
+      "paged_attention(Tensor q_TNH, Tensor k_cache_BKSH, Tensor v_cache_BKSH, Tensor block_table_RM, "
+      "Tensor query_start_R1, Tensor seq_lens_R, float scale, int window, float softcap) -> Tensor");
+  m.def(
+      "cpu_attention(Tensor q_RNH, Tensor k_pool_BKSH, Tensor v_pool_BKSH, Tensor block_table_RM, Tensor seq_lens_R, "
+      "float scale, int window, float softcap, int num_threads) -> Tensor");
+  m.def("piggyback_concat(Tensor attn_TD, Tensor results_RD, Tensor rows_P) -> Tensor");
+  m.def("residual_store(Tensor hidden_TD, Tensor(a!) store_SD, Tensor slots_P) -> ()");
+  m.def("residual_fetch(Tensor store_SD, Tensor slots_P, Tensor(a!) hidden_TD) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(omniserve, CPU, m) {
+  m.impl("store_kv", TORCH_BOX(&omniserve::store_kv));
+  m.impl("paged_attention", TORCH_BOX(&omniserve::paged_attention));
+  m.impl("cpu_attention", TORCH_BOX(&omniserve::cpu_attention));
+  m.impl("piggyback_concat", TORCH_BOX(&omniserve::piggyback_concat));
+  m.impl("residual_store", TORCH_BOX(&omniserve::residual_store));
+  m.impl("residual_fetch", TORCH_BOX(&omniserve::residual_fetch));
+}

@@ -1,0 +1,190 @@
+"""OPS: every operator with its reference and its samples. An operator that is not here fails a test.
+
+Samples are small, cover empty and odd sizes, and hold NaN wherever an operator must not look: in blocks of nobody,
+behind a sequence's end, before its window.
+
+Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P seats,
+R requests, M blocks per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniserve.ops import reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Arguments of one call."""
+
+    label: str
+    """What is special about it."""
+    args: tuple[Any, ...]
+    """In the schema's order. Mutated in place by a mutating operator: clone first."""
+
+    def clone(self) -> tuple[Any, ...]:
+        """Return the arguments with every tensor copied, strides kept."""
+        return tuple(arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in self.args)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSpec:
+    """One operator."""
+
+    name: str
+    """Its name in ``torch.ops.omniserve``."""
+    reference: Callable[..., Tensor | None]
+    """Slow and plain; same arguments, mutates the same ones."""
+    samples: Callable[[torch.device, torch.dtype], Iterator[Sample]]
+    """(device, dtype) -> samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """One attention sample."""
+
+    label: str
+    chunks: tuple[tuple[int, int], ...]
+    """(query tokens, context tokens before them) of each request."""
+    heads: tuple[int, int, int]
+    """N, K, H."""
+    block_size: int = 16
+    window: int = 0
+    softcap: float = 0.0
+    strided: bool = False
+
+
+_MIXED = ((1, 40), (5, 0), (0, 7), (17, 30), (1, 0))
+_MIXED_SHAPES = (
+    AttentionShape(label="no request", chunks=(), heads=(2, 1, 16)),
+    AttentionShape(label="requests without a query", chunks=((0, 9), (0, 0)), heads=(2, 2, 16)),
+    AttentionShape(label="mixed, group 3, head size 64", chunks=_MIXED, heads=(9, 3, 64), block_size=32),
+    AttentionShape(label="mixed, group 1, head size 8", chunks=_MIXED, heads=(3, 3, 8), block_size=4),
+    AttentionShape(
+        label="mixed, group 2, head size 24, window", chunks=_MIXED, heads=(4, 2, 24), block_size=8, window=9
+    ),
+    AttentionShape(label="mixed, group 7, head size 40, strided q", chunks=_MIXED, heads=(7, 1, 40), strided=True),
+    AttentionShape(label="mixed, softcap", chunks=_MIXED, heads=(4, 2, 80), softcap=5.0),
+    AttentionShape(
+        label="mixed, head size 256, softcap and window", chunks=_MIXED, heads=(2, 1, 256), window=20, softcap=9.0
+    ),
+    AttentionShape(
+        label="several tiles of queries and keys", chunks=((150, 70), (1, 300)), heads=(8, 4, 16), block_size=64
+    ),
+    AttentionShape(label="window inside a long chunk", chunks=((150, 70),), heads=(2, 2, 16), block_size=1, window=33),
+)
+_DECODES = ((1, 0), (1, 31), (1, 128), (1, 300))
+_DECODE_SHAPES = (
+    AttentionShape(label="no request", chunks=(), heads=(2, 1, 16)),
+    AttentionShape(label="decode, group 3, head size 64", chunks=_DECODES, heads=(9, 3, 64), block_size=32),
+    AttentionShape(label="decode, group 1, head size 8", chunks=_DECODES, heads=(2, 2, 8), block_size=4),
+    AttentionShape(label="decode, group 2, head size 72, window", chunks=_DECODES, heads=(4, 2, 72), window=100),
+    AttentionShape(label="decode, group 7, head size 128, strided q", chunks=_DECODES, heads=(7, 1, 128), strided=True),
+    AttentionShape(label="decode, head size 256, softcap", chunks=_DECODES, heads=(4, 2, 256), softcap=5.0),
+    AttentionShape(label="decode, window of one, softcap", chunks=_DECODES, heads=(5, 1, 24), window=1, softcap=9.0),
+)
+
+
+def attention_args(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return paged_attention's arguments for ``shape``: seeded random keys where they are read, NaN elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    num_heads, kv_heads, head_size = shape.heads
+    query_lens = [query for query, _ in shape.chunks]
+    seq_lens = [query + context for query, context in shape.chunks]
+    width = max((-(-seq_len // shape.block_size) for seq_len in seq_lens), default=1)
+    num_blocks = len(seq_lens) * width + 2
+    table = torch.randperm(num_blocks, generator=generator)[: len(seq_lens) * width].view(len(seq_lens), width).int()
+    cache = torch.full((2, num_blocks, kv_heads, shape.block_size, head_size), torch.nan)
+    for request, (query_len, context_len) in enumerate(shape.chunks):
+        first = max(0, context_len + 1 - shape.window) if shape.window else 0
+        position = torch.arange(first, seq_lens[request])
+        block, offset = table[request].long()[position // shape.block_size], position % shape.block_size
+        cache[:, block, :, offset] = torch.randn(len(position), 2, kv_heads, head_size, generator=generator)
+        table[request, : first // shape.block_size] = -1  # a KV manager has freed these
+        table[request, -(-seq_lens[request] // shape.block_size) if query_len else 0 :] = -1
+    q = torch.randn(sum(query_lens), num_heads * (2 if shape.strided else 1), head_size, generator=generator)
+    q = q.to(device, dtype)[:, :num_heads]  # if strided: as cut from a fused QKV
+    k_cache, v_cache = cache.to(device, dtype)
+    starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device)
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    return q, k_cache, v_cache, table.to(device), starts, lens, head_size**-0.5, shape.window, shape.softcap
+
+
+def _paged_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for shape in _MIXED_SHAPES:
+        yield Sample(label=shape.label, args=attention_args(shape, device, dtype))
+
+
+def _cpu_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for num_threads, shape in enumerate(_DECODE_SHAPES, start=1):
+        q, k, v, table, _, *rest = attention_args(shape, device, dtype)
+        yield Sample(label=shape.label, args=(q, k, v, table, *rest, 1 + num_threads % 2))
+
+
+def _store_kv_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, slots, head_size in (
+        ("no token", [], 16),
+        ("all left out", [-1, -1], 8),
+        ("some left out, head size 24", [5, -1, 0, 11, -1, 6], 24),
+        ("first left out, last slot", [-1, 11, 3], 64),
+    ):
+        kv = torch.randn(len(slots), 6, head_size).to(device, dtype)
+        cache = torch.full((2, 3, 2, 4, head_size), torch.nan).to(device, dtype)
+        slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
+        # As cut from a fused QKV, but for the empty one: opcheck cannot copy a slice of nothing.
+        k, v = (kv[:, :2], kv[:, 3:5]) if slots else kv.view(2, 0, 2, head_size)
+        yield Sample(label=label, args=(k, v, cache[0], cache[1], slot_mapping))
+
+
+def _seat_samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Yield (label, rows of the step, rows elsewhere with some that hold NaN, indices of the seats)."""
+    for label, num_rows, width, seats in (
+        ("no seat", 3, 8, []),
+        ("nothing at all", 0, 8, []),
+        ("only seats", 2, 5, [3, -1]),
+        ("all seats empty", 4, 8, [-1, -1]),
+        ("rows and seats, odd width", 5, 7, [4, -1, 0]),
+    ):
+        here = torch.randn(num_rows, width)
+        elsewhere = torch.full((6, width), torch.nan)
+        elsewhere[[seat for seat in seats if seat >= 0]] = torch.randn(sum(seat >= 0 for seat in seats), width)
+        index = torch.tensor(seats, dtype=torch.int64, device=device)
+        yield label, here.to(device, dtype), elsewhere.to(device, dtype), index
+
+
+def _piggyback_concat_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, attn, results, rows in _seat_samples(device, dtype):
+        yield Sample(label=label, args=(attn, results, rows))
+    attn, results = torch.randn(2, 3, 4).to(device, dtype)
+    rows = torch.tensor([-1], dtype=torch.int64, device=device)
+    yield Sample(label="no device row, no result", args=(attn[:0], results[:0], rows))
+
+
+def _residual_store_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, hidden, store, slots in _seat_samples(device, dtype):
+        yield Sample(label=label, args=(hidden, store, slots))
+
+
+def _residual_fetch_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, hidden, store, slots in _seat_samples(device, dtype):
+        yield Sample(label=label, args=(store, slots, hidden))
+
+
+OPS: dict[str, OpSpec] = {
+    spec.name: spec
+    for spec in (
+        OpSpec(name="store_kv", reference=reference.store_kv, samples=_store_kv_samples),
+        OpSpec(name="paged_attention", reference=reference.paged_attention, samples=_paged_attention_samples),
+        OpSpec(name="cpu_attention", reference=reference.cpu_attention, samples=_cpu_attention_samples),
+        OpSpec(name="piggyback_concat", reference=reference.piggyback_concat, samples=_piggyback_concat_samples),
+        OpSpec(name="residual_store", reference=reference.residual_store, samples=_residual_store_samples),
+        OpSpec(name="residual_fetch", reference=reference.residual_fetch, samples=_residual_fetch_samples),
+    )
+}

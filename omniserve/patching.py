@@ -1,0 +1,248 @@
+"""Install the layer halves on a Hugging Face model, in place, and take them off again.
+
+While patched, each decoder layer's ``forward`` runs pre-attention, HF's own attention function with HF's cache, and
+post-attention, so ``model.generate()`` uses the same code as the engine; the engine itself calls ``model.omniserve``.
+Tensor legend: T packed tokens, R rows that need logits, D hidden, N query heads, K KV heads, H head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from omniserve.layers import LayerFamily, family_of
+from omniserve.layers.compiled import Half, compile_halves
+from omniserve.layers.packed import pack, packable, unpack
+
+logger = logging.getLogger(__name__)
+
+Prepack = bool | Literal["auto"]
+
+
+class PatchedModel:
+    """What an engine calls: a model without its attention. Call everything under ``torch.inference_mode()``.
+
+    Attributes:
+        family: The architecture's layer family.
+        spec: Sizes of the model.
+        num_layers: Decoder layers.
+        dtype: Of hidden states, q, k, v and logits.
+        device: Where the model is.
+    """
+
+    def __init__(self, family: LayerFamily, *, compile: bool) -> None:
+        self.family = family
+        self.spec = family.spec()
+        self.num_layers = self.spec.num_layers
+        self.dtype: torch.dtype = family.model.dtype
+        self.device: torch.device = family.model.device
+        self.embed = family.embed
+        self.rotary = family.rotary
+        self.logits = family.logits
+        self._layers = family.layers
+        self._pre: list[Half] = [family.pre_attention] * self.num_layers
+        self._post: list[Half] = [family.post_attention] * self.num_layers
+        if compile:
+            # Plain functions: aot_compile loses the self of a bound method.
+            def pre(layer: nn.Module, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> Any:
+                for table in (cos, sin):
+                    torch._check(table is None or table.shape[0] == hidden_TD.shape[0])
+                return family.pre_attention(layer, hidden_TD, cos, sin)
+
+            def post(layer: nn.Module, attn: Tensor, hidden_TD: Tensor) -> Tensor:
+                torch._check(attn.shape[0] == hidden_TD.shape[0])
+                return family.post_attention(layer, attn, hidden_TD)
+
+            self._pre = compile_halves(pre, self._layers, "pre-attention")
+            self._post = compile_halves(post, self._layers, "post-attention")
+
+    def pre_attention(
+        self, layer: int, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(q_TNH, k_TKH, v_TKH)`` of layer ``layer``; inputs contiguous, T >= 1, cos and sin from rotary."""
+        return self._pre[layer](self._layers[layer], hidden_TD, cos, sin)
+
+    def post_attention(self, layer: int, attn: Tensor, hidden_TD: Tensor) -> Tensor:
+        """Return the layer's output ``[T, D]`` from attention rows ``[T, N * H]`` and the layer's input, contiguous."""
+        return self._post[layer](self._layers[layer], attn, hidden_TD)
+
+    def warm_up(self) -> None:
+        """Run every half once on one token, so that compiling does not fall into the first request."""
+        with torch.inference_mode():
+            position = torch.zeros(1, dtype=torch.int64, device=self.device)
+            hidden_TD = self.embed(position, position)
+            cos, sin = self.rotary(position) or (None, None)
+            for layer in range(self.num_layers):
+                q_TNH, _, _ = self.pre_attention(layer, hidden_TD, cos, sin)
+                hidden_TD = self.post_attention(layer, q_TNH.reshape(1, -1), hidden_TD)
+            self.logits(hidden_TD)
+
+
+def patch(model: PreTrainedModel, *, compile: bool = True, prepack: Prepack = "auto") -> PreTrainedModel:
+    """Split a model's decoder layers around their attention, in place, and install ``model.omniserve``.
+
+    Adapters and quantisation go on before, not after. Patching a patched model with the same options does nothing.
+
+    Args:
+        model: A causal language model in eval mode, on one device.
+        compile: Compile the halves with ``torch.compile(fullgraph=True)``, at their first use.
+        prepack: Hold the linears' weights in oneDNN's blocked layout instead of the dense one; ``"auto"`` does so
+            where it was measured to pay: bf16 on a CPU.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: Not a ``PreTrainedModel``.
+        UnsupportedModelError: No layer family for this architecture, or a feature of its config is not supported.
+        ValueError: The model is in training mode, is patched with other options, or has nothing that can be prepacked
+            although ``prepack`` is True.
+    """
+    if not isinstance(model, PreTrainedModel):
+        hint = "; for a PEFT model pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
+        raise TypeError(f"patch needs a transformers PreTrainedModel, got {type(model).__name__}{hint}")
+    options = (compile, prepack)
+    installed: _Patch | None = model.__dict__.get("_omniserve_patch")
+    if installed is not None:
+        if installed.options != options:
+            raise ValueError(
+                f"the model is patched already, with compile={installed.options[0]} and "
+                f"prepack={installed.options[1]!r}; call omniserve.unpatch(model) first"
+            )
+        return model
+    if model.training:
+        raise ValueError("the model is in training mode; call model.eval() before patch")
+    model.__dict__["_omniserve_patch"] = _Patch(model, family_of(model), options)
+    return model
+
+
+def unpatch(model: PreTrainedModel) -> PreTrainedModel:
+    """Restore a patched model exactly: same objects, same forward, same weights bit for bit.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: The model is not patched.
+    """
+    installed: _Patch | None = model.__dict__.pop("_omniserve_patch", None)
+    if installed is None:
+        raise ValueError("the model is not patched")
+    installed.remove()
+    return model
+
+
+class _Patch:
+    """What was changed on a model, and how to change it back."""
+
+    def __init__(self, model: PreTrainedModel, family: LayerFamily, options: tuple[bool, Prepack]) -> None:
+        self.options = options
+        self._model = model
+        self._layers = family.layers
+        self._packed: list[nn.Linear] = []
+        self._prepack(family, options[1])
+        patched = PatchedModel(family, compile=options[0])
+        self._replaced: list[tuple[nn.Module, Any]] = []  # (layer, its own "forward" entry or None)
+        self._replace_forwards(patched)
+        model.__dict__["omniserve"] = patched  # not through __setattr__: nothing may be registered on the module
+        logger.info("installed model.omniserve (%s, compile=%s)", type(family).__name__, options[0])
+
+    def _prepack(self, family: LayerFamily, prepack: Prepack) -> None:
+        if prepack is False:
+            return
+        candidates = [module for layer in family.layers for module in layer.modules()]
+        self._packed = packable(self._model, [*candidates, family.lm_head])
+        if prepack is True and not self._packed:
+            raise ValueError("prepack=True, but the model has no bf16 linear on a CPU that supports bf16; use 'auto'")
+        for linear in self._packed:
+            pack(linear)
+        if self._packed:
+            # A packed linear refuses by itself, but only when half of the model has been converted.
+            self._model.__dict__["_apply"] = _refuse_conversion
+        logger.info("prepacked %d linears", len(self._packed))
+
+    def _replace_forwards(self, patched: PatchedModel) -> None:
+        for index, layer in enumerate(self._layers):
+            self._replaced.append((layer, layer.__dict__.get("forward")))
+            forward = functools.partial(_layer_forward, patched, index, layer.forward)
+            layer.__dict__["forward"] = forward
+        logger.info("replaced the forward of %d %s", len(self._layers), type(self._layers[0]).__name__)
+
+    def remove(self) -> None:
+        """Undo everything, last change first."""
+        del self._model.__dict__["omniserve"]
+        for layer, forward in self._replaced:
+            if forward is None:
+                del layer.__dict__["forward"]
+            else:
+                layer.__dict__["forward"] = forward
+        self._model.__dict__.pop("_apply", None)
+        for linear in self._packed:
+            unpack(linear)
+        logger.info("restored %d layers and %d linears", len(self._replaced), len(self._packed))
+
+
+def _refuse_conversion(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError("a prepacked model cannot change its device or dtype; call omniserve.unpatch(model) first")
+
+
+def _layer_forward(
+    patched: PatchedModel, index: int, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Stand in for a decoder layer's forward: HF's arguments, batch and cache; hidden states ``[batch, length, D]``."""
+    family = patched.family
+    layer = family.layers[index]
+    attention = family.attention_module(layer)
+    if args or _needs_original(layer, attention, hidden_states):
+        return original(hidden_states, *args, **kwargs)
+    mask = kwargs.pop("attention_mask", None)
+    cache = kwargs.pop(family.cache_argument, None)
+    embeddings = kwargs.pop("position_embeddings", None)
+
+    batch, length, _ = hidden_states.shape
+    rows_TD = hidden_states.reshape(batch * length, -1)
+    cos = sin = None
+    if embeddings is not None:
+        cos, sin = (table.expand(batch, -1, -1).reshape(batch * length, -1) for table in embeddings)
+    heads = patched.pre_attention(index, rows_TD, cos, sin)
+    query, key, value = (rows.reshape(batch, length, *rows.shape[1:]).transpose(1, 2) for rows in heads)
+    if cache is not None:
+        key, value = cache.update(key, value, attention.layer_idx)
+
+    spec = patched.spec.attention[index]
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+        attention.config._attn_implementation, family.modeling.eager_attention_forward
+    )
+    attended, _ = attend(
+        attention,
+        query,
+        key,
+        value,
+        mask,
+        dropout=0.0,
+        scaling=spec.scale,
+        sliding_window=spec.window or None,
+        softcap=spec.softcap or None,
+        **kwargs,
+    )
+    attended = attended.reshape(batch * length, -1).contiguous()
+    return patched.post_attention(index, attended, rows_TD).view_as(hidden_states)
+
+
+def _needs_original(layer: nn.Module, attention: nn.Module, hidden_states: Tensor) -> bool:
+    """Tell whether a call wants something that the halves do not give."""
+    return bool(
+        torch.is_grad_enabled()
+        or layer.training
+        or torch.compiler.is_compiling()
+        or torch.is_autocast_enabled(hidden_states.device.type)
+        # Hooks of the attention module must see it called. HF installs some when attentions or router logits are asked.
+        or attention._forward_hooks
+        or attention._forward_pre_hooks
+    )

@@ -1,0 +1,150 @@
+"""Sampler: logits to tokens, each request by its own parameters and its own random stream.
+
+Legend: R rows of a step that sample, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from omniserve.plan import SampledToken
+from omniserve.request import SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True)
+class _RequestSampling:
+    params: SamplingParams
+    generator: torch.Generator | None
+    output_counts_V: Tensor | None
+    """Occurrences of each token in the output; only for requests with penalties."""
+    in_prompt_V: Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Greedy, no penalties, no log-probabilities: the argmax is all it needs."""
+        return self.generator is None and self.output_counts_V is None and self.params.logprobs is None
+
+
+class Sampler:
+    """Keeps what sampling needs between a request's steps.
+
+    A request's tokens depend on its logits, parameters and seed alone, not on what shares the batch.
+
+    Args:
+        vocab_size: V.
+        device: Where logits are.
+        seed: Seeds the requests that bring no seed.
+    """
+
+    def __init__(self, *, vocab_size: int, device: torch.device, seed: int) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._requests: dict[str, _RequestSampling] = {}
+        self._seeds = torch.Generator().manual_seed(seed)
+
+    def add(self, request_id: str, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        """Begin to sample for a request."""
+        generator = None
+        if params.temperature > 0:
+            seed = params.seed
+            if seed is None:
+                seed = int(torch.randint(2**62, (), generator=self._seeds))
+            generator = torch.Generator(self._device).manual_seed(seed & (2**64 - 1))
+        counts = in_prompt = None
+        if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+            counts = torch.zeros(self._vocab_size, device=self._device)
+            in_prompt = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+            in_prompt[torch.tensor(list(prompt_token_ids), device=self._device)] = True
+        self._requests[request_id] = _RequestSampling(params, generator, counts, in_prompt)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request; an unknown one is no error."""
+        self._requests.pop(request_id, None)
+
+    def sample(self, logits_RV: Tensor, request_ids: Sequence[str]) -> tuple[dict[str, SampledToken], dict[str, str]]:
+        """Pick a token for each row.
+
+        Args:
+            logits_RV: Model dtype, any device.
+            request_ids: The request of each row.
+
+        Returns:
+            Tokens by request, and messages by request for rows that have no finite maximum.
+        """
+        top_R, greedy_R = logits_RV.max(dim=-1)
+        top, greedy = top_R.tolist(), greedy_R.tolist()
+        tokens: dict[str, SampledToken] = {}
+        failed: dict[str, str] = {}
+        for row, request_id in enumerate(request_ids):
+            # max() returns nan if any logit is nan.
+            if not math.isfinite(top[row]):
+                failed[request_id] = f"the model returned non-finite logits (maximum {top[row]})"
+                continue
+            request = self._requests[request_id]
+            if request.is_plain:
+                tokens[request_id] = SampledToken(token_id=greedy[row])
+            else:
+                tokens[request_id] = self._sample_row(logits_RV[row].float(), greedy[row], request)
+        return tokens, failed
+
+    def _sample_row(self, logits_V: Tensor, greedy: int, request: _RequestSampling) -> SampledToken:
+        params = request.params
+        penalised_V = _penalise(logits_V, request)
+        if request.generator is not None:
+            token_id = _draw(_filtered_probs(penalised_V, params), request.generator)
+        else:
+            token_id = greedy if penalised_V is logits_V else int(penalised_V.argmax())
+        if request.output_counts_V is not None:
+            request.output_counts_V[token_id] += 1
+        if params.logprobs is None:
+            return SampledToken(token_id=token_id)
+        return SampledToken(token_id=token_id, logprob=_logprob(logits_V, token_id, params.logprobs))
+
+
+def _penalise(logits_V: Tensor, request: _RequestSampling) -> Tensor:
+    counts_V, in_prompt_V, params = request.output_counts_V, request.in_prompt_V, request.params
+    if counts_V is None or in_prompt_V is None:
+        return logits_V
+    seen_V = counts_V > 0
+    scaled_V = torch.where(logits_V > 0, logits_V / params.repetition_penalty, logits_V * params.repetition_penalty)
+    penalised_V = torch.where(seen_V | in_prompt_V, scaled_V, logits_V)
+    return penalised_V - params.presence_penalty * seen_V - params.frequency_penalty * counts_V
+
+
+def _filtered_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """Temperature, then top-k, top-p and min-p, each on what the one before left (Hugging Face's order)."""
+    logits_V = logits_V / params.temperature
+    if 0 < params.top_k < logits_V.numel():
+        kth = logits_V.topk(params.top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < kth, -math.inf)
+    probs_V = logits_V.softmax(dim=-1)
+    if params.top_p < 1.0:
+        sorted_V, order_V = probs_V.sort(descending=True)
+        # A token stays if those before it do not reach top_p yet, so the likeliest always stays.
+        beyond_V = sorted_V.cumsum(dim=-1) - sorted_V >= params.top_p
+        probs_V = probs_V.index_fill(0, order_V[beyond_V], 0.0)
+    if params.min_p > 0.0:
+        probs_V = probs_V.masked_fill(probs_V < params.min_p * probs_V.max(), 0.0)
+    return probs_V
+
+
+def _draw(probs_V: Tensor, generator: torch.Generator) -> int:
+    """Draw from unnormalised probabilities: the argmax of p / Exp(1) (an exponential race; no host sync inside)."""
+    race_V = torch.empty_like(probs_V).exponential_(generator=generator)
+    return int((probs_V / race_V).argmax())
+
+
+def _logprob(logits_V: Tensor, token_id: int, num_top: int) -> TokenLogprob:
+    logprobs_V = logits_V.log_softmax(dim=-1)
+    values, ids = logprobs_V.topk(num_top) if num_top else (torch.empty(0), torch.empty(0))
+    pairs: Iterable[tuple[int, float]] = zip(ids.tolist(), values.tolist(), strict=True)
+    return TokenLogprob(
+        token_id=token_id,
+        logprob=float(logprobs_V[token_id]),
+        top=tuple((int(i), float(v)) for i, v in pairs),
+    )

@@ -1,0 +1,234 @@
+"""The API's side of the engine process: start it, send requests, hand out what comes back, notice its death."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from omniserve.errors import EngineStopped
+from omniserve.request import Request, RequestOutput
+from omniserve.server import wire
+from omniserve.server.engine_process import EngineMaker, run_engine_process
+from omniserve.stats import EngineStats
+
+Event = tuple[str, RequestOutput | Exception | None]
+"""Request id and an output, the error that ended the request, or None: it was accepted."""
+
+# How long a message that a dying engine sent may still be on its way.
+_LAST_WORDS_S = 0.5
+_CLOSE_S = 5.0
+
+
+class EngineClient:
+    """One engine process.
+
+    Args:
+        make_engine: Makes the engine, in its process.
+        log_level: The process's log level.
+    """
+
+    def __init__(self, make_engine: EngineMaker, *, log_level: str = "warning") -> None:
+        self._make_engine = make_engine
+        self._log_level = log_level
+        self._queues: dict[str, asyncio.Queue[Event]] = {}
+        self._stats_waiters: dict[int, asyncio.Future[EngineStats]] = {}
+        self._num_stats = 0
+        self._closing = False
+        self._ready = False
+        self.failure: str | None = None
+        """Why the engine stopped; None while it is well."""
+        self.stopped = asyncio.Event()
+
+    async def start(self, on_progress: Callable[[str], None]) -> wire.EngineInfo:
+        """Start the process; return when the engine is ready.
+
+        Raises:
+            EngineStopped: The engine could not start; the message says why.
+        """
+        self._directory = Path(tempfile.mkdtemp(prefix="omniserve-"))
+        self._context = context = zmq.Context()
+        self._outputs = context.socket(zmq.PULL)
+        self._outputs.setsockopt(zmq.RCVHWM, 0)
+        self._outputs.bind(f"ipc://{self._directory}/outputs")
+        self._commands = context.socket(zmq.PUSH)
+        self._commands.setsockopt(zmq.SNDHWM, 0)
+        self._commands.bind(f"ipc://{self._directory}/commands")
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=run_engine_process,
+            args=(
+                self._make_engine,
+                f"ipc://{self._directory}/commands",
+                f"ipc://{self._directory}/outputs",
+                self._log_level,
+            ),
+            name="omniserve-engine",
+            daemon=True,
+        )
+        set_engine_environment(os.environ)
+        self._process.start()
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[wire.EngineInfo] = loop.create_future()
+        # Not zmq.asyncio, whose futures cost more than all the rest of a token's way through this process.
+        self._outputs_fd = int(self._outputs.getsockopt(zmq.FD))
+        loop.add_reader(self._outputs_fd, self._read, ready, on_progress)
+        loop.add_reader(self._process.sentinel, self._on_death)
+        stopped = asyncio.create_task(self.stopped.wait())
+        both: set[asyncio.Future[Any]] = {ready, stopped}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not ready.done():
+            raise EngineStopped(self.failure or "the engine process ended")
+        self._ready = True
+        return ready.result()
+
+    def submit(self, request: Request, queue: asyncio.Queue[Event]) -> None:
+        """Send a request; its events go into ``queue``: None once accepted, then outputs, or one exception.
+
+        Raises:
+            EngineStopped: The engine is gone.
+        """
+        if self.stopped.is_set():
+            raise EngineStopped(self.failure or "the engine has stopped")
+        assert request.request_id is not None
+        self._queues[request.request_id] = queue
+        self._send("add", wire.encode_request(request))
+
+    def abort(self, request_id: str) -> None:
+        """End a request; nothing more is heard of it. Unknown and finished ones are ignored."""
+        if self._queues.pop(request_id, None) is not None and not self.stopped.is_set():
+            self._send("abort", request_id)
+
+    async def stats(self, timeout_s: float = 5.0) -> EngineStats:
+        """Ask the engine about itself; it answers between two steps.
+
+        Raises:
+            EngineStopped: The engine is gone.
+            TimeoutError: No answer in time.
+        """
+        if self.stopped.is_set():
+            raise EngineStopped(self.failure or "the engine has stopped")
+        self._num_stats += 1
+        number, waiter = self._num_stats, asyncio.get_running_loop().create_future()
+        self._stats_waiters[number] = waiter
+        self._send("stats", number)
+        try:
+            return await asyncio.wait_for(waiter, timeout_s)
+        finally:
+            self._stats_waiters.pop(number, None)
+
+    async def close(self) -> None:
+        """End the process; requests that still run get EngineStopped."""
+        self._closing = True
+        if not self._ready:
+            self._process.kill()  # it loads a model and hears nothing
+        elif self._process.is_alive() and not self.stopped.is_set():
+            self._send("close")
+        await asyncio.to_thread(self._process.join, _CLOSE_S)
+        if self._process.is_alive():
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+        if not self.stopped.is_set():
+            await self._die("the server closed the engine")
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._process.sentinel)
+        loop.remove_reader(self._outputs_fd)
+        self._commands.close(linger=0)
+        self._outputs.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._directory)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+
+    def _send(self, *message: object) -> None:
+        try:
+            self._commands.send(wire.pack(message), zmq.NOBLOCK)
+        except zmq.Again:
+            # Nobody listens: the process is dead or dying, and _on_death is about to tell everybody.
+            if self._process.is_alive():
+                raise
+
+    def _read(self, ready: asyncio.Future[wire.EngineInfo], on_progress: Callable[[str], None]) -> None:
+        """Handle every message that is there: the descriptor tells of new ones only once all were taken."""
+        while True:
+            try:
+                message = wire.unpack(self._outputs.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            match message[0]:
+                case "step":
+                    for request_id in message[1]:
+                        self._deliver(request_id, None)
+                    for data in message[2]:
+                        self._deliver(data[0], wire.decode_output(data))
+                case "refused":
+                    self._deliver(message[1], wire.decode_error(message[2]))
+                case "stats":
+                    waiter = self._stats_waiters.get(message[1])
+                    if waiter is not None and not waiter.done():
+                        waiter.set_result(wire.decode_stats(message[2]))
+                case "progress":
+                    on_progress(message[1])
+                case "ready":
+                    ready.set_result(wire.decode_info(message[1]))
+                case "failed" | "fatal":
+                    self._fail(message[1])
+                case kind:
+                    raise AssertionError(f"unknown message {kind!r} from the engine")
+
+    def _deliver(self, request_id: str, item: RequestOutput | Exception | None) -> None:
+        queue = self._queues.get(request_id)
+        if queue is None:
+            return  # aborted meanwhile
+        if isinstance(item, Exception) or (item is not None and item.finished):
+            del self._queues[request_id]
+        queue.put_nowait((request_id, item))
+
+    def _on_death(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._process.sentinel)
+        if not self._closing:
+            self._death = loop.create_task(self._die("", _LAST_WORDS_S))
+
+    async def _die(self, reason: str, patience_s: float = 0.0) -> None:
+        """Give the engine's last words a moment to arrive, then speak for it."""
+        try:
+            await asyncio.wait_for(self.stopped.wait(), patience_s)
+        except TimeoutError:
+            code = self._process.exitcode
+            self._fail(reason or f"the engine process died (exit code {code})")
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        self.stopped.set()
+        queues, self._queues = self._queues, {}
+        for request_id, queue in queues.items():
+            queue.put_nowait((request_id, EngineStopped(reason)))
+        for waiter in self._stats_waiters.values():
+            if not waiter.done():
+                waiter.set_exception(EngineStopped(reason))
+
+
+def set_engine_environment(environment: Any) -> None:
+    """Set what torch reads when it is imported; a spawned process inherits it. What is set already stays.
+
+    Idle OpenMP threads must sleep: a spinning one takes the core that the host tier needs. Compiled code is kept
+    between runs, so that only the first start compiles.
+    """
+    defaults: Mapping[str, str] = {
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "0",
+        "TORCHINDUCTOR_CACHE_DIR": str(Path.home() / ".cache" / "omniserve" / "inductor"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    for name, value in defaults.items():
+        environment.setdefault(name, value)

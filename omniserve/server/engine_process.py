@@ -1,0 +1,195 @@
+"""The engine's process: take commands, step, send what came out.
+
+Nothing here imports torch: the engine's maker does, after the environment was set for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from omniserve.config import EngineConfig
+from omniserve.errors import OmniServeError, RequestRejected
+from omniserve.request import Request, RequestOutput, SamplingParams, ServiceClass
+from omniserve.server import wire
+from omniserve.spec import ModelSpec
+from omniserve.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+# How long to sleep when every request waits for the host tier. A command that arrives meanwhile waits as long.
+_HOST_WAIT_S = 0.001
+_WARM_UP_TOKENS = 16
+_LINGER_MS = 2000
+
+
+class EngineLike(Protocol):
+    """What this process needs of an engine."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def has_unfinished(self) -> bool: ...
+    @property
+    def last_plan_was_empty(self) -> bool: ...
+    def add(self, request: Request) -> str: ...
+    def abort(self, request_id: str) -> bool: ...
+    def step(self) -> list[RequestOutput]: ...
+    def wait(self, timeout_s: float) -> None: ...
+    def stats(self) -> EngineStats: ...
+    def close(self) -> None: ...
+
+
+Progress = Callable[[str], None]
+EngineMaker = Callable[[Progress], EngineLike]
+"""Makes the engine in its process; has to be picklable. Tells its progress in short sentences."""
+
+
+def run_engine_process(make_engine: EngineMaker, command_address: str, output_address: str, log_level: str) -> None:
+    """Be the engine process until told to close, or until the API process is gone."""
+    # Ctrl-C reaches the whole process group; the API process decides when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
+    status = 1
+    try:
+        status = _run(make_engine, command_address, output_address)
+    except Exception:
+        logger.exception("the engine process failed")
+    finally:
+        # Without taking the interpreter apart, which takes seconds once torch is in it. Everything is closed.
+        logging.shutdown()
+        os._exit(status)
+
+
+def _run(make_engine: EngineMaker, command_address: str, output_address: str) -> int:
+    """Return the exit status."""
+    context = zmq.Context()
+    commands, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    commands.connect(command_address)
+    outputs.setsockopt(zmq.SNDHWM, 0)
+    outputs.connect(output_address)
+    link = _Link(commands, outputs)
+    try:
+        engine = _start(make_engine, link)
+        if engine is None:
+            return 1
+        try:
+            _serve(engine, link)
+            return 0
+        except Exception as error:
+            logger.exception("the engine's step failed")
+            link.send("fatal", f"{type(error).__name__}: {error}")
+            return 1
+        finally:
+            engine.close()
+    finally:
+        context.destroy(linger=_LINGER_MS)
+
+
+class _Link:
+    """The two sockets."""
+
+    def __init__(self, commands: zmq.Socket, outputs: zmq.Socket) -> None:
+        self._commands = commands
+        self._outputs = outputs
+
+    def send(self, *message: object) -> None:
+        self._outputs.send(wire.pack(message))
+
+    def receive(self, *, block: bool) -> wire.Message | None:
+        """Return the next command; None when there is none now."""
+        try:
+            return wire.unpack(self._commands.recv(0 if block else zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+
+def _start(make_engine: EngineMaker, link: _Link) -> EngineLike | None:
+    try:
+        engine = make_engine(lambda text: link.send("progress", text))
+        link.send("progress", "warming up")
+        _warm_up(engine)
+    except Exception as error:
+        logger.debug("the engine could not start", exc_info=True)
+        expected = isinstance(error, (ValueError, OSError, OmniServeError, ImportError))
+        link.send("failed", str(error) if expected and str(error) else f"{type(error).__name__}: {error}")
+        return None
+    spec, config = engine.spec, engine.config
+    info = wire.EngineInfo(
+        vocab_size=spec.vocab_size,
+        max_model_len=engine.max_model_len,
+        kv_pool_tokens=config.device_kv_bytes // spec.kv_block_bytes(config.block_size) * config.block_size,
+        eos_token_ids=tuple(spec.eos_token_ids),
+        slos=config.slos,
+    )
+    link.send("ready", wire.encode_info(info))
+    return engine
+
+
+def _warm_up(engine: EngineLike) -> None:
+    """Run a request of each class, so that compiling is over before the first user comes."""
+    limit = engine.max_model_len
+    num_prompt = max(1, min(_WARM_UP_TOKENS, limit // 2))
+    for service_class in ServiceClass:
+        engine.add(
+            Request(
+                prompt_token_ids=[i % engine.spec.vocab_size for i in range(num_prompt)],
+                sampling=SamplingParams(max_tokens=max(1, min(4, limit - num_prompt)), ignore_eos=True),
+                service_class=service_class,
+            )
+        )
+    while engine.has_unfinished:
+        engine.step()
+        if engine.last_plan_was_empty:
+            engine.wait(_HOST_WAIT_S)
+
+
+def _serve(engine: EngineLike, link: _Link) -> None:
+    while True:
+        accepted: list[str] = []
+        command = link.receive(block=not engine.has_unfinished)
+        while command is not None:
+            if command[0] == "close":
+                return
+            _obey(engine, link, command, accepted)
+            command = link.receive(block=False)
+        outputs = engine.step() if engine.has_unfinished else []
+        if outputs or accepted:
+            link.send("step", accepted, wire.encode_outputs(outputs))
+        if engine.has_unfinished and engine.last_plan_was_empty:
+            engine.wait(_HOST_WAIT_S)
+
+
+def _obey(engine: EngineLike, link: _Link, command: wire.Message, accepted: list[str]) -> None:
+    match command:
+        case ("add", data):
+            try:
+                accepted.append(engine.add(wire.decode_request(data)))
+            except (ValueError, RequestRejected) as error:
+                link.send("refused", data[0], wire.encode_error(error))
+        case ("abort", request_id):
+            engine.abort(request_id)
+        case ("stats", number):
+            link.send("stats", number, wire.encode_stats(engine.stats()))
+        case _:
+            raise ValueError(f"unknown command {command[0]!r}")
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,82 @@
+"""Errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from starlette.responses import Response
+
+from omniserve.errors import EngineStopped, RequestRejected
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    Args:
+        message: What is wrong and what to change.
+        status: HTTP status.
+        param: The request's field at fault.
+        code: OpenAI's machine-readable code.
+        retry_after_s: Goes out as the Retry-After header, rounded up to whole seconds.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """Return OpenAI's error object."""
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
+        if kind is None:
+            kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """Return the HTTP response."""
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        return Response(json.dumps(self.body()), self.status, headers, media_type="application/json")
+
+
+def from_engine(error: Exception) -> ApiError:
+    """Translate what the engine said about one request.
+
+    Raises:
+        Exception: ``error`` itself if it is none of the errors that belong to a request.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestRejected):
+        # A client that knows nothing better waits a second.
+        retry_after_s = 1.0 if error.retry_after_s is None else error.retry_after_s
+        return ApiError(str(error), status=429, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+    if isinstance(error, EngineStopped):
+        return ApiError(str(error), status=500, code="engine_stopped")
+    if isinstance(error, ValueError):
+        return ApiError(str(error))
+    raise error
+
+
+def shutting_down() -> ApiError:
+    """Return the error of requests that the server's end meets."""
+    return ApiError("the server is shutting down; send the request again later", status=503, code="shutting_down")
+
+
+def engine_gone(reason: str) -> ApiError:
+    """Return the error of requests that arrive after the engine's death."""
+    return ApiError(f"the engine has stopped: {reason}", status=503, code="engine_stopped")

@@ -1,0 +1,151 @@
+"""One API call's work: its engine requests from admission to the last token."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from omniserve.errors import EngineStopped
+from omniserve.request import SLO, FinishReason, Request, RequestOutput, SamplingParams, ServiceClass
+from omniserve.server.choice import Choice, Delta
+from omniserve.server.engine_client import EngineClient, Event
+from omniserve.server.errors import ApiError, engine_gone, from_engine
+from omniserve.server.metrics import ServerMetrics
+from omniserve.server.text import TextCodec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What one API call asks of the engine: every prompt is continued once per sampling."""
+
+    call_id: str
+    arrival_s: float
+    """When the call came; monotonic seconds."""
+    prompts: Sequence[Sequence[int]]
+    samplings: Sequence[SamplingParams]
+    service_class: ServiceClass
+    slo: SLO
+    """The call's own or its class's default."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of an API call."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Return OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+        }
+
+
+class Generation:
+    """The engine requests of one API call: ``start``, then ``deltas``, at last ``close``, whatever happened."""
+
+    def __init__(self, job: Job, *, client: EngineClient, codec: TextCodec, metrics: ServerMetrics) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._job = job
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: list[Event] = []
+        self._choices: dict[str, Choice] = {}
+        self._started = False
+        self.usage = Usage(num_prompt_tokens=sum(map(len, job.prompts)))
+        for prompt in job.prompts:
+            for sampling in job.samplings:
+                index = len(self._choices)
+                request = Request(
+                    request_id=f"{job.call_id}-{index}",
+                    prompt_token_ids=prompt,
+                    sampling=dataclasses.replace(sampling, stop=()),  # looked for here, where the text is
+                    service_class=job.service_class,
+                    slo=job.slo,
+                )
+                self._choices[f"{job.call_id}-{index}"] = Choice(index, request, codec, sampling.stop, job.arrival_s)
+
+    async def start(self) -> None:
+        """Send the requests and wait until the engine has accepted them all.
+
+        Raises:
+            ApiError: It refused one, or is gone.
+        """
+        waiting = set(self._choices)
+        try:
+            for choice in self._choices.values():
+                self._client.submit(choice.request, self._queue)
+        except EngineStopped as error:
+            raise engine_gone(str(error)) from None
+        while waiting:
+            request_id, event = await self._queue.get()
+            if isinstance(event, Exception):
+                refusal = from_engine(event)
+                if refusal.status == 429:
+                    self._metrics.rejected(self._job.service_class)
+                raise refusal
+            if event is None:
+                waiting.discard(request_id)
+            else:
+                self._events.append((request_id, event))
+        self._started = True
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """Yield new text until every choice has finished; what is there at one time comes together.
+
+        Raises:
+            ApiError: The engine died, or the server ended the call.
+        """
+        num_running = len(self._choices)
+        events = self._events
+        while num_running:
+            if not events:
+                events.append(await self._queue.get())
+            while not self._queue.empty():
+                events.append(self._queue.get_nowait())
+            deltas = []
+            for request_id, event in events:
+                if isinstance(event, Exception):
+                    raise from_engine(event)
+                choice = self._choices[request_id]
+                if event is None or choice.finish_reason is not None:
+                    continue  # steps go on for a moment after a stop string was found here
+                delta = self._advance(request_id, choice, event)
+                if delta is not None:
+                    deltas.append(delta)
+                num_running -= choice.finish_reason is not None
+            events.clear()
+            if deltas:
+                yield deltas
+
+    def fail(self, error: ApiError) -> None:
+        """End everything that still runs with an error."""
+        self._queue.put_nowait((self._job.call_id, error))
+
+    def close(self) -> None:
+        """Abort what has not finished. Calling it again does nothing."""
+        for request_id, choice in self._choices.items():
+            if choice.finish_reason is None:
+                choice.finish_reason = str(FinishReason.ABORT)
+                self._client.abort(request_id)
+                if self._started:
+                    self._metrics.finished(choice)
+
+    def _advance(self, request_id: str, choice: Choice, output: RequestOutput) -> Delta | None:
+        delta = choice.advance(output)
+        self.usage.num_output_tokens += len(output.new_token_ids)
+        if choice.finish_reason is None:
+            return delta
+        if not output.finished:  # a stop string, of which the engine does not know
+            self._client.abort(request_id)
+        self._metrics.finished(choice)
+        if choice.finish_reason == FinishReason.ERROR:
+            raise ApiError("the model gave no valid output for this request; see the server's log", status=500)
+        if choice.finish_reason == FinishReason.ABORT:
+            raise ApiError("the engine ended this request before it was complete; send it again", status=503)
+        return delta

@@ -1,0 +1,126 @@
+"""Prometheus metrics: what clients saw (timed in the API process) and what the engine tells about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from omniserve.request import FinishReason, ServiceClass
+from omniserve.server.choice import Choice
+from omniserve.stats import EngineStats
+
+_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
+_TPOT_BUCKETS_S = (0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.4, 0.8, 1.6, 5)
+_E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+class ServerMetrics:
+    """All metrics of one server, in a registry of its own."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        by_class = ["service_class"]
+        self._requests = Counter(
+            "omniserve_requests", "Requests that ended", [*by_class, "finish_reason"], registry=registry
+        )
+        self._rejected = Counter(
+            "omniserve_requests_rejected", "Requests refused because of load", by_class, registry=registry
+        )
+        self._ttft = _histogram(registry, "ttft", "HTTP request to first token", _TTFT_BUCKETS_S)
+        self._tpot = _histogram(registry, "tpot", "Time per output token after the first", _TPOT_BUCKETS_S)
+        self._e2e = _histogram(registry, "e2e", "HTTP request to last token", _E2E_BUCKETS_S)
+        self._slo = Counter(
+            "omniserve_slo",
+            "Requests with an objective that ended by themselves",
+            [*by_class, "objective", "met"],
+            registry=registry,
+        )
+        for service_class in ServiceClass:  # a series that is 0 is there from the start
+            self._rejected.labels(service_class)
+            for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
+                self._requests.labels(service_class, reason)
+        self._engine = _EngineCollector()
+        registry.register(self._engine)
+
+    def rejected(self, service_class: ServiceClass) -> None:
+        """Count a request that was refused because of load."""
+        self._rejected.labels(service_class).inc()
+
+    def finished(self, choice: Choice) -> None:
+        """Count and time a request that ended for whatever reason."""
+        service_class, times, slo = choice.request.service_class, choice.times, choice.request.slo
+        assert slo is not None and choice.finish_reason is not None
+        self._requests.labels(service_class, choice.finish_reason).inc()
+        if times.first_token_s is None or times.last_token_s is None:
+            return
+        ttft_s = times.first_token_s - times.arrival_s
+        self._ttft.labels(service_class).observe(ttft_s)
+        tpot_s = None
+        if times.num_tokens > 1:
+            tpot_s = (times.last_token_s - times.first_token_s) / (times.num_tokens - 1)
+            self._tpot.labels(service_class).observe(tpot_s)
+        if choice.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        self._e2e.labels(service_class).observe(times.last_token_s - times.arrival_s)
+        for objective, value_s, limit_s in (("ttft", ttft_s, slo.ttft_s), ("tpot", tpot_s, slo.tpot_s)):
+            if value_s is not None and limit_s is not None:
+                self._slo.labels(service_class, objective, str(value_s <= limit_s).lower()).inc()
+
+    def render(self, stats: EngineStats) -> bytes:
+        """Return everything in Prometheus' text format."""
+        self._engine.stats = stats
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Shows a snapshot of the engine's own numbers."""
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+
+    def collect(self) -> Iterator[Metric]:
+        s = self.stats
+        by_class, by_tier = ["service_class"], ["tier"]
+        blocks_used = {"device": s.device_blocks_used, "host": s.host_blocks_used}
+        blocks = {"device": s.device_blocks_total, "host": s.host_blocks_total}
+        yield _gauge("requests_waiting", "Requests not scheduled yet, or preempted", s.waiting, by_class)
+        yield _gauge("requests_running", "Requests that hold KV on a tier", s.running, by_class)
+        yield _gauge("kv_blocks_used", "KV blocks in use", blocks_used, by_tier)
+        yield _gauge("kv_blocks", "KV blocks in all", blocks, by_tier)
+        yield _gauge("host_requests", "Requests whose KV is on the host tier", {"": s.host_requests}, [])
+        yield _gauge("host_healthy", "1 while the host tier has a living thread", {"": int(s.host_healthy)}, [])
+        yield _counter("output_tokens", "Output tokens", s.output_tokens, by_class)
+        yield _counter("prompt_tokens", "Prompt tokens", s.prompt_tokens, by_class)
+        yield _counter("swaps", "Requests whose KV moved", {"out": s.swaps_out, "in": s.swaps_in}, ["direction"])
+        for name, help_text, value in (
+            ("steps", "Steps", s.steps),
+            ("step_seconds", "Time spent in steps", s.step_seconds),
+            ("device_tokens", "Device rows computed", s.device_tokens),
+            ("piggyback_rows", "Piggyback rows that joined, over all layers", s.piggyback_rows),
+            ("host_output_tokens", "Output tokens whose attention the host tier computed", s.host_output_tokens),
+            ("preemptions", "Requests whose KV was dropped, to be recomputed", s.preemptions),
+            ("host_failures", "Host attention tasks and moves that failed", s.host_failures),
+        ):
+            yield _counter(name, help_text, {"": value}, [])
+
+
+def _histogram(registry: CollectorRegistry, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(f"omniserve_{name}_seconds", help_text, ["service_class"], buckets=buckets, registry=registry)
+
+
+def _gauge(name: str, help_text: str, values: Mapping[Any, float], labels: list[str]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"omniserve_{name}", help_text, labels=labels)
+    for label, value in values.items():
+        family.add_metric([label] if labels else [], value)
+    return family
+
+
+def _counter(name: str, help_text: str, values: Mapping[Any, float], labels: list[str]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"omniserve_{name}", help_text, labels=labels)
+    for label, value in values.items():
+        family.add_metric([label] if labels else [], value)
+    return family

@@ -1,0 +1,249 @@
+"""What a request to /v1/completions and /v1/chat/completions may hold. Each field is checked, none silently ignored."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from omniserve.request import SLO, ServiceClass
+from omniserve.server.errors import ApiError
+from omniserve.server.refused import refuse_unsupported
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+
+_SERVICE_CLASSES = {"flex": ServiceClass.BE}
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _stop_strings(value: Any) -> Any:
+    stop = [value] if isinstance(value, str) else value
+    if not isinstance(stop, list) or len(stop) > MAX_STOP_STRINGS or any(not isinstance(s, str) or not s for s in stop):
+        raise ValueError(f"must be a non-empty string or a list of at most {MAX_STOP_STRINGS} of them")
+    return stop
+
+
+def _prompts(value: Any) -> Any:
+    """Return a list of prompts, each a string or a list of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(type(item) is int for item in value):
+            return [value]
+        if all(isinstance(item, str) for item in value):
+            return value
+        if all(isinstance(item, list) and all(type(i) is int for i in item) for item in value):
+            return value
+    raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists, and not empty")
+
+
+class StreamOptions(BaseModel):
+    """How to stream."""
+
+    model_config = _STRICT
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Accepted and without effect: it only pads events."""
+
+
+class SloFields(BaseModel):
+    """The request's own latency objectives, in seconds."""
+
+    model_config = _STRICT
+
+    ttft_s: float | None = Field(None, gt=0)
+    tpot_s: float | None = Field(None, gt=0)
+
+
+class GenerationRequest(BaseModel):
+    """Fields that both endpoints have."""
+
+    model_config = _STRICT
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: Annotated[list[str], BeforeValidator(_stop_strings)] = []
+    service_tier: Literal["auto", "default", "priority", "scale", "fast", "flex"] = "auto"
+
+    # Not OpenAI's, but what other open servers take through extra_body.
+    top_k: int = Field(0, ge=-1)
+    """0 and -1 keep all tokens."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    ignore_eos: bool = False
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    slo: SloFields | None = None
+
+    # Accepted and without effect on the answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def service_class(self) -> ServiceClass:
+        return _SERVICE_CLASSES.get(self.service_tier, ServiceClass.LS)
+
+    @property
+    def answered_tier(self) -> str:
+        """The tier that the answer names: the one that was used, never ``auto``."""
+        return "default" if self.service_tier == "auto" else self.service_tier
+
+    @property
+    def slo_or_none(self) -> SLO | None:
+        return None if self.slo is None else SLO(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def output_limit(self) -> int | None:
+        """Most output tokens; None when the request does not say."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token; None when no log-probabilities were asked for."""
+        raise NotImplementedError
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of /v1/completions."""
+
+    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = Field(None, ge=1)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class TextPart(BaseModel):
+    """One part of a message's content."""
+
+    model_config = _STRICT
+
+    type: Literal["text"]
+    text: str
+
+
+def _text_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class Message(BaseModel):
+    """One message of a chat."""
+
+    model_config = _STRICT
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[TextPart], BeforeValidator(_text_parts)]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """Return the message as chat templates take it."""
+        message = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": "".join(part.text for part in self.content),
+        }
+        return message if self.name is None else message | {"name": self.name}
+
+
+class ChatRequest(GenerationRequest):
+    """Body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    parallel_tool_calls: bool = True
+    """Accepted and without effect: there are no tools."""
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+def parse(kind: type[R], body: bytes) -> R:
+    """Check a request's body.
+
+    Raises:
+        ApiError: It is no JSON object, or a field is unknown, missing, ill-typed, out of range or unsupported; the
+            message names the field and what to do.
+    """
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError(f"the body must be a JSON object, got {_short(fields)}", code="invalid_json")
+    fields = _without_nulls(fields)
+    refuse_unsupported(fields)
+    try:
+        request = kind.model_validate(fields)
+    except ValidationError as error:
+        raise _field_error(kind, error) from None
+    _check_combinations(request)
+    return request
+
+
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """Drop nulls: OpenAI takes them for an absent field, also in messages that came out of an earlier answer."""
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if isinstance(fields.get("messages"), list):
+        fields["messages"] = [
+            {k: v for k, v in message.items() if v is not None and not (k in ("annotations", "tool_calls") and v == [])}
+            if isinstance(message, dict)
+            else message
+            for message in fields["messages"]
+        ]
+    return fields
+
+
+def _check_combinations(request: GenerationRequest) -> None:
+    limits = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise ApiError("max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+    if request.stream_options is not None and not request.stream:
+        raise ApiError("stream_options needs stream=true; drop it or stream", param="stream_options")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
+    if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n):
+        raise ApiError("best_of is supported only when it equals n; drop it", param="best_of", code="unsupported_value")
+
+
+def _field_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    location, message = first["loc"], first["msg"].removeprefix("Value error, ")
+    path = ".".join(map(str, location))
+    if first["type"] == "missing":
+        return ApiError(f"{path} is missing", param=path, code="missing_required_parameter")
+    if first["type"] == "extra_forbidden":
+        hint = ""
+        if len(location) == 1:
+            close = difflib.get_close_matches(str(location[0]), kind.model_fields, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else f"; known fields: {', '.join(kind.model_fields)}"
+        return ApiError(f"unknown field {path!r}: remove it{hint}", param=path, code="unknown_parameter")
+    return ApiError(f"{path}: {message}; got {_short(first['input'])}", param=path, code="invalid_value")
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

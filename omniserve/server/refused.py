@@ -1,0 +1,46 @@
+"""Fields that OpenAI knows and this server cannot honour: refused by name, except for values that ask for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omniserve.server.errors import ApiError
+
+# Field -> (values that ask for nothing, why it is refused and what to do).
+_NO_TOOLS = "tools are not supported; remove {name} and describe the tools in the messages"
+_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), "audio output is not supported; remove {name}"),
+    "echo": ((False,), "{name} is not supported; put the prompt in front of the text yourself"),
+    "function_call": (("none",), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "logit_bias": (({},), "{name} is not supported; remove it"),
+    "modalities": ((["text"],), "only text is supported; remove {name}"),
+    "moderation": ((), "{name} is not supported; remove it"),
+    "prediction": ((), "{name} is not supported; remove it"),
+    "prompt_cache_retention": ((), "{name} is not supported; remove it"),
+    "reasoning_effort": (("none",), "{name} is not supported; remove it"),
+    "response_format": (
+        ({"type": "text"},),
+        "structured output is not supported; remove {name} and ask for the format in the prompt",
+    ),
+    "store": ((False,), "answers are not stored; remove {name} or set it to false"),
+    "suffix": (("",), "insertion is not supported; remove {name}"),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "tools": (([],), _NO_TOOLS),
+    "verbosity": (("medium",), "{name} is not supported; remove it"),
+    "web_search_options": ((), "web search is not supported; remove {name}"),
+}
+
+
+def refuse_unsupported(fields: dict[str, Any]) -> None:
+    """Take fields that ask for nothing out of a request's body, in place.
+
+    Raises:
+        ApiError: A field asks for something that is not supported.
+    """
+    for name in fields.keys() & _REFUSED.keys():
+        harmless, message = _REFUSED[name]
+        if fields[name] not in harmless:
+            raise ApiError(message.format(name=name), param=name, code="unsupported_parameter")
+        del fields[name]

@@ -1,0 +1,155 @@
+"""Start the engine process and the HTTP server, run, stop both in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from omniserve.errors import EngineStopped
+from omniserve.server.api import create_app
+from omniserve.server.cli import ServerOptions
+from omniserve.server.engine_client import EngineClient
+from omniserve.server.engine_process import EngineMaker
+from omniserve.server.service import Service
+from omniserve.server.text import TextCodec
+
+logger = logging.getLogger("omniserve.server")
+
+# After the running requests had their time: what connections get to close.
+_CLOSE_CONNECTIONS_S = 2
+
+
+def run(options: ServerOptions, make_engine: EngineMaker) -> int:
+    """Serve until a signal comes; return the exit status.
+
+    0 after SIGTERM or SIGINT, 1 when the engine could not start or died.
+    """
+    logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+    return asyncio.run(_Main(options, make_engine).run())
+
+
+class _Main:
+    """The life of a server: start, main loop, stop."""
+
+    def __init__(self, options: ServerOptions, make_engine: EngineMaker) -> None:
+        self._options = options
+        self._client = EngineClient(make_engine, log_level=options.log_level)
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            listener = _listen(self._options.host, self._options.port)
+        except OSError as error:
+            logger.error("cannot listen on %s:%d: %s", self._options.host, self._options.port, error.strerror)
+            return 1
+        with listener:
+            starting = asyncio.create_task(self._start())
+            await _first_of(starting, self._stop.wait())
+            try:
+                if not starting.done():
+                    logger.info("stopped before it was ready")
+                    return 0
+                service = starting.result()
+                return await self._serve(service, listener)
+            except EngineStopped as error:
+                logger.error("cannot start: %s", error)
+                return 1
+            finally:
+                starting.cancel()
+                await self._client.close()
+
+    async def _start(self) -> Service:
+        started_s = time.monotonic()
+        # Both take seconds, so at the same time.
+        tokenizer = asyncio.create_task(asyncio.to_thread(_load_tokenizer, self._options.tokenizer))
+        try:
+            info = await self._client.start(lambda text: logger.info("engine: %s", text))
+        finally:
+            # If the engine failed, so did this, probably; the engine's message is the one to show.
+            await asyncio.gather(tokenizer, return_exceptions=True)
+        try:
+            codec = TextCodec(tokenizer.result())
+        except (OSError, ValueError, ImportError) as error:
+            raise EngineStopped(f"no tokenizer in {self._options.tokenizer}: {error}") from None
+        logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
+        return Service(client=self._client, info=info, codec=codec, model_name=self._options.model_name)
+
+    async def _serve(self, service: Service, listener: socket.socket) -> int:
+        config = uvicorn.Config(
+            create_app(service),
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
+        )
+        server = _UvicornServer(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        host, port = listener.getsockname()[:2]
+        logger.info("serving %s on http://%s:%d/v1", service.model_name, host, port)
+        await _first_of(serving, self._stop.wait(), self._client.stopped.wait())
+        failed = self._client.failure
+        if failed is not None:
+            logger.error("the engine has stopped: %s", failed)
+        else:
+            logger.info("stopping: running requests have %g s", self._options.shutdown_timeout_s)
+        draining = asyncio.create_task(service.drain(self._options.shutdown_timeout_s))
+        await _first_of(draining, self._client.stopped.wait())
+        await draining  # at once if the engine died meanwhile: every call got its error
+        server.should_exit = True
+        await serving
+        return 0 if self._client.failure is None else 1
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop.is_set():
+            logger.warning("second signal: stopping at once")
+            self._client.kill()
+            os._exit(128 + number)
+        self._stop.set()
+
+
+class _UvicornServer(uvicorn.Server):
+    """Leaves signals to us: uvicorn would cut connections where we finish what runs."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bind now, so that a port in use is known before a model is loaded; uvicorn listens when all is ready."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named: asyncio sets TCP_NODELAY on such sockets only, and without it an answer waits 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    return listener
+
+
+def _load_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+async def _first_of(*awaitables: Any) -> None:
+    """Wait for the first; the waits made here end, tasks go on."""
+    futures = [asyncio.ensure_future(item) for item in awaitables]
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    for item, future in zip(awaitables, futures, strict=True):
+        if item is not future:
+            future.cancel()

@@ -1,0 +1,191 @@
+"""Service: from a checked request to a running Generation. What all calls share lives here."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+
+from omniserve.request import SamplingParams
+from omniserve.server.engine_client import EngineClient
+from omniserve.server.errors import ApiError, engine_gone, shutting_down
+from omniserve.server.generation import Generation, Job
+from omniserve.server.metrics import ServerMetrics
+from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from omniserve.server.text import TextCodec
+from omniserve.server.wire import EngineInfo
+
+# As many tokens as /v1/completions of OpenAI gives when the request does not say.
+_DEFAULT_COMPLETION_TOKENS = 16
+_MAX_CHOICES_PER_CALL = 2048
+# What clients get to take the news that their request was ended.
+_GOODBYE_S = 2.0
+
+
+class Service:
+    """One model behind the API.
+
+    Args:
+        client: A started engine client.
+        info: What it said about the engine.
+        codec: The model's tokenizer.
+        model_name: The name that the model is served under.
+    """
+
+    def __init__(self, *, client: EngineClient, info: EngineInfo, codec: TextCodec, model_name: str) -> None:
+        self.client = client
+        self.info = info
+        self.codec = codec
+        self.model_name = model_name
+        self.metrics = ServerMetrics()
+        self._running: set[Generation] = set()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def check_open(self) -> None:
+        """Raise ApiError unless new calls are taken."""
+        if self._draining:
+            raise shutting_down()
+        if self.client.failure is not None:
+            raise engine_gone(self.client.failure)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError if another model is asked for."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                f"the model {name!r} is not served here; this server has {self.model_name!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    async def prompts(self, request: GenerationRequest) -> list[list[int]]:
+        """Return the token ids of each prompt.
+
+        Raises:
+            ApiError: A prompt is empty or has ids that the model does not know.
+        """
+        if isinstance(request, ChatRequest):
+            prompts = [await self.codec.encode_chat([message.for_template() for message in request.messages])]
+        else:
+            assert isinstance(request, CompletionRequest)
+            prompts = [
+                await self.codec.encode(prompt, add_special_tokens=True)
+                if isinstance(prompt, str) and prompt
+                else prompt
+                for prompt in request.prompt
+            ]
+        for prompt in prompts:
+            if not prompt:
+                raise ApiError("the prompt is empty; give it at least one token", param=_prompt_field(request))
+            if (
+                wrong := next((i for i in (max(prompt), min(prompt)) if not 0 <= i < self.info.vocab_size), None)
+            ) is not None:
+                raise ApiError(
+                    f"the prompt has the token id {wrong}, but this model's ids are 0 to {self.info.vocab_size - 1}",
+                    param=_prompt_field(request),
+                )
+        return prompts
+
+    async def begin(self, request: GenerationRequest, call_id: str, arrival_s: float) -> Generation:
+        """Return a call's generation, not started; hand it to ``end`` at last.
+
+        Raises:
+            ApiError: The request does not fit the model.
+        """
+        prompts = await self.prompts(request)
+        if len(prompts) * request.n > _MAX_CHOICES_PER_CALL:
+            raise ApiError(f"prompts times n is more than {_MAX_CHOICES_PER_CALL}; send several requests", param="n")
+        max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
+        generation = Generation(
+            Job(
+                call_id=call_id,
+                arrival_s=arrival_s,
+                prompts=prompts,
+                samplings=_samplings(request, max_tokens),
+                service_class=request.service_class,
+                slo=request.slo_or_none or self.info.slos[request.service_class],
+            ),
+            client=self.client,
+            codec=self.codec,
+            metrics=self.metrics,
+        )
+        self.check_open()  # again: encoding a long prompt takes a while
+        self._running.add(generation)
+        self._idle.clear()
+        return generation
+
+    def end(self, generation: Generation) -> None:
+        """Free what a call still holds."""
+        generation.close()
+        self._running.discard(generation)
+        if not self._running:
+            self._idle.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new calls; wait for the running ones, and end those that take too long with an error."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            for generation in self._running:
+                generation.fail(shutting_down())
+            # A client that reads nothing cannot hold the server: the connection is cut after this.
+            await asyncio.wait([asyncio.ensure_future(self._idle.wait())], timeout=_GOODBYE_S)
+
+    def _max_tokens(self, request: GenerationRequest, num_prompt: int) -> int:
+        limit, holder = self.info.max_model_len, "the model's context"
+        if self.info.kv_pool_tokens < limit:
+            limit, holder = self.info.kv_pool_tokens, "the server's KV pool (--device-kv-gib)"
+        room, wanted = limit - num_prompt, request.output_limit
+        if room >= 1 and wanted is None:
+            return room if isinstance(request, ChatRequest) else min(room, _DEFAULT_COMPLETION_TOKENS)
+        if wanted is None or room < 1:
+            message = f"the prompt has {num_prompt} tokens, but {holder} holds {limit}, output included; shorten it"
+        elif wanted > room:
+            message = (
+                f"the prompt has {num_prompt} tokens and max_tokens asks for {wanted}, but {holder} holds {limit} "
+                f"in all; shorten the prompt or set max_tokens to at most {room}"
+            )
+        else:
+            return wanted
+        raise ApiError(message, param=_prompt_field(request), code="context_length_exceeded")
+
+
+def new_call_id(prefix: str) -> str:
+    """Return a fresh id for an API call."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def _prompt_field(request: GenerationRequest) -> str:
+    return "messages" if isinstance(request, ChatRequest) else "prompt"
+
+
+def _samplings(request: GenerationRequest, max_tokens: int) -> Sequence[SamplingParams]:
+    """Return the sampling of each of the n choices; they differ in their seeds."""
+    try:
+        return [
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=request.temperature,
+                top_k=max(request.top_k, 0),
+                top_p=request.top_p,
+                min_p=request.min_p,
+                seed=None if request.seed is None else _int64(request.seed + i),
+                repetition_penalty=request.repetition_penalty,
+                presence_penalty=request.presence_penalty,
+                frequency_penalty=request.frequency_penalty,
+                stop=tuple(request.stop),
+                stop_token_ids=tuple(request.stop_token_ids),
+                ignore_eos=request.ignore_eos,
+                logprobs=request.num_logprobs,
+            )
+            for i in range(request.n)
+        ]
+    except ValueError as error:
+        raise ApiError(str(error)) from None
+
+
+def _int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,98 @@
+"""Server-sent events, and work that ends when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from omniserve.server.answers import AnswerShape
+from omniserve.server.errors import ApiError
+from omniserve.server.generation import Generation
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+async def or_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do ``work`` while the client is there.
+
+    Args:
+        receive: The ASGI channel; the request's body has been read.
+
+    Raises:
+        ClientGone: The client went away; the work was cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    both: set[asyncio.Future[Any]] = {task, watch}
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for future in both:
+            future.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A streamed answer: every step's chunks go out in one write.
+
+    Args:
+        generation: Started already, so that a refusal had its own status.
+        shape: Makes the chunks.
+        include_usage: Send a last chunk with the token counts.
+        on_close: Called when the stream is over, however it ended.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, generation: Generation, shape: AnswerShape, *, include_usage: bool, on_close: Callable[[], None]
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]  # of the empty body that Response was made with
+        self._generation = generation
+        self._shape = shape
+        self._include_usage = include_usage
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await or_disconnect(receive, self._stream(send))
+        except ClientGone:
+            pass  # nobody is left to tell; on_close frees the request
+        finally:
+            self._on_close()
+
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        head = self._shape.chunk_head()
+        # OpenAI sends a null usage in the other chunks, if usage was asked for.
+        tail = ',"usage":null}\n\n' if self._include_usage else "}\n\n"
+        dumps, pieces = json.dumps, self._shape.pieces
+        try:
+            async for deltas in self._generation.deltas():
+                choices = [choice for delta in deltas for choice in pieces(delta)]
+                data = "".join([f'data: {head},"choices":[{dumps(choice)}]{tail}' for choice in choices])
+                await send({"type": "http.response.body", "body": data.encode(), "more_body": True})
+            last = ""
+            if self._include_usage:
+                last = f'data: {head},"choices":[],"usage":{dumps(self._generation.usage.as_dict())}}}\n\n'
+        except ApiError as error:
+            last = f"data: {dumps(error.body())}\n\n"
+        await send({"type": "http.response.body", "body": f"{last}data: [DONE]\n\n".encode(), "more_body": False})

@@ -1,0 +1,98 @@
+"""The tokenizer as the server uses it: prompts to ids, chats to ids, single tokens to text and bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, lru_cache
+from typing import Any
+
+from jinja2 import TemplateError
+
+from omniserve.detokenizer import Detokenizer
+from omniserve.server.errors import ApiError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Up to this length encoding takes under a millisecond; longer texts must not hold up the tokens of other requests.
+_MAX_INLINE_CHARACTERS = 4096
+
+
+class TextCodec:
+    """A tokenizer of ``transformers``, wrapped."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # One thread, because the tokenizer may change its padding settings while it encodes.
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self.token_text = lru_cache(maxsize=65536)(self._token_text)
+        self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return a text's token ids."""
+        if len(text) <= _MAX_INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, self._encode, text, add_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Return the token ids of a chat, up to where the assistant's answer begins.
+
+        Raises:
+            ApiError: The model has no chat template, or the template refuses the messages.
+        """
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ApiError("this model has no chat template; use /v1/completions", code="no_chat_template")
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ApiError(f"the model's chat template refuses the messages: {error}", param="messages") from None
+        return await self.encode(text, add_special_tokens=False)
+
+    def detokenizer(self, stop: Sequence[str]) -> Detokenizer:
+        """Return a detokenizer for one output."""
+        return Detokenizer(self._tokenizer, tuple(stop))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for in the middle of a text."""
+        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        if piece is None:  # the model's vocabulary is padded beyond the tokenizer's
+            return b""
+        if match := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        text = self._decode_one(token_id)
+        if "\N{REPLACEMENT CHARACTER}" in text and all(c in _BYTE_OF for c in piece):
+            return bytes(_BYTE_OF[c] for c in piece)
+        return text.encode()
+
+    def _token_text(self, token_id: int) -> str:
+        """Return a token's text, or its bytes as OpenAI writes them if they are not whole characters."""
+        data = self.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _decode_one(self, token_id: int) -> str:
+        # Behind another token, because some decoders strip the first token's space.
+        anchor, text = self._anchor
+        return self._tokenizer.decode([*anchor, token_id], skip_special_tokens=False)[len(text) :]
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        ids = self._encode("a", False)
+        return ids, self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's map of printable characters to bytes, which byte-level tokenizers write their pieces in."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,0 +1,186 @@
+"""What the tests of the host tier share: a tier with a shadow of every request's history, and a slow reference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from omniserve.host.tier import HostTier
+from omniserve.plan import HostEvent, HostEventKind
+from omniserve.spec import AttentionSpec, ModelSpec
+
+# Against a float64 reference on the same rounded inputs.
+TOLERANCE = {
+    torch.float32: (1e-5, 1e-5),  # (rtol, atol): sums of a few hundred fp32 products and exponentials
+    torch.bfloat16: (2**-7, 2**-8),  # the output is rounded to 8 bits, the weights may be too
+}
+BLOCK_SIZE = 16
+ATTENTION = (
+    AttentionSpec(scale=0.25),
+    AttentionSpec(scale=0.25, window=40),
+    AttentionSpec(scale=0.3, softcap=5.0),
+)
+
+
+def make_spec(
+    dtype: torch.dtype = torch.float32,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 16,
+    attention: Sequence[AttentionSpec] = ATTENTION,
+) -> ModelSpec:
+    return ModelSpec(
+        num_layers=len(attention),
+        hidden_size=num_heads * head_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        vocab_size=100,
+        max_model_len=1 << 16,
+        eos_token_ids=(0,),
+        dtype_bytes=dtype.itemsize,
+        attention=tuple(attention),
+    )
+
+
+def make_tier(
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype = torch.float32,
+    num_blocks: int = 200,
+    num_slots: int = 8,
+    num_threads: int = 2,
+    cores: tuple[int, ...] | None = None,
+    pin_memory: bool = False,
+) -> HostTier:
+    tier = HostTier(
+        spec=spec,
+        dtype=dtype,
+        block_size=BLOCK_SIZE,
+        kv_bytes=num_blocks * spec.kv_block_bytes(BLOCK_SIZE),
+        num_slots=num_slots,
+        num_threads=num_threads,
+        cores=cores,
+        pin_memory=pin_memory,
+    )
+    tier.k_pool_LBKSH.fill_(float("nan"))
+    tier.v_pool_LBKSH.fill_(float("nan"))
+    return tier
+
+
+def collect(tier: HostTier, count: int) -> list[HostEvent]:
+    """Return the next `count` events. More, or none for a minute, is a failure."""
+    events: list[HostEvent] = []
+    deadline_s = time.monotonic() + 60
+    while len(events) < count:
+        assert time.monotonic() < deadline_s, f"{len(events)} of {count} events came: {events}"
+        tier.wait(1.0)
+        events += tier.poll()
+    assert len(events) == count, events
+    return events
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited for a minute"
+        time.sleep(0.001)
+
+
+def host_threads() -> list[Path]:
+    """Folders in /proc of this process's host tier threads."""
+    return [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("omni-host")]
+
+
+def cpu_ticks(task: Path) -> int:
+    """User and system time of a thread, in clock ticks (10 ms)."""
+    fields = (task / "stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def reference(q_NH: Tensor, k_TKH: Tensor, v_TKH: Tensor, attention: AttentionSpec) -> Tensor:
+    """Attention of the last token over its history in float64; ``[N*H]``."""
+    window = attention.window or k_TKH.shape[0]
+    group = q_NH.shape[0] // k_TKH.shape[1]
+    k_TNH = k_TKH[-window:].double().repeat_interleave(group, 1)
+    v_TNH = v_TKH[-window:].double().repeat_interleave(group, 1)
+    scores_NT = torch.einsum("nh,tnh->nt", q_NH.double(), k_TNH) * attention.scale
+    if attention.softcap:
+        scores_NT = attention.softcap * torch.tanh(scores_NT / attention.softcap)
+    return torch.einsum("nt,tnh->nh", scores_NT.softmax(-1), v_TNH).flatten()
+
+
+class Driver:
+    """Requests on a tier, one per slot. Free blocks are NaN, and so is what lies past a request's last token."""
+
+    def __init__(self, tier: HostTier, spec: ModelSpec, seed: int = 0) -> None:
+        self.tier = tier
+        self.spec = spec
+        self.dtype = tier.k_pool_LBKSH.dtype
+        self.rng = torch.Generator().manual_seed(seed)
+        self.free = torch.randperm(tier.num_blocks, generator=self.rng).tolist()
+        self.blocks: dict[int, list[int]] = {}
+        self.history: dict[int, list[tuple[Tensor, Tensor]]] = {}  # slot -> per layer K and V, [T, K, H]
+        self.epochs: dict[int, int] = {}
+        self.expected: dict[tuple[int, int, int], Tensor] = {}  # (slot, epoch, layer) -> [N*H] float64
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.rng).to(self.dtype)
+
+    def start(self, slot: int, context_len: int) -> None:
+        """Give a slot a request with so many tokens behind it, and bind it to the next one."""
+        kv_shape = (context_len, self.spec.num_kv_heads, self.spec.head_size)
+        self.blocks[slot] = []
+        self.history[slot] = [(self.random(*kv_shape), self.random(*kv_shape)) for _ in range(self.spec.num_layers)]
+        self.begin(slot)
+        block_T = torch.tensor(self.blocks[slot]).repeat_interleave(BLOCK_SIZE)[:context_len]
+        offset_T = torch.arange(context_len) % BLOCK_SIZE
+        for layer, (k_TKH, v_TKH) in enumerate(self.history[slot]):
+            self.tier.k_pool_LBKSH[layer, block_T, :, offset_T] = k_TKH
+            self.tier.v_pool_LBKSH[layer, block_T, :, offset_T] = v_TKH
+
+    def position(self, slot: int) -> int:
+        """Tokens that all layers have seen."""
+        return min(k_TKH.shape[0] for k_TKH, _ in self.history[slot])
+
+    def begin(self, slot: int) -> None:
+        while len(self.blocks[slot]) * BLOCK_SIZE <= self.position(slot):
+            self.blocks[slot].append(self.free.pop())
+        self.epochs[slot] = self.epochs.get(slot, 0) + 1
+        self.tier.begin_token(slot, self.epochs[slot], self.position(slot), self.blocks[slot])
+
+    def submit(self, layer: int, slots: Sequence[int]) -> None:
+        """Submit random rows for these slots (-1: an empty seat) and remember what must come out."""
+        spec = self.spec
+        fused = self.random(len(slots), spec.num_heads + 2 * spec.num_kv_heads, spec.head_size)
+        q, k, v = fused.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
+        for seat, slot in enumerate(slots):
+            if slot == -1:
+                continue
+            history = self.history[slot]
+            k_TKH, v_TKH = history[layer]
+            history[layer] = (torch.cat([k_TKH, k[seat, None]]), torch.cat([v_TKH, v[seat, None]]))
+            key = (slot, self.epochs[slot], layer)
+            self.expected[key] = reference(q[seat], *history[layer], spec.attention[layer])
+        self.tier.submit(layer, torch.tensor(slots), q, k, v)
+        fused.fill_(float("nan"))  # the tier has its own copy by now
+
+    def check(self, event: HostEvent) -> None:
+        """Hold a DONE event against what was submitted; each fits once."""
+        assert event.kind is HostEventKind.ATTENTION_DONE, event
+        assert event.position == self.history[event.slot][event.layer][0].shape[0] - 1
+        expected = self.expected.pop((event.slot, event.epoch, event.layer))
+        result = self.tier.results_SD[event.slot].double()
+        rtol, atol = TOLERANCE[self.dtype]
+        torch.testing.assert_close(result, expected, rtol=rtol, atol=atol)
+
+    def release(self, slot: int) -> None:
+        """Poison and free a request's blocks."""
+        self.tier.k_pool_LBKSH[:, self.blocks[slot]] = float("nan")
+        self.tier.v_pool_LBKSH[:, self.blocks[slot]] = float("nan")
+        self.free = self.blocks.pop(slot) + self.free
+        del self.history[slot]

@@ -1,0 +1,393 @@
+// Stress of the torch-free host tier with scalar kernels in place of the real ones, for the sanitizers: random requests
+// grow, are cancelled, moved out and back, under injected faults. Every result is compared to the bit with a serial
+// run over the request's own history, and blocks are poisoned by this thread as soon as the tier says that they are free:
+// a thread that still touches them is a data race, and a copy that strays is seen in the poison. Usage: stress [seed] [steps]
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <random>
+#include <set>
+#include <thread>
+
+#include "host_tier.h"
+
+namespace omniserve {
+
+void decode_partial(const void* q_ptr, const PagedKV& kv, const int32_t* block_table, int64_t position, int64_t begin,
+                    int64_t end, const AttentionParams& params, float* acc, float* m, float* l) {
+  const float* q = static_cast<const float*>(q_ptr);
+  const int64_t H = kv.head_size, S = kv.block_size, group = params.num_heads / kv.kv_heads;
+  if (params.window > 0) begin = std::max(begin, position - params.window + 1);
+  for (int64_t n = 0; n < params.num_heads; ++n) {
+    float* out = acc + n * H;
+    std::memset(out, 0, static_cast<size_t>(H) * sizeof(float));
+    m[n] = -std::numeric_limits<float>::infinity();
+    l[n] = 0;
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t row = ((block_table[t / S] * kv.kv_heads + n / group) * S + t % S) * H;
+      const float* k = static_cast<const float*>(kv.k) + row;
+      const float* v = static_cast<const float*>(kv.v) + row;
+      float score = 0;
+      for (int64_t h = 0; h < H; ++h) score += q[n * H + h] * k[h];
+      score *= params.scale;
+      const float highest = std::max(m[n], score), old = std::exp(m[n] - highest), weight = std::exp(score - highest);
+      for (int64_t h = 0; h < H; ++h) out[h] = out[h] * old + weight * v[h];
+      l[n] = l[n] * old + weight;
+      m[n] = highest;
+    }
+  }
+}
+
+void merge_partials(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
+                    int64_t head_size, DType, void* out_ptr) {
+  float* out = static_cast<float*>(out_ptr);
+  for (int64_t n = 0; n < num_heads; ++n) {
+    float highest = -std::numeric_limits<float>::infinity(), sum = 0;
+    for (int64_t i = 0; i < num_pieces; ++i) highest = std::max(highest, m[i * num_heads + n]);
+    for (int64_t h = 0; h < head_size; ++h) out[n * head_size + h] = 0;
+    for (int64_t i = 0; i < num_pieces; ++i) {
+      const float weight = std::exp(m[i * num_heads + n] - highest);
+      sum += weight * l[i * num_heads + n];
+      for (int64_t h = 0; h < head_size; ++h) {
+        out[n * head_size + h] += weight * acc[(i * num_heads + n) * head_size + h];
+      }
+    }
+    for (int64_t h = 0; h < head_size; ++h) out[n * head_size + h] /= sum;
+  }
+}
+
+int64_t decode_piece_tokens(int64_t context_len) { return context_len <= 512 ? 64 : 256; }
+
+}  // namespace omniserve
+
+using namespace omniserve;
+
+namespace {
+
+constexpr int64_t kLayers = 2, kHeads = 2, kKVHeads = 1, kHeadSize = 4, kBlockSize = 16, kBlocks = 320, kSlots = 12;
+constexpr int64_t kBlockFloats = kKVHeads * kBlockSize * kHeadSize, kPool = kLayers * kBlocks * kBlockFloats;
+constexpr float kPoison = 1e30f;
+
+#define CHECK(condition, slot)                                                                      \
+  do {                                                                                              \
+    if (!(condition)) {                                                                             \
+      std::fprintf(stderr, "line %d, slot %ld: not so: %s\n", __LINE__, long(slot), #condition);    \
+      std::exit(1);                                                                                 \
+    }                                                                                               \
+  } while (0)
+
+// One tier's KV pool and which of its blocks are free. Free blocks hold poison.
+struct Pool {
+  std::vector<float> k = std::vector<float>(kPool, kPoison), v = k;
+  std::set<int64_t> free;
+
+  Pool() {
+    for (int64_t block = 0; block < kBlocks; ++block) free.insert(block);
+  }
+
+  std::vector<int64_t> allocate(std::mt19937_64& rng, size_t count) {
+    std::vector<int64_t> ids;
+    if (free.size() < count) return ids;
+    while (ids.size() < count) {
+      ids.push_back(*std::next(free.begin(), static_cast<std::ptrdiff_t>(rng() % free.size())));
+      free.erase(ids.back());
+    }
+    return ids;
+  }
+
+  void release(std::vector<int64_t>& blocks) {
+    for (int64_t block : blocks) {
+      for (int64_t layer = 0; layer < kLayers; ++layer) {
+        std::fill_n(&k[(layer * kBlocks + block) * kBlockFloats], kBlockFloats, kPoison);
+        std::fill_n(&v[(layer * kBlocks + block) * kBlockFloats], kBlockFloats, kPoison);
+      }
+      free.insert(block);
+    }
+    blocks.clear();
+  }
+
+  size_t row(const std::vector<int64_t>& blocks, int64_t layer, int64_t t) const {
+    return static_cast<size_t>((layer * kBlocks + blocks[t / kBlockSize]) * kBlockFloats + t % kBlockSize * kHeadSize);
+  }
+
+  void check_poison() const {
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      for (int64_t block : free) {
+        for (int64_t i = 0; i < kBlockFloats; ++i) {
+          const int64_t at = (layer * kBlocks + block) * kBlockFloats + i;
+          CHECK(k[at] == kPoison && v[at] == kPoison, -1);
+        }
+      }
+    }
+  }
+};
+
+struct Request {
+  enum State { absent, ready, attending, dying, moving_out, away, moving_in } state = absent;
+  int64_t epoch = 0, position = 0, layer = 0;
+  std::vector<int64_t> blocks, device_blocks;
+  std::vector<float> k[kLayers], v[kLayers];  // the history, row after row
+  std::vector<float> expected;
+};
+
+struct Stress {
+  std::mt19937_64 rng;
+  Pool host, device;
+  std::vector<float> results = std::vector<float>(kSlots * kHeads * kHeadSize, kPoison);
+  std::vector<AttentionParams> layers{{kHeads, 0.5f, 0, 0.f}, {kHeads, 0.5f, 300, 0.f}};
+  std::vector<Request> requests = std::vector<Request>(kSlots);
+  std::map<int64_t, int64_t> moves;  // id -> slot
+  int64_t next_move = 0, done = 0, failed = 0, cancelled = 0, moved = 0;
+  HostTier tier;
+
+  Stress(uint64_t seed, int num_threads)
+      : rng(seed),
+        tier({kBlocks, kBlockSize, kHeads, kKVHeads, kHeadSize, kSlots, DType::f32, layers, host.k.data(),
+              host.v.data(), results.data(), num_threads, {}}) {}
+
+  int64_t below(int64_t n) { return static_cast<int64_t>(rng() % static_cast<uint64_t>(n)); }
+
+  std::vector<float> random_row(int64_t heads) {
+    std::vector<float> row;
+    for (int64_t i = 0; i < heads * kHeadSize; ++i) row.push_back(static_cast<float>(below(2001) - 1000) / 1000);
+    return row;
+  }
+
+  void start(int64_t slot) {
+    Request& request = requests[slot];
+    const int64_t position = below(3) == 0 ? below(1400) : below(60);
+    request.blocks = host.allocate(rng, static_cast<size_t>(position / kBlockSize + 1));
+    if (request.blocks.empty()) return;
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      request.k[layer].clear();
+      request.v[layer].clear();
+      for (int64_t t = 0; t < position; ++t) {
+        const std::vector<float> k = random_row(kKVHeads), v = random_row(kKVHeads);
+        request.k[layer].insert(request.k[layer].end(), k.begin(), k.end());
+        request.v[layer].insert(request.v[layer].end(), v.begin(), v.end());
+        std::copy(k.begin(), k.end(), &host.k[host.row(request.blocks, layer, t)]);
+        std::copy(v.begin(), v.end(), &host.v[host.row(request.blocks, layer, t)]);
+      }
+    }
+    request.position = position;
+    begin(slot);
+  }
+
+  void begin(int64_t slot) {
+    Request& request = requests[slot];
+    request.state = Request::ready;
+    request.layer = 0;
+    ++request.epoch;
+    tier.begin_token(slot, request.epoch, request.position, request.blocks.data(),
+                     static_cast<int64_t>(request.blocks.size()));
+  }
+
+  void drop(int64_t slot) {
+    host.release(requests[slot].blocks);
+    device.release(requests[slot].device_blocks);
+    requests[slot].state = Request::absent;
+  }
+
+  void submit(int64_t layer) {
+    std::vector<int64_t> slots{-1};
+    for (int64_t slot = 0; slot < kSlots; ++slot) {
+      if (requests[slot].state == Request::ready && requests[slot].layer == layer && below(2)) slots.push_back(slot);
+    }
+    std::vector<std::vector<float>> rows;
+    std::vector<TokenRow> q, k, v;
+    auto add = [this, &rows](std::vector<TokenRow>& to, int64_t heads) {
+      rows.push_back(random_row(heads));
+      to.push_back({reinterpret_cast<const char*>(rows.back().data()), kHeadSize * 4});
+      return rows.back();
+    };
+    for (int64_t slot : slots) {
+      const std::vector<float> q_row = add(q, kHeads), k_row = add(k, kKVHeads), v_row = add(v, kKVHeads);
+      if (slot == -1) continue;
+      Request& request = requests[slot];
+      request.state = Request::attending;
+      request.k[layer].insert(request.k[layer].end(), k_row.begin(), k_row.end());
+      request.v[layer].insert(request.v[layer].end(), v_row.begin(), v_row.end());
+      request.expected = serial(layer, request, q_row);
+    }
+    tier.submit(layer, slots.data(), static_cast<int64_t>(slots.size()), q.data(), k.data(), v.data());
+    for (auto& row : rows) std::fill(row.begin(), row.end(), kPoison);  // the tier has its own copy by now
+  }
+
+  // The history as one long block.
+  std::vector<float> serial(int64_t layer, const Request& request, const std::vector<float>& q) const {
+    const int64_t end = request.position + 1, window = layers[layer].window;
+    const int64_t size = decode_piece_tokens(end), lowest = window > 0 ? std::max<int64_t>(0, end - window) : 0;
+    const int64_t first_piece = lowest / size, pieces = (end - 1) / size + 1 - first_piece;
+    const PagedKV kv{request.k[layer].data(), request.v[layer].data(), 1, kKVHeads, end, kHeadSize, DType::f32};
+    const int32_t table[] = {0};
+    std::vector<float> acc(pieces * kHeads * kHeadSize), m(pieces * kHeads), l(pieces * kHeads), out(kHeads * kHeadSize);
+    for (int64_t i = 0; i < pieces; ++i) {
+      const int64_t begin = (first_piece + i) * size;
+      decode_partial(q.data(), kv, table, request.position, begin, std::min(begin + size, end), layers[layer],
+                     &acc[i * kHeads * kHeadSize], &m[i * kHeads], &l[i * kHeads]);
+    }
+    merge_partials(acc.data(), m.data(), l.data(), pieces, kHeads, kHeadSize, DType::f32, out.data());
+    return out;
+  }
+
+  void move(int64_t slot, Pool& from, const std::vector<int64_t>& from_ids, Pool& to, std::vector<int64_t>& to_ids) {
+    to_ids = to.allocate(rng, from_ids.size());
+    if (to_ids.empty()) return;
+    auto bytes = [](std::vector<float>& cache) { return reinterpret_cast<char*>(cache.data()); };
+    requests[slot].state = &to == &device ? Request::moving_out : Request::moving_in;
+    moves[next_move] = slot;
+    tier.start_move({next_move++, bytes(from.k), bytes(from.v), bytes(to.k), bytes(to.v), kLayers, kBlockFloats * 4,
+                     kBlocks, kBlocks, from_ids, to_ids});
+  }
+
+  void finish_move(const HostEvent& event) {
+    CHECK(moves.count(event.move_id) == 1, event.move_id);
+    const int64_t slot = moves[event.move_id];
+    moves.erase(event.move_id);
+    Request& request = requests[slot];
+    if (event.kind == EventKind::move_failed) {
+      ++failed;
+      return drop(slot);
+    }
+    ++moved;
+    const bool out = request.state == Request::moving_out;
+    const Pool& to = out ? device : host;
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      for (int64_t t = 0; t < request.position; ++t) {
+        const size_t at = to.row(out ? request.device_blocks : request.blocks, layer, t);
+        CHECK(std::memcmp(&to.k[at], &request.k[layer][t * kHeadSize], kHeadSize * 4) == 0, slot);
+        CHECK(std::memcmp(&to.v[at], &request.v[layer][t * kHeadSize], kHeadSize * 4) == 0, slot);
+      }
+    }
+    if (out) {
+      host.release(request.blocks);
+      request.state = Request::away;
+    } else {
+      device.release(request.device_blocks);
+      begin(slot);
+    }
+  }
+
+  void finish_task(const HostEvent& event) {
+    Request& request = requests[event.slot];
+    CHECK(event.epoch == request.epoch && event.position == request.position, event.slot);
+    if (request.state == Request::dying) {
+      ++cancelled;
+      CHECK(event.kind == EventKind::cancelled, event.slot);
+      return drop(event.slot);
+    }
+    CHECK(request.state == Request::attending && event.layer == request.layer, event.slot);
+    if (event.kind == EventKind::attention_failed) {
+      ++failed;
+      return drop(event.slot);
+    }
+    ++done;
+    CHECK(event.kind == EventKind::attention_done, event.slot);
+    const float* got = &results[event.slot * kHeads * kHeadSize];
+    CHECK(std::memcmp(got, request.expected.data(), request.expected.size() * 4) == 0, event.slot);
+    request.state = Request::ready;
+    if (++request.layer < kLayers) return;
+    ++request.position;
+    if (request.position / kBlockSize == static_cast<int64_t>(request.blocks.size())) {
+      const std::vector<int64_t> more = host.allocate(rng, 1);
+      if (more.empty()) return drop(event.slot);
+      request.blocks.push_back(more[0]);
+    }
+    begin(event.slot);
+  }
+
+  void poll() {
+    for (const HostEvent& event : tier.poll()) event.slot >= 0 ? finish_task(event) : finish_move(event);
+  }
+
+  void step() {
+    for (int64_t slot = 0; slot < kSlots; ++slot) {
+      Request& request = requests[slot];
+      const bool at_boundary = request.state == Request::ready && request.layer == 0;
+      if (request.state == Request::absent && below(3) == 0) {
+        start(slot);
+      } else if (request.state == Request::attending && below(12) == 0) {
+        CHECK(tier.cancel(slot), slot);
+        request.state = Request::dying;
+      } else if (at_boundary && request.position > 0 && below(8) == 0) {
+        move(slot, host, request.blocks, device, request.device_blocks);
+      } else if (request.state == Request::away && below(3) == 0) {
+        move(slot, device, request.device_blocks, host, request.blocks);
+      }
+    }
+    for (int64_t layer = 0; layer < kLayers; ++layer) submit(layer);
+    tier.wait(0.001);
+    poll();
+  }
+
+  bool is_waiting() const {
+    if (!moves.empty()) return true;
+    for (const Request& request : requests) {
+      if (request.state == Request::attending || request.state == Request::dying) return true;
+    }
+    return false;
+  }
+
+  void drain() {
+    while (is_waiting()) {
+      tier.wait(1);
+      poll();
+    }
+    const HostTierStats stats = tier.stats();
+    CHECK(stats.tasks_in_hand == 0 && stats.moves_in_hand == 0 && tier.poll().empty(), -1);
+    host.check_poison();
+    device.check_poison();
+  }
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0;
+  const int steps = argc > 2 ? std::atoi(argv[2]) : 300;
+
+  Stress run(seed, 3);
+  std::atomic<bool> stop{false};
+  std::thread watcher([&] {  // another thread may look on
+    while (!stop) {
+      run.tier.stats();
+      run.tier.wait(0.0005);
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  });
+  for (int i = 0; i < steps; ++i) {
+    if (i == steps / 4) run.tier.inject({0.0002, true, seed, 5, 0});
+    if (i == steps / 2) run.tier.inject({0, true, seed, 5, 2});  // leaves one thread
+    run.step();
+    if (i % 50 == 0) run.drain();
+  }
+  run.drain();
+  CHECK(run.tier.stats().threads_alive == 1, -1);
+  CHECK(run.done > steps && run.failed > 0 && run.cancelled > 0 && run.moved > 0, -1);
+  run.tier.inject({0, false, 0, 0, 1});  // the last one dies: from here on everything fails, once
+  const int64_t failed = run.failed;
+  for (int i = 0; i < 10; ++i) run.step();
+  run.drain();
+  CHECK(run.tier.stats().threads_alive == 0 && run.failed > failed, -1);
+  stop = true;
+  watcher.join();
+
+  for (uint64_t i = 0; i < 20; ++i) {  // closed, or destroyed, with work in hand
+    Stress brief(seed + i, 2);
+    if (i % 2 == 0) brief.tier.inject({3600, false, 0, 0, 0});
+    for (int j = 0; j < 4; ++j) brief.step();
+    if (i % 3 == 0) continue;
+    brief.tier.close();
+    brief.tier.close();
+    brief.drain();
+  }
+  std::printf("%ld done, %ld failed, %ld cancelled, %ld moved\n", long(run.done), long(run.failed), long(run.cancelled),
+              long(run.moved));
+  return 0;
+}

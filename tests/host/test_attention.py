@@ -1,0 +1,148 @@
+"""Results of the host tier: exact over any history, whoever computes them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from omniserve.plan import HostEventKind
+from tests.host.helpers import BLOCK_SIZE, Driver, collect, cpu_ticks, host_threads, make_spec
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_heads", "num_kv_heads", "head_size"),
+    [
+        (torch.float32, 4, 4, 16),
+        (torch.float32, 6, 2, 64),
+        (torch.bfloat16, 8, 1, 64),
+        (torch.bfloat16, 9, 3, 80),
+    ],
+)
+def test_random_histories_match_the_reference(
+    open_driver: Callable[..., Driver], dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int
+) -> None:
+    spec = make_spec(dtype, num_heads, num_kv_heads, head_size)
+    driver = open_driver(spec, dtype=dtype, num_slots=6)
+    choose = random.Random(0)
+    for slot, context_len in enumerate((0, 1, BLOCK_SIZE - 1, 127, 300, 1000)):
+        driver.start(slot, context_len)
+    for token in range(BLOCK_SIZE + 2):  # every request comes into a new block
+        for layer in range(spec.num_layers):
+            seats = [0, 1, 2, 3, 4, 5, -1, -1]
+            choose.shuffle(seats)
+            for part in (seats[:3], seats[3:]):
+                driver.submit(layer, part)
+            for event in collect(driver.tier, 6):
+                assert event.layer == layer
+                driver.check(event)
+        if token == BLOCK_SIZE // 2:  # a slot changes hands
+            driver.release(4)
+            driver.start(4, 77)
+        for slot in range(6):
+            driver.begin(slot)
+    assert not driver.expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_result_is_cpu_attentions_to_the_bit(open_driver: Callable[..., Driver], dtype: torch.dtype) -> None:
+    spec = make_spec(dtype)
+    driver = open_driver(spec, dtype=dtype, num_slots=3)
+    lengths = (5, 129, 1500)
+    for slot, length in enumerate(lengths):
+        driver.start(slot, length)
+    width = max(len(blocks) for blocks in driver.blocks.values())
+    table = torch.tensor([blocks + [0] * (width - len(blocks)) for blocks in driver.blocks.values()], dtype=torch.int32)
+    for layer, attention in enumerate(spec.attention):
+        q, k, v = driver.random(3, 4, 16), driver.random(3, 2, 16), driver.random(3, 2, 16)
+        driver.tier.submit(layer, torch.arange(3), q, k, v)
+        collect(driver.tier, 3)
+        other = torch.ops.omniserve.cpu_attention(
+            q,
+            driver.tier.k_pool_LBKSH[layer],
+            driver.tier.v_pool_LBKSH[layer],
+            table,
+            torch.tensor(lengths, dtype=torch.int32) + 1,
+            attention.scale,
+            attention.window,
+            attention.softcap,
+            1,
+        )
+        assert torch.equal(driver.tier.results_SD, other.flatten(1))
+
+
+def test_one_long_and_many_short_requests_share_the_threads(open_driver: Callable[..., Driver]) -> None:
+    driver = open_driver(num_blocks=1200, num_slots=32, num_threads=3)
+    driver.start(0, 12_000)
+    for slot in range(1, 32):
+        driver.start(slot, 3 * slot)
+    for layer in range(3):
+        driver.submit(layer, range(32))
+        for event in collect(driver.tier, 32):
+            driver.check(event)
+    stats = driver.tier.stats()
+    assert stats.tasks_done == 3 * 32 and stats.failures == 0 and stats.tasks_in_hand == 0
+    tokens = [slot * 3 + 1 for slot in range(1, 32)] + [12_001]
+    assert stats.kv_bytes_read >= 2 * sum(tokens) * 2 * 16 * 4 * 2  # two of three layers see everything
+    assert stats.busy_seconds > 0
+
+
+def test_a_single_long_request_uses_all_threads(open_driver: Callable[..., Driver]) -> None:
+    driver = open_driver(num_blocks=1100, num_slots=1, num_threads=2)
+    driver.start(0, 16_000)
+    rows = driver.random(1, 4, 16), driver.random(1, 2, 16), driver.random(1, 2, 16)
+    threads = host_threads()
+    assert len(threads) == 2
+    for _ in range(20_000):  # as long as it takes; it takes 100 or so
+        driver.tier.submit(0, torch.tensor([0]), *rows)
+        collect(driver.tier, 1)
+        if min(map(cpu_ticks, threads)) >= 3:
+            return
+    pytest.fail(f"the threads' CPU time is {[cpu_ticks(task) for task in threads]} ticks")
+
+
+def test_bad_arguments_are_refused_and_leave_nothing_queued(open_driver: Callable[..., Driver]) -> None:
+    driver = open_driver(num_blocks=4, num_slots=2)
+    tier = driver.tier
+    for arguments, message in (
+        ((2, 0, 0, [0]), r"slot must be in \[0, 2\), got 2"),
+        ((-1, 0, 0, [0]), r"slot must be in \[0, 2\), got -1"),
+        ((0, -1, 0, [0]), "epoch must be >= 0"),
+        ((0, 0, -1, [0]), "position must be >= 0"),
+        ((0, 0, 16, [0]), "position 16 needs 2 blocks of 16 tokens, got 1"),
+        ((0, 0, 0, [4]), r"block ids must be in \[0, 4\), got 4"),
+        ((0, 0, 0, [-1]), r"block ids must be in \[0, 4\), got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tier.begin_token(*arguments)
+    q, k = driver.random(2, 4, 16), driver.random(2, 2, 16)
+    one = (q[:1], k[:1], k[:1])
+    with pytest.raises(ValueError, match="slot 0 holds no token: call begin_token"):
+        tier.submit(0, torch.tensor([0]), *one)
+    tier.begin_token(0, 1, 0, (3,))
+    with pytest.raises(ValueError, match=r"layer must be in \[0, 3\), got 3"):
+        tier.submit(3, torch.tensor([0]), *one)
+    with pytest.raises(ValueError, match="slot 0 sits in two seats"):
+        tier.submit(0, torch.tensor([0, 0]), q, k, k)
+    with pytest.raises(ValueError, match="slot 1 holds no token"):
+        tier.submit(0, torch.tensor([0, 1]), q, k, k)
+    for tensors, message in (
+        ((torch.tensor([0, -1]), *one), r"q must be \[2, 4, 16\], got \[1, 4, 16\]"),
+        ((torch.tensor([0]), q[:1], q[:1], k[:1]), r"k must be \[1, 2, 16\]"),
+        ((torch.tensor([0]), q[:1].half(), k[:1], k[:1]), "q must have the pool's dtype, got Half"),
+        ((torch.tensor([0], dtype=torch.int32), *one), "slots must be Long, got Int"),
+        ((torch.tensor([0]), q[:1], k[:1], k.repeat(1, 1, 2)[:1, :, ::2]), "v must be contiguous in its last"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            tier.submit(0, *tensors)
+    tier.submit(0, torch.tensor([0, -1]), q, k, k)
+    with pytest.raises(ValueError, match="slot 0 has a task in flight: poll"):
+        tier.submit(0, torch.tensor([0]), *one)
+    with pytest.raises(ValueError, match="slot 0 has a task in flight: poll"):
+        tier.begin_token(0, 2, 0, [0])
+    (event,) = collect(tier, 1)
+    assert (event.kind, event.slot, event.epoch) == (HostEventKind.ATTENTION_DONE, 0, 1)
+    tier.submit(0, torch.tensor([-1, -1]), q, k, k)
+    assert not tier.busy and tier.poll() == []

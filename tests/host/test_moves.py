@@ -1,0 +1,213 @@
+"""Moves between the tiers are exact to the bit, touch nothing else, and share the threads with attention."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from omniserve.host.staging import StagedMover
+from omniserve.plan import HostEventKind, KVMove, MoveDirection
+from tests.host.helpers import BLOCK_SIZE, Driver, collect, make_spec, make_tier
+
+TO_HOST, TO_DEVICE = MoveDirection.TO_HOST, MoveDirection.TO_DEVICE
+
+
+def make_move(move_id: int, direction: MoveDirection, src: list[int], dst: list[int]) -> KVMove:
+    return KVMove(
+        request_id=f"r{move_id}",
+        move_id=move_id,
+        direction=direction,
+        src_block_ids=tuple(src),
+        dst_block_ids=tuple(dst),
+    )
+
+
+def random_cache(driver: Driver, num_blocks: int) -> Tensor:
+    shape = list(driver.tier.k_pool_LBKSH.shape)
+    shape[1] = num_blocks
+    return driver.random(*shape)
+
+
+def assert_same_bits(got: Tensor, expected: Tensor) -> None:
+    bits = torch.int32 if got.itemsize == 4 else torch.int16  # NaNs, the poison, count too
+    assert torch.equal(got.view(bits), expected.view(bits))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moves_both_ways_while_attention_runs(open_driver: Callable[..., Driver], dtype: torch.dtype) -> None:
+    driver = open_driver(make_spec(dtype, head_size=64), dtype=dtype, num_blocks=300, num_slots=4)
+    tier = driver.tier
+    for slot in range(4):
+        driver.start(slot, 400)
+    device = [random_cache(driver, 150), random_cache(driver, 150)]
+    for side in device:
+        side[:, 100:] = float("nan")
+    outgoing, incoming = [driver.free.pop() for _ in range(50)], [driver.free.pop() for _ in range(50)]
+    for pool in (tier.k_pool_LBKSH, tier.v_pool_LBKSH):
+        pool[:, outgoing] = random_cache(driver, 50)
+    device_ids = torch.randperm(100, generator=driver.rng).tolist()[:50]
+    expected_device = [side.clone() for side in device]
+    expected_host = [pool.clone() for pool in (tier.k_pool_LBKSH, tier.v_pool_LBKSH)]
+    arrivals = list(range(100, 150))
+    for k_or_v in range(2):
+        expected_host[k_or_v][:, incoming] = device[k_or_v][:, device_ids]
+        expected_device[k_or_v][:, arrivals] = expected_host[k_or_v][:, outgoing]
+
+    for layer in range(3):
+        part = slice(17 * layer, 17 * (layer + 1))
+        driver.submit(layer, range(4))
+        tier.start_move(make_move(2 * layer, TO_HOST, device_ids[part], incoming[part]), *device)
+        tier.start_move(make_move(2 * layer + 1, TO_DEVICE, outgoing[part], arrivals[part]), *device)
+        events = collect(tier, 6)
+        for event in events:
+            if event.slot >= 0:
+                driver.check(event)
+        moves = {(event.move_id, event.kind) for event in events if event.slot < 0}
+        assert moves == {(2 * layer, HostEventKind.MOVE_DONE), (2 * layer + 1, HostEventKind.MOVE_DONE)}
+
+    offset = 400 % BLOCK_SIZE
+    for slot in range(4):  # the one place each that attention has written
+        block = driver.blocks[slot][-1]
+        for layer in range(3):
+            expected_host[0][layer, block, :, offset] = driver.history[slot][layer][0][-1]
+            expected_host[1][layer, block, :, offset] = driver.history[slot][layer][1][-1]
+    assert_same_bits(tier.k_pool_LBKSH, expected_host[0])
+    assert_same_bits(tier.v_pool_LBKSH, expected_host[1])
+    for side, expected in zip(device, expected_device, strict=True):
+        assert_same_bits(side, expected)
+    assert tier.stats().bytes_moved == 100 * driver.spec.kv_block_bytes(BLOCK_SIZE)
+    assert not tier.busy
+
+
+def test_a_move_goes_ahead_of_queued_attention(open_driver: Callable[..., Driver]) -> None:
+    driver = open_driver(num_slots=4, num_threads=1)
+    for slot in range(4):
+        driver.start(slot, 20)
+    device = [random_cache(driver, 40), random_cache(driver, 40)]
+    driver.tier.inject(delay_s=0.2)  # keeps the only thread asleep while the rest is queued
+    driver.submit(0, [0, 1, 2, 3])
+    driver.tier.start_move(make_move(7, TO_HOST, list(range(40)), driver.free[:40]), *device)
+    events = collect(driver.tier, 5)
+    order = [event.move_id for event in events]
+    assert order.index(7) <= 1, "more than the task in hand went first"
+    for event in events:
+        if event.slot >= 0:
+            driver.check(event)
+
+
+def test_bad_moves_are_refused(open_driver: Callable[..., Driver]) -> None:
+    driver = open_driver(num_blocks=10)
+    tier = driver.tier
+    device = [random_cache(driver, 5), random_cache(driver, 5)]
+    for src, dst, message in (
+        ([5], [0], r"block ids must be in \[0, 5\), got 5"),
+        ([0], [10], r"block ids must be in \[0, 10\), got 10"),
+        ([0, -1], [0, 1], r"block ids must be in \[0, 5\), got -1"),
+        ([0, 1], [0], "as many targets as sources"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tier.start_move(make_move(0, TO_HOST, src, dst), *device)
+    with pytest.raises(ValueError, match="move_id must be >= 0"):
+        tier.start_move(make_move(-1, TO_HOST, [0], [0]), *device)
+    for cache in (device[0].half(), device[0][:2], device[0][..., :8], device[0].transpose(2, 3)):
+        with pytest.raises(ValueError, match="device_v_LBKSH must be contiguous"):
+            tier.start_move(make_move(0, TO_HOST, [0], [0]), device[0], cache)
+    tier.start_move(make_move(0, TO_HOST, [], []), *device)
+    with pytest.raises(ValueError, match="not in use, got 0"):
+        tier.start_move(make_move(0, TO_HOST, [0], [0]), *device)
+    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+
+
+class Staged:
+    """A staged mover over a driver's tier, with CPU tensors for the device: the same hops, without a stream."""
+
+    def __init__(self, driver: Driver, staging_blocks: int) -> None:
+        tier = driver.tier
+        self.tier = tier
+        host_copy = functools.partial(torch.ops.omniserve_host.start_move, tier._handle)
+        self.mover = StagedMover(
+            tier.k_pool_LBKSH,
+            tier.v_pool_LBKSH,
+            host_copy,
+            pin_memory=False,
+            staging_bytes=staging_blocks * driver.spec.kv_block_bytes(BLOCK_SIZE),
+        )
+        tier._mover = self.mover
+
+
+def test_staged_moves_go_through_the_buffer_in_chunks(open_driver: Callable[..., Driver]) -> None:
+    driver = open_driver(num_blocks=60)
+    staged = Staged(driver, staging_blocks=4)
+    tier = driver.tier
+    device = [random_cache(driver, 40), random_cache(driver, 40)]
+    expected_host = [tier.k_pool_LBKSH.clone(), tier.v_pool_LBKSH.clone()]
+    src, dst = torch.randperm(40).tolist()[:11], torch.randperm(60).tolist()[:11]
+    for k_or_v in range(2):
+        expected_host[k_or_v][:, dst] = device[k_or_v][:, src]
+    staged.mover.start(make_move(0, TO_HOST, src, dst), *device)
+    assert tier.busy
+    assert [(event.kind, event.move_id) for event in collect(tier, 1)] == [(HostEventKind.MOVE_DONE, 0)]
+    assert_same_bits(tier.k_pool_LBKSH, expected_host[0])
+    assert_same_bits(tier.v_pool_LBKSH, expected_host[1])
+
+    back = [torch.full_like(side, float("nan")) for side in device]
+    expected = [side.clone() for side in back]
+    for k_or_v in range(2):
+        expected[k_or_v][:, src] = device[k_or_v][:, src]
+    staged.mover.start(make_move(1, TO_DEVICE, dst[:5], src[:5]), *back)  # two in the queue
+    staged.mover.start(make_move(2, TO_DEVICE, dst[5:], src[5:]), *back)
+    assert [(event.kind, event.move_id) for event in collect(tier, 2)] == [
+        (HostEventKind.MOVE_DONE, 1),
+        (HostEventKind.MOVE_DONE, 2),
+    ]
+    for side, wanted in zip(back, expected, strict=True):
+        assert_same_bits(side, wanted)
+    assert not tier.busy and tier.stats().moves_in_hand == 0
+
+
+def test_staged_moves_fail_by_one_event_each(open_driver: Callable[..., Driver]) -> None:
+    driver = open_driver(num_blocks=20, num_threads=1)
+    staged = Staged(driver, staging_blocks=4)
+    device = [random_cache(driver, 20), random_cache(driver, 20)]
+    staged.mover.start(make_move(0, TO_HOST, [99], [0]), *device)  # the device refuses
+    driver.tier.inject(kill_threads=1)
+    staged.mover.start(make_move(1, TO_HOST, list(range(9)), list(range(9))), *device)  # the last thread dies on it
+    staged.mover.start(make_move(2, TO_DEVICE, [0], [0]), *device)  # and nobody is left for this one
+    events = collect(driver.tier, 3)
+    assert [(event.kind, event.move_id) for event in events] == [(HostEventKind.MOVE_FAILED, i) for i in range(3)]
+    assert all(event.message for event in events)
+    assert driver.tier.num_failures == 3 and not driver.tier.busy
+
+
+def test_closing_fails_staged_moves(open_driver: Callable[..., Driver]) -> None:
+    driver = open_driver(num_blocks=20)
+    staged = Staged(driver, staging_blocks=4)
+    device = [random_cache(driver, 20), random_cache(driver, 20)]
+    for move_id in range(2):
+        staged.mover.start(make_move(move_id, TO_HOST, [0], [0]), *device)
+    driver.tier.close()
+    assert [event.kind for event in driver.tier.poll()] == [HostEventKind.MOVE_FAILED] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_moves_are_exact_in_both_directions() -> None:
+    spec = make_spec(torch.bfloat16)
+    tier = make_tier(spec, dtype=torch.bfloat16, num_blocks=60, pin_memory=True)
+    driver = Driver(tier, spec)
+    device = [random_cache(driver, 40).cuda(), random_cache(driver, 40).cuda()]
+    back = [torch.full_like(side, float("nan")) for side in device]
+    src, dst = torch.randperm(40).tolist()[:30], torch.randperm(60).tolist()[:30]
+    tier.start_move(make_move(0, TO_HOST, src, dst), *device)
+    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+    tier.start_move(make_move(1, TO_DEVICE, dst, src), *back)
+    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+    for k_or_v, side in enumerate(back):
+        expected = torch.full_like(side, float("nan"))
+        expected[:, src] = device[k_or_v][:, src]
+        assert_same_bits(side.cpu(), expected.cpu())
+    tier.close()

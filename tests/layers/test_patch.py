@@ -1,0 +1,147 @@
+"""patch and unpatch: what they accept, what they refuse, when a layer's own forward runs."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from omniserve.errors import UnsupportedModelError
+from omniserve.layers import LAYER_FAMILIES
+from omniserve.layers.compiled import structure
+from omniserve.patching import PatchedModel, patch, unpatch
+from tests.parity.models import tiny_model
+
+
+def test_unknown_architecture_lists_the_families_and_the_file_to_copy() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32)).eval()
+    with pytest.raises(UnsupportedModelError, match=r"gpt2.*gemma2.*llama.*omniserve/layers/llama\.py"):
+        patch(model)
+
+
+def test_families_are_registered() -> None:
+    assert set(LAYER_FAMILIES.names()) >= {
+        "gemma2", "gpt_neox", "llama", "mistral", "mixtral", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe",
+    }  # fmt: skip
+
+
+def test_length_dependent_rope_is_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(UnsupportedModelError, match="rope type 'dynamic'"):
+        patch(tiny_model("llama", rope_parameters=rope))
+
+
+def test_attention_sinks_are_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(6))
+    with pytest.raises(UnsupportedModelError, match="layer 1 uses attention sinks"):
+        patch(model)
+
+
+def test_layers_of_different_head_sizes_are_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn.head_dim = 16
+    with pytest.raises(UnsupportedModelError, match=r"head sizes \[8, 16\]"):
+        patch(model)
+
+
+def test_eager_experts_are_refused() -> None:
+    model = tiny_model("mixtral")
+    model.set_experts_implementation("eager")
+    with pytest.raises(UnsupportedModelError, match="grouped_mm"):
+        patch(model)
+
+
+def test_a_refused_model_is_left_alone() -> None:
+    model = tiny_model("llama", torch.bfloat16)
+    before = set(model.__dict__)
+    with pytest.raises(ValueError, match="prepack=True"):
+        patch(tiny_model("llama"), prepack=True)  # fp32
+    model.train()
+    with pytest.raises(ValueError, match="eval"):
+        patch(model)
+    assert set(model.__dict__) == before
+
+
+def test_wrong_type_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="Linear"):
+        patch(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_patch_twice_is_a_no_op_and_other_options_are_an_error() -> None:
+    model = patch(tiny_model("llama"), compile=False)
+    installed = model.omniserve
+    assert isinstance(installed, PatchedModel)
+    assert patch(model, compile=False).omniserve is installed
+    with pytest.raises(ValueError, match="unpatch"):
+        patch(model, compile=True)
+
+
+def test_unpatch_of_an_unpatched_model_is_an_error() -> None:
+    with pytest.raises(ValueError, match="not patched"):
+        unpatch(tiny_model("llama"))
+
+
+def test_conversion_of_a_prepacked_model_is_refused_before_anything_changed() -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bf16 on this CPU")
+    model = patch(tiny_model("llama", torch.bfloat16), compile=False)
+    with pytest.raises(RuntimeError, match="unpatch"):
+        model.float()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert unpatch(model).float().dtype is torch.float32
+
+
+def test_gradients_flow_through_a_patched_model() -> None:
+    model = tiny_model("llama")
+    ids = torch.arange(9)[None]
+    model(ids).logits.sum().backward()
+    expected = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+    model.zero_grad()
+    patch(model, compile=False)(ids).logits.sum().backward()
+    assert torch.equal(model.model.layers[0].self_attn.q_proj.weight.grad, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_outputs_that_the_halves_lack_come_from_the_original_forward(family: str) -> None:
+    model = tiny_model(family, attn_implementation="eager")
+    ids = torch.arange(9)[None]
+    wanted = {"output_attentions": True, "output_hidden_states": True}
+    if family == "mixtral":
+        wanted["output_router_logits"] = True
+    with torch.no_grad():
+        expected = model(ids, **wanted)
+        actual = patch(model, compile=False)(ids, **wanted)
+    for key in ("attentions", "hidden_states", *(["router_logits"] if family == "mixtral" else [])):
+        assert len(actual[key]) == len(expected[key])
+        for got, want in zip(actual[key], expected[key], strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_generate_runs_the_halves() -> None:
+    model = patch(tiny_model("llama"), compile=False)
+    with (
+        mock.patch.object(PatchedModel, "pre_attention", autospec=True, side_effect=PatchedModel.pre_attention) as pre,
+        mock.patch.object(
+            PatchedModel, "post_attention", autospec=True, side_effect=PatchedModel.post_attention
+        ) as post,
+    ):
+        model.generate(torch.arange(5)[None], max_new_tokens=2, do_sample=False)
+    assert pre.call_count == post.call_count == 2 * model.omniserve.num_layers
+
+
+def test_structure_tells_apart_what_a_graph_bakes_in() -> None:
+    layer, same = tiny_model("llama", num_layers=2).model.layers
+    assert structure(layer) == structure(same)
+    same.input_layernorm.variance_epsilon = 0.5
+    assert structure(layer) != structure(same)
+
+
+def test_max_model_len_is_checked_against_the_model() -> None:
+    family = patch(tiny_model("llama"), compile=False).omniserve.family
+    assert family.spec().max_model_len == 512 and family.spec(100).max_model_len == 100
+    with pytest.raises(ValueError, match=r"\[1, 512\]"):
+        family.spec(513)

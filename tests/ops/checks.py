@@ -1,0 +1,47 @@
+"""Compare an operator with its reference on its samples; also run as a program, in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniserve.ops import OPS, Sample
+from tests.ops.tolerances import tolerance
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def op_named(name: str) -> Any:
+    """Return the operator's only overload."""
+    return getattr(torch.ops.omniserve, name).default
+
+
+def assert_same(got: tuple[Any, ...], expected: tuple[Any, ...], name: str, dtype: torch.dtype) -> None:
+    """Compare every tensor of two calls: results and arguments. NaN equals NaN: what is poisoned stays so."""
+    rtol, atol = tolerance(name, dtype)
+    for mine, wanted in zip(got, expected, strict=True):
+        if isinstance(wanted, Tensor):
+            torch.testing.assert_close(mine, wanted, rtol=rtol, atol=atol, equal_nan=True)
+        else:
+            assert mine == wanted
+
+
+def check_against_reference(function: Callable[..., Any], name: str, sample: Sample, dtype: torch.dtype) -> None:
+    """Run both on copies of the sample; results finite, results and mutated arguments the same."""
+    mine, wanted = sample.clone(), sample.clone()
+    result, reference = function(*mine), OPS[name].reference(*wanted)
+    if isinstance(result, Tensor):
+        assert result.isfinite().all(), "poison leaked into the result"
+    assert_same((result, *mine), (reference, *wanted), name, dtype)
+
+
+if __name__ == "__main__":
+    for name, spec in OPS.items():
+        for dtype in DTYPES:
+            for sample in spec.samples(CPU, dtype):
+                check_against_reference(op_named(name), name, sample, dtype)
+    print("all samples agree")

@@ -1,0 +1,126 @@
+"""Properties of the attention operators beyond agreeing with a reference on samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from omniserve.ops import Sample, reference
+from omniserve.ops.table import AttentionShape, attention_args
+from tests.ops.checks import CPU, check_against_reference, op_named
+
+paged_attention = op_named("paged_attention")
+cpu_attention = op_named("cpu_attention")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+shapes = st.builds(
+    lambda chunks, kv_heads, group, head_size, block_size, window, softcap, strided: AttentionShape(
+        label="drawn",
+        chunks=tuple(chunks),
+        heads=(kv_heads * group, kv_heads, head_size),
+        block_size=block_size,
+        window=window,
+        softcap=softcap,
+        strided=strided,
+    ),
+    chunks=st.lists(st.tuples(st.sampled_from((0, 1, 1, 2, 7, 40)), st.integers(0, 200)), max_size=4),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 9),
+    head_size=st.integers(1, 32).map(lambda n: 8 * n),
+    block_size=st.sampled_from((1, 2, 8, 32, 128)),
+    window=st.sampled_from((0, 0, 1, 5, 64)),
+    softcap=st.sampled_from((0.0, 0.0, 4.0)),
+    strided=st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(shape=shapes, dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
+def test_any_shape_agrees_with_the_reference(shape: AttentionShape, dtype: torch.dtype) -> None:
+    sample = Sample(label=shape.label, args=attention_args(shape, CPU, dtype))
+    check_against_reference(paged_attention, "paged_attention", sample, dtype)
+
+
+def sequence(seq_len: int, dtype: torch.dtype, block_size: int = 16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, K cache, V cache and block table of one sequence, 4 query heads on 2 KV heads of size 24."""
+    shape = AttentionShape(label="", chunks=((seq_len, 0),), heads=(4, 2, 24), block_size=block_size)
+    return attention_args(shape, CPU, dtype)[:4]
+
+
+def chunk(q: Tensor, k: Tensor, v: Tensor, table: Tensor, begin: int, end: int, window: int) -> Tensor:
+    starts, lens = torch.tensor([0, end - begin]).int(), torch.tensor([end]).int()
+    return paged_attention(q[begin:end], k, v, table, starts, lens, 0.2, window, 0.0)
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunking_does_not_change_a_bit(dtype: torch.dtype, window: int) -> None:
+    q, k, v, table = sequence(300, dtype)
+    whole = chunk(q, k, v, table, 0, 300, window)
+    cuts = [0, 2, 77, 140, 298, 300]
+    parts = [chunk(q, k, v, table, a, b, window) for a, b in pairwise(cuts)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("window", [0, 700])
+def test_number_of_threads_and_the_batch_do_not_change_a_bit(window: int) -> None:
+    q, k, v, table = sequence(3000, torch.float32)
+    lens = torch.tensor([3000, 5, 129, 2500, 1]).int()
+    tables = table.repeat(5, 1)
+    queries = q[lens.long() - 1]
+    starts = torch.arange(6).int()
+    batch = paged_attention(queries, k, v, tables, starts, lens, 0.2, window, 0.0)
+    assert torch.equal(cpu_attention(queries, k, v, tables, lens, 0.2, window, 0.0, 1), batch)
+    assert torch.equal(cpu_attention(queries, k, v, tables, lens, 0.2, window, 0.0, 2), batch)
+    for i in range(5):
+        alone = cpu_attention(queries[i : i + 1], k, v, table, lens[i : i + 1], 0.2, window, 0.0, 1)
+        assert torch.equal(alone[0], batch[i])
+
+
+def test_block_placement_does_not_change_a_bit() -> None:
+    q, k, v, table = sequence(200, torch.float32)
+    order = torch.randperm(k.shape[0], generator=torch.Generator().manual_seed(1))
+    moved = order.argsort()[table.long()].int()
+    here, there = (
+        chunk(q, *kv, 0, 200, 0) for kv in ((k, v, table), (k[order].contiguous(), v[order].contiguous(), moved))
+    )
+    assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_huge_scores_do_not_overflow(sign: float) -> None:
+    q, k, v, table = sequence(100, torch.float32)
+    starts, lens = torch.tensor([0, 100]).int(), torch.tensor([100]).int()
+    args = (q * 3e3 * sign, k, v, table, starts, lens, 1.0, 0, 0.0)
+    out = paged_attention(*args)
+    # Scores of 1e4 are apart by more than exp's range, but near ties differ by fp32's rounding of a score, 1e-3.
+    torch.testing.assert_close(out, reference.paged_attention(*args), rtol=0, atol=2e-2)
+    one = cpu_attention(args[0][-1:], k, v, table, lens, 1.0, 0, 0.0, 1)
+    torch.testing.assert_close(one, out[-1:], rtol=0, atol=2e-2)
+
+
+def test_nan_in_a_query_stays_with_that_query() -> None:
+    q, k, v, table = sequence(70, torch.float32)
+    clean = chunk(q, k, v, table, 0, 70, 0)
+    q = q.clone()
+    q[33, 1] = torch.nan
+    out = chunk(q, k, v, table, 0, 70, 0)
+    assert out[33, 1].isnan().all()
+    out[33, 1] = clean[33, 1]
+    assert torch.equal(out, clean)
+    assert chunk(q, k, v, table, 33, 34, 0)[0, 1].isnan().all()

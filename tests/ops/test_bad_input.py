@@ -1,0 +1,109 @@
+"""Wrong arguments are errors that name the argument and its numbers, never a read or write out of bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.checks import op_named
+
+
+def good(name: str) -> list[Any]:
+    """Return arguments that the operator takes: 2 requests, 3 tokens, 5 blocks of 4, 2 query heads on 1 of size 8."""
+    cache = torch.zeros(5, 1, 4, 8)
+    table, lens = torch.tensor([[0, 1], [2, 3]]).int(), torch.tensor([7, 3]).int()
+    return {
+        "store_kv": [torch.zeros(3, 1, 8), torch.zeros(3, 1, 8), cache, cache.clone(), torch.tensor([0, -1, 19])],
+        "paged_attention": [
+            torch.zeros(3, 2, 8), cache, cache, table, torch.tensor([0, 2, 3]).int(), lens, 1.0, 0, 0.0,
+        ],
+        "cpu_attention": [torch.zeros(2, 2, 8), cache, cache, table, lens, 1.0, 0, 0.0, 1],
+        "piggyback_concat": [torch.zeros(3, 8), torch.zeros(4, 8), torch.tensor([3, -1])],
+        "residual_store": [torch.zeros(3, 8), torch.zeros(4, 8), torch.tensor([3, -1])],
+        "residual_fetch": [torch.zeros(4, 8), torch.tensor([3, -1]), torch.zeros(3, 8)],
+    }[name]  # fmt: skip
+
+
+def ints(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+CASES = [
+    ("store_kv", 4, torch.tensor([0, 1, 20]), r"slot_mapping\[2\] is 20; it must be -1 or in \[0, 20\)"),
+    ("store_kv", 4, torch.tensor([0, -2, 1]), r"slot_mapping\[1\] is -2"),
+    ("store_kv", 4, torch.tensor([0, 1]), "slot_mapping has 2 entries for 3 tokens"),
+    ("store_kv", 4, ints(0, 1, 2), "slot_mapping must be Long, got Int"),
+    ("store_kv", 1, torch.zeros(3, 1, 16), r"v must be \[3, 1, 8\] to fit the cache, got \[3, 1, 16\]"),
+    ("store_kv", 0, torch.zeros(3, 1, 8).half(), "k must be Float, got Half"),
+    ("store_kv", 0, torch.zeros(3, 8), "k must have 3 dimensions"),
+    ("store_kv", 0, torch.zeros(3, 1, 16)[..., ::2], "k must have contiguous heads"),
+    ("store_kv", 3, torch.zeros(5, 1, 8, 8), "differ in shape"),
+    ("store_kv", 2, torch.zeros(5, 1, 4, 16)[..., ::2], "k_cache must be contiguous"),
+    ("paged_attention", 0, torch.zeros(3, 2, 16), "q must have the cache's head size 8"),
+    ("paged_attention", 0, torch.zeros(3, 2, 8).double(), "q must be Float, got Double"),
+    ("paged_attention", 3, ints([0, 5], [2, 3]), r"block_table\[0\] holds block 5 .* the cache has 5 blocks"),
+    ("paged_attention", 3, ints([0, -1], [2, 3]), r"block_table\[0\] holds block -1"),
+    ("paged_attention", 3, ints([0, 1]), "block_table has 1 rows for 2 requests"),
+    ("paged_attention", 3, torch.tensor([[0, 1], [2, 3]]), "block_table must be Int, got Long"),
+    ("paged_attention", 4, ints(0, 2), "query_start must have 3 entries for 2 requests, got 2"),
+    ("paged_attention", 4, ints(0, 2, 4), "query_start must go from 0 to the 3 tokens of q, got 0 to 4"),
+    ("paged_attention", 4, ints(1, 2, 3), "query_start must go from 0"),
+    ("paged_attention", 4, ints(0, 4, 3), "query_start is no prefix sum"),
+    ("paged_attention", 4, ints(0, -1, 3), "query_start is no prefix sum"),
+    ("paged_attention", 5, ints(9, 3), r"seq_lens\[0\] is 9; .* it must be in \[2, 8\]"),
+    ("paged_attention", 5, ints(1, 3), r"seq_lens\[0\] is 1;"),
+    ("paged_attention", 5, ints(-5, 3), r"seq_lens\[0\] is -5;"),
+    ("paged_attention", 7, -1, "window must be >= 0"),
+    ("paged_attention", 8, -1.0, "softcap must be >= 0"),
+    ("cpu_attention", 0, torch.zeros(3, 2, 8), "seq_lens has 2 entries for 3 query tokens"),
+    ("cpu_attention", 4, ints(0, 3), r"seq_lens\[0\] is 0; .* it must be in \[1, 8\]"),
+    ("cpu_attention", 3, ints([0, 1], [7, 3]), r"block_table\[1\] holds block 7"),
+    ("cpu_attention", 8, 0, "num_threads must be in"),
+    ("piggyback_concat", 2, torch.tensor([4]), r"rows\[0\] is 4; it must be -1 or in \[0, 4\)"),
+    ("piggyback_concat", 1, torch.zeros(4, 7), r"results must have attn's width 8, got \[4, 7\]"),
+    ("piggyback_concat", 1, torch.zeros(4, 8).half(), "results must be Float, got Half"),
+    ("piggyback_concat", 0, torch.zeros(3, 2, 4), "attn must have 2 dimensions"),
+    ("residual_store", 2, torch.tensor([0, 4]), r"slots\[1\] is 4"),
+    ("residual_store", 2, torch.tensor([0, 1, 2, 3]), "there are 4 slots but only 3 rows of hidden"),
+    ("residual_store", 1, torch.zeros(4, 16)[:, ::2], "store must have contiguous rows"),
+    ("residual_fetch", 1, torch.tensor([-2, 0]), r"slots\[0\] is -2"),
+    ("residual_fetch", 0, torch.zeros(4, 9), "store must have hidden's width 8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted({case[0] for case in CASES}))
+def test_the_arguments_that_cases_spoil_are_fine(name: str) -> None:
+    op_named(name)(*good(name))
+
+
+@pytest.mark.parametrize(("name", "index", "value", "message"), CASES)
+def test_raises(name: str, index: int, value: Any, message: str) -> None:
+    args = good(name)
+    args[index] = value
+    with pytest.raises(RuntimeError, match=message):
+        op_named(name)(*args)
+
+
+@pytest.mark.parametrize("head_size", [4, 12, 264])
+def test_an_unsupported_head_size_is_named(head_size: int) -> None:
+    cache = torch.zeros(1, 1, 4, head_size)
+    args = (torch.zeros(1, 1, head_size), cache, cache, ints([0]), ints(1), 1.0, 0, 0.0, 1)
+    with pytest.raises(RuntimeError, match=rf"multiple of 8 in \[8, 256\], got {head_size}"):
+        op_named("cpu_attention")(*args)
+
+
+def test_heads_that_do_not_divide_are_named() -> None:
+    cache = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(RuntimeError, match="got 3 and 2"):
+        op_named("cpu_attention")(torch.zeros(1, 3, 8), cache, cache, ints([0]), ints(1), 1.0, 0, 0.0, 1)
+
+
+def test_an_error_leaves_the_cache_untouched() -> None:
+    args = good("store_kv")
+    args[0] += 1
+    args[4] = torch.tensor([0, 1, 99])
+    with pytest.raises(RuntimeError):
+        op_named("store_kv")(*args)
+    assert not args[2].any()

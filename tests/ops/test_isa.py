@@ -1,0 +1,37 @@
+"""One binary serves several instruction sets; each that this machine has is right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+ISAS = ("avx512_bf16", "avx512", "avx2", "portable")
+
+
+def run_checks(isa: str) -> subprocess.CompletedProcess[str]:
+    # glibc then fills fresh memory with 0x7f7f7f7f, 3e38: an output that is left unwritten shows.
+    env = {
+        **os.environ,
+        "OMNISERVE_ISA": isa,
+        "MALLOC_PERTURB_": "128",
+        "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "passive",
+    }
+    return subprocess.run([sys.executable, "-m", "tests.ops.checks"], env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_samples_agree_on(isa: str) -> None:
+    done = run_checks(isa)
+    if "this CPU lacks these instructions" in done.stderr:
+        pytest.skip(f"this CPU has no {isa}")
+    assert done.stdout.strip() == "all samples agree", done.stderr
+
+
+def test_an_unknown_instruction_set_is_an_error_that_lists_the_known() -> None:
+    done = run_checks("mmx")
+    assert done.returncode != 0
+    assert "OMNISERVE_ISA=mmx is unknown" in done.stderr and "portable" in done.stderr

@@ -1,0 +1,56 @@
+"""Every operator is in OPS, has samples that meet its schema, and agrees with its reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from omniserve.ops import OPS, Sample
+from tests.ops.checks import CPU, DTYPES, check_against_reference, op_named
+
+ELSEWHERE = {"packed_linear": "its weight is a handle into a table that omniserve/layers keeps; tests/layers has it"}
+
+SAMPLES = [
+    pytest.param(name, index, id=f"{name}-{sample.label}")
+    for name, spec in OPS.items()
+    for index, sample in enumerate(spec.samples(CPU, torch.float32))
+]
+
+
+def sample_at(name: str, index: int, dtype: torch.dtype) -> Sample:
+    return list(OPS[name].samples(CPU, dtype))[index]
+
+
+def test_every_registered_operator_has_a_reference_and_samples() -> None:
+    registered = {
+        schema.name.removeprefix("omniserve::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("omniserve::")
+    }
+    assert registered - set(ELSEWHERE) == set(OPS)
+    for spec in OPS.values():
+        assert len(list(spec.samples(CPU, torch.float32))) >= 4
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_samples_include_an_empty_one(name: str) -> None:
+    samples = OPS[name].samples(CPU, torch.float32)
+    assert any(any(isinstance(arg, torch.Tensor) and arg.numel() == 0 for arg in sample.args) for sample in samples)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "index"), SAMPLES)
+def test_agrees_with_its_reference(name: str, index: int, dtype: torch.dtype) -> None:
+    check_against_reference(op_named(name), name, sample_at(name, index, dtype), dtype)
+
+
+@pytest.mark.parametrize(("name", "index"), SAMPLES)
+def test_opcheck(name: str, index: int) -> None:
+    torch.library.opcheck(op_named(name), sample_at(name, index, torch.float32).args)
+
+
+def test_concat_without_seats_is_a_copy() -> None:
+    attn_TD = torch.ones(2, 4)
+    out_TD = torch.ops.omniserve.piggyback_concat(attn_TD, torch.ones(1, 4), torch.empty(0, dtype=torch.int64))
+    out_TD.zero_()
+    assert attn_TD.eq(1).all()

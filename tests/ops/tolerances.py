@@ -1,0 +1,40 @@
+"""How far an operator may be from its reference, and why."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tolerance(NamedTuple):
+    """As in torch.testing.assert_close."""
+
+    rtol: float
+    atol: float
+
+
+EXACT = Tolerance(0.0, 0.0)
+"""Rows are moved, not computed."""
+
+ATTENTION = {
+    # Sums of up to some 400 fp32 products, each with a rounding error of 6e-8, times scores and values of about 4;
+    # soft-capped scores carry another 5e-7. Ten times what was seen.
+    torch.float32: Tolerance(2e-6, 2e-5),
+    # Inside it is fp32: what differs is one rounding of the result to 8 bits, which may go the other way.
+    torch.bfloat16: Tolerance(2**-7, 1e-5),
+    # The same with 11 bits.
+    torch.float16: Tolerance(2**-10, 1e-5),
+}
+
+TORCH_HALF_ATTENTION = {
+    # torch's own attention, which rounds weights (and unfused products) to half precision on the way.
+    torch.float32: Tolerance(2e-6, 2e-5),
+    torch.bfloat16: Tolerance(2**-6, 3e-2),
+    torch.float16: Tolerance(2**-9, 4e-3),
+}
+
+
+def tolerance(op: str, dtype: torch.dtype) -> Tolerance:
+    """Return the tolerance of an operator's results."""
+    return ATTENTION[dtype] if op.endswith("_attention") else EXACT

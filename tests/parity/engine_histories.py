@@ -1,0 +1,172 @@
+"""Random histories on the real engine: real layers, real kernels, real host threads, poisoned memory.
+
+A history draws arrivals, classes, pool sizes, chunk sizes, P, aborts, host delays and deaths. Whatever it was, each
+request's fp32 greedy tokens must be those of Hugging Face's ``generate`` on the unpatched model.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from omniserve import Engine, EngineConfig, FinishReason, Request, SamplingParams
+from omniserve.kv import Tier
+from tests.parity.models import VOCAB_SIZE
+
+BLOCK = 8
+
+
+class Reference:
+    """Hugging Face's greedy continuations, made before the model is patched, the longest that any test asks for."""
+
+    def __init__(self, model: PreTrainedModel, *, num_prompts: int = 12, max_tokens: int = 24, seed: int = 0) -> None:
+        rng = random.Random(seed)
+        self.max_tokens = max_tokens
+        self.prompts = [
+            tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 17, 40])))
+            for _ in range(num_prompts)
+        ]
+        self.tokens = [self._generate(model, prompt) for prompt in self.prompts]
+
+    def _generate(self, model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        ids = torch.tensor([prompt], device=model.device)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.max_tokens, do_sample=False, use_cache=True
+        )
+        return tuple(out[0, len(prompt) :].tolist())
+
+
+@dataclass
+class Tally:
+    """What the histories reached; tests assert that nothing they are about was missed."""
+
+    host_tokens: int = 0
+    piggyback_rows: int = 0
+    preemptions: int = 0
+    swaps_out: int = 0
+    swaps_in: int = 0
+    failures: int = 0
+    aborted: int = 0
+    finished: int = 0
+    reached: set[str] = field(default_factory=set)
+
+
+def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: str, **fixed: object) -> EngineConfig:
+    block_bytes = engine_model.omniserve.spec.kv_block_bytes(BLOCK)
+    settings: dict[str, object] = {
+        "scheduler": scheduler,
+        "block_size": BLOCK,
+        "max_model_len": 80,
+        # The smallest pool holds one longest request (64 tokens) and a little.
+        "device_kv_bytes": block_bytes * rng.choice([9, 12, 18, 30]),
+        "host_kv_bytes": block_bytes * rng.choice([20, 60]),
+        "max_step_tokens": rng.choice([3, 16, 64]),
+        "max_num_requests": rng.choice([2, 8, 32]),
+        "max_host_requests": rng.choice([2, 16]),
+        "max_piggyback_slots": rng.choice([1, 4, 8]),
+        "max_piggyback_rows": rng.choice([None, None, 5]),
+        "ls_reserve_fraction": rng.choice([0.0, 0.1]),
+        "swap_in_delay_steps": rng.choice([0, 3]),
+        "host_threads": rng.choice([1, 2, 3]),
+        "compile": False,
+    }
+    return EngineConfig(**{**settings, **fixed})  # type: ignore[arg-type]
+
+
+def poison(engine: Engine) -> None:
+    """Fill every block that nobody owns with NaN: whoever reads one later shows it in its tokens."""
+    storage = engine.runner._storage
+    pools = [(Tier.DEVICE, storage.k_LBKSH, storage.v_LBKSH)]
+    if engine.host_tier is not None:
+        pools.append((Tier.HOST, engine.host_tier.k_pool_LBKSH, engine.host_tier.v_pool_LBKSH))
+    for tier, k_LBKSH, v_LBKSH in pools:
+        free = torch.tensor(engine.kv.free_block_ids(tier), dtype=torch.long, device=k_LBKSH.device)
+        k_LBKSH[:, free] = torch.nan
+        v_LBKSH[:, free] = torch.nan
+
+
+def run_history(
+    model: PreTrainedModel,
+    reference: Reference,
+    seed: int,
+    *,
+    scheduler: str = "omniserve",
+    faults: bool = False,
+    deaths: bool = False,
+    tally: Tally | None = None,
+    **fixed: object,
+) -> Tally:
+    """Run one history to its end and compare every request.
+
+    Args:
+        faults: Host attention is late, out of order and fails now and then.
+        deaths: Host threads die, at last all of them.
+    """
+    rng = random.Random(seed)
+    tally = tally if tally is not None else Tally()
+    config = draw_config(rng, model, scheduler, **fixed)
+    with Engine(model, config) as engine:
+        tier = engine.host_tier
+        if faults and tier is not None:
+            tier.inject(delay_s=rng.choice([0.0, 0.0005, 0.003]), shuffle_seed=rng.choice([None, seed]))
+        deaths_left = engine.config.host_threads if deaths else 0
+        arrivals = [rng.randrange(len(reference.prompts)) for _ in range(rng.randint(4, 16))]
+        burst = rng.choice([0.1, 0.5, 1.0])
+        which: dict[str, tuple[int, int]] = {}
+        got: dict[str, list[int]] = {}
+        reasons: dict[str, FinishReason] = {}
+        for _ in range(200_000):
+            while arrivals and rng.random() < burst:
+                index = arrivals.pop()
+                max_tokens = rng.randint(1, reference.max_tokens)
+                request_id = engine.add(
+                    Request(
+                        prompt_token_ids=reference.prompts[index],
+                        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+                        service_class=rng.choice(["LS", "BE", "BE", "BE"]),
+                    )
+                )
+                which[request_id], got[request_id] = (index, max_tokens), []
+            if not arrivals and not engine.has_unfinished:
+                break
+            if which and rng.random() < 0.01:
+                victim = rng.choice(list(which))
+                if engine.abort(victim):
+                    reasons[victim] = FinishReason.ABORT
+            if tier is not None and faults and rng.random() < 0.05:
+                tier.inject(delay_s=rng.choice([0.0, 0.001]), shuffle_seed=rng.choice([None, seed]), fail_next=1)
+            if tier is not None and deaths_left and rng.random() < 0.03:
+                tier.inject(kill_threads=1)
+                deaths_left -= 1
+            poison(engine)
+            for output in engine.step():
+                got[output.request_id] += output.new_token_ids
+                if output.finish_reason is not None:
+                    reasons[output.request_id] = output.finish_reason
+            engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+            if engine.last_plan_was_empty:
+                engine.wait(0.01)
+        else:
+            raise AssertionError(f"seed {seed}: unfinished after all steps: {engine.stats()}")
+        stats = engine.stats()
+        assert stats.device_blocks_used == stats.host_blocks_used == 0, stats
+    assert set(reasons) == set(which), f"seed {seed}: {set(which) - set(reasons)} never ended"
+    for request_id, (index, max_tokens) in which.items():
+        want = list(reference.tokens[index][:max_tokens])
+        if reasons[request_id] is FinishReason.ABORT:
+            want = want[: len(got[request_id])]
+            tally.aborted += 1
+        else:
+            assert reasons[request_id] is FinishReason.LENGTH, (seed, request_id, reasons[request_id])
+            tally.finished += 1
+        assert got[request_id] == want, f"seed {seed}, {request_id}, prompt {index}: {config}"
+    tally.host_tokens += stats.host_output_tokens
+    tally.piggyback_rows += stats.piggyback_rows
+    tally.preemptions += stats.preemptions
+    tally.swaps_out += stats.swaps_out
+    tally.swaps_in += stats.swaps_in
+    tally.failures += stats.host_failures
+    return tally

@@ -1,0 +1,113 @@
+"""Small random Hugging Face models, one per family and per structural variant, for tests without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 160
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,  # nothing stops early: tests ask for a fixed number of tokens
+    "tie_word_embeddings": False,
+}
+_GQA: dict[str, Any] = {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 80}
+_MOE: dict[str, Any] = {**_GQA, "num_experts_per_tok": 2}
+_OPT: dict[str, Any] = {**_COMMON, "ffn_dim": 80, "tie_word_embeddings": True}
+_NEOX: dict[str, Any] = {**_COMMON, "intermediate_size": 80, "hidden_size": 96}
+_QUARTER_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+# Name -> (model_type, config). Windows are short enough that the tests' prompts outgrow them.
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _GQA),
+    "llama_tied": ("llama", {**_GQA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama3_rope": (
+        "llama",
+        {
+            **_GQA,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    "mistral": ("mistral", {**_GQA, "sliding_window": 9, "head_dim": 16}),
+    "qwen2": ("qwen2", {**_GQA, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {**_GQA, "head_dim": 16}),
+    "phi3": ("phi3", {**_GQA, "sliding_window": 11, "rope_parameters": _QUARTER_ROPE}),
+    "gemma2": (
+        "gemma2",
+        {
+            **_GQA,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 9,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "opt": ("opt", _OPT),
+    "opt_post_norm": ("opt", {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "gpt_neox": ("gpt_neox", {**_NEOX, "rope_parameters": _QUARTER_ROPE}),
+    "gpt_neox_serial": ("gpt_neox", {**_NEOX, "use_parallel_residual": False}),
+    "mixtral": ("mixtral", {**_MOE, "num_local_experts": 4, "sliding_window": None}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            **_MOE,
+            "num_experts": 6,
+            "moe_intermediate_size": 40,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],  # one dense layer among the sparse ones
+        },
+    ),
+}
+
+
+def tiny_model(
+    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *, num_layers: int = 3, **overrides: Any
+) -> PreTrainedModel:
+    """Build a random model whose greedy outputs are varied.
+
+    Args:
+        family: A key of MODELS.
+        dtype: Of all parameters.
+        seed: Same seed, same weights.
+        num_layers: Decoder layers.
+        **overrides: Config fields that differ from the table's.
+    """
+    model_type, settings = MODELS[family]
+    config = AutoConfig.for_model(model_type, **{**settings, "num_hidden_layers": num_layers, **overrides})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                is_gain = name.endswith("weight") and model_type != "gemma2"  # Gemma's norms multiply by 1 + weight
+                parameter.copy_(0.2 * noise + (1.0 if is_gain else 0.0))
+            elif "embed" in name:
+                # Under tied weights a large embedding would make every token predict itself.
+                tied = config.tie_word_embeddings and "position" not in name
+                parameter.copy_(noise * (0.08 if tied else 1.0))
+            elif "project_out" in name:
+                parameter.copy_(noise)  # makes up for the small tied embedding
+            else:
+                parameter.copy_(noise * 1.6 * parameter.shape[-1] ** -0.5)
+    model.generation_config.pad_token_id = 0
+    return model.to(dtype).eval()

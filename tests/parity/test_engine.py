@@ -1,0 +1,120 @@
+"""The product: exact tokens for every family and any history."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from omniserve import patch
+from omniserve.sched import SCHEDULERS
+from tests.parity.engine_histories import Reference, Tally, run_history
+from tests.parity.models import MODELS, tiny_model
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@functools.cache
+def model_and_reference(family: str, device: str) -> tuple[PreTrainedModel, Reference]:
+    model = tiny_model(family).to(device)
+    reference = Reference(model)
+    return patch(model, compile=False), reference
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", list(MODELS))
+def test_piggybacked_tokens_equal_hugging_face(family: str, device: str) -> None:
+    model, reference = model_and_reference(family, device)
+    tally = Tally()
+    for seed in range(3):
+        run_history(model, reference, seed, tally=tally, host_kv_bytes=1 << 20, max_host_requests=16)
+    assert tally.host_tokens > 0 and tally.swaps_out > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheduler", SCHEDULERS.names())
+@pytest.mark.parametrize("kv", ["paged", "tiered"])
+def test_every_scheduler_and_kv_manager_over_random_histories(scheduler: str, kv: str, device: str) -> None:
+    model, reference = model_and_reference("llama", device)
+    tally = Tally()
+    for seed in range(100, 110):
+        run_history(model, reference, seed, scheduler=scheduler, kv=kv, tally=tally)
+    assert tally.preemptions > 0, "memory was never short"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
+def test_late_shuffled_and_failing_host_attention_changes_no_token(family: str, device: str) -> None:
+    model, reference = model_and_reference(family, device)
+    tally = Tally()
+    for seed in range(200, 208):
+        run_history(model, reference, seed, faults=True, tally=tally)
+    assert tally.host_tokens > 0 and tally.failures > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dying_host_threads_change_no_token(device: str) -> None:
+    model, reference = model_and_reference("llama", device)
+    tally = Tally()
+    for seed in range(300, 310):
+        run_history(model, reference, seed, faults=True, deaths=True, tally=tally)
+    assert tally.failures > 0 and tally.host_tokens > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_halves_in_the_engine_equal_hugging_face(device: str) -> None:
+    model = tiny_model("llama", seed=1).to(device)
+    reference = Reference(model, num_prompts=6, max_tokens=12)
+    patch(model, compile=True)
+    tally = Tally()
+    for seed in range(400, 404):
+        run_history(model, reference, seed, compile=True, tally=tally)
+    assert tally.host_tokens > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bf16_log_probabilities_are_close(device: str) -> None:
+    """bf16 flips argmaxes that are nearly tied, so tokens are not compared: what each path thinks of them is."""
+    from omniserve import Engine, EngineConfig, Request, SamplingParams
+
+    model = tiny_model("llama", dtype=torch.bfloat16).to(device)
+    reference = Reference(model, num_prompts=6, max_tokens=16)
+    exact = tiny_model("llama").to(device)  # the same weights, before they were rounded
+    exact.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
+    patch(model, compile=False)
+    spec = model.omniserve.spec
+    config = EngineConfig(
+        device_kv_bytes=spec.kv_block_bytes(8) * 12,
+        host_kv_bytes=spec.kv_block_bytes(8) * 60,
+        block_size=8,
+        max_model_len=80,
+        compile=False,
+    )
+    requests = [
+        Request(
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=16, ignore_eos=True, logprobs=0),
+            service_class="BE",
+        )
+        for prompt in reference.prompts
+    ]
+    with Engine(model, config) as engine:
+        completions = engine.generate(requests)
+        assert engine.stats().host_output_tokens > 0
+    errors, own_errors = [], []
+    for prompt, completion, tokens in zip(reference.prompts, completions, reference.tokens, strict=True):
+        ours = torch.tensor([entry.logprob for entry in completion.logprobs])
+        errors.append((ours - _logprobs(exact, prompt, completion.token_ids)).abs())
+        own_errors.append((_logprobs(model, prompt, tokens) - _logprobs(exact, prompt, tokens)).abs())
+    # Our rounding error against fp32 must be of the size of Hugging Face's own bf16 error on this model.
+    assert torch.cat(errors).mean() <= 2 * torch.cat(own_errors).mean() + 1e-3
+
+
+def _logprobs(model: PreTrainedModel, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> torch.Tensor:
+    ids = torch.tensor([[*prompt, *tokens]], device=model.device)
+    with torch.inference_mode():
+        logits = model(ids, use_cache=False).logits[0].float()
+    rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    return rows.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()

@@ -1,0 +1,155 @@
+"""An engine without a model: deterministic tokens, and faults on demand. Imports no torch, so it starts at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+
+from omniserve.config import EngineConfig
+from omniserve.errors import RequestRejected
+from omniserve.request import FinishReason, Request, RequestOutput, RequestTimes, ServiceClass, TokenLogprob
+from omniserve.spec import AttentionSpec, ModelSpec
+from omniserve.stats import EngineStats
+
+# A prompt that begins with one of these causes the fault.
+REJECT, REJECT_WITHOUT_HINT, REFUSE, RAISE_IN_STEP, DIE, BAD_OUTPUT = 390, 391, 392, 393, 394, 395
+# While a prompt that begins with this one runs, steps take SLOW_STEP_S.
+SLOW = 396
+SLOW_STEP_S = 0.05
+
+
+@dataclass
+class _Running:
+    request: Request
+    output: list[int] = field(default_factory=list)
+    arrival_s: float = field(default_factory=time.monotonic)
+
+
+class FakeEngine:
+    """Says the prompt's tokens again and again: output i is prompt[i % len(prompt)], shifted by the seed if any.
+
+    Args:
+        vocab_size, eos_token_id: Of the tokenizer beside it.
+    """
+
+    last_plan_was_empty = False
+
+    def __init__(self, vocab_size: int, eos_token_id: int, max_model_len: int = 512) -> None:
+        self.config = EngineConfig(device_kv_bytes=4 << 20, block_size=16)
+        self.max_model_len = max_model_len
+        self.spec = ModelSpec(
+            num_layers=1,
+            hidden_size=8,
+            num_heads=1,
+            num_kv_heads=1,
+            head_size=8,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=(eos_token_id,),
+            dtype_bytes=4,
+            attention=(AttentionSpec(scale=1.0),),
+        )
+        self._running: dict[str, _Running] = {}
+        self._num_steps = 0
+        self._num_added = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._running)
+
+    def add(self, request: Request) -> str:
+        first = request.prompt_token_ids[0]
+        if first == REJECT:
+            raise RequestRejected("too many requests for their objectives", retry_after_s=2.5)
+        if first == REJECT_WITHOUT_HINT:
+            raise RequestRejected("too many requests")
+        if first == REFUSE:
+            raise ValueError("the fake engine does not like this prompt")
+        self._num_added += 1
+        request_id = request.request_id or f"warm-up-{self._num_added}"
+        self._running[request_id] = _Running(request)
+        return request_id
+
+    def abort(self, request_id: str) -> bool:
+        return self._running.pop(request_id, None) is not None
+
+    def step(self) -> list[RequestOutput]:
+        slow = any(entry.request.prompt_token_ids[0] == SLOW for entry in self._running.values())
+        time.sleep(SLOW_STEP_S if slow else 0.001)
+        self._num_steps += 1
+        return [self._advance(request_id, entry) for request_id, entry in list(self._running.items())]
+
+    def _advance(self, request_id: str, entry: _Running) -> RequestOutput:
+        prompt, sampling = entry.request.prompt_token_ids, entry.request.sampling
+        if prompt[0] == RAISE_IN_STEP:
+            raise RuntimeError("the fake engine's step failed")
+        if prompt[0] == DIE:
+            os._exit(7)
+        token = (prompt[len(entry.output) % len(prompt)] + (sampling.seed or 0)) % self.spec.vocab_size
+        entry.output.append(token)
+        reason = FinishReason.LENGTH if len(entry.output) >= sampling.max_tokens else None
+        stop_reason = None
+        if token in sampling.stop_token_ids:
+            reason, stop_reason = FinishReason.STOP, token
+        elif token in self.spec.eos_token_ids and not sampling.ignore_eos:
+            reason = FinishReason.STOP
+        elif prompt[0] == BAD_OUTPUT:
+            reason = FinishReason.ERROR
+        if reason is not None:
+            del self._running[request_id]
+        logprobs = ()
+        if sampling.logprobs is not None:
+            top = tuple(((token + i) % self.spec.vocab_size, -0.5 * (i + 1)) for i in range(sampling.logprobs))
+            logprobs = (TokenLogprob(token_id=token, logprob=-0.5, top=top),)
+        return RequestOutput(
+            request_id=request_id,
+            service_class=ServiceClass(entry.request.service_class),
+            new_token_ids=(token,),
+            new_logprobs=logprobs,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_prompt_tokens=len(prompt),
+            num_output_tokens=len(entry.output),
+            times=RequestTimes(arrival_s=entry.arrival_s),
+        )
+
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(timeout_s)
+
+    def stats(self) -> EngineStats:
+        running = {c: sum(e.request.service_class == c for e in self._running.values()) for c in ServiceClass}
+        return EngineStats(
+            waiting=dict.fromkeys(ServiceClass, 0),
+            running=running,
+            output_tokens=dict.fromkeys(ServiceClass, 5),
+            prompt_tokens=dict.fromkeys(ServiceClass, 6),
+            device_blocks_used=len(self._running),
+            device_blocks_total=100,
+            host_blocks_used=3,
+            host_blocks_total=200,
+            steps=self._num_steps,
+            piggyback_rows=11,
+            preemptions=12,
+            swaps_out=13,
+            swaps_in=14,
+            host_failures=15,
+        )
+
+    def close(self) -> None:
+        self._running.clear()
+
+
+@dataclass(frozen=True)
+class FakeLoader:
+    """Makes a FakeEngine in the engine process."""
+
+    vocab_size: int = 400
+    eos_token_id: int = 0
+    fail: str | None = None
+
+    def __call__(self, progress) -> FakeEngine:
+        progress("faking")
+        if self.fail is not None:
+            raise ValueError(self.fail)
+        return FakeEngine(self.vocab_size, self.eos_token_id)

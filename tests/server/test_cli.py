@@ -1,0 +1,79 @@
+"""Flags become an EngineConfig; a wrong one ends with status 2 and a message."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from omniserve.config import EngineConfig
+from omniserve.request import SLO, ServiceClass
+from omniserve.server.cli import parse_args
+
+
+def parse(*arguments):
+    return parse_args(["--model", "some/model", *arguments])
+
+
+def test_defaults_are_those_of_engine_config():
+    options, loader = parse()
+    assert loader.config == EngineConfig(slos=dict(EngineConfig().slos))
+    assert (options.host, options.port, options.model_name) == ("127.0.0.1", 8000, "some/model")
+    assert (loader.model, loader.dtype, loader.device) == ("some/model", "auto", "auto")
+
+
+def test_every_flag_arrives():
+    options, loader = parse(
+        *"--dtype bfloat16 --device cpu --host 0.0.0.0 --port 0 --scheduler fcfs --kv paged --attention x".split(),
+        *"--device-kv-gib 0.5 --host-kv-gib 0 --block-size 16 --max-model-len 99 --max-step-tokens 64".split(),
+        *"--max-num-requests 7 --max-host-requests 8 --max-piggyback-slots 9 --device-threads 2".split(),
+        *"--host-threads 3 --no-compile --ls-ttft-slo 0.25 --ls-tpot-slo 0.05 --shutdown-timeout 1.5".split(),
+        *"--log-level error --served-model-name nick".split(),
+    )
+    assert loader.config == EngineConfig(
+        scheduler="fcfs",
+        kv="paged",
+        attention="x",
+        device_kv_bytes=1 << 29,
+        host_kv_bytes=0,
+        block_size=16,
+        max_model_len=99,
+        max_step_tokens=64,
+        max_num_requests=7,
+        max_host_requests=8,
+        max_piggyback_slots=9,
+        device_threads=2,
+        host_threads=3,
+        compile=False,
+        slos={ServiceClass.LS: SLO(ttft_s=0.25, tpot_s=0.05), ServiceClass.BE: EngineConfig().slos[ServiceClass.BE]},
+    )
+    assert (loader.dtype, loader.device) == ("bfloat16", "cpu")
+    assert (options.host, options.port, options.model_name) == ("0.0.0.0", 0, "nick")
+    assert (options.shutdown_timeout_s, options.log_level) == (1.5, "error")
+
+
+def test_loader_can_travel_to_another_process():
+    _, loader = parse()
+    assert pickle.loads(pickle.dumps(loader)) == loader
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--block-size 33", "--block-size must be a power of two, got 33"),
+        ("--block-size x", "--block-size: invalid"),
+        ("--max-step-tokens 0", "--max-step-tokens: must be >= 1, got 0"),
+        ("--device-kv-gib 0", "--device-kv-gib must be >= 1, got 0"),
+        ("--device-kv-gib nan", "--device-kv-gib: must be a number >= 0, got nan"),
+        ("--port 70000", "--port: must be <= 65535"),
+        ("--port -1", "--port: must be >= 0"),
+        ("--dtype int8", "--dtype: invalid choice: 'int8'"),
+        ("--ls-ttft-slo 0", "--ls-ttft-slo must be a positive number of seconds"),
+        ("--scheduller fcfs", "unrecognized arguments"),
+    ],
+)
+def test_wrong_flag(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        parse(*arguments.split())
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,156 @@
+"""Every refusal has OpenAI's shape, names the field and says what to do."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from fake_engine import BAD_OUTPUT, REFUSE, REJECT, REJECT_WITHOUT_HINT
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+NAN, INFINITY = float("nan"), float("inf")
+
+# Endpoint, fields, the field that is blamed, a part of the message.
+BAD_FIELDS = [
+    (COMPLETIONS, {"prompt": "a", "temprature": 1.0}, "temprature", "did you mean 'temperature'"),
+    (COMPLETIONS, {"prompt": "a", "zzz": 1}, "zzz", "unknown field 'zzz': remove it"),
+    (COMPLETIONS, {}, "prompt", "missing"),
+    (COMPLETIONS, {"prompt": ""}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": []}, "prompt", "not empty"),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": ["a", ""]}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", "must be a string"),
+    (COMPLETIONS, {"prompt": [1.5]}, "prompt", "must be a string"),
+    (COMPLETIONS, {"prompt": [True]}, "prompt", "must be a string"),
+    (COMPLETIONS, {"prompt": 3}, "prompt", "must be a string"),
+    (COMPLETIONS, {"prompt": [400]}, "prompt", "token id 400, but this model's ids are 0 to 399"),
+    (COMPLETIONS, {"prompt": [5, -1]}, "prompt", "token id -1"),
+    (COMPLETIONS, {"prompt": [5] * 600}, "prompt", "600 tokens, but the model's context holds 512"),
+    (COMPLETIONS, {"prompt": [5] * 500, "max_tokens": 13}, "prompt", "set max_tokens to at most 12"),
+    (CHAT, {"messages": USER, "max_tokens": 1000}, "messages", "shorten the prompt or set max_tokens to at most"),
+    (CHAT, {"messages": []}, "messages", "at least 1 item"),
+    (CHAT, {}, "messages", "missing"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'system'"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages.0.colour", "unknown field"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
+        "messages.0.content.0.type",
+        "'text'",
+    ),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": "5"}, "max_tokens", "valid integer"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 5.0}, "max_tokens", "valid integer"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "give one"),
+    (COMPLETIONS, {"prompt": "a", "temperature": NAN}, "temperature", "finite"),
+    (COMPLETIONS, {"prompt": "a", "temperature": INFINITY}, "temperature", "finite"),
+    (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature", "greater than or equal to 0"),
+    (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "temperature", "valid number"),
+    (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p", "greater than 0"),
+    (COMPLETIONS, {"prompt": "a", "frequency_penalty": 3}, "frequency_penalty", "less than or equal to 2"),
+    (COMPLETIONS, {"prompt": "a", "seed": 2**63}, "seed", "less than or equal"),
+    (COMPLETIONS, {"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
+    (COMPLETIONS, {"prompt": "a", "n": 129}, "n", "less than or equal to 128"),
+    (COMPLETIONS, {"prompt": ["a"] * 100, "n": 100}, "n", "several requests"),
+    (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop", "non-empty string"),
+    (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": True}, "logprobs", "valid integer"),
+    (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
+    (CHAT, {"messages": USER, "stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
+    (COMPLETIONS, {"prompt": "a", "service_tier": "gold"}, "service_tier", "'flex'; got 'gold'"),
+    (COMPLETIONS, {"prompt": "a", "slo": {"ttft_s": 0}}, "slo.ttft_s", "greater than 0"),
+    (COMPLETIONS, {"prompt": "a", "slo": {"ttft": 1}}, "slo.ttft", "unknown field"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "drop it"),
+    (COMPLETIONS, {"prompt": "a", "echo": True}, "echo", "not supported"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools", "not supported"),
+    (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "not supported"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    (CHAT, {"messages": USER, "audio": {"voice": "x"}}, "audio", "not supported"),
+    (CHAT, {"messages": USER, "modalities": ["audio"]}, "modalities", "only text"),
+    (CHAT, {"messages": USER, "store": True}, "store", "not stored"),
+]
+
+
+def post(server, path, content):
+    with server.http() as http:
+        return http.post(path, content=content, headers={"content-type": "application/json"})
+
+
+def error_of(response):
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "message"), BAD_FIELDS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_field(server, path, fields, param, message, stream):
+    body = {"model": "fake", **fields, "stream": stream}
+    if param == "stream_options":
+        body.pop("stream")
+    response = post(server, path, json.dumps(body))  # json.dumps writes NaN, as many clients do
+    assert response.status_code == 400, response.text
+    error = error_of(response)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', "null", '{"prompt": "a"', b"\xff\xfe{}", "[" * 100_000])
+def test_body_that_is_no_json_object(server, content):
+    response = post(server, COMPLETIONS, content)
+    assert response.status_code == 400
+    assert "JSON" in error_of(response)["message"]
+
+
+def test_body_that_is_too_large(server):
+    response = post(server, COMPLETIONS, b" " * ((32 << 20) + 1))
+    assert response.status_code == 413
+    assert "32 MiB" in error_of(response)["message"]
+
+
+def test_unknown_paths_methods_and_models(server, client):
+    with server.http() as http:
+        response = http.get("/v1/nothing")
+        assert response.status_code == 404 and "/v1/nothing" in error_of(response)["message"]
+        response = http.get(COMPLETIONS)
+        assert response.status_code == 405 and "method not allowed" in error_of(response)["message"]
+    for call in (
+        lambda: client.models.retrieve("gpt-9"),
+        lambda: client.completions.create(model="gpt-9", prompt="a"),
+    ):
+        with pytest.raises(openai.NotFoundError, match="this server has 'fake'") as caught:
+            call()
+        assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(("first_token", "retry_after"), [(REJECT, "3"), (REJECT_WITHOUT_HINT, "1")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_rejection_under_load(server, client, first_token, retry_after, stream):
+    before = server.metric('omniserve_requests_rejected_total{service_class="BE"}')
+    with pytest.raises(openai.RateLimitError, match="too many requests") as caught:
+        client.completions.create(
+            model="fake", prompt=[first_token], stream=stream, extra_body={"service_tier": "flex"}
+        )
+    assert caught.value.response.headers["retry-after"] == retry_after
+    assert server.metric('omniserve_requests_rejected_total{service_class="BE"}') == before + 1
+
+
+def test_one_refused_prompt_frees_the_others(server, client):
+    with pytest.raises(openai.BadRequestError, match="does not like this prompt"):
+        client.completions.create(model="fake", prompt=[[5], [REFUSE], [6]], max_tokens=400)
+    server.wait_for_metric('omniserve_requests_running{service_class="LS"}', 0)
+
+
+def test_output_that_cannot_go_on(client):
+    with pytest.raises(openai.InternalServerError, match="no valid output"):
+        client.completions.create(model="fake", prompt=[BAD_OUTPUT])
+    with pytest.raises(openai.APIError, match="no valid output"):
+        list(client.completions.create(model="fake", prompt=[BAD_OUTPUT], stream=True))

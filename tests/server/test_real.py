@@ -1,0 +1,134 @@
+"""The whole way with a real engine: a tiny random Llama behind HTTP says what transformers says."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import RunningServer
+from tokenizers_for_tests import byte_level_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TOKENIZER = byte_level_tokenizer()
+PROMPTS = ["The quick brown fox", "A list is a mutable sequence", "日本語", "x"]
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(TOKENIZER),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=TOKENIZER.eos_token_id,
+        initializer_range=0.5,  # so that the output is no endless repetition of one token
+    )
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model_folder):
+    flags = "--port 0 --dtype float32 --device cpu --no-compile --served-model-name tiny"
+    flags += " --device-kv-gib 0.001 --host-kv-gib 0.01 --block-size 16 --device-threads 1 --host-threads 1"
+    command = [sys.executable, "-m", "omniserve.server", "--model", str(model_folder), *flags.split()]
+    server = RunningServer(command)
+    yield server.wait_until_ready()
+    assert server.stop() == 0, "".join(server.log)
+
+
+@pytest.fixture(scope="module")
+def expected(model_folder):
+    """Greedy tokens of transformers; float32, so they are the same tokens exactly."""
+    model = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    texts = {}
+    for prompt in PROMPTS:
+        ids = TOKENIZER(prompt, return_tensors="pt").input_ids
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0
+        )
+        texts[prompt] = TOKENIZER.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return texts
+
+
+@pytest.mark.parametrize("tier", ["priority", "flex"])
+def test_greedy_text_equals_transformers(server, expected, tier):
+    client = server.client()
+
+    def streamed(prompt):
+        chunks = client.completions.create(
+            model="tiny",
+            prompt=prompt,
+            max_tokens=NUM_TOKENS,
+            temperature=0,
+            stream=True,
+            extra_body={"service_tier": tier},
+        )
+        return "".join(chunk.choices[0].text for chunk in chunks)
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        assert dict(zip(PROMPTS, pool.map(streamed, PROMPTS), strict=True)) == expected
+    answer = client.completions.create(model="tiny", prompt=PROMPTS, max_tokens=NUM_TOKENS, temperature=0, logprobs=2)
+    assert [choice.text for choice in answer.choices] == list(expected.values())
+    for choice in answer.choices:
+        for token, logprob, top in zip(
+            choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
+        ):
+            assert logprob == top[token] == max(top.values()), "greedy takes the likeliest"
+
+
+def test_seeds_repeat_and_choices_differ(server):
+    client = server.client()
+
+    def texts(seed):
+        answer = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=16, n=3, seed=seed
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    assert texts(7) == texts(7)
+    assert len(set(texts(7))) == 3
+    assert texts(8)[0] == texts(7)[1], "choice i has the seed plus i"
+
+
+def test_aborts_leave_the_engine_empty(server):
+    async def leave():
+        import openai
+
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        streams = [
+            await client.completions.create(
+                model="tiny",
+                prompt="x",
+                max_tokens=200,
+                stream=True,
+                extra_body={"service_tier": tier, "ignore_eos": True},
+            )
+            for tier in ("default", "flex")
+        ]
+        for stream in streams:
+            await anext(aiter(stream))
+            await stream.close()
+
+    asyncio.run(leave())
+    for service_class in ("LS", "BE"):
+        server.wait_for_metric(f'omniserve_requests_running{{service_class="{service_class}"}}', 0)
+    server.wait_for_metric('omniserve_kv_blocks_used{tier="device"}', 0)
+    server.wait_for_metric('omniserve_kv_blocks_used{tier="host"}', 0)
+
+
+def test_too_long_for_the_pool_says_so(server):
+    import openai
+
+    with pytest.raises(openai.BadRequestError, match="set max_tokens to at most"):
+        server.client().completions.create(model="tiny", prompt="x", max_tokens=256)

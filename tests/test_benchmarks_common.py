@@ -1,0 +1,196 @@
+"""The parts that benchmarks share: what they report is what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import demo
+from benchmarks.common.client import LoadRequest, RequestRecord, poisson_times_s, run_load
+from benchmarks.common.record import write_record
+from benchmarks.common.server import ServerFailed, ServerProcess
+from benchmarks.common.stats import LatencySummary, percentile, summarize
+
+TOKEN_GAP_S = 0.02
+
+
+class StubHandler(BaseHTTPRequestHandler):
+    """Streams ``max_tokens`` tokens; refuses the prompt ``bad``; never ends for the prompt ``endless``."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["prompt"] == "bad":
+            self.send_response(400)
+            self.end_headers()
+            self.wfile.write(b'{"error": {"message": "no"}}')
+            return
+        self.send_response(200)
+        self.end_headers()
+        try:
+            sent = 0
+            while body["prompt"] == "endless" or sent < body["max_tokens"]:
+                time.sleep(TOKEN_GAP_S)
+                self.event({"choices": [{"text": "x"}]})
+                sent += 1
+            self.event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": sent}})
+            self.wfile.write(b"data: [DONE]\n\n")
+        except (BrokenPipeError, ConnectionResetError):
+            self.server.disconnects += 1  # type: ignore[attr-defined]
+
+    def event(self, content: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
+        self.wfile.flush()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def stub() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StubHandler)
+    server.disconnects = 0  # type: ignore[attr-defined]
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def load(*prompts: str, tier: str = "priority", at_s: float = 0.0) -> list[LoadRequest]:
+    return [LoadRequest(send_at_s=at_s, prompt=prompt, max_tokens=4, service_tier=tier) for prompt in prompts]
+
+
+def send(
+    stub: ThreadingHTTPServer, requests: Sequence[LoadRequest], cutoff_s: float = 60.0
+) -> tuple[list[RequestRecord], float]:
+    async def watch(now_s: float, records: Sequence[RequestRecord]) -> None:
+        assert now_s >= 0 and len(records) == len(requests)
+
+    url = f"http://127.0.0.1:{stub.server_port}"
+    is_ls = lambda request: request.service_tier == "priority"  # noqa: E731
+    return asyncio.run(run_load(url, requests, must_finish=is_ls, cutoff_s=cutoff_s, watch=watch))
+
+
+def test_client_times_the_tokens_it_gets(stub: ThreadingHTTPServer) -> None:
+    (record,), _ = send(stub, load("hello", at_s=0.1))
+    assert record.finished and record.error is None
+    assert (record.num_prompt_tokens, record.num_output_tokens, len(record.token_times_s)) == (3, 4, 4)
+    assert record.sent_s is not None and record.first_token_s is not None and record.tpot_s is not None
+    # The stub's sleeps are lower bounds, and nothing here depends on how long they really take.
+    assert record.sent_s >= 0.1 and record.first_token_s >= record.sent_s + TOKEN_GAP_S
+    assert record.token_times_s == sorted(record.token_times_s)
+
+
+def test_client_disconnects_what_is_not_waited_for(stub: ThreadingHTTPServer) -> None:
+    records, end_s = send(stub, load("hello") + load("endless", tier="flex"))
+    assert [record.finished for record in records] == [True, False]
+    assert end_s < 60
+    deadline = time.monotonic() + 30
+    while stub.disconnects == 0 and time.monotonic() < deadline:  # type: ignore[attr-defined]
+        time.sleep(0.01)
+    assert stub.disconnects == 1  # type: ignore[attr-defined]
+
+
+def test_client_stops_at_the_cutoff(stub: ThreadingHTTPServer) -> None:
+    (record,), end_s = send(stub, load("endless"), cutoff_s=0.3)
+    assert not record.finished and end_s >= 0.3
+
+
+def test_client_reports_a_refusal(stub: ThreadingHTTPServer) -> None:
+    (record,), _ = send(stub, load("bad"))
+    assert record.error is not None and "HTTP 400" in record.error and "no" in record.error
+    assert not record.finished
+
+
+def test_poisson_times_repeat_and_have_the_rate() -> None:
+    times = poisson_times_s(5.0, 1000.0, random.Random(1))
+    assert times == poisson_times_s(5.0, 1000.0, random.Random(1)) != poisson_times_s(5.0, 1000.0, random.Random(2))
+    assert times == sorted(times) and 0 <= times[0] and times[-1] < 1000
+    # 5,000 expected with a standard deviation of 71; seeded, so this cannot fail by chance.
+    assert abs(len(times) - 5000) < 4 * 71
+
+
+@pytest.mark.parametrize("percent", [0, 1, 50, 90, 99, 100])
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_percentile_is_that_of_numpy(percent: float, count: int) -> None:
+    values = [random.Random(count).random() for _ in range(count)]
+    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent), rel=1e-12)  # double rounding
+
+
+def test_percentile_of_nothing_is_nan_and_101_is_an_error() -> None:
+    assert math.isnan(percentile([], 50))
+    with pytest.raises(ValueError, match="101"):
+        percentile([1.0], 101)
+
+
+def test_requests_that_never_started_count_with_their_waiting_time() -> None:
+    served = RequestRecord(service_tier="priority", send_at_s=1.0, first_token_s=1.5, finished=True)
+    starved = RequestRecord(service_tier="priority", send_at_s=1.0)
+    summary = summarize([served, starved], end_s=11.0)
+    assert (summary.num_requests, summary.num_started, summary.num_finished) == (2, 1, 1)
+    assert summary.ttft_p50_s == pytest.approx((0.5 + 10.0) / 2)  # exact but for rounding
+    assert math.isnan(summary.tpot_p50_s)
+
+
+def test_record_says_what_ran_where(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "record.json"
+    raw = RequestRecord(service_tier="flex", send_at_s=0.5)
+    write_record(path, name="x", config={"a": 1}, seed=7, results={"requests": [raw]})
+    record = json.loads(path.read_text())
+    assert record["results"]["requests"][0]["send_at_s"] == 0.5
+    assert record["seed"] == 7 and record["config"] == {"a": 1}
+    assert {"commit", "dirty"} == record["environment"]["git"].keys()
+    assert "torch" in record["environment"]["versions"] and record["environment"]["hardware"]["cores"] >= 1
+    write_record(path, name="x", config={"a": 2}, seed=7, results={})
+    assert json.loads(path.read_text())["workload_hash"] != record["workload_hash"]
+
+
+def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ServerFailed, match="no-such-flag"),
+        ServerProcess(["--no-such-flag"], tmp_path / "log") as server,
+    ):
+        server.wait_until_healthy(timeout_s=120)
+
+
+def test_demo_sends_the_same_ls_stream_with_and_without_be() -> None:
+    settings, path = demo.parse_arguments(["--be-requests", "5", "--record", "x.json"])
+    alone = demo.make_load(settings, 10.0, with_be=False)
+    beside = demo.make_load(settings, 10.0, with_be=True)
+    assert path == Path("x.json")
+    assert beside[: len(alone)] == alone and len(beside) == len(alone) + 5
+    assert {request.service_tier for request in alone} == {"priority"}
+    assert {request.service_tier for request in beside[len(alone) :]} == {"flex"}
+
+
+def test_demo_table_has_a_line_for_each_phase() -> None:
+    latencies = LatencySummary(
+        num_requests=4,
+        num_started=4,
+        num_finished=3,
+        ttft_p50_s=0.0125,
+        ttft_p99_s=0.05,
+        tpot_p50_s=0.002,
+        tpot_p99_s=0.003,
+    )
+    phase = demo.Phase(
+        scheduler="fcfs", name="LS + BE", duration_s=2.0, ls=latencies, be_tokens=500, be_host_tokens=120, records=[]
+    )
+    line = demo.table([phase]).splitlines()[2]
+    assert line.split() == ["fcfs", "LS", "+", "BE", "3/4", "12.5", "50.0", "2.0", "3.0", "250", "500", "120"]
+    starving = dataclasses.replace(latencies, num_started=1, tpot_p50_s=math.nan, tpot_p99_s=math.nan)
+    line = demo.table([dataclasses.replace(phase, ls=starving)]).splitlines()[2]
+    assert line.split()[5:9] == [">12.5", ">50.0", "-", "-"]

@@ -1,0 +1,134 @@
+"""What an installation holds, and what `import omniserve` does and does not do."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import omniserve
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "omniserve"
+
+# Which rooms a room may import from (design: server -> engine -> {sched, runner} -> {kv, layers, host} -> ops).
+# Leaves are plain data that everybody may use; `plain` rooms must stay free of torch, models and ops.
+LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats"}
+ENGINE = {"engine", "runner", "sampling", "outputs", "step_inputs", "detokenizer", "cores"}
+ALLOWED = {
+    "ops": set(),
+    "kv": {"ops"},
+    "layers": {"ops"},
+    "patching": {"layers", "ops"},
+    "host": {"ops", "kv"},
+    "sched": {"kv"},
+    "server": {"engine", "detokenizer", "patching", "layers", "sched", "kv", "ops", "builtin_model"},
+}
+PLAIN = ("sched", "kv/base.py", "kv/block_pool.py", "kv/paged.py", "kv/tiered.py", "plan.py", "request.py", "stats.py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the dotted names of everything that a module imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    here = room(path)
+    if here == "__init__":
+        return
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("omniserve.")} - LEAVES - {here}
+    if here in LEAVES:
+        assert not used
+    elif here in ALLOWED:
+        assert used <= ALLOWED[here], f"{here} must not import {sorted(used - ALLOWED[here])}"
+    else:
+        assert here in ENGINE, f"say in this test where {here} stands"
+        assert "server" not in used
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_policies_and_block_accounting_know_no_tensors(name: str) -> None:
+    place = PACKAGE / name
+    paths = [place] if place.suffix else sorted(place.rglob("*.py"))
+    assert paths and all(path.exists() for path in paths)
+    for path in paths:
+        forbidden = {"torch", "transformers", "numpy"} & {imported.split(".")[0] for imported in imports(path)}
+        assert not forbidden, f"{path} imports {forbidden}"
+
+
+def test_import_starts_no_thread_and_no_cuda() -> None:
+    code = """
+import torch, transformers, sklearn  # what they start is theirs
+import os, threading
+from pathlib import Path
+proc = Path('/proc/self/task')
+def tasks():
+    return len(list(proc.iterdir())) if proc.exists() else threading.active_count()
+before = tasks()
+import omniserve
+for name in omniserve.__all__:
+    getattr(omniserve, name)
+print(tasks() - before, torch.cuda.is_initialized())
+"""
+    assert run_python(code).split() == ["0", "False"]
+
+
+def test_import_works_without_the_server_extra() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["server"]
+    modules = [{"pyzmq": "zmq", "prometheus-client": "prometheus_client"}.get(name, name) for name in extra]
+    code = f"""
+import sys
+for name in {modules!r}:
+    sys.modules[name] = None  # importing it raises ImportError
+import omniserve
+for name in omniserve.__all__:
+    getattr(omniserve, name)
+print(omniserve.Engine.__name__)
+"""
+    assert run_python(code).strip() == "Engine"
+
+
+def test_import_needs_no_dependency_that_is_not_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [*project["dependencies"], *project["optional-dependencies"]["server"], "xformers"]
+    declared = {"".join(c if c.isalnum() or c in "-_" else " " for c in name).split()[0] for name in names}
+    declared = {
+        {"scikit-learn": "sklearn", "pyzmq": "zmq", "prometheus-client": "prometheus_client"}.get(n, n)
+        for n in declared
+    }
+    # What these always bring along themselves and re-export: FastAPI its models and base layer, transformers its hub.
+    declared |= {"pydantic", "starlette", "tokenizers", "safetensors", "huggingface_hub"}
+    used = {name.split(".")[0] for path in modules() for name in imports(path)}
+    assert used - declared - set(sys.stdlib_module_names) <= {"omniserve", "__future__"}
+
+
+def test_public_names_are_documented() -> None:
+    assert omniserve.__all__
+    for name in omniserve.__all__:
+        thing = getattr(omniserve, name)
+        assert not callable(thing) or thing.__doc__, f"omniserve.{name} has no docstring"
