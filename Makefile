@@ -11,8 +11,9 @@ BIN := $(abspath $(VENV))/bin
 CSRC := $(wildcard omniserve/ops/csrc/*)
 CUDA_EXTRA = $(shell nvidia-smi -L >/dev/null 2>&1 && echo ,cuda)
 PIP := PATH="$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check
-# Without a GPU, OpenMP threads that spin while they wait take the core that the host tier's threads need.
-export OMP_WAIT_POLICY ?= passive
+# OpenMP threads spin for microseconds between short loops, then sleep: sleeping at once doubles a small step, spinning
+# for long takes cores that the host tier and the server need.
+export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test check demo lint format clean

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from omniserve import ops  # noqa: F401  (registers torch.ops.omniserve)
+from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
 from omniserve.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
@@ -24,6 +24,12 @@ from omniserve.patching import PatchedModel
 from omniserve.plan import StepOutput, StepPlan
 from omniserve.sampling import Sampler
 from omniserve.step_inputs import SeatRows, StepInputs, make_step_inputs
+
+# Looked up once: the attribute chain costs as much as a small operator.
+_store_kv = torch.ops.omniserve.store_kv.default
+_piggyback_concat = torch.ops.omniserve.piggyback_concat.default
+_residual_store = torch.ops.omniserve.residual_store.default
+_residual_fetch = torch.ops.omniserve.residual_fetch.default
 
 
 @dataclass(slots=True)
@@ -117,7 +123,7 @@ class ModelRunner:
             if num_device_rows or leaving is not None:
                 q_TNH, k_TKH, v_TKH = model.pre_attention(layer, hidden_TD, *rotary)
                 if leaving is not None:
-                    torch.ops.omniserve.residual_store(hidden_TD, self._residuals_SD, leaving.slots_P)
+                    _residual_store(hidden_TD, self._residuals_SD, leaving.slots_P)
                     parcel = _Parcel(layer, leaving, q_TNH[-num_seats:], k_TKH[-num_seats:], v_TKH[-num_seats:])
                     self._send(parcel, away)
                 if num_device_rows:
@@ -127,26 +133,29 @@ class ModelRunner:
                 if num_seats:
                     rows_P = result_rows[layer] if joining is not None else self._empty_seats(num_seats)
                     slots_P = joining.slots_P if joining is not None else rows_P
-                    attn_TD = torch.ops.omniserve.piggyback_concat(attn_dev_TD, results_RD, rows_P)
-                    torch.ops.omniserve.residual_fetch(self._residuals_SD, slots_P, hidden_TD)
+                    attn_TD = _piggyback_concat(attn_dev_TD, results_RD, rows_P)
+                    _residual_fetch(self._residuals_SD, slots_P, hidden_TD)
                 hidden_TD = model.post_attention(layer, attn_TD, hidden_TD)
         self._send_deferred(away)
         return hidden_TD
 
     def _attend_device(self, layer: int, inputs: StepInputs, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         n = inputs.num_device_rows
+        if n < q_TNH.shape[0]:
+            q_TNH, k_TKH, v_TKH = q_TNH[:n], k_TKH[:n], v_TKH[:n]
         k_cache, v_cache = self._storage.k_layers[layer], self._storage.v_layers[layer]
-        torch.ops.omniserve.store_kv(k_TKH[:n], v_TKH[:n], k_cache, v_cache, inputs.slot_mapping)
+        _store_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.slot_mapping)
         out_TNH = self._attend(
-            q_TNH[:n],
+            q_TNH,
             k_cache,
             v_cache,
             inputs.block_table_RM,
             inputs.query_start_R1,
             inputs.seq_lens_R,
             self._model.spec.attention[layer],
+            lengths=inputs.lengths,
         )
-        return out_TNH.flatten(1)
+        return out_TNH.view(n, -1)
 
     # -- rows between the tiers ----------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omniserve.ops.attention import HostLengths
 from omniserve.plan import PiggybackEntry, PiggybackJoin, StepPlan
 
 
@@ -45,6 +46,8 @@ class StepInputs:
     """int32 prefix sums."""
     seq_lens_R: Tensor
     """int32: context after this step."""
+    lengths: HostLengths
+    """Query and context lengths once more, on the host."""
     entering: SeatRows | None
     """Seats before pre-attention of layer 0; None if nobody enters."""
     joining: dict[int, SeatRows]
@@ -98,6 +101,7 @@ def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device
         block_table_RM=to_device(block_table),
         query_start_R1=to_device(query_start.astype(np.int32)),
         seq_lens_R=to_device((starts + lengths).astype(np.int32)),
+        lengths=HostLengths(query_lens=tuple(lengths.tolist()), seq_lens=tuple((starts + lengths).tolist())),
         entering=_seat_rows(plan.entries, seats, device) if plan.entries else None,
         joining={layer: _seat_rows(joins, seats, device) for layer, joins in joining.items()},
         sampling_rows=to_device(np.array([row for row, _ in sampling], np.int64)),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.common.record import ROOT
 
@@ -38,11 +40,12 @@ def random_llama(seed: int = 0, dtype: torch.dtype = torch.bfloat16, **shape: An
 
 
 def saved_random_llama(name: str, **shape: Any) -> Path:
-    """Return a folder with a random bf16 Llama and the built-in model's tokenizer; made once."""
+    """Return a folder with a random bf16 Llama and a tokenizer that has a word for each of its tokens; made once."""
     folder = ROOT / ".cache" / "models" / name
     if not (folder / "model.safetensors").exists():
         folder.mkdir(parents=True, exist_ok=True)
+        words = Tokenizer(WordLevel({f"w{i}": i for i in range(shape["vocab_size"])}, unk_token="w0"))
+        words.pre_tokenizer = WhitespaceSplit()
+        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
         random_llama(**shape).save_pretrained(folder)
-        for path in (ROOT / "omniserve" / "builtin_model").glob("*token*"):
-            shutil.copy(path, folder)
     return folder
