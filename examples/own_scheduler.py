@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import omniserve
 from omniserve.plan import StepPlan
 from omniserve.sched.batch import Batch
-from omniserve.sched.lifecycle import RequestScheduler
+from omniserve.sched.policy import RequestScheduler
 from omniserve.sched.state import Phase
 
 MODEL = Path(omniserve.__file__).parent / "builtin_model"

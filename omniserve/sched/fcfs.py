@@ -5,7 +5,7 @@ from __future__ import annotations
 from omniserve.plan import StepPlan
 from omniserve.sched.base import SCHEDULERS
 from omniserve.sched.batch import Batch
-from omniserve.sched.lifecycle import RequestScheduler
+from omniserve.sched.policy import RequestScheduler
 from omniserve.sched.state import Phase, RequestState
 
 

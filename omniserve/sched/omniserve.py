@@ -9,7 +9,7 @@ from omniserve.kv.base import KVManager, Tier
 from omniserve.plan import KVMove, MoveDirection, StepPlan
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
-from omniserve.sched.lifecycle import BE, LS, RequestScheduler
+from omniserve.sched.policy import BE, LS, RequestScheduler
 from omniserve.sched.state import Phase, RequestState
 
 # An LS prompt that lacks memory waits this long for swap-outs to end; then BE requests are recomputed instead.
@@ -100,7 +100,7 @@ class OmniServeScheduler(RequestScheduler):
                 if self._offload(state):
                     break
                 # The host tier is full or absent: the youngest gives way, until it is this one's turn to wait.
-                victim = self._youngest_victim(batch, state, (BE,))
+                victim = self.youngest_victim(batch, state, (BE,))
                 if victim is None:
                     break
                 self.preempt(victim)

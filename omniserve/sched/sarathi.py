@@ -6,7 +6,7 @@ from omniserve.plan import StepPlan
 from omniserve.request import ServiceClass
 from omniserve.sched.base import SCHEDULERS
 from omniserve.sched.batch import Batch
-from omniserve.sched.lifecycle import BE, LS, RequestScheduler
+from omniserve.sched.policy import BE, LS, RequestScheduler
 from omniserve.sched.state import Phase
 
 

@@ -10,7 +10,7 @@ from omniserve.kv import TieredKVManager
 from omniserve.plan import HostEvent, HostEventKind, MoveDirection, StepPlan
 from omniserve.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.sched import SCHEDULERS, SchedulerLimits
-from omniserve.sched.lifecycle import RequestScheduler, seat_bucket
+from omniserve.sched.policy import RequestScheduler, seat_bucket
 from tests.sched.fake_device import FakeDevice
 
 BLOCK = 4

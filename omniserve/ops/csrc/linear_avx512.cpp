@@ -1,0 +1,16 @@
+// Linear kernels for x86 with avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "linear_kernels.h"
+
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#define OMNI_ISA avx512
+#define OMNI_LANES 16
+#define OMNI_DPBF16 0
+#include "linear_kernel.inl"
+
+namespace omniserve {
+const LinearKernels& avx512_linear_kernels() { return avx512::kLinearKernels; }
+}  // namespace omniserve
+#endif

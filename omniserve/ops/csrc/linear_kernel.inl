@@ -1,0 +1,187 @@
+// The linear kernels of one instruction set; macros as for attention_kernel.inl.
+//
+// A block is kLinearGroup rows of weight by up to kBlockRows rows of x: W sums, as many as sum_each adds up at once.
+// While the first block of a group reads its weights, it prefetches those of the next group; further blocks of the
+// group find them in L1, where the packed x stays.
+
+namespace omniserve {
+namespace OMNI_ISA {
+namespace {
+
+#include "attention_simd.inl"
+
+constexpr int kGroup = static_cast<int>(kLinearGroup);
+constexpr int kBlockRows = OMNI_LANES / kGroup;
+constexpr int64_t kPrefetchBytes = 4096;  // at the least; memory answers after some 1500 bytes' time
+
+template <typename T>
+struct Product {
+  typedef VF Vector;
+  typedef float Packed;
+  static constexpr int64_t kStep = W;
+  static inline __attribute__((always_inline)) VF add(VF sum, VF w, VF x) { return sum + w * x; }
+  static inline __attribute__((always_inline)) VF read(const T* p) { return load(p); }
+  static inline __attribute__((always_inline)) VF read_x(const float* p) { return load(p); }
+};
+
+#if OMNI_DPBF16
+template <>
+struct Product<BF16> {  // VDPBF16PS: products of bf16 are exact in fp32, sums are rounded to fp32; subnormals are zero
+  typedef __m512bh Vector;
+  typedef BF16 Packed;
+  static constexpr int64_t kStep = 2 * W;
+  static inline __attribute__((always_inline)) VF add(VF sum, Vector w, Vector x) {
+    return (VF)_mm512_dpbf16_ps((__m512)sum, w, x);
+  }
+  static inline __attribute__((always_inline)) Vector read(const BF16* p) {
+    Vector v;
+    __builtin_memcpy(&v, p, sizeof(v));
+    return v;
+  }
+  static inline __attribute__((always_inline)) Vector read_x(const BF16* p) { return read(p); }
+};
+#endif
+
+// W sums in vectors: sum t * kGroup + r is row t of x times row r of the group. Rows of x lie `stride` apart.
+template <typename T, int ROWS, bool PREFETCH>
+OMNI_INLINE void add_block(const T* const* weight, const typename Product<T>::Packed* x, int64_t stride,
+                           int64_t num_in, int64_t ahead, VF* sums) {
+  typedef Product<T> P;
+  const T* w[kGroup];
+  VF sum[kGroup * ROWS];
+#pragma GCC unroll 16
+  for (int i = 0; i < kGroup * ROWS; ++i) sum[i] = VF{};
+#pragma GCC unroll 4
+  for (int r = 0; r < kGroup; ++r) w[r] = weight[r];
+  typename P::Vector v[kGroup];
+  int64_t i = 0;
+  for (; i + P::kStep <= num_in; i += P::kStep) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kGroup; ++r) {
+      v[r] = P::read(w[r] + i);
+      if (PREFETCH) __builtin_prefetch(w[r] + i + ahead, 0, 3);
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < ROWS; ++t) {
+      const typename P::Vector row = P::read_x(x + t * stride + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < kGroup; ++r) sum[t * kGroup + r] = P::add(sum[t * kGroup + r], v[r], row);
+    }
+  }
+  if (i < num_in) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kGroup; ++r) {
+      T rest[P::kStep] = {};
+      __builtin_memcpy(rest, w[r] + i, static_cast<size_t>(num_in - i) * sizeof(T));
+      v[r] = P::read(rest);
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < ROWS; ++t) {
+      const typename P::Vector row = P::read_x(x + t * stride + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < kGroup; ++r) sum[t * kGroup + r] = P::add(sum[t * kGroup + r], v[r], row);
+    }
+  }
+#pragma GCC unroll 16
+  for (int s = 0; s < OMNI_LANES; ++s) sums[s] = s < kGroup * ROWS ? sum[s < kGroup * ROWS ? s : 0] : VF{};
+}
+
+template <typename T, int ROWS, bool PREFETCH>
+static void block(const LinearArgs& args, const T* const* weight, const typename Product<T>::Packed* packed,
+                  int64_t stride, int64_t ahead, int64_t row, int64_t feature, int64_t count) {
+  VF sums[OMNI_LANES];
+  add_block<T, ROWS, PREFETCH>(weight, packed + row * stride, stride, args.num_in, ahead, sums);
+  T results[OMNI_LANES];
+  store(results, sum_each(sums));
+  T* to = static_cast<T*>(args.out) + row * args.num_out + feature;
+  for (int t = 0; t < ROWS; ++t, to += args.num_out)
+    for (int64_t r = 0; r < count; ++r) to[r] = results[t * kGroup + r];
+}
+
+// The block of 1 to kBlockRows rows of x from `row` on; returns how many it took.
+template <typename T, bool PREFETCH>
+OMNI_INLINE int64_t any_block(const LinearArgs& args, const T* const* weight,
+                              const typename Product<T>::Packed* packed, int64_t stride, int64_t ahead, int64_t row,
+                              int64_t feature, int64_t count) {
+  const int64_t left = args.num_rows - row;
+  if (left >= kBlockRows) {
+    block<T, kBlockRows, PREFETCH>(args, weight, packed, stride, ahead, row, feature, count);
+    return kBlockRows;
+  }
+#if OMNI_LANES == 16
+  if (left == 3) {
+    block<T, 3, PREFETCH>(args, weight, packed, stride, ahead, row, feature, count);
+    return 3;
+  }
+  if (left == 2) {
+    block<T, 2, PREFETCH>(args, weight, packed, stride, ahead, row, feature, count);
+    return 2;
+  }
+#endif
+  block<T, 1, PREFETCH>(args, weight, packed, stride, ahead, row, feature, count);
+  return 1;
+}
+
+template <typename T>
+static void features_typed(const LinearArgs& args, const void* packed, int64_t begin, int64_t end) {
+  const auto* x = static_cast<const typename Product<T>::Packed*>(packed);
+  const int64_t stride = round_up(args.num_in, kLinearPad);
+  const int64_t group_bytes = max64(1, kGroup * args.num_in * static_cast<int64_t>(sizeof(T)));
+  const int64_t distance = (kPrefetchBytes + group_bytes - 1) / group_bytes * kGroup;  // rows of weight
+  for (int64_t feature = begin; feature < end; feature += kGroup) {
+    const int64_t count = min64(kGroup, end - feature);
+    const T* weight[kGroup];
+    for (int64_t r = 0; r < kGroup; ++r)
+      weight[r] = static_cast<const T*>(args.weight) + (feature + min64(r, count - 1)) * args.num_in;
+    const int64_t ahead = min64(distance, args.num_out - kGroup - feature) * args.num_in;  // nothing behind the weight
+    int64_t row = 0;
+    if (ahead > 0 && args.num_rows > 0) row = any_block<T, true>(args, weight, x, stride, ahead, row, feature, count);
+    while (row < args.num_rows) row += any_block<T, false>(args, weight, x, stride, 0, row, feature, count);
+  }
+}
+
+template <typename T, typename P>
+OMNI_INLINE void pack_row(const T* x, int64_t num_in, P* packed) {
+  int64_t i = 0;
+  for (; i + W <= num_in; i += W) store(packed + i, load(x + i));
+  for (; i < num_in; ++i) packed[i] = to_float(x[i]);
+}
+#if OMNI_DPBF16
+OMNI_INLINE void pack_row(const BF16* x, int64_t num_in, BF16* packed) {
+  __builtin_memcpy(packed, x, static_cast<size_t>(num_in) * sizeof(BF16));
+}
+#endif
+
+template <typename T>
+static void pack_typed(const LinearArgs& args, void* packed) {
+  typedef typename Product<T>::Packed P;
+  const int64_t stride = round_up(args.num_in, kLinearPad);
+  for (int64_t t = 0; t < args.num_rows; ++t) {
+    P* const to = static_cast<P*>(packed) + t * stride;
+    pack_row(static_cast<const T*>(args.x) + t * args.x_stride, args.num_in, to);
+    __builtin_memset(to + args.num_in, 0, static_cast<size_t>(stride - args.num_in) * sizeof(P));
+  }
+}
+
+void pack(const LinearArgs& args, void* packed) {
+  switch (args.dtype) {
+    case DType::f32: return pack_typed<float>(args, packed);
+    case DType::bf16: return pack_typed<BF16>(args, packed);
+    case DType::f16: return pack_typed<F16>(args, packed);
+  }
+}
+
+void features(const LinearArgs& args, const void* packed, int64_t begin, int64_t end) {
+  switch (args.dtype) {
+    case DType::f32: return features_typed<float>(args, packed, begin, end);
+    case DType::bf16: return features_typed<BF16>(args, packed, begin, end);
+    case DType::f16: return features_typed<F16>(args, packed, begin, end);
+  }
+}
+
+}  // namespace
+
+const LinearKernels kLinearKernels = {pack, features};
+
+}  // namespace OMNI_ISA
+}  // namespace omniserve
