@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from omniserve.errors import UnsupportedModelError
+from omniserve.layers.head import project
 from omniserve.registry import Registry
 from omniserve.spec import AttentionSpec, ModelSpec
 
@@ -98,7 +99,7 @@ class LayerFamily(ABC):
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Turn rows of the last layer's output into logits ``[R, vocabulary]``, model dtype."""
-        return self.lm_head(self.final_norm(hidden_RD))
+        return project(self.lm_head, self.final_norm(hidden_RD))
 
     def attention_module(self, layer: nn.Module) -> Any:
         """Return the layer's attention module, which HF's attention functions want as their first argument."""

@@ -123,7 +123,7 @@ def packable(model: nn.Module, candidates: Iterable[nn.Module]) -> list[nn.Linea
     """Return those candidates that packing serves: plain bf16 CPU linears whose weight nobody else reads.
 
     fp32 is left alone (slower with one row), and so are subclasses (quantised, adapters) and tied weights: an embedding
-    needs its rows dense.
+    needs its rows dense (``layers/head.py`` serves that head).
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return []

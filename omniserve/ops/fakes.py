@@ -1,7 +1,7 @@
 """Fakes: what torch.compile and opcheck need to know of each operator, shapes and dtypes.
 
 Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P seats,
-R requests, M blocks per request.
+R requests, M blocks per request, I and O input and output features.
 """
 
 from __future__ import annotations
@@ -58,3 +58,8 @@ def _residual_store(hidden_TD: Tensor, store_SD: Tensor, slots_P: Tensor) -> Non
 @torch.library.register_fake("omniserve::residual_fetch")
 def _residual_fetch(store_SD: Tensor, slots_P: Tensor, hidden_TD: Tensor) -> None:
     return None
+
+
+@torch.library.register_fake("omniserve::skinny_linear")
+def _skinny_linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    return x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0]))

@@ -1,7 +1,7 @@
 """Slow references of the operators, for tests: loops, plain torch, float64 inside.
 
 Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P seats,
-R requests, M blocks per request.
+R requests, M blocks per request, I and O input and output features.
 """
 
 from __future__ import annotations
@@ -92,3 +92,8 @@ def residual_fetch(store_SD: Tensor, slots_P: Tensor, hidden_TD: Tensor) -> None
     first = hidden_TD.shape[0] - slots_P.shape[0]
     for seat, slot in enumerate(slots_P.tolist()):
         hidden_TD[first + seat] = store_SD[slot] if slot >= 0 else 0
+
+
+def skinny_linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return ``x @ weight.T``, ``[T, O]``; no bias."""
+    return (x_TI.double() @ weight_OI.double().T).to(x_TI.dtype)

@@ -4,7 +4,7 @@ Samples are small, cover empty and odd sizes, and hold NaN wherever an operator 
 behind a sequence's end, before its window.
 
 Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P seats,
-R requests, M blocks per request.
+R requests, M blocks per request, I and O input and output features.
 """
 
 from __future__ import annotations
@@ -177,6 +177,36 @@ def _residual_fetch_samples(device: torch.device, dtype: torch.dtype) -> Iterato
         yield Sample(label=label, args=(store, slots, hidden))
 
 
+def linear_args(
+    num_rows: int, num_in: int, num_out: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return skinny_linear's arguments: seeded random, with NaN behind each row of x and behind the weight."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.full((num_rows, num_in + 8), torch.nan)
+    x[:, :num_in] = torch.randn(num_rows, num_in, generator=generator)
+    weight = torch.full((num_out * num_in + 8,), torch.nan)
+    weight[:-8] = torch.randn(num_out * num_in, generator=generator) / max(1, num_in) ** 0.5
+    x, weight = x.to(device, dtype), weight.to(device, dtype)
+    x_TI, weight_OI = x[:, :num_in], weight[: num_out * num_in].view(num_out, num_in)
+    # opcheck cannot copy a slice of nothing.
+    return (x_TI if x_TI.numel() else x_TI.contiguous()), (weight_OI if weight_OI.numel() else weight_OI.contiguous())
+
+
+def _skinny_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, num_rows, num_in, num_out in (
+        ("no row", 0, 32, 8),
+        ("no output feature", 2, 32, 0),
+        ("no input feature", 3, 0, 5),
+        ("one of each", 1, 1, 1),
+        ("one row, whole vectors", 1, 96, 64),
+        ("two rows, less than a vector", 2, 7, 10),
+        ("three rows, rest of a vector", 3, 45, 33),
+        ("rest of a block of rows, several threads", 7, 200, 203),
+        ("many rows", 33, 72, 50),
+    ):
+        yield Sample(label=label, args=linear_args(num_rows, num_in, num_out, device, dtype))
+
+
 OPS: dict[str, OpSpec] = {
     spec.name: spec
     for spec in (
@@ -186,5 +216,6 @@ OPS: dict[str, OpSpec] = {
         OpSpec(name="piggyback_concat", reference=reference.piggyback_concat, samples=_piggyback_concat_samples),
         OpSpec(name="residual_store", reference=reference.residual_store, samples=_residual_store_samples),
         OpSpec(name="residual_fetch", reference=reference.residual_fetch, samples=_residual_fetch_samples),
+        OpSpec(name="skinny_linear", reference=reference.skinny_linear, samples=_skinny_linear_samples),
     )
 }

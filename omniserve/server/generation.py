@@ -145,7 +145,7 @@ class Generation:
             self._client.abort(request_id)
         self._metrics.finished(choice)
         if choice.finish_reason == FinishReason.ERROR:
-            raise ApiError("the model gave no valid output for this request; see the server's log", status=500)
+            raise ApiError(f"the engine could not go on with this request: {output.stop_reason}", status=500)
         if choice.finish_reason == FinishReason.ABORT:
             raise ApiError("the engine ended this request before it was complete; send it again", status=503)
         return delta

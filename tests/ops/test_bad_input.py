@@ -23,6 +23,7 @@ def good(name: str) -> list[Any]:
         "piggyback_concat": [torch.zeros(3, 8), torch.zeros(4, 8), torch.tensor([3, -1])],
         "residual_store": [torch.zeros(3, 8), torch.zeros(4, 8), torch.tensor([3, -1])],
         "residual_fetch": [torch.zeros(4, 8), torch.tensor([3, -1]), torch.zeros(3, 8)],
+        "skinny_linear": [torch.zeros(3, 8), torch.zeros(5, 8)],
     }[name]  # fmt: skip
 
 
@@ -70,6 +71,11 @@ CASES = [
     ("residual_store", 1, torch.zeros(4, 16)[:, ::2], "store must have contiguous rows"),
     ("residual_fetch", 1, torch.tensor([-2, 0]), r"slots\[0\] is -2"),
     ("residual_fetch", 0, torch.zeros(4, 9), "store must have hidden's width 8"),
+    ("skinny_linear", 0, torch.zeros(8), "x must have 2 dimensions"),
+    ("skinny_linear", 0, torch.zeros(3, 16)[:, ::2], "x must have contiguous rows"),
+    ("skinny_linear", 1, torch.zeros(5, 9), r"weight must have x's width 8, got \[5, 9\]"),
+    ("skinny_linear", 1, torch.zeros(8, 5).T, "weight must be contiguous"),
+    ("skinny_linear", 1, torch.zeros(5, 8).half(), "weight must be Float, got Half"),
 ]  # fmt: skip
 
 

@@ -89,13 +89,13 @@ class FakeEngine:
         token = (prompt[len(entry.output) % len(prompt)] + (sampling.seed or 0)) % self.spec.vocab_size
         entry.output.append(token)
         reason = FinishReason.LENGTH if len(entry.output) >= sampling.max_tokens else None
-        stop_reason = None
+        stop_reason: int | str | None = None
         if token in sampling.stop_token_ids:
             reason, stop_reason = FinishReason.STOP, token
         elif token in self.spec.eos_token_ids and not sampling.ignore_eos:
             reason = FinishReason.STOP
         elif prompt[0] == BAD_OUTPUT:
-            reason = FinishReason.ERROR
+            reason, stop_reason = FinishReason.ERROR, "the fake logits are not finite"
         if reason is not None:
             del self._running[request_id]
         logprobs = ()

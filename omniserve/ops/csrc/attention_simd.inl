@@ -1,6 +1,6 @@
 // Vectors of OMNI_LANES floats for the kernels of one instruction set. Included inside that set's own namespace, after
-// `#pragma GCC target`, by attention_kernel.inl. Nothing of the standard library may be called here: an inline function
-// compiled for a wide instruction set could be the copy that the linker keeps for everybody.
+// `#pragma GCC target`, by attention_kernel.inl and linear_kernel.inl. Nothing of the standard library may be called
+// here: an inline function compiled for a wide instruction set could be the copy that the linker keeps for everybody.
 
 constexpr int64_t W = OMNI_LANES;
 

@@ -3,6 +3,7 @@
 // Legend: T rows of x (tokens), I input features, O output features.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "attention.h"

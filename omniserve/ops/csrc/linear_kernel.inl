@@ -1,8 +1,9 @@
 // The linear kernels of one instruction set; macros as for attention_kernel.inl.
 //
 // A block is kLinearGroup rows of weight by up to kBlockRows rows of x: W sums, as many as sum_each adds up at once.
-// While the first block of a group reads its weights, it prefetches those of the next group; further blocks of the
-// group find them in L1, where the packed x stays.
+// While the first block of a group reads its weights, it prefetches those of a later group, into L2: L1 has too few
+// misses in flight for that (20 GB/s on two Zen 4 cores, 40 this way, which is what their memory gives). Further blocks
+// of the group find the weights in L1, where the packed x stays as well if it is small.
 
 namespace omniserve {
 namespace OMNI_ISA {
@@ -12,16 +13,18 @@ namespace {
 
 constexpr int kGroup = static_cast<int>(kLinearGroup);
 constexpr int kBlockRows = OMNI_LANES / kGroup;
-constexpr int64_t kPrefetchBytes = 4096;  // at the least; memory answers after some 1500 bytes' time
+constexpr int64_t kPrefetchBytes = 16384;  // at the least
+
+OMNI_INLINE int64_t padded(int64_t num_in) { return (num_in + kLinearPad - 1) / kLinearPad * kLinearPad; }
 
 template <typename T>
 struct Product {
   typedef VF Vector;
   typedef float Packed;
   static constexpr int64_t kStep = W;
-  static inline __attribute__((always_inline)) VF add(VF sum, VF w, VF x) { return sum + w * x; }
-  static inline __attribute__((always_inline)) VF read(const T* p) { return load(p); }
-  static inline __attribute__((always_inline)) VF read_x(const float* p) { return load(p); }
+  OMNI_INLINE VF add(VF sum, VF w, VF x) { return sum + w * x; }
+  OMNI_INLINE VF read(const T* p) { return load(p); }
+  OMNI_INLINE VF read_x(const float* p) { return load(p); }
 };
 
 #if OMNI_DPBF16
@@ -30,43 +33,50 @@ struct Product<BF16> {  // VDPBF16PS: products of bf16 are exact in fp32, sums a
   typedef __m512bh Vector;
   typedef BF16 Packed;
   static constexpr int64_t kStep = 2 * W;
-  static inline __attribute__((always_inline)) VF add(VF sum, Vector w, Vector x) {
+  OMNI_INLINE VF add(VF sum, Vector w, Vector x) {
     return (VF)_mm512_dpbf16_ps((__m512)sum, w, x);
   }
-  static inline __attribute__((always_inline)) Vector read(const BF16* p) {
+  OMNI_INLINE Vector read(const BF16* p) {
     Vector v;
     __builtin_memcpy(&v, p, sizeof(v));
     return v;
   }
-  static inline __attribute__((always_inline)) Vector read_x(const BF16* p) { return read(p); }
+  OMNI_INLINE Vector read_x(const BF16* p) { return read(p); }
 };
 #endif
 
-// W sums in vectors: sum t * kGroup + r is row t of x times row r of the group. Rows of x lie `stride` apart.
-template <typename T, int ROWS, bool PREFETCH>
-OMNI_INLINE void add_block(const T* const* weight, const typename Product<T>::Packed* x, int64_t stride,
-                           int64_t num_in, int64_t ahead, VF* sums) {
-  typedef Product<T> P;
-  const T* w[kGroup];
-  VF sum[kGroup * ROWS];
-#pragma GCC unroll 16
-  for (int i = 0; i < kGroup * ROWS; ++i) sum[i] = VF{};
+// sum[t * kGroup + r] += v[r] * x[t], for rows of x that lie `stride` apart.
+template <typename T, int ROWS>
+OMNI_INLINE void add_products(const typename Product<T>::Vector* v, const typename Product<T>::Packed* x,
+                              int64_t stride, VF* sum) {
 #pragma GCC unroll 4
-  for (int r = 0; r < kGroup; ++r) w[r] = weight[r];
+  for (int t = 0; t < ROWS; ++t) {
+    const typename Product<T>::Vector row = Product<T>::read_x(x + t * stride);
+#pragma GCC unroll 4
+    for (int r = 0; r < kGroup; ++r) sum[t * kGroup + r] = Product<T>::add(sum[t * kGroup + r], v[r], row);
+  }
+}
+
+// Writes `count` features from `feature` on, of ROWS rows of x from `row` on.
+template <typename T, int ROWS, bool PREFETCH>
+static void block(const LinearArgs& args, const T* const* weight, const typename Product<T>::Packed* packed,
+                  int64_t stride, int64_t ahead, int64_t row, int64_t feature, int64_t count) {
+  typedef Product<T> P;
+  const typename P::Packed* const x = packed + row * stride;
+  const T* const w[kGroup] = {weight[0], weight[1], weight[2], weight[3]};
   typename P::Vector v[kGroup];
+  VF sum[kGroup * ROWS];  // in registers
+#pragma GCC unroll 16
+  for (int s = 0; s < kGroup * ROWS; ++s) sum[s] = VF{};
+  const int64_t num_in = args.num_in;
   int64_t i = 0;
   for (; i + P::kStep <= num_in; i += P::kStep) {
 #pragma GCC unroll 4
     for (int r = 0; r < kGroup; ++r) {
       v[r] = P::read(w[r] + i);
-      if (PREFETCH) __builtin_prefetch(w[r] + i + ahead, 0, 3);
+      if (PREFETCH) __builtin_prefetch(w[r] + i + ahead, 0, 2);
     }
-#pragma GCC unroll 4
-    for (int t = 0; t < ROWS; ++t) {
-      const typename P::Vector row = P::read_x(x + t * stride + i);
-#pragma GCC unroll 4
-      for (int r = 0; r < kGroup; ++r) sum[t * kGroup + r] = P::add(sum[t * kGroup + r], v[r], row);
-    }
+    add_products<T, ROWS>(v, x + i, stride, sum);
   }
   if (i < num_in) {
 #pragma GCC unroll 4
@@ -75,27 +85,21 @@ OMNI_INLINE void add_block(const T* const* weight, const typename Product<T>::Pa
       __builtin_memcpy(rest, w[r] + i, static_cast<size_t>(num_in - i) * sizeof(T));
       v[r] = P::read(rest);
     }
-#pragma GCC unroll 4
-    for (int t = 0; t < ROWS; ++t) {
-      const typename P::Vector row = P::read_x(x + t * stride + i);
-#pragma GCC unroll 4
-      for (int r = 0; r < kGroup; ++r) sum[t * kGroup + r] = P::add(sum[t * kGroup + r], v[r], row);
-    }
+    add_products<T, ROWS>(v, x + i, stride, sum);
   }
+  VF sums[OMNI_LANES];
 #pragma GCC unroll 16
   for (int s = 0; s < OMNI_LANES; ++s) sums[s] = s < kGroup * ROWS ? sum[s < kGroup * ROWS ? s : 0] : VF{};
-}
-
-template <typename T, int ROWS, bool PREFETCH>
-static void block(const LinearArgs& args, const T* const* weight, const typename Product<T>::Packed* packed,
-                  int64_t stride, int64_t ahead, int64_t row, int64_t feature, int64_t count) {
-  VF sums[OMNI_LANES];
-  add_block<T, ROWS, PREFETCH>(weight, packed + row * stride, stride, args.num_in, ahead, sums);
   T results[OMNI_LANES];
   store(results, sum_each(sums));
   T* to = static_cast<T*>(args.out) + row * args.num_out + feature;
-  for (int t = 0; t < ROWS; ++t, to += args.num_out)
-    for (int64_t r = 0; r < count; ++r) to[r] = results[t * kGroup + r];
+  for (int t = 0; t < ROWS; ++t, to += args.num_out) {
+    if (count == kGroup) {
+      __builtin_memcpy(to, results + t * kGroup, kGroup * sizeof(T));
+    } else {
+      for (int64_t r = 0; r < count; ++r) to[r] = results[t * kGroup + r];
+    }
+  }
 }
 
 // The block of 1 to kBlockRows rows of x from `row` on; returns how many it took.
@@ -125,9 +129,9 @@ OMNI_INLINE int64_t any_block(const LinearArgs& args, const T* const* weight,
 template <typename T>
 static void features_typed(const LinearArgs& args, const void* packed, int64_t begin, int64_t end) {
   const auto* x = static_cast<const typename Product<T>::Packed*>(packed);
-  const int64_t stride = round_up(args.num_in, kLinearPad);
+  const int64_t stride = padded(args.num_in);
   const int64_t group_bytes = max64(1, kGroup * args.num_in * static_cast<int64_t>(sizeof(T)));
-  const int64_t distance = (kPrefetchBytes + group_bytes - 1) / group_bytes * kGroup;  // rows of weight
+  const int64_t distance = (kPrefetchBytes + group_bytes - 1) / group_bytes * kGroup;  // in rows of weight
   for (int64_t feature = begin; feature < end; feature += kGroup) {
     const int64_t count = min64(kGroup, end - feature);
     const T* weight[kGroup];
@@ -155,7 +159,7 @@ OMNI_INLINE void pack_row(const BF16* x, int64_t num_in, BF16* packed) {
 template <typename T>
 static void pack_typed(const LinearArgs& args, void* packed) {
   typedef typename Product<T>::Packed P;
-  const int64_t stride = round_up(args.num_in, kLinearPad);
+  const int64_t stride = padded(args.num_in);
   for (int64_t t = 0; t < args.num_rows; ++t) {
     P* const to = static_cast<P*>(packed) + t * stride;
     pack_row(static_cast<const T*>(args.x) + t * args.x_stride, args.num_in, to);

@@ -95,5 +95,6 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
                        Tensor seq_lens, double scale, int64_t window, double softcap);
 Tensor cpu_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor seq_lens, double scale,
                      int64_t window, double softcap, int64_t num_threads);
+Tensor skinny_linear(Tensor x, Tensor weight);
 
 }  // namespace omniserve

@@ -152,6 +152,7 @@ STABLE_TORCH_LIBRARY(omniserve, m) {
   m.def("piggyback_concat(Tensor attn_TD, Tensor results_RD, Tensor rows_P) -> Tensor");
   m.def("residual_store(Tensor hidden_TD, Tensor(a!) store_SD, Tensor slots_P) -> ()");
   m.def("residual_fetch(Tensor store_SD, Tensor slots_P, Tensor(a!) hidden_TD) -> ()");
+  m.def("skinny_linear(Tensor x_TI, Tensor weight_OI) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(omniserve, CPU, m) {
@@ -161,4 +162,5 @@ STABLE_TORCH_LIBRARY_IMPL(omniserve, CPU, m) {
   m.impl("piggyback_concat", TORCH_BOX(&omniserve::piggyback_concat));
   m.impl("residual_store", TORCH_BOX(&omniserve::residual_store));
   m.impl("residual_fetch", TORCH_BOX(&omniserve::residual_fetch));
+  m.impl("skinny_linear", TORCH_BOX(&omniserve::skinny_linear));
 }
