@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from omniserve.layers import LayerFamily, family_of
 from omniserve.layers.compiled import Half, compile_halves
-from omniserve.layers.packed import pack, packable, unpack
+from omniserve.layers.packed import groups_of, pack, packable, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class _Patch:
         self.options = options
         self._model = model
         self._layers = family.layers
-        self._packed: list[nn.Linear] = []
+        self._packed: list[tuple[nn.Linear, ...]] = []  # as given to pack
         self._prepack(family, options[1])
         patched = PatchedModel(family, compile=options[0])
         self._replaced: list[tuple[nn.Module, Any]] = []  # (layer, its own "forward" entry or None)
@@ -157,15 +157,17 @@ class _Patch:
         if prepack is False:
             return
         candidates = [module for layer in family.layers for module in layer.modules()]
-        self._packed = packable(self._model, [*candidates, family.lm_head])
-        if prepack is True and not self._packed:
+        linears = packable(self._model, [*candidates, family.lm_head])
+        if prepack is True and not linears:
             raise ValueError("prepack=True, but the model has no bf16 linear on a CPU that supports bf16; use 'auto'")
-        for linear in self._packed:
-            pack(linear)
+        groups = [group for layer in family.layers for group in family.linear_groups(layer)]
+        self._packed = groups_of(linears, groups)
+        for group in self._packed:
+            pack(*group)
         if self._packed:
             # A packed linear refuses by itself, but only when half of the model has been converted.
             self._model.__dict__["_apply"] = _refuse_conversion
-        logger.info("prepacked %d linears", len(self._packed))
+        logger.info("prepacked %d linears as %d weights", len(linears), len(self._packed))
 
     def _replace_forwards(self, patched: PatchedModel) -> None:
         for index, layer in enumerate(self._layers):
@@ -183,9 +185,9 @@ class _Patch:
             else:
                 layer.__dict__["forward"] = forward
         self._model.__dict__.pop("_apply", None)
-        for linear in self._packed:
-            unpack(linear)
-        logger.info("restored %d layers and %d linears", len(self._replaced), len(self._packed))
+        for group in self._packed:
+            unpack(*group)
+        logger.info("restored %d layers and %d linears", len(self._replaced), sum(map(len, self._packed)))
 
 
 def _refuse_conversion(*args: Any, **kwargs: Any) -> NoReturn:

@@ -60,7 +60,8 @@ def _git() -> dict[str, Any]:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else None
 
-    status = run("status", "--porcelain")
+    # Records of earlier runs do not change what is measured.
+    status = run("status", "--porcelain", "--", ".", ":!benchmarks/results")
     # None, not False, outside of a repository: nothing is known about the code then.
     return {"commit": run("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 

@@ -77,6 +77,10 @@ class LayerFamily(ABC):
             The layer's output ``[T, D]``.
         """
 
+    def linear_groups(self, layer: nn.Module) -> list[tuple[nn.Module, ...]]:
+        """Name the modules that the halves call through ``packed.project``; disjoint, in the order of the call."""
+        return []
+
     # --- what most families share ----------------------------------------------------------------------------------
 
     @property

@@ -31,6 +31,7 @@ _PER_LAYER_ATTRIBUTES = frozenset({"layer_idx", "layer_type", "attention_type", 
 def structure(layer: nn.Module) -> tuple[Any, ...]:
     """Describe everything about a layer that a graph may depend on, except the values of its tensors."""
     parts: list[Any] = []
+    numbers: dict[int, int] = {}  # of tensors, by identity: which of them are one object, as a packed group's handle
     for name, module in layer.named_modules():
         tensors = {**module._parameters, **module._buffers}
         tensors.update({key: value for key, value in module.__dict__.items() if isinstance(value, Tensor)})
@@ -39,7 +40,12 @@ def structure(layer: nn.Module) -> tuple[Any, ...]:
                 name,
                 type(module),
                 module.training,
-                tuple((key, _layout(value)) for key, value in sorted(tensors.items()) if value is not None),
+                tuple(
+                    (key, numbers.setdefault(id(value), len(numbers)), _layout(value))
+                    for key, value in sorted(tensors.items())
+                    if value is not None
+                ),
+                tuple(map(id, [*module._forward_hooks.values(), *module._forward_pre_hooks.values()])),
                 tuple(
                     (key, value)
                     for key, value in sorted(module.__dict__.items())

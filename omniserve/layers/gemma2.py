@@ -19,7 +19,7 @@ class Gemma2Family(LlamaFamily):
 
     def post_attention(self, layer: Any, attn: Tensor, hidden_TD: Tensor) -> Tensor:
         hidden_TD = hidden_TD + layer.post_attention_layernorm(layer.self_attn.o_proj(attn))
-        fed_TD = layer.mlp(layer.pre_feedforward_layernorm(hidden_TD))
+        fed_TD = self.feed_forward(layer.mlp, layer.pre_feedforward_layernorm(hidden_TD))
         return hidden_TD + layer.post_feedforward_layernorm(fed_TD)
 
     def attention_spec(self, layer: nn.Module) -> AttentionSpec:

@@ -10,6 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from omniserve.layers.base import LAYER_FAMILIES, LayerFamily, split_heads
+from omniserve.layers.packed import fused, project
+
+# HF's modules with the forward ``down(act(gate(x)) * up(x))``.
+_GATED = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma2MLP"})
 
 
 @LAYER_FAMILIES.register("llama")
@@ -23,12 +27,11 @@ class LlamaFamily(LayerFamily):
     ) -> tuple[Tensor, Tensor, Tensor]:
         normed = layer.input_layernorm(hidden_TD)
         attention = layer.self_attn
-        q_TNH = split_heads(attention.q_proj(normed), attention.head_dim)
-        k_TKH = split_heads(attention.k_proj(normed), attention.head_dim)
-        v_TKH = split_heads(attention.v_proj(normed), attention.head_dim)
+        rows = project(normed, attention.q_proj, attention.k_proj, attention.v_proj)
+        q_TNH, k_TKH, v_TKH = (split_heads(each, attention.head_dim) for each in rows)
         q_TNH, k_TKH = self.norm_heads(attention, q_TNH, k_TKH)
         q_TNH, k_TKH = self.modeling.apply_rotary_pos_emb(q_TNH, k_TKH, cos, sin)
-        return q_TNH, k_TKH, v_TKH
+        return q_TNH, k_TKH, v_TKH.contiguous()  # a view where the projections are fused
 
     def post_attention(self, layer: Any, attn: Tensor, hidden_TD: Tensor) -> Tensor:
         hidden_TD = hidden_TD + layer.self_attn.o_proj(attn)
@@ -38,6 +41,22 @@ class LlamaFamily(LayerFamily):
         """Normalise heads before rotary; Llama does not."""
         return q_TNH, k_TKH
 
-    def feed_forward(self, mlp: nn.Module, normed_TD: Tensor) -> Tensor:
+    def feed_forward(self, mlp: Any, normed_TD: Tensor) -> Tensor:
         """Run the layer's feed-forward module on packed rows."""
-        return mlp(normed_TD)
+        watched = mlp._forward_hooks or mlp._forward_pre_hooks
+        if watched or not self.is_gated(mlp) or not fused(mlp.gate_proj, mlp.up_proj):
+            return mlp(normed_TD)
+        gate, up = project(normed_TD, mlp.gate_proj, mlp.up_proj)
+        return mlp.down_proj(mlp.act_fn(gate) * up)
+
+    def is_gated(self, mlp: Any) -> bool:
+        """Tell whether a feed-forward module is HF's own gated one, whose forward is known."""
+        name = type(mlp).__name__
+        return name in _GATED and type(mlp) is getattr(self.modeling, name, None) and "forward" not in mlp.__dict__
+
+    def linear_groups(self, layer: Any) -> list[tuple[nn.Module, ...]]:
+        attention, mlp = layer.self_attn, layer.mlp
+        groups: list[tuple[nn.Module, ...]] = [(attention.q_proj, attention.k_proj, attention.v_proj)]
+        if self.is_gated(mlp):
+            groups.append((mlp.gate_proj, mlp.up_proj))
+        return groups

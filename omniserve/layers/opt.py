@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from omniserve.layers.base import LAYER_FAMILIES, LayerFamily, split_heads
+from omniserve.layers.packed import project
 from omniserve.spec import AttentionSpec
 
 
@@ -33,10 +34,14 @@ class OPTFamily(LayerFamily):
         if layer.do_layer_norm_before:
             hidden_TD = layer.self_attn_layer_norm(hidden_TD)
         attention = layer.self_attn
-        q_TNH = split_heads(attention.q_proj(hidden_TD) * attention.scaling, attention.head_dim)
-        k_TKH = split_heads(attention.k_proj(hidden_TD), attention.head_dim)
-        v_TKH = split_heads(attention.v_proj(hidden_TD), attention.head_dim)
-        return q_TNH, k_TKH, v_TKH
+        rows = project(hidden_TD, attention.q_proj, attention.k_proj, attention.v_proj)
+        q_TNH, k_TKH, v_TKH = (split_heads(each, attention.head_dim) for each in rows)
+        # Views where the projections are fused.
+        return q_TNH * attention.scaling, k_TKH.contiguous(), v_TKH.contiguous()
+
+    def linear_groups(self, layer: Any) -> list[tuple[nn.Module, ...]]:
+        attention = layer.self_attn
+        return [(attention.q_proj, attention.k_proj, attention.v_proj)]
 
     def post_attention(self, layer: Any, attn: Tensor, hidden_TD: Tensor) -> Tensor:
         norm_before = layer.do_layer_norm_before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from omniserve.layers.base import LAYER_FAMILIES, split_heads
 from omniserve.layers.llama import LlamaFamily
@@ -24,3 +24,6 @@ class Phi3Family(LlamaFamily):
         q_TNH, k_TKH, v_TKH = qkv_TNH.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         q_TNH, k_TKH = self.modeling.apply_rotary_pos_emb(q_TNH, k_TKH, cos, sin)
         return q_TNH, k_TKH, v_TKH.contiguous()
+
+    def linear_groups(self, layer: nn.Module) -> list[tuple[nn.Module, ...]]:
+        return []  # they are fused in the checkpoint

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from omniserve.layers import packed
-from omniserve.layers.packed import PackedLinear, pack, packable, unpack
+from omniserve.layers.compiled import compile_halves, structure
+from omniserve.layers.packed import PackedLinear, fused, groups_of, pack, packable, project, unpack
+from omniserve.patching import patch
+from tests.parity.models import tiny_model
 
 pytestmark = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 on this CPU"
@@ -135,3 +138,155 @@ def test_compiled_graph_takes_another_linear_of_the_same_shape() -> None:
     with torch.inference_mode():
         assert torch.equal(run(first, x), first(x))
         assert torch.equal(run(second, x), second(x))
+
+
+def _group(*, bias: bool = True) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+    """Three linears of one input, of different heights that are no multiples of oneDNN's blocks."""
+    linears = tuple(_linear(out_features=rows, bias=bias) for rows in (33, 17, 5))
+    for sign, linear in zip((1, -1, 2), linears, strict=True):
+        linear.weight.data.mul_(sign)
+    return linears  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("rows", [(1,), (7,), (2, 3)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_group_product_equals_the_dense_linears(rows: tuple[int, ...], bias: bool) -> None:
+    linears = _group(bias=bias)
+    x = torch.randn(*rows, 40, dtype=torch.bfloat16)
+    expected = [linear(x) for linear in linears]
+    pack(*linears)
+    assert fused(*linears)
+    for product, own, dense in zip(project(x, *linears), (linear(x) for linear in linears), expected, strict=True):
+        torch.testing.assert_close(product, dense, atol=1e-3, rtol=2**-7)  # as above
+        assert torch.equal(own, product) and own.is_contiguous()
+
+
+def test_a_group_is_one_product_and_one_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    linears = _group()
+    parameters, table_size = [linear.weight for linear in linears], len(packed._TABLE)
+    pack(*linears)
+    assert len(packed._TABLE) == table_size + 1
+    assert all(parameter.untyped_storage().nbytes() == parameter.itemsize for parameter in parameters)
+    products = []
+    original = PackedLinear.group_product
+    monkeypatch.setattr(PackedLinear, "group_product", lambda self, x: products.append(x) or original(self, x))
+    project(torch.zeros(1, 40, dtype=torch.bfloat16), *linears)
+    assert len(products) == 1
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_group_keeps_and_restores_the_bits_of_every_member(bias: bool) -> None:
+    linears = _group(bias=bias)
+    linears[1].weight.data[0, :3] = torch.tensor([float("inf"), -0.0, 1e-40])
+    parameters = [dict(linear.named_parameters()) for linear in linears]
+    keys = [set(linear.__dict__) for linear in linears]
+    before = [{key: value.clone() for key, value in each.items()} for each in parameters]
+    table_size = len(packed._TABLE)
+
+    def assert_unchanged(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+        assert tensors.keys() == expected.keys()
+        for key, value in tensors.items():
+            assert torch.equal(value.view(torch.int16), expected[key].view(torch.int16))
+            assert value.untyped_storage().nbytes() == value.nbytes  # a slice of the group would not be its own
+
+    with torch.inference_mode():
+        pack(*linears)
+    for linear, expected in zip(linears, before, strict=True):
+        assert_unchanged(linear.state_dict(), expected)
+        assert torch.equal(linear.weight.view(torch.int16), expected["weight"].view(torch.int16))
+    with torch.inference_mode():
+        unpack(*linears)
+    for linear, own, names, expected in zip(linears, parameters, keys, before, strict=True):
+        assert type(linear) is nn.Linear and set(linear.__dict__) == names
+        assert all(parameter is own[name] for name, parameter in linear.named_parameters())
+        assert_unchanged(own, expected)
+        assert not any(parameter.is_inference() for parameter in own.values())
+    assert len(packed._TABLE) == table_size
+
+
+def test_a_group_is_unpacked_only_as_a_whole_and_in_order() -> None:
+    q, k, v = _group()
+    pack(q, k, v)
+    for wrong in [(q,), (q, k), (k, v), (q, v, k)]:
+        assert not fused(*wrong)
+        with pytest.raises(ValueError, match="same order"):
+            unpack(*wrong)
+    unpack(q, k, v)
+
+
+def test_a_hooked_member_is_called() -> None:
+    linears = _group()
+    pack(*linears)
+    x = torch.randn(3, 40, dtype=torch.bfloat16)
+    expected = project(x, *linears)
+    handle = linears[1].register_forward_hook(lambda module, inputs, output: output + 1)
+    assert not fused(*linears)
+    results = project(x, *linears)
+    handle.remove()
+    assert torch.equal(results[1], expected[1] + 1) and torch.equal(results[2], expected[2])
+    linears[2].forward = lambda x: torch.zeros(1)  # type: ignore[method-assign]
+    assert torch.equal(project(x, *linears)[2], torch.zeros(1))
+
+
+def test_an_adapter_around_a_member_is_called() -> None:
+    linears = _group()
+    pack(*linears)
+    adapter = nn.Sequential(linears[1], nn.ReLU())
+    x = torch.randn(3, 40, dtype=torch.bfloat16)
+    q, k, _ = project(x, linears[0], adapter, linears[2])
+    assert torch.equal(q, linears[0](x)) and torch.equal(k, linears[1](x).relu())
+
+
+def test_a_group_lives_as_long_as_any_member() -> None:
+    members = list(_group())
+    pack(*members)
+    handle = int(members[0].packed_handle)
+    del members[:2]
+    gc.collect()
+    x = torch.randn(2, 40, dtype=torch.bfloat16)
+    assert members[0](x).shape == (2, 5)
+    members.clear()
+    gc.collect()
+    assert handle not in packed._TABLE
+
+
+def test_only_whole_groups_of_one_kind_are_formed() -> None:
+    q, k, v = _group()
+    bare, narrow, hooked = _linear(bias=False), _linear(8), _linear()
+    hooked.register_forward_hook(lambda module, inputs, output: None)
+    everything = [q, k, v, bare, narrow, hooked]
+    assert groups_of(everything, [(q, k, v)])[0] == (q, k, v)
+    singles = [(linear,) for linear in everything]
+    for group in [(q, bare), (q, narrow), (q, hooked), (q, nn.ReLU())]:
+        assert groups_of(everything, [group]) == singles
+
+
+def test_layers_whose_linears_are_grouped_differently_get_graphs_of_their_own() -> None:
+    grouped, other, singles = (nn.ModuleList(_group()) for _ in range(3))
+    pack(*grouped)
+    pack(*other)
+    for linear in singles:
+        pack(linear)
+    assert structure(grouped) == structure(other) != structure(singles)
+    x = torch.randn(3, 40, dtype=torch.bfloat16)
+    other[0].bias.data.add_(1)  # the group's bias is the members'
+
+    def half(layer: nn.ModuleList, x: Tensor) -> tuple[Tensor, ...]:
+        return project(x, *layer)
+
+    layers = [grouped, other, singles]
+    with torch.inference_mode():
+        for layer, compiled in zip(layers, compile_halves(half, layers, "project"), strict=True):
+            for result, linear in zip(compiled(layer, x), layer, strict=True):
+                assert torch.equal(result, linear(x))
+
+
+@pytest.mark.parametrize(("name", "per_layer"), [("llama", 4), ("gemma2", 4), ("opt", 4), ("phi3", 4), ("gpt_neox", 4)])
+def test_families_make_four_products_a_layer(name: str, per_layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    products = []
+    original = PackedLinear.group_product
+    monkeypatch.setattr(PackedLinear, "group_product", lambda self, x: products.append(self) or original(self, x))
+    model = patch(tiny_model(name, torch.bfloat16), compile=False)
+    model.omniserve.warm_up()
+    per_layers = [p for p in products if p is not model.get_output_embeddings()]
+    assert len(per_layers) == per_layer * model.omniserve.num_layers
