@@ -93,7 +93,9 @@ def tiny_model(
     """
     model_type, settings = MODELS[family]
     config = AutoConfig.for_model(model_type, **{**settings, "num_hidden_layers": num_layers, **overrides})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Older transformers give Gemma-2 SDPA by default, which leaves the soft-cap out.
+    attention = {"attn_implementation": "eager"} if model_type == "gemma2" else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
