@@ -7,7 +7,7 @@ request's fp32 greedy tokens must be those of Hugging Face's ``generate`` on the
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -19,24 +19,43 @@ from tests.parity.models import VOCAB_SIZE
 BLOCK = 8
 
 
+# fp32 runs that differ in batch and chunking only agree to about 1e-6 on logits of size 5. Where the two likeliest
+# tokens are closer than this, either is right, so such a prompt says nothing.
+NEAR_TIE = 1e-4
+
+
 class Reference:
     """Hugging Face's greedy continuations, made before the model is patched, the longest that any test asks for."""
 
     def __init__(self, model: PreTrainedModel, *, num_prompts: int = 12, max_tokens: int = 24, seed: int = 0) -> None:
         rng = random.Random(seed)
         self.max_tokens = max_tokens
-        self.prompts = [
-            tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 17, 40])))
-            for _ in range(num_prompts)
-        ]
-        self.tokens = [self._generate(model, prompt) for prompt in self.prompts]
+        self.prompts: list[tuple[int, ...]] = []
+        self.tokens: list[tuple[int, ...]] = []
+        for _ in range(10 * num_prompts):
+            prompt = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 17, 40])))
+            tokens, gap = self._generate(model, prompt)
+            if gap >= NEAR_TIE:
+                self.prompts.append(prompt)
+                self.tokens.append(tokens)
+            if len(self.prompts) == num_prompts:
+                return
+        raise AssertionError(f"only {len(self.prompts)} of {10 * num_prompts} prompts have no near tie")
 
-    def _generate(self, model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    def _generate(self, model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
+        """Return the tokens and the smallest distance between a step's two largest logits."""
         ids = torch.tensor([prompt], device=model.device)
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.max_tokens, do_sample=False, use_cache=True
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=self.max_tokens,
+            do_sample=False,
+            use_cache=True,
+            return_dict_in_generate=True,
+            output_logits=True,
         )
-        return tuple(out[0, len(prompt) :].tolist())
+        best = torch.cat(out.logits).float().topk(2).values
+        return tuple(out.sequences[0, len(prompt) :].tolist()), float((best[:, 0] - best[:, 1]).min())
 
 
 @dataclass
@@ -51,7 +70,6 @@ class Tally:
     failures: int = 0
     aborted: int = 0
     finished: int = 0
-    reached: set[str] = field(default_factory=set)
 
 
 def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: str, **fixed: object) -> EngineConfig:

@@ -1,0 +1,55 @@
+"""Random histories without end: more than the test suite has time for.
+
+    python -m tests.parity.fuzz --seconds 600 --first-seed 1
+
+Prints each failing (family, seed) and exits 1 if there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+
+import torch
+
+from omniserve import patch
+from omniserve.sched import SCHEDULERS
+from tests.parity.engine_histories import Reference, Tally, run_history
+from tests.parity.models import MODELS, tiny_model
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--first-seed", type=int, default=1)
+    parser.add_argument("--families", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # the layers are tiny; the cores are for the host tier
+    models = {}
+    for family in args.families:
+        model = tiny_model(family, seed=args.first_seed).to(args.device)
+        reference = Reference(model, seed=args.first_seed)
+        models[family] = (patch(model, compile=False), reference)
+    policies = itertools.cycle(["omniserve", "omniserve", *SCHEDULERS.names()])
+    tally, num_histories, num_failures = Tally(), 0, 0
+    ends_s = time.monotonic() + args.seconds
+    for seed in itertools.count(args.first_seed * 100_000):
+        for family, (model, reference) in models.items():
+            if time.monotonic() >= ends_s:
+                print(f"{num_histories} histories, {num_failures} failed; {tally}")
+                return int(num_failures > 0)
+            num_histories += 1
+            policy, faults, deaths = next(policies), seed % 2 == 0, seed % 5 == 0
+            try:
+                run_history(model, reference, seed, scheduler=policy, faults=faults, deaths=deaths, tally=tally)
+            except AssertionError as error:
+                num_failures += 1
+                print(f"FAILED {family} {policy} seed {seed} faults={faults} deaths={deaths}: {error}", flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
