@@ -4,7 +4,8 @@ A head is the largest weight of a small model, and where it is tied to the embed
 embedding needs its rows, and no weight is held twice. torch's ``F.linear`` has no good path for it: in bf16 it reorders
 the whole weight at every call, in fp32 it is far from what memory gives. ``skinny_linear`` reads the weight as it lies,
 once for all rows. Milliseconds for 49152 x 576 (57 MB in bf16), weight not in any cache, on 2 cores of a Zen 4 EPYC
-with avx512_bf16, interleaved medians; a plain read of the bf16 weight took 1.7 to 2.3:
+with avx512_bf16, interleaved medians of one run by hand, of which no record was kept; a plain read of the bf16 weight
+took 1.7 to 2.3:
 
     rows                              1      2      4      8     16     32
     bf16  F.linear                 3.38   3.36   3.69   4.26   5.37   7.28
