@@ -16,7 +16,7 @@ PIP := PATH="$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check demo lint format clean
+.PHONY: help setup serve test check demo sanitize lint format clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -34,6 +34,10 @@ demo: setup ## Serve and load the built-in model, and print what best-effort wor
 	@$(BIN)/python -m benchmarks.demo $(ARGS)
 
 check: lint test ## Format, lint, types and tests: what CI runs
+
+sanitize: setup ## Run kernels and host tier under the sanitizers for longer than the tests do (ARGS="60 7": seconds, first seed)
+	@for sanitizer in address thread; do $(BIN)/python -m tests.ops.test_sanitizers $$sanitizer $(or $(ARGS),60 1000) || exit 1; done
+	@$(BIN)/python -m pytest -q tests/host/test_threads.py tests/ops/test_amx.py -k sanitizer
 
 lint: setup ## Check format, lint and types
 	$(BIN)/ruff format --check .

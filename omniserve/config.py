@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from omniserve.request import SLO, ServiceClass
+from omniserve.spec import HOST_KV_DTYPES
 
 GIB = 1 << 30
 
@@ -35,7 +36,12 @@ class EngineConfig:
     """Memory for the device tier's KV pool."""
     host_kv_bytes: int = 1 * GIB
     """Memory for the host tier's KV pool; 0 switches the host tier off."""
-    block_size: int = 32
+    host_kv_dtype: str = "auto"
+    """``auto``: the host pool is in the model's dtype, and its outputs are the device tier's. ``int8``: half the bytes
+    or less (a scale per token and KV head included), so that about twice the tokens fit and are read in about half the
+    time. Its outputs are not exact: K and V are rounded, by up to 0.4 % of their row's largest value, as they come to
+    the host tier, and stay so if they go back."""
+    block_size: int = 64
     """Tokens per KV block, on both tiers; a power of two."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; None takes the model's."""
@@ -72,6 +78,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+        if self.host_kv_dtype not in HOST_KV_DTYPES:
+            raise ValueError(f"host_kv_dtype must be one of {', '.join(HOST_KV_DTYPES)}, got {self.host_kv_dtype!r}")
         if not (math.isfinite(self.ls_reserve_fraction) and 0 <= self.ls_reserve_fraction < 1):
             raise ValueError(f"ls_reserve_fraction must be in [0, 1), got {self.ls_reserve_fraction}")
         for name, low in (

@@ -64,7 +64,8 @@ class Engine:
 
         block_bytes = self.spec.kv_block_bytes(config.block_size)
         self._num_device_blocks = _num_blocks(config.device_kv_bytes, block_bytes, "device_kv_bytes")
-        num_host_blocks = config.host_kv_bytes // block_bytes if config.kv != "paged" else 0
+        host_block_bytes = self.spec.host_block_bytes(config.block_size, config.host_kv_dtype)
+        num_host_blocks = config.host_kv_bytes // host_block_bytes if config.kv != "paged" else 0
         storage = DeviceKVStorage(
             self.spec,
             num_blocks=self._num_device_blocks,
@@ -84,6 +85,7 @@ class Engine:
                 num_threads=host_threads,
                 cores=config.host_cores,
                 pin_memory=patched.device.type == "cuda",
+                kv_dtype=config.host_kv_dtype,
             )
         self.kv = KV_MANAGERS.get(config.kv)(
             num_device_blocks=self._num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+HOST_KV_DTYPES = ("auto", "int8")
+"""What the host pool may hold: the model's dtype, or int8 with a scale per token, KV head and K or V."""
+
+_SCALE_BYTES = 4
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
@@ -36,3 +41,20 @@ class ModelSpec:
     def kv_block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over all layers, K and V."""
         return 2 * self.num_layers * self.num_kv_heads * block_size * self.head_size * self.dtype_bytes
+
+    def host_block_bytes(self, block_size: int, kv_dtype: str = "auto") -> int:
+        """Bytes of one block of the host pool over all layers, K, V and scales.
+
+        Args:
+            block_size: Tokens per block.
+            kv_dtype: One of HOST_KV_DTYPES.
+
+        Raises:
+            ValueError: There is no such dtype.
+        """
+        if kv_dtype not in HOST_KV_DTYPES:
+            raise ValueError(f"the host pool's dtype must be one of {', '.join(HOST_KV_DTYPES)}, got {kv_dtype!r}")
+        if kv_dtype == "auto":
+            return self.kv_block_bytes(block_size)
+        rows = 2 * self.num_layers * self.num_kv_heads * block_size
+        return rows * (self.head_size + _SCALE_BYTES)

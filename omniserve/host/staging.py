@@ -26,28 +26,31 @@ class StagedMover:
     """Runs moves one after the other, chunk by chunk. `advance` takes the next hop; nothing here blocks.
 
     Args:
-        k_pool_LBKSH: Host pool.
-        v_pool_LBKSH: Likewise.
-        host_copy: ``(copy_id, source_k, source_v, target_k, target_v, source_ids, target_ids)`` lets the worker threads
-            copy blocks between CPU caches; `host_copy_finished` is to be called for its event.
+        block_shape: ``[L, K, S, H]`` of a block's K.
+        dtype: Of the device's cache.
+        num_pool_blocks: Of the host pool: no chunk is larger.
+        host_copy: ``(copy_id, to_host, k, v, cache_ids, pool_ids)`` lets the worker threads copy blocks between a CPU
+            cache and the pool; `host_copy_finished` is to be called for its event.
         pin_memory: Page-lock the staging buffer, and get it now: page-locking it later would stall a step.
         staging_bytes: Size of the staging buffer; at least one block goes in whatever it says.
     """
 
     def __init__(
         self,
-        k_pool_LBKSH: Tensor,
-        v_pool_LBKSH: Tensor,
+        block_shape: Sequence[int],
+        dtype: torch.dtype,
+        num_pool_blocks: int,
         host_copy: Callable[..., None],
         *,
         pin_memory: bool,
         staging_bytes: int = _STAGING_BYTES,
     ) -> None:
-        self._pools = (k_pool_LBKSH, v_pool_LBKSH)
+        self._block_shape = torch.Size(block_shape)
+        self._dtype = dtype
         self._host_copy = host_copy
         self._pin_memory = pin_memory
-        block_bytes = 2 * k_pool_LBKSH[:, 0].numel() * k_pool_LBKSH.itemsize
-        self._chunk_blocks = max(1, min(k_pool_LBKSH.shape[1], staging_bytes // block_bytes))
+        block_bytes = 2 * self._block_shape.numel() * dtype.itemsize
+        self._chunk_blocks = max(1, min(num_pool_blocks, staging_bytes // block_bytes))
         self._staging: Tensor | None = self._new_staging() if pin_memory else None
         self._stream: torch.cuda.Stream | None = None
         self._queue: deque[tuple[KVMove, tuple[Tensor, Tensor]]] = deque()
@@ -139,20 +142,13 @@ class StagedMover:
         to_host = move.direction is MoveDirection.TO_HOST
         if self._staging is None:
             self._staging = self._new_staging()
-        pool = self._pools[0]
-        staging = [
-            half[: pool[:, 0].numel() * len(src)].view(pool.shape[0], len(src), *pool.shape[2:])
-            for half in self._staging
-        ]
+        shape = self._block_shape
+        staging = [half[: shape.numel() * len(src)].view(shape[0], len(src), *shape[1:]) for half in self._staging]
         if (self._hop == 0) == to_host:
             self._hop_is_done = self._on_device(device, staging, src if to_host else dst, to_host)
         else:
             self._copying_on_host = True
-            every = tuple(range(len(src)))
-            if to_host:
-                self._host_copy(_COPY_ID, *staging, *self._pools, every, dst)
-            else:
-                self._host_copy(_COPY_ID, *self._pools, *staging, src, every)
+            self._host_copy(_COPY_ID, to_host, *staging, tuple(range(len(src))), dst if to_host else src)
         self._hop += 1
         return True
 
@@ -172,5 +168,5 @@ class StagedMover:
 
     def _new_staging(self) -> Tensor:
         """Return ``[2, numel of a chunk of K]``; a chunk of fewer blocks uses the start of each half."""
-        pool = self._pools[0]
-        return torch.empty(2, self._chunk_blocks * pool[:, 0].numel(), dtype=pool.dtype, pin_memory=self._pin_memory)
+        numel = self._chunk_blocks * self._block_shape.numel()
+        return torch.empty(2, numel, dtype=self._dtype, pin_memory=self._pin_memory)

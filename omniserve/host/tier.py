@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import omniserve.ops  # noqa: F401 - loads the extension
+from omniserve.host.memory import allocate_pool
 from omniserve.host.staging import StagedMover
 from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection
 from omniserve.spec import ModelSpec
@@ -59,7 +60,12 @@ class HostTierStats:
     kv_bytes_read: int
     """Counter: K and V bytes that attention went through."""
     bytes_moved: int
-    """Counter: bytes that the threads copied for moves."""
+    """Counter: bytes that the threads copied for moves, in the model's dtype."""
+    bytes_prefaulted: int
+    """Counter, up to `pool_bytes`: bytes of the pool whose pages an idle-priority thread has touched, ahead of work.
+    Stays 0 where there is nothing to do: page-locked memory is touched when it is allocated."""
+    pool_bytes: int
+    """K and V of the whole pool, scales not counted."""
 
 
 class HostTier:
@@ -71,13 +77,15 @@ class HostTier:
 
     Args:
         spec: The model's sizes and, per layer, how it attends.
-        dtype: Of the KV pool, the rows and the results.
+        dtype: Of the rows, the results and the device's cache.
         block_size: Tokens per block.
-        kv_bytes: Memory for the pool; it holds ``kv_bytes // spec.kv_block_bytes(block_size)`` blocks.
+        kv_bytes: Memory for the pool, ``kv_bytes // spec.host_block_bytes(block_size, kv_dtype)`` blocks.
         num_slots: Most requests with a token on the tier at a time.
         num_threads: Worker threads.
         cores: Thread i is pinned to ``cores[i % len(cores)]``; None pins nothing.
         pin_memory: Page-locked memory, for a CUDA device tier.
+        kv_dtype: ``auto``: the pool is in `dtype`, and results are exact. ``int8``: K and V are rounded to int8, with a
+            scale per token and KV head; about twice the tokens fit, and are read in about half the time.
 
     Raises:
         ValueError: A size is out of range, the dtype does not fit the spec, or a core does not exist here.
@@ -95,6 +103,7 @@ class HostTier:
         num_threads: int,
         cores: tuple[int, ...] | None = None,
         pin_memory: bool = False,
+        kv_dtype: str = "auto",
     ) -> None:
         for name, value in (("block_size", block_size), ("num_slots", num_slots), ("num_threads", num_threads)):
             if value < 1:
@@ -103,33 +112,39 @@ class HostTier:
             raise ValueError(f"dtype {dtype} has {dtype.itemsize} bytes, but the model's has {spec.dtype_bytes}")
         if len(spec.attention) != spec.num_layers:
             raise ValueError(f"spec.attention needs one entry per layer: {spec.num_layers}, got {len(spec.attention)}")
-        self.num_blocks = kv_bytes // spec.kv_block_bytes(block_size)
+        block_bytes = spec.host_block_bytes(block_size, kv_dtype)
+        self.num_blocks = kv_bytes // block_bytes
         """Blocks in the pool."""
         if self.num_blocks < 1:
             raise ValueError(
-                f"kv_bytes={kv_bytes} is less than one block of {block_size} tokens: "
-                f"give at least {spec.kv_block_bytes(block_size)}"
+                f"kv_bytes={kv_bytes} is less than one block of {block_size} tokens: give at least {block_bytes}"
             )
-        shape = (spec.num_layers, self.num_blocks, spec.num_kv_heads, block_size, spec.head_size)
-        self.k_pool_LBKSH = torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
-        self.v_pool_LBKSH = torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
+        is_int8 = kv_dtype == "int8"
+        shape = (spec.num_layers, self.num_blocks, spec.num_kv_heads, 2, block_size, spec.head_size)
+        self.pool_LBK2SH = allocate_pool(shape, torch.int8 if is_int8 else dtype, pin_memory=pin_memory, cores=cores)
+        """K and V of all blocks; `omniserve.ops.host_layout` reads and writes them."""
+        self.scales_LBK2S = allocate_pool(shape[:-1], torch.float32, cores=cores) if is_int8 else None
+        """What the int8 values are multiples of; None if they are none."""
+        self._cache_shape = (spec.num_layers, spec.num_kv_heads, block_size, spec.head_size)
+        self._dtype = dtype
         self.results_SD = torch.zeros(num_slots, spec.num_heads * spec.head_size, dtype=dtype, pin_memory=pin_memory)
         """Attention rows; row = slot, valid from the slot's ATTENTION_DONE event until its next `submit`."""
         layers = [[layer.scale, layer.window, layer.softcap] for layer in spec.attention]
         self._handle: int = _host.create(
-            self.k_pool_LBKSH,
-            self.v_pool_LBKSH,
+            self.pool_LBK2SH,
+            self.scales_LBK2S,
             self.results_SD,
             torch.tensor(layers, dtype=torch.float64),
             spec.num_heads,
             num_threads,
             torch.tensor(cores or (), dtype=torch.int64),
+            not pin_memory,
         )
         # Also at interpreter exit: no thread may outlive the memory it works on.
         self._destroy = weakref.finalize(self, _host.destroy, self._handle)
         # A partial, not a method: a cycle through `self` would keep the threads until the next garbage collection.
         host_copy = functools.partial(_host.start_move, self._handle)
-        self._mover = StagedMover(self.k_pool_LBKSH, self.v_pool_LBKSH, host_copy, pin_memory=pin_memory)
+        self._mover = StagedMover(self._cache_shape, dtype, self.num_blocks, host_copy, pin_memory=pin_memory)
         self._moving: dict[int, tuple[Tensor, ...]] = {}  # what the threads copy from or to must stay alive
         self._logged: set[str] = set()
 
@@ -156,7 +171,7 @@ class HostTier:
         Args:
             layer: In ``[0, num_layers)``.
             slots: ``[P]`` int64, CPU; -1 is an empty seat.
-            q_PNH: ``[P, N, H]``, the pool's dtype, CPU, contiguous in its last dimension.
+            q_PNH: ``[P, N, H]``, the model's dtype, CPU, contiguous in its last dimension.
             k_PKH: ``[P, K, H]``, likewise.
             v_PKH: ``[P, K, H]``, likewise.
 
@@ -183,12 +198,13 @@ class HostTier:
     def start_move(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> None:
         """Start copying whole blocks, all layers, K and V, between a device cache and the pool.
 
-        CPU caches are copied by the worker threads, CUDA ones over a side stream and pinned staging buffers. Work
-        already queued on the current CUDA stream is waited for (by the side stream, not by this call).
+        On their way blocks change between the device's layout and the pool's, and between its dtype and int8. CPU
+        caches are copied by the worker threads, CUDA ones over a side stream and pinned staging buffers. Work already
+        queued on the current CUDA stream is waited for (by the side stream, not by this call).
 
         Args:
             move: Its ids are device blocks on the one side and pool blocks on the other.
-            device_k_LBKSH: Device cache, contiguous; the pool's shape and dtype except for the number of blocks.
+            device_k_LBKSH: Device cache, contiguous, in the model's dtype; it may have any number of blocks.
             device_v_LBKSH: Likewise.
 
         Raises:
@@ -198,23 +214,28 @@ class HostTier:
         """
         if move.move_id < 0 or move.move_id in self._moving:
             raise ValueError(f"move_id must be >= 0 and not in use, got {move.move_id}")
-        pool = self.k_pool_LBKSH
-        for name, cache in (("device_k_LBKSH", device_k_LBKSH), ("device_v_LBKSH", device_v_LBKSH)):
-            fits = cache.dim() == 5 and cache.dtype == pool.dtype and cache.is_contiguous()
-            if not fits or cache.shape[0] != pool.shape[0] or cache.shape[2:] != pool.shape[2:]:
+        num_layers, *row_shape = self._cache_shape
+        device = (device_k_LBKSH, device_v_LBKSH)
+        for name, cache in zip(("device_k_LBKSH", "device_v_LBKSH"), device, strict=True):
+            fits = cache.dim() == 5 and cache.dtype == self._dtype and cache.is_contiguous()
+            if not fits or cache.shape[0] != num_layers or list(cache.shape[2:]) != row_shape:
                 raise ValueError(
-                    f"{name} must be contiguous {pool.dtype} of shape {list(pool.shape)} but for dimension 1, "
+                    f"{name} must be contiguous {self._dtype} of shape {[num_layers, 'blocks', *row_shape]}, "
                     f"got {cache.dtype} {list(cache.shape)} with strides {cache.stride()}"
                 )
-        device, host = (device_k_LBKSH, device_v_LBKSH), (self.k_pool_LBKSH, self.v_pool_LBKSH)
-        source, target = (device, host) if move.direction is MoveDirection.TO_HOST else (host, device)
+        if device_v_LBKSH.shape != device_k_LBKSH.shape:
+            raise ValueError(f"K and V differ in shape: {list(device_k_LBKSH.shape)}, {list(device_v_LBKSH.shape)}")
         if len(move.src_block_ids) != len(move.dst_block_ids):
             raise ValueError(f"a move needs as many targets as sources: {move}")
-        for ids, caches in ((move.src_block_ids, source), (move.dst_block_ids, target)):
-            if ids and not (0 <= min(ids) and max(ids) < caches[0].shape[1]):
-                raise ValueError(f"block ids must be in [0, {caches[0].shape[1]}), got {min(ids)} to {max(ids)}")
+        to_host = move.direction is MoveDirection.TO_HOST
+        device_ids, pool_ids = move.src_block_ids, move.dst_block_ids
+        if not to_host:
+            device_ids, pool_ids = pool_ids, device_ids
+        for ids, num_blocks in ((device_ids, device_k_LBKSH.shape[1]), (pool_ids, self.num_blocks)):
+            if ids and not (0 <= min(ids) and max(ids) < num_blocks):
+                raise ValueError(f"block ids must be in [0, {num_blocks}), got {min(ids)} to {max(ids)}")
         if device_k_LBKSH.device.type == "cpu":
-            _host.start_move(self._handle, move.move_id, *source, *target, move.src_block_ids, move.dst_block_ids)
+            _host.start_move(self._handle, move.move_id, to_host, *device, device_ids, pool_ids)
         else:
             self._mover.start(move, device_k_LBKSH, device_v_LBKSH)
         self._moving[move.move_id] = device
@@ -282,7 +303,7 @@ class HostTier:
 
     def stats(self) -> HostTierStats:
         """Return gauges and counters."""
-        done, failures, alive, tasks, moves, busy_ns, bytes_read, bytes_moved = _host.stats(self._handle)
+        done, failures, alive, tasks, moves, busy_ns, bytes_read, bytes_moved, prefaulted = _host.stats(self._handle)
         return HostTierStats(
             tasks_done=done,
             failures=failures + self._mover.num_failures,
@@ -292,6 +313,8 @@ class HostTier:
             busy_seconds=busy_ns * 1e-9,
             kv_bytes_read=bytes_read,
             bytes_moved=bytes_moved,
+            bytes_prefaulted=prefaulted,
+            pool_bytes=self.pool_LBK2SH.nbytes,
         )
 
     def inject(

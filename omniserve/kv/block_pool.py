@@ -13,7 +13,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.name = name
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._is_free = [True] * num_blocks
+        self._is_free = bytearray(b"\1" * num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -23,15 +23,19 @@ class BlockPool:
         """Return the free ids, in no particular order."""
         return list(self._free)
 
-    def take(self, count: int) -> list[int] | None:
-        """Take ``count`` ids; None, and nothing taken, if fewer are free."""
+    def take(self, count: int, after: int | None = None) -> list[int] | None:
+        """Take ``count`` ids; None, and nothing taken, if fewer are free.
+
+        ``after`` is the id that they will stand behind in a block table; a pool to which neighbours matter tries to
+        go on there.
+        """
         if count > len(self._free):
             return None
         cut = len(self._free) - count
         taken = self._free[cut:][::-1]
         del self._free[cut:]
         for block in taken:
-            self._is_free[block] = False
+            self._is_free[block] = 0
         return taken
 
     def give_back(self, blocks: Iterable[int]) -> None:
@@ -43,7 +47,7 @@ class BlockPool:
         for block in blocks:
             if self._is_free[block]:
                 raise RuntimeError(f"{self.name} block {block} was freed twice")
-            self._is_free[block] = True
+            self._is_free[block] = 1
             self._free.append(block)
 
     def check(self, owned: Iterable[int]) -> None:
@@ -53,10 +57,10 @@ class BlockPool:
             AssertionError: With the ids that are lost, doubled or both free and owned.
         """
         counts = Counter(owned)
-        free = Counter(self._free)
+        free = Counter(self.free_ids())
         doubled = sorted(block for block, n in (counts + free).items() if n > 1)
         lost = sorted(set(range(self.num_blocks)) - counts.keys() - free.keys())
         assert not doubled and not lost, (
-            f"{self.name} pool of {self.num_blocks} blocks: {sum(counts.values())} owned, {len(self._free)} free; "
+            f"{self.name} pool of {self.num_blocks} blocks: {sum(counts.values())} owned, {self.num_free} free; "
             f"owned twice or also free: {doubled[:16]}; lost: {lost[:16]}"
         )

@@ -63,7 +63,7 @@ def grow_table(table: list[int], pool: BlockPool, num_tokens: int, block_size: i
         return True
     if pool.num_free - missing < reserve_blocks:
         return False
-    taken = pool.take(missing)
+    taken = pool.take(missing, after=table[-1] if table else None)
     if taken is None:
         return False
     table.extend(taken)

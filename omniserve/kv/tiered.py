@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, Tier
 from omniserve.kv.block_pool import BlockPool
 from omniserve.kv.paged import grow_table
+from omniserve.kv.run_pool import RunPool
 from omniserve.plan import KVMove, MoveDirection
 
 _SOURCE = {MoveDirection.TO_HOST: Tier.DEVICE, MoveDirection.TO_DEVICE: Tier.HOST}
@@ -30,9 +31,9 @@ class TieredKVManager(KVManager):
 
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self._pools = {
+        self._pools: dict[Tier, BlockPool] = {
             Tier.DEVICE: BlockPool(num_device_blocks, "device"),
-            Tier.HOST: BlockPool(num_host_blocks, "host"),
+            Tier.HOST: RunPool(num_host_blocks, "host"),
         }
         self._tables: dict[str, _Table] = {}
         self._moves: dict[int, str] = {}

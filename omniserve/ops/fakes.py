@@ -33,8 +33,8 @@ def _paged_attention(
 @torch.library.register_fake("omniserve::cpu_attention")
 def _cpu_attention(
     q_RNH: Tensor,
-    k_pool_BKSH: Tensor,
-    v_pool_BKSH: Tensor,
+    pool_BK2SH: Tensor,
+    scales_BK2S: Tensor | None,
     block_table_RM: Tensor,
     seq_lens_R: Tensor,
     scale: float,
@@ -43,6 +43,13 @@ def _cpu_attention(
     num_threads: int,
 ) -> Tensor:
     return q_RNH.new_empty(q_RNH.shape)
+
+
+@torch.library.register_fake("omniserve::store_host_kv")
+def _store_host_kv(
+    k_TKH: Tensor, v_TKH: Tensor, pool_BK2SH: Tensor, scales_BK2S: Tensor | None, slot_mapping_T: Tensor
+) -> None:
+    return None
 
 
 @torch.library.register_fake("omniserve::piggyback_concat")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from omniserve.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
+
 
 def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, slot_mapping_T: Tensor) -> None:
     """Write each token's K and V to slot ``block * S + offset``; -1 leaves a token out."""
@@ -56,8 +58,8 @@ def paged_attention(
 
 def cpu_attention(
     q_RNH: Tensor,
-    k_pool_BKSH: Tensor,
-    v_pool_BKSH: Tensor,
+    pool_BK2SH: Tensor,
+    scales_BK2S: Tensor | None,
     block_table_RM: Tensor,
     seq_lens_R: Tensor,
     scale: float,
@@ -67,9 +69,27 @@ def cpu_attention(
 ) -> Tensor:
     """Attend one query token of each request, the last of its sequence."""
     query_start_R1 = torch.arange(q_RNH.shape[0] + 1)
-    return paged_attention(
-        q_RNH, k_pool_BKSH, v_pool_BKSH, block_table_RM, query_start_R1, seq_lens_R, scale, window, softcap
-    )
+    k_BKSH, v_BKSH = read_blocks(pool_BK2SH, scales_BK2S)
+    return paged_attention(q_RNH, k_BKSH, v_BKSH, block_table_RM, query_start_R1, seq_lens_R, scale, window, softcap)
+
+
+def store_host_kv(
+    k_TKH: Tensor, v_TKH: Tensor, pool_BK2SH: Tensor, scales_BK2S: Tensor | None, slot_mapping_T: Tensor
+) -> None:
+    """Write each token's K and V to slot ``block * S + offset`` of the host pool; -1 leaves a token out."""
+    block_size = pool_BK2SH.shape[3]
+    for token, slot in enumerate(slot_mapping_T.tolist()):
+        if slot < 0:
+            continue
+        block, offset = divmod(slot, block_size)
+        if scales_BK2S is None:
+            k_KSH, v_KSH = read_blocks(pool_BK2SH[block])
+            k_KSH[:, offset], v_KSH[:, offset] = k_TKH[token], v_TKH[token]
+            pool_BK2SH[block] = pack_blocks(k_KSH, v_KSH)
+        else:
+            values_K2SH, scales_K2S = quantize_blocks(k_TKH[token, :, None], v_TKH[token, :, None])
+            pool_BK2SH[block, :, :, offset] = values_K2SH[:, :, 0]
+            scales_BK2S[block, :, :, offset] = scales_K2S[:, :, 0]
 
 
 def piggyback_concat(attn_TD: Tensor, results_RD: Tensor, rows_P: Tensor) -> Tensor:

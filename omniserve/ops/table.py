@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from omniserve.ops import reference
+from omniserve.ops.host_layout import pack_blocks, quantize_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,11 @@ _DECODE_SHAPES = (
     AttentionShape(label="decode, group 2, head size 72, window", chunks=_DECODES, heads=(4, 2, 72), window=100),
     AttentionShape(label="decode, group 7, head size 128, strided q", chunks=_DECODES, heads=(7, 1, 128), strided=True),
     AttentionShape(label="decode, head size 256, softcap", chunks=_DECODES, heads=(4, 2, 256), softcap=5.0),
+    AttentionShape(
+        label="decode, group 5, head size 128, window that cuts a pair", chunks=_DECODES, heads=(5, 1, 128), window=64
+    ),
+    AttentionShape(label="decode, group 4, head size 80, odd blocks", chunks=_DECODES, heads=(8, 2, 80), block_size=5),
+    AttentionShape(label="decode, group 12, head size 96", chunks=_DECODES, heads=(24, 2, 96), block_size=64),
     AttentionShape(label="decode, window of one, softcap", chunks=_DECODES, heads=(5, 1, 24), window=1, softcap=9.0),
 )
 
@@ -122,10 +128,37 @@ def _paged_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterat
         yield Sample(label=shape.label, args=attention_args(shape, device, dtype))
 
 
+def cpu_attention_args(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, int8: bool = False, num_threads: int = 1
+) -> tuple[Any, ...]:
+    """Return cpu_attention's arguments for ``shape``, as `attention_args`; ``int8`` quantizes the pool."""
+    q, k, v, table, _, *rest = attention_args(shape, device, dtype)
+    pool, scales = quantize_blocks(k, v) if int8 else (pack_blocks(k, v), None)
+    return q, pool, scales, table, *rest, num_threads
+
+
 def _cpu_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for num_threads, shape in enumerate(_DECODE_SHAPES, start=1):
-        q, k, v, table, _, *rest = attention_args(shape, device, dtype)
-        yield Sample(label=shape.label, args=(q, k, v, table, *rest, 1 + num_threads % 2))
+    for i, shape in enumerate(_DECODE_SHAPES):
+        for int8 in (False, True):
+            args = cpu_attention_args(shape, device, dtype, int8=int8, num_threads=1 + i % 2)
+            yield Sample(label=f"{shape.label}{', int8' if int8 else ''}", args=args)
+
+
+def _store_host_kv_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, slots, block_size, head_size, int8 in (
+        ("no token", [], 4, 16, False),
+        ("all left out", [-1, -1], 4, 8, False),
+        ("both of a pair, one of a pair", [4, 5, -1, 8, 11], 4, 24, False),
+        ("rows, for want of pairs", [2, 8, 0], 3, 64, False),
+        ("int8", [5, -1, 0, 11], 4, 24, True),
+    ):
+        kv = torch.randn(len(slots), 6, head_size).to(device, dtype)
+        shape = (3, 2, 2, block_size, head_size)
+        pool = torch.full(shape, -99 if int8 else torch.nan, dtype=torch.int8 if int8 else dtype, device=device)
+        scales = torch.full(shape[:-1], torch.nan, device=device) if int8 else None
+        slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
+        k, v = (kv[:, :2], kv[:, 3:5]) if slots else kv.view(2, 0, 2, head_size)
+        yield Sample(label=label, args=(k, v, pool, scales, slot_mapping))
 
 
 def _store_kv_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -213,6 +246,7 @@ OPS: dict[str, OpSpec] = {
         OpSpec(name="store_kv", reference=reference.store_kv, samples=_store_kv_samples),
         OpSpec(name="paged_attention", reference=reference.paged_attention, samples=_paged_attention_samples),
         OpSpec(name="cpu_attention", reference=reference.cpu_attention, samples=_cpu_attention_samples),
+        OpSpec(name="store_host_kv", reference=reference.store_host_kv, samples=_store_host_kv_samples),
         OpSpec(name="piggyback_concat", reference=reference.piggyback_concat, samples=_piggyback_concat_samples),
         OpSpec(name="residual_store", reference=reference.residual_store, samples=_residual_store_samples),
         OpSpec(name="residual_fetch", reference=reference.residual_fetch, samples=_residual_fetch_samples),

@@ -61,6 +61,7 @@ _ENGINE_FLAGS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("--attention", "attention", str, "device attention: a name or auto"),
     ("--device-kv-gib", "device_kv_bytes", _gib, "GiB for the device tier's KV pool"),
     ("--host-kv-gib", "host_kv_bytes", _gib, "GiB for the host tier's KV pool; 0 switches the host tier off"),
+    ("--host-kv-dtype", "host_kv_dtype", str, "auto (the model's) or int8 (twice the tokens, outputs not exact)"),
     ("--block-size", "block_size", _integer(1), "tokens per KV block, a power of two"),
     ("--max-model-len", "max_model_len", _integer(1), "longest prompt plus output in tokens"),
     ("--max-step-tokens", "max_step_tokens", _integer(1), "most device rows in a step"),

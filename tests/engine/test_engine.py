@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from omniserve import Engine, EngineConfig, EngineStopped, FinishReason, Request, SamplingParams
+from tests.host.helpers import host_threads
 from tests.parity.models import VOCAB_SIZE, tiny_model
 
 MakeEngine = Callable[..., Engine]
@@ -154,10 +154,9 @@ def test_close_ends_the_host_threads(model: PreTrainedModel) -> None:
 
     before = num_threads()
     engine = Engine(model, EngineConfig(compile=False, host_threads=3, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20))
-    assert num_threads() == before + 3
+    assert len(host_threads()) == 3
     engine.close()
-    assert num_threads() == before
-    assert threading.active_count() >= 1
+    assert num_threads() == before  # the one that touches the pool's pages, too
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from omniserve.host.tier import HostTier
+from omniserve.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
 from omniserve.plan import HostEvent, HostEventKind
 from omniserve.spec import AttentionSpec, ModelSpec
 
@@ -17,6 +18,7 @@ from omniserve.spec import AttentionSpec, ModelSpec
 TOLERANCE = {
     torch.float32: (1e-5, 1e-5),  # (rtol, atol): sums of a few hundred fp32 products and exponentials
     torch.bfloat16: (2**-7, 2**-8),  # the output is rounded to 8 bits, the weights may be too
+    torch.float16: (2**-10, 2**-10),  # the output is rounded to 11 bits
 }
 BLOCK_SIZE = 16
 ATTENTION = (
@@ -56,20 +58,60 @@ def make_tier(
     num_threads: int = 2,
     cores: tuple[int, ...] | None = None,
     pin_memory: bool = False,
+    block_size: int = BLOCK_SIZE,
+    kv_dtype: str = "auto",
 ) -> HostTier:
     tier = HostTier(
         spec=spec,
         dtype=dtype,
-        block_size=BLOCK_SIZE,
-        kv_bytes=num_blocks * spec.kv_block_bytes(BLOCK_SIZE),
+        block_size=block_size,
+        kv_bytes=num_blocks * spec.host_block_bytes(block_size, kv_dtype),
         num_slots=num_slots,
         num_threads=num_threads,
         cores=cores,
         pin_memory=pin_memory,
+        kv_dtype=kv_dtype,
     )
-    tier.k_pool_LBKSH.fill_(float("nan"))
-    tier.v_pool_LBKSH.fill_(float("nan"))
+    poison(tier, range(tier.num_blocks))
     return tier
+
+
+def poison(tier: HostTier, blocks: Sequence[int]) -> None:
+    """Make blocks NaN."""
+    index = torch.tensor(blocks, dtype=torch.long)
+    if tier.scales_LBK2S is None:
+        tier.pool_LBK2SH[:, index] = torch.nan
+    else:
+        tier.pool_LBK2SH[:, index] = -128
+        tier.scales_LBK2S[:, index] = torch.nan
+
+
+def read_pool(tier: HostTier) -> tuple[Tensor, Tensor]:
+    """Return K and V of the whole pool in rows, ``[L, B, K, S, H]`` each."""
+    return read_blocks(tier.pool_LBK2SH, tier.scales_LBK2S)
+
+
+def write_blocks(tier: HostTier, layer: int | slice, blocks: Sequence[int], k: Tensor, v: Tensor) -> None:
+    """Set whole blocks from K and V in rows, ``[..., blocks, K, S, H]`` each."""
+    index = torch.tensor(blocks, dtype=torch.long)
+    if tier.scales_LBK2S is None:
+        tier.pool_LBK2SH[layer, index] = pack_blocks(k, v)
+    else:
+        tier.pool_LBK2SH[layer, index], tier.scales_LBK2S[layer, index] = quantize_blocks(k, v)
+
+
+def rounded(tier: HostTier, rows: Tensor) -> Tensor:
+    """Return what the pool makes of rows ``[..., H]``."""
+    if tier.scales_LBK2S is None:
+        return rows
+    values, scales = quantize_blocks(rows[..., None, :], rows[..., None, :])
+    return read_blocks(values, scales)[0][..., 0, :]
+
+
+def assert_same_bits(got: Tensor, expected: Tensor) -> None:
+    """NaNs, the poison, count too."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[got.itemsize]
+    assert torch.equal(got.view(bits), expected.view(bits))
 
 
 def collect(tier: HostTier, count: int) -> list[HostEvent]:
@@ -120,7 +162,8 @@ class Driver:
     def __init__(self, tier: HostTier, spec: ModelSpec, seed: int = 0) -> None:
         self.tier = tier
         self.spec = spec
-        self.dtype = tier.k_pool_LBKSH.dtype
+        self.dtype = tier.results_SD.dtype
+        self.block_size = tier.pool_LBK2SH.shape[4]
         self.rng = torch.Generator().manual_seed(seed)
         self.free = torch.randperm(tier.num_blocks, generator=self.rng).tolist()
         self.blocks: dict[int, list[int]] = {}
@@ -137,18 +180,21 @@ class Driver:
         self.blocks[slot] = []
         self.history[slot] = [(self.random(*kv_shape), self.random(*kv_shape)) for _ in range(self.spec.num_layers)]
         self.begin(slot)
-        block_T = torch.tensor(self.blocks[slot]).repeat_interleave(BLOCK_SIZE)[:context_len]
-        offset_T = torch.arange(context_len) % BLOCK_SIZE
-        for layer, (k_TKH, v_TKH) in enumerate(self.history[slot]):
-            self.tier.k_pool_LBKSH[layer, block_T, :, offset_T] = k_TKH
-            self.tier.v_pool_LBKSH[layer, block_T, :, offset_T] = v_TKH
+        blocks = self.blocks[slot]
+        for layer, history in enumerate(self.history[slot]):
+            sides = []
+            for rows_TKH in history:
+                padded = torch.full((len(blocks) * self.block_size, *kv_shape[1:]), torch.nan, dtype=self.dtype)
+                padded[:context_len] = rows_TKH
+                sides.append(padded.view(len(blocks), self.block_size, *kv_shape[1:]).transpose(1, 2))
+            write_blocks(self.tier, layer, blocks, *sides)
 
     def position(self, slot: int) -> int:
         """Tokens that all layers have seen."""
         return min(k_TKH.shape[0] for k_TKH, _ in self.history[slot])
 
     def begin(self, slot: int) -> None:
-        while len(self.blocks[slot]) * BLOCK_SIZE <= self.position(slot):
+        while len(self.blocks[slot]) * self.block_size <= self.position(slot):
             self.blocks[slot].append(self.free.pop())
         self.epochs[slot] = self.epochs.get(slot, 0) + 1
         self.tier.begin_token(slot, self.epochs[slot], self.position(slot), self.blocks[slot])
@@ -165,7 +211,8 @@ class Driver:
             k_TKH, v_TKH = history[layer]
             history[layer] = (torch.cat([k_TKH, k[seat, None]]), torch.cat([v_TKH, v[seat, None]]))
             key = (slot, self.epochs[slot], layer)
-            self.expected[key] = reference(q[seat], *history[layer], spec.attention[layer])
+            k_TKH, v_TKH = (rounded(self.tier, rows_TKH) for rows_TKH in history[layer])
+            self.expected[key] = reference(q[seat], k_TKH, v_TKH, spec.attention[layer])
         self.tier.submit(layer, torch.tensor(slots), q, k, v)
         fused.fill_(float("nan"))  # the tier has its own copy by now
 
@@ -180,7 +227,6 @@ class Driver:
 
     def release(self, slot: int) -> None:
         """Poison and free a request's blocks."""
-        self.tier.k_pool_LBKSH[:, self.blocks[slot]] = float("nan")
-        self.tier.v_pool_LBKSH[:, self.blocks[slot]] = float("nan")
+        poison(self.tier, self.blocks[slot])
         self.free = self.blocks.pop(slot) + self.free
         del self.history[slot]

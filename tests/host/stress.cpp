@@ -1,7 +1,8 @@
 // Stress of the torch-free host tier with scalar kernels in place of the real ones, for the sanitizers: random requests
 // grow, are cancelled, moved out and back, under injected faults. Every result is compared to the bit with a serial
 // run over the request's own history, and blocks are poisoned by this thread as soon as the tier says that they are free:
-// a thread that still touches them is a data race, and a copy that strays is seen in the poison. Usage: stress [seed] [steps]
+// a thread that still touches them is a data race, and a copy that strays is seen in the poison. In f32 if the seed is
+// even, in bf16 (with V in token pairs) if not. Usage: stress [seed] [steps]
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -16,28 +17,46 @@
 #include <thread>
 
 #include "host_tier.h"
+#include "host_tier_memory.h"
 
 namespace omniserve {
 
-void decode_partial(const void* q_ptr, const PagedKV& kv, const int32_t* block_table, int64_t position, int64_t begin,
-                    int64_t end, const AttentionParams& params, float* acc, float* m, float* l) {
-  const float* q = static_cast<const float*>(q_ptr);
+// A value of a cache in f32, or in bf16, which is all that these requests hold: nothing is ever rounded.
+float get(DType dtype, const char* at) {
+  uint32_t bits = 0;
+  std::memcpy(dtype == DType::f32 ? reinterpret_cast<char*>(&bits) : reinterpret_cast<char*>(&bits) + 2, at,
+              static_cast<size_t>(dtype_bytes(dtype)));
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+void put(DType dtype, char* at, float value) {
+  const char* const bits = reinterpret_cast<const char*>(&value);
+  std::memcpy(at, dtype == DType::f32 ? bits : bits + 2, static_cast<size_t>(dtype_bytes(dtype)));
+}
+
+void decode_partial(const void* q_ptr, DType q_dtype, const PagedKV& kv, const int32_t* block_table, int64_t position,
+                    int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l) {
+  const char* q = static_cast<const char*>(q_ptr);
   const int64_t H = kv.head_size, S = kv.block_size, group = params.num_heads / kv.kv_heads;
+  const int64_t bytes = dtype_bytes(kv.dtype);
   if (params.window > 0) begin = std::max(begin, position - params.window + 1);
   for (int64_t n = 0; n < params.num_heads; ++n) {
     float* out = acc + n * H;
     std::memset(out, 0, static_cast<size_t>(H) * sizeof(float));
     m[n] = -std::numeric_limits<float>::infinity();
     l[n] = 0;
-    for (int64_t t = begin; t < end; ++t) {
-      const int64_t row = ((block_table[t / S] * kv.kv_heads + n / group) * S + t % S) * H;
-      const float* k = static_cast<const float*>(kv.k) + row;
-      const float* v = static_cast<const float*>(kv.v) + row;
+    for (int64_t p = begin; p < end; ++p) {
+      const int64_t head = block_table[p / S] * kv.block_stride + n / group * kv.head_stride, t = p % S;
+      auto v_at = [&](int64_t h) { return (kv.v_pairs ? (t / 2 * H + h) * 2 + t % 2 : t * H + h) * bytes; };
       float score = 0;
-      for (int64_t h = 0; h < H; ++h) score += q[n * H + h] * k[h];
+      for (int64_t h = 0; h < H; ++h) {
+        score += get(q_dtype, q + (n * H + h) * bytes) * get(kv.dtype, kv.k + head + (t * H + h) * bytes);
+      }
       score *= params.scale;
       const float highest = std::max(m[n], score), old = std::exp(m[n] - highest), weight = std::exp(score - highest);
-      for (int64_t h = 0; h < H; ++h) out[h] = out[h] * old + weight * v[h];
+      for (int64_t h = 0; h < H; ++h) out[h] = out[h] * old + weight * get(kv.dtype, kv.v + head + v_at(h));
       l[n] = l[n] * old + weight;
       m[n] = highest;
     }
@@ -45,8 +64,8 @@ void decode_partial(const void* q_ptr, const PagedKV& kv, const int32_t* block_t
 }
 
 void merge_partials(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
-                    int64_t head_size, DType, void* out_ptr) {
-  float* out = static_cast<float*>(out_ptr);
+                    int64_t head_size, DType dtype, void* out_ptr) {
+  std::vector<float> out(static_cast<size_t>(num_heads * head_size));
   for (int64_t n = 0; n < num_heads; ++n) {
     float highest = -std::numeric_limits<float>::infinity(), sum = 0;
     for (int64_t i = 0; i < num_pieces; ++i) highest = std::max(highest, m[i * num_heads + n]);
@@ -60,6 +79,8 @@ void merge_partials(const float* acc, const float* m, const float* l, int64_t nu
     }
     for (int64_t h = 0; h < head_size; ++h) out[n * head_size + h] /= sum;
   }
+  char* const to = static_cast<char*>(out_ptr);
+  for (size_t i = 0; i < out.size(); ++i) put(dtype, to + static_cast<int64_t>(i) * dtype_bytes(dtype), out[i]);
 }
 
 int64_t decode_piece_tokens(int64_t context_len) { return context_len <= 512 ? 64 : 256; }
@@ -71,8 +92,8 @@ using namespace omniserve;
 namespace {
 
 constexpr int64_t kLayers = 2, kHeads = 2, kKVHeads = 1, kHeadSize = 4, kBlockSize = 16, kBlocks = 320, kSlots = 12;
-constexpr int64_t kBlockFloats = kKVHeads * kBlockSize * kHeadSize, kPool = kLayers * kBlocks * kBlockFloats;
-constexpr float kPoison = 1e30f;
+constexpr int64_t kPlane = kBlockSize * kHeadSize, kRows = kLayers * kBlocks * kKVHeads * 2 * kPlane;
+constexpr char kPoison = 0x7e;  // 8e37 in every dtype
 
 #define CHECK(condition, slot)                                                                      \
   do {                                                                                              \
@@ -82,14 +103,20 @@ constexpr float kPoison = 1e30f;
     }                                                                                               \
   } while (0)
 
-// One tier's KV pool and which of its blocks are free. Free blocks hold poison.
+// One tier's KV and which of its blocks are free. Free blocks hold poison. Both tiers have their blocks in one array,
+// the host's as it must be, the device's all of K before all of V.
 struct Pool {
-  std::vector<float> k = std::vector<float>(kPool, kPoison), v = k;
+  const DType dtype;
+  const bool is_host;
+  const int64_t bytes = dtype_bytes(dtype);
+  std::vector<char> data = std::vector<char>(static_cast<size_t>(kRows * bytes), kPoison);
   std::set<int64_t> free;
 
-  Pool() {
+  Pool(DType dtype, bool is_host) : dtype(dtype), is_host(is_host) {
     for (int64_t block = 0; block < kBlocks; ++block) free.insert(block);
   }
+
+  char* side(bool is_v) { return data.data() + (is_v ? kRows / 2 * bytes : 0); }
 
   std::vector<int64_t> allocate(std::mt19937_64& rng, size_t count) {
     std::vector<int64_t> ids;
@@ -101,29 +128,36 @@ struct Pool {
     return ids;
   }
 
+  // Element h of K or V of the token at place t in a block.
+  int64_t at(int64_t layer, int64_t block, bool is_v, int64_t t, int64_t h) const {
+    const int64_t row = t * kHeadSize + h, pair = (t / 2 * kHeadSize + h) * 2 + t % 2, first = layer * kBlocks + block;
+    if (!is_host) return ((is_v ? kLayers * kBlocks : 0) + first) * kPlane + row;
+    return (first * 2 + is_v) * kPlane + (is_v && host_v_pairs(dtype, kBlockSize) ? pair : row);
+  }
+
+  template <typename Function>
+  void for_each(int64_t block, Function function) {
+    for (int64_t i = 0; i < kLayers * 2 * kPlane; ++i) {
+      function(&data[at(i / (2 * kPlane), block, i / kPlane % 2, i / kHeadSize % kBlockSize, i % kHeadSize) * bytes]);
+    }
+  }
+
   void release(std::vector<int64_t>& blocks) {
     for (int64_t block : blocks) {
-      for (int64_t layer = 0; layer < kLayers; ++layer) {
-        std::fill_n(&k[(layer * kBlocks + block) * kBlockFloats], kBlockFloats, kPoison);
-        std::fill_n(&v[(layer * kBlocks + block) * kBlockFloats], kBlockFloats, kPoison);
-      }
+      for_each(block, [this](char* element) { std::memset(element, kPoison, static_cast<size_t>(bytes)); });
       free.insert(block);
     }
     blocks.clear();
   }
 
-  size_t row(const std::vector<int64_t>& blocks, int64_t layer, int64_t t) const {
-    return static_cast<size_t>((layer * kBlocks + blocks[t / kBlockSize]) * kBlockFloats + t % kBlockSize * kHeadSize);
+  // Element h of K or V of the token at position p.
+  char* element(const std::vector<int64_t>& blocks, int64_t layer, bool is_v, int64_t p, int64_t h) {
+    return &data[at(layer, blocks[p / kBlockSize], is_v, p % kBlockSize, h) * bytes];
   }
 
-  void check_poison() const {
-    for (int64_t layer = 0; layer < kLayers; ++layer) {
-      for (int64_t block : free) {
-        for (int64_t i = 0; i < kBlockFloats; ++i) {
-          const int64_t at = (layer * kBlocks + block) * kBlockFloats + i;
-          CHECK(k[at] == kPoison && v[at] == kPoison, -1);
-        }
-      }
+  void check_poison() {
+    for (int64_t block : free) {
+      for_each(block, [this](char* element) { CHECK(std::count(element, element + bytes, kPoison) == bytes, -1); });
     }
   }
 };
@@ -132,30 +166,35 @@ struct Request {
   enum State { absent, ready, attending, dying, moving_out, away, moving_in } state = absent;
   int64_t epoch = 0, position = 0, layer = 0;
   std::vector<int64_t> blocks, device_blocks;
-  std::vector<float> k[kLayers], v[kLayers];  // the history, row after row
-  std::vector<float> expected;
+  std::vector<char> rows[kLayers][2];  // the history of K and V, row after row
+  std::vector<char> expected;
 };
 
 struct Stress {
   std::mt19937_64 rng;
-  Pool host, device;
-  std::vector<float> results = std::vector<float>(kSlots * kHeads * kHeadSize, kPoison);
+  const DType dtype;
+  const int64_t bytes = dtype_bytes(dtype);
+  Pool host{dtype, true}, device{dtype, false};
+  std::vector<char> results = std::vector<char>(kSlots * kHeads * kHeadSize * bytes, kPoison);
   std::vector<AttentionParams> layers{{kHeads, 0.5f, 0, 0.f}, {kHeads, 0.5f, 300, 0.f}};
   std::vector<Request> requests = std::vector<Request>(kSlots);
   std::map<int64_t, int64_t> moves;  // id -> slot
   int64_t next_move = 0, done = 0, failed = 0, cancelled = 0, moved = 0;
   HostTier tier;
 
-  Stress(uint64_t seed, int num_threads)
+  Stress(uint64_t seed, int num_threads, DType dtype)
       : rng(seed),
-        tier({kBlocks, kBlockSize, kHeads, kKVHeads, kHeadSize, kSlots, DType::f32, layers, host.k.data(),
-              host.v.data(), results.data(), num_threads, {}}) {}
+        dtype(dtype),
+        tier({kBlocks, kBlockSize, kHeads, kKVHeads, kHeadSize, kSlots, dtype, dtype, layers, host.data.data(), nullptr,
+              results.data(), num_threads, {}, true}) {}
 
   int64_t below(int64_t n) { return static_cast<int64_t>(rng() % static_cast<uint64_t>(n)); }
 
-  std::vector<float> random_row(int64_t heads) {
-    std::vector<float> row;
-    for (int64_t i = 0; i < heads * kHeadSize; ++i) row.push_back(static_cast<float>(below(2001) - 1000) / 1000);
+  std::vector<char> random_row(int64_t heads) {
+    std::vector<char> row(static_cast<size_t>(heads * kHeadSize * bytes));
+    for (int64_t i = 0; i < heads * kHeadSize; ++i) {
+      put(dtype, &row[i * bytes], static_cast<float>(below(255) - 127) / 128);
+    }
     return row;
   }
 
@@ -165,14 +204,16 @@ struct Stress {
     request.blocks = host.allocate(rng, static_cast<size_t>(position / kBlockSize + 1));
     if (request.blocks.empty()) return;
     for (int64_t layer = 0; layer < kLayers; ++layer) {
-      request.k[layer].clear();
-      request.v[layer].clear();
-      for (int64_t t = 0; t < position; ++t) {
-        const std::vector<float> k = random_row(kKVHeads), v = random_row(kKVHeads);
-        request.k[layer].insert(request.k[layer].end(), k.begin(), k.end());
-        request.v[layer].insert(request.v[layer].end(), v.begin(), v.end());
-        std::copy(k.begin(), k.end(), &host.k[host.row(request.blocks, layer, t)]);
-        std::copy(v.begin(), v.end(), &host.v[host.row(request.blocks, layer, t)]);
+      for (bool is_v : {false, true}) {
+        std::vector<char>& rows = request.rows[layer][is_v];
+        rows.clear();
+        for (int64_t p = 0; p < position; ++p) {
+          const std::vector<char> row = random_row(kKVHeads);
+          rows.insert(rows.end(), row.begin(), row.end());
+          for (int64_t h = 0; h < kHeadSize; ++h) {
+            std::copy_n(&row[h * bytes], bytes, host.element(request.blocks, layer, is_v, p, h));
+          }
+        }
       }
     }
     request.position = position;
@@ -199,20 +240,20 @@ struct Stress {
     for (int64_t slot = 0; slot < kSlots; ++slot) {
       if (requests[slot].state == Request::ready && requests[slot].layer == layer && below(2)) slots.push_back(slot);
     }
-    std::vector<std::vector<float>> rows;
+    std::vector<std::vector<char>> rows;
     std::vector<TokenRow> q, k, v;
     auto add = [this, &rows](std::vector<TokenRow>& to, int64_t heads) {
       rows.push_back(random_row(heads));
-      to.push_back({reinterpret_cast<const char*>(rows.back().data()), kHeadSize * 4});
+      to.push_back({rows.back().data(), kHeadSize * bytes});
       return rows.back();
     };
     for (int64_t slot : slots) {
-      const std::vector<float> q_row = add(q, kHeads), k_row = add(k, kKVHeads), v_row = add(v, kKVHeads);
+      const std::vector<char> q_row = add(q, kHeads), k_row = add(k, kKVHeads), v_row = add(v, kKVHeads);
       if (slot == -1) continue;
       Request& request = requests[slot];
       request.state = Request::attending;
-      request.k[layer].insert(request.k[layer].end(), k_row.begin(), k_row.end());
-      request.v[layer].insert(request.v[layer].end(), v_row.begin(), v_row.end());
+      request.rows[layer][0].insert(request.rows[layer][0].end(), k_row.begin(), k_row.end());
+      request.rows[layer][1].insert(request.rows[layer][1].end(), v_row.begin(), v_row.end());
       request.expected = serial(layer, request, q_row);
     }
     tier.submit(layer, slots.data(), static_cast<int64_t>(slots.size()), q.data(), k.data(), v.data());
@@ -220,30 +261,35 @@ struct Stress {
   }
 
   // The history as one long block.
-  std::vector<float> serial(int64_t layer, const Request& request, const std::vector<float>& q) const {
+  std::vector<char> serial(int64_t layer, const Request& request, const std::vector<char>& q) const {
     const int64_t end = request.position + 1, window = layers[layer].window;
     const int64_t size = decode_piece_tokens(end), lowest = window > 0 ? std::max<int64_t>(0, end - window) : 0;
     const int64_t first_piece = lowest / size, pieces = (end - 1) / size + 1 - first_piece;
-    const PagedKV kv{request.k[layer].data(), request.v[layer].data(), 1, kKVHeads, end, kHeadSize, DType::f32};
+    const std::vector<char>(&rows)[2] = request.rows[layer];
+    const PagedKV kv = device_layout(rows[0].data(), rows[1].data(), 1, kKVHeads, end, kHeadSize, dtype);
     const int32_t table[] = {0};
-    std::vector<float> acc(pieces * kHeads * kHeadSize), m(pieces * kHeads), l(pieces * kHeads), out(kHeads * kHeadSize);
+    std::vector<float> acc(pieces * kHeads * kHeadSize), m(pieces * kHeads), l(pieces * kHeads);
+    std::vector<char> out(kHeads * kHeadSize * bytes);
     for (int64_t i = 0; i < pieces; ++i) {
       const int64_t begin = (first_piece + i) * size;
-      decode_partial(q.data(), kv, table, request.position, begin, std::min(begin + size, end), layers[layer],
+      decode_partial(q.data(), dtype, kv, table, request.position, begin, std::min(begin + size, end), layers[layer],
                      &acc[i * kHeads * kHeadSize], &m[i * kHeads], &l[i * kHeads]);
     }
-    merge_partials(acc.data(), m.data(), l.data(), pieces, kHeads, kHeadSize, DType::f32, out.data());
+    merge_partials(acc.data(), m.data(), l.data(), pieces, kHeads, kHeadSize, dtype, out.data());
     return out;
   }
 
-  void move(int64_t slot, Pool& from, const std::vector<int64_t>& from_ids, Pool& to, std::vector<int64_t>& to_ids) {
+  void move(int64_t slot, bool to_host) {
+    Request& request = requests[slot];
+    Pool& to = to_host ? host : device;
+    const std::vector<int64_t>& from_ids = to_host ? request.device_blocks : request.blocks;
+    std::vector<int64_t>& to_ids = to_host ? request.blocks : request.device_blocks;
     to_ids = to.allocate(rng, from_ids.size());
     if (to_ids.empty()) return;
-    auto bytes = [](std::vector<float>& cache) { return reinterpret_cast<char*>(cache.data()); };
-    requests[slot].state = &to == &device ? Request::moving_out : Request::moving_in;
+    request.state = to_host ? Request::moving_in : Request::moving_out;
     moves[next_move] = slot;
-    tier.start_move({next_move++, bytes(from.k), bytes(from.v), bytes(to.k), bytes(to.v), kLayers, kBlockFloats * 4,
-                     kBlocks, kBlocks, from_ids, to_ids});
+    tier.start_move({next_move++, to_host, device.side(false), device.side(true), kBlocks, request.device_blocks,
+                     request.blocks});
   }
 
   void finish_move(const HostEvent& event) {
@@ -257,13 +303,11 @@ struct Stress {
     }
     ++moved;
     const bool out = request.state == Request::moving_out;
-    const Pool& to = out ? device : host;
-    for (int64_t layer = 0; layer < kLayers; ++layer) {
-      for (int64_t t = 0; t < request.position; ++t) {
-        const size_t at = to.row(out ? request.device_blocks : request.blocks, layer, t);
-        CHECK(std::memcmp(&to.k[at], &request.k[layer][t * kHeadSize], kHeadSize * 4) == 0, slot);
-        CHECK(std::memcmp(&to.v[at], &request.v[layer][t * kHeadSize], kHeadSize * 4) == 0, slot);
-      }
+    Pool& to = out ? device : host;
+    for (int64_t i = 0; i < kLayers * 2 * request.position * kHeadSize; ++i) {
+      const int64_t h = i % kHeadSize, p = i / kHeadSize % request.position, side = i / kHeadSize / request.position;
+      const char* const got = to.element(out ? request.device_blocks : request.blocks, side / 2, side % 2, p, h);
+      CHECK(std::memcmp(got, &request.rows[side / 2][side % 2][(p * kHeadSize + h) * bytes], bytes) == 0, slot);
     }
     if (out) {
       host.release(request.blocks);
@@ -289,8 +333,8 @@ struct Stress {
     }
     ++done;
     CHECK(event.kind == EventKind::attention_done, event.slot);
-    const float* got = &results[event.slot * kHeads * kHeadSize];
-    CHECK(std::memcmp(got, request.expected.data(), request.expected.size() * 4) == 0, event.slot);
+    const char* got = &results[event.slot * kHeads * kHeadSize * bytes];
+    CHECK(std::memcmp(got, request.expected.data(), request.expected.size()) == 0, event.slot);
     request.state = Request::ready;
     if (++request.layer < kLayers) return;
     ++request.position;
@@ -316,9 +360,9 @@ struct Stress {
         CHECK(tier.cancel(slot), slot);
         request.state = Request::dying;
       } else if (at_boundary && request.position > 0 && below(8) == 0) {
-        move(slot, host, request.blocks, device, request.device_blocks);
+        move(slot, false);
       } else if (request.state == Request::away && below(3) == 0) {
-        move(slot, device, request.device_blocks, host, request.blocks);
+        move(slot, true);
       }
     }
     for (int64_t layer = 0; layer < kLayers; ++layer) submit(layer);
@@ -352,10 +396,12 @@ int main(int argc, char** argv) {
   const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0;
   const int steps = argc > 2 ? std::atoi(argv[2]) : 300;
 
-  Stress run(seed, 3);
+  const DType dtype = seed % 2 == 0 ? DType::f32 : DType::bf16;
+  Stress run(seed, 3, dtype);
   std::atomic<bool> stop{false};
-  std::thread watcher([&] {  // another thread may look on
+  std::thread watcher([&] {  // another thread may look on, and touch pages, for they keep their contents
     while (!stop) {
+      touch_pages(run.host.data.data(), static_cast<int64_t>(run.host.data.size()));
       run.tier.stats();
       run.tier.wait(0.0005);
       std::this_thread::sleep_for(std::chrono::microseconds(200));
@@ -369,6 +415,7 @@ int main(int argc, char** argv) {
   }
   run.drain();
   CHECK(run.tier.stats().threads_alive == 1, -1);
+  while (run.tier.stats().bytes_prefaulted < static_cast<int64_t>(run.host.data.size())) std::this_thread::yield();
   CHECK(run.done > steps && run.failed > 0 && run.cancelled > 0 && run.moved > 0, -1);
   run.tier.inject({0, false, 0, 0, 1});  // the last one dies: from here on everything fails, once
   const int64_t failed = run.failed;
@@ -379,7 +426,7 @@ int main(int argc, char** argv) {
   watcher.join();
 
   for (uint64_t i = 0; i < 20; ++i) {  // closed, or destroyed, with work in hand
-    Stress brief(seed + i, 2);
+    Stress brief(seed + i, 2, dtype);
     if (i % 2 == 0) brief.tier.inject({3600, false, 0, 0, 0});
     for (int j = 0; j < 4; ++j) brief.step();
     if (i % 3 == 0) continue;

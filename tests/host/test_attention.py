@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -9,27 +10,44 @@ import pytest
 import torch
 
 from omniserve.plan import HostEventKind
-from tests.host.helpers import BLOCK_SIZE, Driver, collect, cpu_ticks, host_threads, make_spec
+from omniserve.spec import HOST_KV_DTYPES, AttentionSpec
+from tests.host.helpers import BLOCK_SIZE, Driver, collect, cpu_ticks, host_threads, make_spec, reference
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_heads", "num_kv_heads", "head_size"),
+    ("dtype", "kv_dtype", "block_size", "num_heads", "num_kv_heads", "head_size"),
     [
-        (torch.float32, 4, 4, 16),
-        (torch.float32, 6, 2, 64),
-        (torch.bfloat16, 8, 1, 64),
-        (torch.bfloat16, 9, 3, 80),
+        (torch.float32, "auto", BLOCK_SIZE, 4, 4, 16),
+        (torch.float32, "auto", 5, 6, 2, 64),
+        (torch.bfloat16, "auto", BLOCK_SIZE, 8, 1, 64),
+        (torch.bfloat16, "auto", 32, 9, 3, 80),
+        (torch.bfloat16, "auto", 7, 4, 2, 32),
+        (torch.bfloat16, "auto", 1, 4, 2, 32),
+        (torch.float16, "auto", BLOCK_SIZE, 4, 2, 32),
+        (torch.float16, "auto", 9, 4, 2, 80),
+        (torch.float32, "int8", BLOCK_SIZE, 4, 2, 32),
+        (torch.bfloat16, "int8", 7, 4, 2, 64),
+        (torch.float16, "int8", 32, 4, 2, 80),
     ],
 )
 def test_random_histories_match_the_reference(
-    open_driver: Callable[..., Driver], dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int
+    open_driver: Callable[..., Driver],
+    dtype: torch.dtype,
+    kv_dtype: str,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
 ) -> None:
     spec = make_spec(dtype, num_heads, num_kv_heads, head_size)
-    driver = open_driver(spec, dtype=dtype, num_slots=6)
+    num_blocks = 2000 // block_size + 100
+    driver = open_driver(
+        spec, dtype=dtype, kv_dtype=kv_dtype, block_size=block_size, num_blocks=num_blocks, num_slots=6
+    )
     choose = random.Random(0)
-    for slot, context_len in enumerate((0, 1, BLOCK_SIZE - 1, 127, 300, 1000)):
+    for slot, context_len in enumerate((0, 1, max(2, block_size - 1), 127, 300, 1000)):
         driver.start(slot, context_len)
-    for token in range(BLOCK_SIZE + 2):  # every request comes into a new block
+    for token in range(block_size + 2):  # every request comes into a new block
         for layer in range(spec.num_layers):
             seats = [0, 1, 2, 3, 4, 5, -1, -1]
             choose.shuffle(seats)
@@ -38,7 +56,7 @@ def test_random_histories_match_the_reference(
             for event in collect(driver.tier, 6):
                 assert event.layer == layer
                 driver.check(event)
-        if token == BLOCK_SIZE // 2:  # a slot changes hands
+        if token == block_size // 2:  # a slot changes hands
             driver.release(4)
             driver.start(4, 77)
         for slot in range(6):
@@ -46,10 +64,13 @@ def test_random_histories_match_the_reference(
     assert not driver.expected
 
 
+@pytest.mark.parametrize("kv_dtype", HOST_KV_DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_result_is_cpu_attentions_to_the_bit(open_driver: Callable[..., Driver], dtype: torch.dtype) -> None:
+def test_the_result_is_cpu_attentions_to_the_bit(
+    open_driver: Callable[..., Driver], dtype: torch.dtype, kv_dtype: str
+) -> None:
     spec = make_spec(dtype)
-    driver = open_driver(spec, dtype=dtype, num_slots=3)
+    driver = open_driver(spec, dtype=dtype, kv_dtype=kv_dtype, num_slots=3)
     lengths = (5, 129, 1500)
     for slot, length in enumerate(lengths):
         driver.start(slot, length)
@@ -61,8 +82,8 @@ def test_the_result_is_cpu_attentions_to_the_bit(open_driver: Callable[..., Driv
         collect(driver.tier, 3)
         other = torch.ops.omniserve.cpu_attention(
             q,
-            driver.tier.k_pool_LBKSH[layer],
-            driver.tier.v_pool_LBKSH[layer],
+            driver.tier.pool_LBK2SH[layer],
+            None if driver.tier.scales_LBK2S is None else driver.tier.scales_LBK2S[layer],
             table,
             torch.tensor(lengths, dtype=torch.int32) + 1,
             attention.scale,
@@ -71,6 +92,24 @@ def test_the_result_is_cpu_attentions_to_the_bit(open_driver: Callable[..., Driv
             1,
         )
         assert torch.equal(driver.tier.results_SD, other.flatten(1))
+
+
+def test_int8_attention_errs_no_more_than_its_rounding_explains(open_driver: Callable[..., Driver]) -> None:
+    """A key off by s/2 per element moves its score by at most e = scale * sum|q| * s/2, so a weight by exp(2e)."""
+    attention = AttentionSpec(scale=0.1)
+    spec = make_spec(num_heads=4, num_kv_heads=2, head_size=64, attention=(attention,))
+    driver = open_driver(spec, kv_dtype="int8", num_slots=1)
+    driver.start(0, 500)
+    q_NH, k, v = driver.random(4, 64), driver.random(1, 2, 64), driver.random(1, 2, 64)
+    driver.tier.submit(0, torch.tensor([0]), q_NH[None], k, v)
+    collect(driver.tier, 1)
+    k_TKH, v_TKH = (torch.cat(pair) for pair in zip(driver.history[0][0], (k, v), strict=True))
+    half_step = [rows.abs().amax(-1).max().item() / 127 / 2 for rows in (k_TKH, v_TKH)]
+    score_error = attention.scale * q_NH.abs().sum(-1).max().item() * half_step[0]
+    bound = math.expm1(2 * score_error) * v_TKH.abs().max().item() + half_step[1]
+    error = (driver.tier.results_SD[0] - reference(q_NH, k_TKH, v_TKH, attention)).abs().max().item()
+    assert 0 < error < bound < 1  # of values up to 4
+    assert error < 0.02, "errors of 500 tokens mostly cancel out"
 
 
 def test_one_long_and_many_short_requests_share_the_threads(open_driver: Callable[..., Driver]) -> None:
@@ -131,7 +170,7 @@ def test_bad_arguments_are_refused_and_leave_nothing_queued(open_driver: Callabl
     for tensors, message in (
         ((torch.tensor([0, -1]), *one), r"q must be \[2, 4, 16\], got \[1, 4, 16\]"),
         ((torch.tensor([0]), q[:1], q[:1], k[:1]), r"k must be \[1, 2, 16\]"),
-        ((torch.tensor([0]), q[:1].half(), k[:1], k[:1]), "q must have the pool's dtype, got Half"),
+        ((torch.tensor([0]), q[:1].half(), k[:1], k[:1]), "q must have the model's dtype, got Half"),
         ((torch.tensor([0], dtype=torch.int32), *one), "slots must be Long, got Int"),
         ((torch.tensor([0]), q[:1], k[:1], k.repeat(1, 1, 2)[:1, :, ::2]), "v must be contiguous in its last"),
     ):

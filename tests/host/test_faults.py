@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from omniserve.plan import HostEventKind, KVMove, MoveDirection
-from tests.host.helpers import Driver, collect, wait_until
+from tests.host.helpers import BLOCK_SIZE, Driver, collect, wait_until
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -60,7 +60,7 @@ def test_when_the_last_worker_dies_everything_is_reported_failed(
     tier = driver.tier
     for slot in range(6):
         driver.start(slot, 40)
-    device = torch.zeros_like(tier.k_pool_LBKSH)
+    device = torch.zeros(3, 4, 2, BLOCK_SIZE, 16)
     tier.inject(kill_threads=2)
     with caplog.at_level(logging.ERROR):
         driver.submit(0, range(6))

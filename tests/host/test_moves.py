@@ -11,7 +11,17 @@ from torch import Tensor
 
 from omniserve.host.staging import StagedMover
 from omniserve.plan import HostEventKind, KVMove, MoveDirection
-from tests.host.helpers import BLOCK_SIZE, Driver, collect, make_spec, make_tier
+from tests.host.helpers import (
+    BLOCK_SIZE,
+    Driver,
+    assert_same_bits,
+    collect,
+    make_spec,
+    make_tier,
+    read_pool,
+    rounded,
+    write_blocks,
+)
 
 TO_HOST, TO_DEVICE = MoveDirection.TO_HOST, MoveDirection.TO_DEVICE
 
@@ -27,19 +37,21 @@ def make_move(move_id: int, direction: MoveDirection, src: list[int], dst: list[
 
 
 def random_cache(driver: Driver, num_blocks: int) -> Tensor:
-    shape = list(driver.tier.k_pool_LBKSH.shape)
-    shape[1] = num_blocks
-    return driver.random(*shape)
+    spec = driver.spec
+    return driver.random(spec.num_layers, num_blocks, spec.num_kv_heads, driver.block_size, spec.head_size)
 
 
-def assert_same_bits(got: Tensor, expected: Tensor) -> None:
-    bits = torch.int32 if got.itemsize == 4 else torch.int16  # NaNs, the poison, count too
-    assert torch.equal(got.view(bits), expected.view(bits))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_moves_both_ways_while_attention_runs(open_driver: Callable[..., Driver], dtype: torch.dtype) -> None:
-    driver = open_driver(make_spec(dtype, head_size=64), dtype=dtype, num_blocks=300, num_slots=4)
+@pytest.mark.parametrize(
+    ("dtype", "block_size"),
+    [(torch.float32, 16), (torch.float32, 3), (torch.bfloat16, 16), (torch.bfloat16, 5), (torch.float16, 16)],
+)
+def test_moves_both_ways_while_attention_runs(
+    open_driver: Callable[..., Driver], dtype: torch.dtype, block_size: int
+) -> None:
+    num_blocks = 1800 // block_size + 150
+    driver = open_driver(
+        make_spec(dtype, head_size=64), dtype=dtype, block_size=block_size, num_blocks=num_blocks, num_slots=4
+    )
     tier = driver.tier
     for slot in range(4):
         driver.start(slot, 400)
@@ -47,11 +59,10 @@ def test_moves_both_ways_while_attention_runs(open_driver: Callable[..., Driver]
     for side in device:
         side[:, 100:] = float("nan")
     outgoing, incoming = [driver.free.pop() for _ in range(50)], [driver.free.pop() for _ in range(50)]
-    for pool in (tier.k_pool_LBKSH, tier.v_pool_LBKSH):
-        pool[:, outgoing] = random_cache(driver, 50)
+    write_blocks(tier, slice(None), outgoing, random_cache(driver, 50), random_cache(driver, 50))
     device_ids = torch.randperm(100, generator=driver.rng).tolist()[:50]
     expected_device = [side.clone() for side in device]
-    expected_host = [pool.clone() for pool in (tier.k_pool_LBKSH, tier.v_pool_LBKSH)]
+    expected_host = read_pool(tier)
     arrivals = list(range(100, 150))
     for k_or_v in range(2):
         expected_host[k_or_v][:, incoming] = device[k_or_v][:, device_ids]
@@ -69,18 +80,44 @@ def test_moves_both_ways_while_attention_runs(open_driver: Callable[..., Driver]
         moves = {(event.move_id, event.kind) for event in events if event.slot < 0}
         assert moves == {(2 * layer, HostEventKind.MOVE_DONE), (2 * layer + 1, HostEventKind.MOVE_DONE)}
 
-    offset = 400 % BLOCK_SIZE
+    offset = 400 % block_size
     for slot in range(4):  # the one place each that attention has written
         block = driver.blocks[slot][-1]
         for layer in range(3):
             expected_host[0][layer, block, :, offset] = driver.history[slot][layer][0][-1]
             expected_host[1][layer, block, :, offset] = driver.history[slot][layer][1][-1]
-    assert_same_bits(tier.k_pool_LBKSH, expected_host[0])
-    assert_same_bits(tier.v_pool_LBKSH, expected_host[1])
+    for side, expected in zip(read_pool(tier), expected_host, strict=True):
+        assert_same_bits(side, expected)
     for side, expected in zip(device, expected_device, strict=True):
         assert_same_bits(side, expected)
-    assert tier.stats().bytes_moved == 100 * driver.spec.kv_block_bytes(BLOCK_SIZE)
+    assert tier.stats().bytes_moved == 100 * driver.spec.kv_block_bytes(block_size)
     assert not tier.busy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_moves_to_an_int8_pool_round_and_back_they_do_not(
+    open_driver: Callable[..., Driver], dtype: torch.dtype
+) -> None:
+    driver = open_driver(make_spec(dtype, head_size=64), dtype=dtype, kv_dtype="int8", num_blocks=20)
+    tier = driver.tier
+    device = [random_cache(driver, 10), random_cache(driver, 10)]
+    device[0][0, 0, 0, 0] = 0  # a row that has no scale
+    device[1][0, 0, 0, 1, 5] = torch.inf  # and one that cannot be rounded
+    tier.start_move(make_move(0, TO_HOST, list(range(10)), list(range(5, 15))), *device)
+    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+    back = [torch.zeros_like(side) for side in device]
+    tier.start_move(make_move(1, TO_DEVICE, list(range(5, 15)), list(range(10))), *back)
+    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+    for side, got, held in zip(device, back, read_pool(tier), strict=True):
+        assert torch.equal(got.nan_to_num(99), held[:, 5:15].to(dtype).nan_to_num(99))
+        expected = rounded(tier, side)
+        torch.testing.assert_close(got, expected.to(dtype), equal_nan=True, rtol=0, atol=0)
+        half_step = side.float().abs().amax(-1, keepdim=True) / 254
+        error = (held[:, 5:15] - side).abs()
+        assert ((error <= half_step * (1 + 1e-5)) | expected.isnan()).all()
+        assert held[:, :5].isnan().all() and held[:, 15:].isnan().all()
+    assert back[0][0, 0, 0, 0].eq(0).all()
+    assert back[1][0, 0, 0, 1].isnan().all() and back[1].isnan().sum() == driver.spec.head_size
 
 
 def test_a_move_goes_ahead_of_queued_attention(open_driver: Callable[..., Driver]) -> None:
@@ -130,8 +167,9 @@ class Staged:
         self.tier = tier
         host_copy = functools.partial(torch.ops.omniserve_host.start_move, tier._handle)
         self.mover = StagedMover(
-            tier.k_pool_LBKSH,
-            tier.v_pool_LBKSH,
+            (driver.spec.num_layers, driver.spec.num_kv_heads, BLOCK_SIZE, driver.spec.head_size),
+            tier.results_SD.dtype,
+            tier.num_blocks,
             host_copy,
             pin_memory=False,
             staging_bytes=staging_blocks * driver.spec.kv_block_bytes(BLOCK_SIZE),
@@ -144,15 +182,15 @@ def test_staged_moves_go_through_the_buffer_in_chunks(open_driver: Callable[...,
     staged = Staged(driver, staging_blocks=4)
     tier = driver.tier
     device = [random_cache(driver, 40), random_cache(driver, 40)]
-    expected_host = [tier.k_pool_LBKSH.clone(), tier.v_pool_LBKSH.clone()]
+    expected_host = read_pool(tier)
     src, dst = torch.randperm(40).tolist()[:11], torch.randperm(60).tolist()[:11]
     for k_or_v in range(2):
         expected_host[k_or_v][:, dst] = device[k_or_v][:, src]
     staged.mover.start(make_move(0, TO_HOST, src, dst), *device)
     assert tier.busy
     assert [(event.kind, event.move_id) for event in collect(tier, 1)] == [(HostEventKind.MOVE_DONE, 0)]
-    assert_same_bits(tier.k_pool_LBKSH, expected_host[0])
-    assert_same_bits(tier.v_pool_LBKSH, expected_host[1])
+    for side, expected in zip(read_pool(tier), expected_host, strict=True):
+        assert_same_bits(side, expected)
 
     back = [torch.full_like(side, float("nan")) for side in device]
     expected = [side.clone() for side in back]

@@ -123,7 +123,7 @@ def test_random_histories_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> N
     program = tmp_path / "stress"
     sources = [
         str(Path(__file__).with_name("stress.cpp")),
-        *map(str, (CSRC / "host_tier.cpp", CSRC / "host_tier_workers.cpp")),
+        *map(str, (CSRC / f"host_{name}.cpp" for name in ("tier", "tier_workers", "tier_memory", "kv"))),
     ]
     flags = ["-std=c++17", "-O0", "-g1", f"-fsanitize={sanitizer}", "-pthread", f"-I{CSRC}"]
     subprocess.run([compiler, *flags, *sources, "-o", str(program)], check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from omniserve.ops import Sample, reference
-from omniserve.ops.table import AttentionShape, attention_args
+from omniserve.ops.host_layout import pack_blocks
+from omniserve.ops.table import AttentionShape, attention_args, cpu_attention_args
 from tests.ops.checks import CPU, check_against_reference, op_named
 
 paged_attention = op_named("paged_attention")
@@ -55,6 +57,37 @@ def test_any_shape_agrees_with_the_reference(shape: AttentionShape, dtype: torch
     check_against_reference(paged_attention, "paged_attention", sample, dtype)
 
 
+decode_shapes = st.builds(
+    lambda shape, contexts: replace(shape, chunks=tuple((1, context) for context in contexts)),
+    shape=shapes,
+    contexts=st.lists(st.integers(0, 700), max_size=4),
+)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    shape=decode_shapes,
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+    int8=st.booleans(),
+    num_threads=st.integers(1, 2),
+)
+def test_any_decode_agrees_with_the_reference(
+    shape: AttentionShape, dtype: torch.dtype, int8: bool, num_threads: int
+) -> None:
+    args = cpu_attention_args(shape, CPU, dtype, int8=int8, num_threads=num_threads)
+    check_against_reference(cpu_attention, "cpu_attention", Sample(label=shape.label, args=args), dtype)
+
+
+def test_nan_in_a_key_stays_with_its_request() -> None:
+    shape = AttentionShape(label="", chunks=((1, 90), (1, 33)), heads=(8, 2, 64), block_size=16)
+    q, pool, scales, table, *rest = cpu_attention_args(shape, CPU, torch.bfloat16)
+    clean = cpu_attention(q, pool, scales, table, *rest)
+    pool[table[0, 2], 1, 0, 5] = torch.nan
+    out = cpu_attention(q, pool, scales, table, *rest)
+    assert out[0, 4:].isnan().all()
+    assert torch.equal(out[0, :4], clean[0, :4]) and torch.equal(out[1], clean[1])
+
+
 def sequence(seq_len: int, dtype: torch.dtype, block_size: int = 16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return q, K cache, V cache and block table of one sequence, 4 query heads on 2 KV heads of size 24."""
     shape = AttentionShape(label="", chunks=((seq_len, 0),), heads=(4, 2, 24), block_size=block_size)
@@ -85,10 +118,11 @@ def test_number_of_threads_and_the_batch_do_not_change_a_bit(window: int) -> Non
     queries = q[lens.long() - 1]
     starts = torch.arange(6).int()
     batch = paged_attention(queries, k, v, tables, starts, lens, 0.2, window, 0.0)
-    assert torch.equal(cpu_attention(queries, k, v, tables, lens, 0.2, window, 0.0, 1), batch)
-    assert torch.equal(cpu_attention(queries, k, v, tables, lens, 0.2, window, 0.0, 2), batch)
+    pool = pack_blocks(k, v)
+    assert torch.equal(cpu_attention(queries, pool, None, tables, lens, 0.2, window, 0.0, 1), batch)
+    assert torch.equal(cpu_attention(queries, pool, None, tables, lens, 0.2, window, 0.0, 2), batch)
     for i in range(5):
-        alone = cpu_attention(queries[i : i + 1], k, v, table, lens[i : i + 1], 0.2, window, 0.0, 1)
+        alone = cpu_attention(queries[i : i + 1], pool, None, table, lens[i : i + 1], 0.2, window, 0.0, 1)
         assert torch.equal(alone[0], batch[i])
 
 
@@ -110,7 +144,7 @@ def test_huge_scores_do_not_overflow(sign: float) -> None:
     out = paged_attention(*args)
     # Scores of 1e4 are apart by more than exp's range, but near ties differ by fp32's rounding of a score, 1e-3.
     torch.testing.assert_close(out, reference.paged_attention(*args), rtol=0, atol=2e-2)
-    one = cpu_attention(args[0][-1:], k, v, table, lens, 1.0, 0, 0.0, 1)
+    one = cpu_attention(args[0][-1:], pack_blocks(k, v), None, table, lens, 1.0, 0, 0.0, 1)
     torch.testing.assert_close(one, out[-1:], rtol=0, atol=2e-2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ def good(name: str) -> list[Any]:
         "paged_attention": [
             torch.zeros(3, 2, 8), cache, cache, table, torch.tensor([0, 2, 3]).int(), lens, 1.0, 0, 0.0,
         ],
-        "cpu_attention": [torch.zeros(2, 2, 8), cache, cache, table, lens, 1.0, 0, 0.0, 1],
+        "cpu_attention": [torch.zeros(2, 2, 8), torch.zeros(5, 1, 2, 4, 8), None, table, lens, 1.0, 0, 0.0, 1],
+        "store_host_kv": [
+            torch.zeros(3, 1, 8), torch.zeros(3, 1, 8), torch.zeros(5, 1, 2, 4, 8), None, torch.tensor([0, -1, 19]),
+        ],
         "piggyback_concat": [torch.zeros(3, 8), torch.zeros(4, 8), torch.tensor([3, -1])],
         "residual_store": [torch.zeros(3, 8), torch.zeros(4, 8), torch.tensor([3, -1])],
         "residual_fetch": [torch.zeros(4, 8), torch.tensor([3, -1]), torch.zeros(3, 8)],
@@ -29,6 +33,12 @@ def good(name: str) -> list[Any]:
 
 def ints(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def misaligned(*shape: int) -> torch.Tensor:
+    """Return zeros that begin one byte off."""
+    size = 4 * math.prod(shape)
+    return torch.frombuffer(bytearray(size + 1), dtype=torch.float32, offset=1, count=size // 4).view(shape)
 
 
 CASES = [
@@ -43,7 +53,7 @@ CASES = [
     ("store_kv", 3, torch.zeros(5, 1, 8, 8), "differ in shape"),
     ("store_kv", 2, torch.zeros(5, 1, 4, 16)[..., ::2], "k_cache must be contiguous"),
     ("paged_attention", 0, torch.zeros(3, 2, 16), "q must have the cache's head size 8"),
-    ("paged_attention", 0, torch.zeros(3, 2, 8).double(), "q must be Float, got Double"),
+    ("paged_attention", 0, torch.zeros(3, 2, 8).double(), "q must be float32, bfloat16 or float16, got Double"),
     ("paged_attention", 3, ints([0, 5], [2, 3]), r"block_table\[0\] holds block 5 .* the cache has 5 blocks"),
     ("paged_attention", 3, ints([0, -1], [2, 3]), r"block_table\[0\] holds block -1"),
     ("paged_attention", 3, ints([0, 1]), "block_table has 1 rows for 2 requests"),
@@ -62,6 +72,19 @@ CASES = [
     ("cpu_attention", 4, ints(0, 3), r"seq_lens\[0\] is 0; .* it must be in \[1, 8\]"),
     ("cpu_attention", 3, ints([0, 1], [7, 3]), r"block_table\[1\] holds block 7"),
     ("cpu_attention", 8, 0, "num_threads must be in"),
+    ("cpu_attention", 0, torch.zeros(2, 2, 8).half(), "q must have the cache's dtype, got Half"),
+    ("cpu_attention", 0, misaligned(2, 2, 8), "q must be aligned to its elements of 4 bytes"),
+    ("cpu_attention", 1, misaligned(5, 1, 2, 4, 8), "pool must be aligned to its elements of 4 bytes"),
+    ("cpu_attention", 1, torch.zeros(5, 1, 4, 8), "pool must have 5 dimensions"),
+    ("cpu_attention", 1, torch.zeros(5, 1, 3, 4, 8), r"pool must be \[B, K, 2, S, H\]"),
+    ("cpu_attention", 1, torch.zeros(5, 1, 2, 4, 8).to(torch.int8), "an int8 pool needs scales"),
+    ("cpu_attention", 1, torch.zeros(5, 1, 2, 4, 16)[..., ::2], "pool must be contiguous"),
+    ("cpu_attention", 2, torch.zeros(5, 1, 2, 4), "no other pool has any; the pool is Float"),
+    ("cpu_attention", 3, ints([0, -1], [2, 3]), r"block_table\[0\] holds block -1"),
+    ("store_host_kv", 4, torch.tensor([0, 1, 20]), r"slot_mapping\[2\] is 20; it must be -1 or in \[0, 20\)"),
+    ("store_host_kv", 4, torch.tensor([0, 1]), "slot_mapping has 2 entries for 3 tokens"),
+    ("store_host_kv", 0, torch.zeros(3, 1, 16), r"k must be \[3, 1, 8\]"),
+    ("store_host_kv", 1, torch.zeros(3, 1, 8).half(), "v must have the pool's dtype"),
     ("piggyback_concat", 2, torch.tensor([4]), r"rows\[0\] is 4; it must be -1 or in \[0, 4\)"),
     ("piggyback_concat", 1, torch.zeros(4, 7), r"results must have attn's width 8, got \[4, 7\]"),
     ("piggyback_concat", 1, torch.zeros(4, 8).half(), "results must be Float, got Half"),
@@ -94,16 +117,16 @@ def test_raises(name: str, index: int, value: Any, message: str) -> None:
 
 @pytest.mark.parametrize("head_size", [4, 12, 264])
 def test_an_unsupported_head_size_is_named(head_size: int) -> None:
-    cache = torch.zeros(1, 1, 4, head_size)
-    args = (torch.zeros(1, 1, head_size), cache, cache, ints([0]), ints(1), 1.0, 0, 0.0, 1)
+    pool = torch.zeros(1, 1, 2, 4, head_size)
+    args = (torch.zeros(1, 1, head_size), pool, None, ints([0]), ints(1), 1.0, 0, 0.0, 1)
     with pytest.raises(RuntimeError, match=rf"multiple of 8 in \[8, 256\], got {head_size}"):
         op_named("cpu_attention")(*args)
 
 
 def test_heads_that_do_not_divide_are_named() -> None:
-    cache = torch.zeros(1, 2, 4, 8)
+    pool = torch.zeros(1, 2, 2, 4, 8)
     with pytest.raises(RuntimeError, match="got 3 and 2"):
-        op_named("cpu_attention")(torch.zeros(1, 3, 8), cache, cache, ints([0]), ints(1), 1.0, 0, 0.0, 1)
+        op_named("cpu_attention")(torch.zeros(1, 3, 8), pool, None, ints([0]), ints(1), 1.0, 0, 0.0, 1)
 
 
 def test_an_error_leaves_the_cache_untouched() -> None:

@@ -19,7 +19,12 @@ def test_each_operator_traces_without_a_break(name: str) -> None:
 
 
 def one_layer(
-    kv: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor], slots: Tensor, attention: tuple, seats: tuple
+    kv: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    pool: Tensor,
+    slots: Tensor,
+    attention: tuple,
+    seats: tuple,
 ) -> Tensor:
     """Use every operator as a layer does, between dense operations that a compiler would like to reorder."""
     ops = torch.ops.omniserve
@@ -27,7 +32,8 @@ def one_layer(
     q_TNH, table, starts, lens = attention
     ops.store_kv(kv[0] * 2, kv[1] + 1, *caches, slots)
     attn_TD = ops.paged_attention(q_TNH, *caches, table, starts, lens, 0.25, 0, 0.0).flatten(1)
-    host_RNH = ops.cpu_attention(q_TNH[-1:], *caches, table[-1:], lens[-1:], 0.25, 0, 0.0, 1)
+    ops.store_host_kv(kv[0] * 2, kv[1] + 1, pool, None, slots)
+    host_RNH = ops.cpu_attention(q_TNH[-1:], pool, None, table[-1:], lens[-1:], 0.25, 0, 0.0, 1)
     hidden_TD = ops.piggyback_concat(attn_TD, results_RD + host_RNH.flatten(1), rows_P).relu()
     ops.residual_store(hidden_TD, store_SD, slots_P)
     hidden_TD = hidden_TD * 3
@@ -46,7 +52,8 @@ def layer_args(num_tokens: int) -> tuple:
         torch.tensor([num_tokens], dtype=torch.int32),
     )
     seats = (torch.full((4, 32), torch.nan), torch.ones(3, 32), torch.tensor([2, -1]), torch.tensor([3, 1]))
-    return tuple(kv), tuple(caches), 32 + torch.arange(num_tokens), attention, seats
+    pool = torch.full((3, 1, 2, 16, 16), torch.nan)
+    return tuple(kv), tuple(caches), pool, 32 + torch.arange(num_tokens), attention, seats
 
 
 def test_a_layer_of_all_operators_compiles_to_the_same_result() -> None:
@@ -55,6 +62,6 @@ def test_a_layer_of_all_operators_compiles_to_the_same_result() -> None:
     for num_tokens in (5, 2, 9):
         mine, wanted = layer_args(num_tokens), layer_args(num_tokens)
         result, expected = compiled(*mine), one_layer(*wanted)
-        got = (result, *mine[1], mine[4][0])
+        got = (result, *mine[1], mine[2], mine[5][0])
         assert result.isfinite().all()
-        assert_same(got, (expected, *wanted[1], wanted[4][0]), "paged_attention", torch.float32)
+        assert_same(got, (expected, *wanted[1], wanted[2], wanted[5][0]), "paged_attention", torch.float32)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ISAS = ("avx512_bf16", "avx512", "avx2", "portable")
+ISAS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "portable")
 
 
 def run_checks(isa: str) -> subprocess.CompletedProcess[str]:
@@ -24,7 +24,7 @@ def run_checks(isa: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "tests.ops.checks"], env=env, capture_output=True, text=True)
 
 
-CPU_FLAG = {"avx512_bf16": "avx512_bf16", "avx512": "avx512f", "avx2": "avx2"}
+CPU_FLAG = {"amx_bf16": "amx_bf16", "avx512_bf16": "avx512_bf16", "avx512": "avx512f", "avx2": "avx2"}
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -97,13 +97,12 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
 def poison(engine: Engine) -> None:
     """Fill every block that nobody owns with NaN: whoever reads one later shows it in its tokens."""
     storage = engine.runner._storage
-    pools = [(Tier.DEVICE, storage.k_LBKSH, storage.v_LBKSH)]
+    pools = [(Tier.DEVICE, storage.k_LBKSH), (Tier.DEVICE, storage.v_LBKSH)]
     if engine.host_tier is not None:
-        pools.append((Tier.HOST, engine.host_tier.k_pool_LBKSH, engine.host_tier.v_pool_LBKSH))
-    for tier, k_LBKSH, v_LBKSH in pools:
-        free = torch.tensor(engine.kv.free_block_ids(tier), dtype=torch.long, device=k_LBKSH.device)
-        k_LBKSH[:, free] = torch.nan
-        v_LBKSH[:, free] = torch.nan
+        pools.append((Tier.HOST, engine.host_tier.pool_LBK2SH))
+    for tier, blocks_LB in pools:
+        free = torch.tensor(engine.kv.free_block_ids(tier), dtype=torch.long, device=blocks_LB.device)
+        blocks_LB[:, free] = torch.nan
 
 
 def run_history(

@@ -26,6 +26,7 @@ def test_every_flag_arrives():
     options, loader = parse(
         *"--dtype bfloat16 --device cpu --host 0.0.0.0 --port 0 --scheduler fcfs --kv paged --attention x".split(),
         *"--device-kv-gib 0.5 --host-kv-gib 0 --block-size 16 --max-model-len 99 --max-step-tokens 64".split(),
+        *"--host-kv-dtype int8".split(),
         *"--max-num-requests 7 --max-host-requests 8 --max-piggyback-slots 9 --device-threads 2".split(),
         *"--host-threads 3 --no-compile --ls-ttft-slo 0.25 --ls-tpot-slo 0.05 --shutdown-timeout 1.5".split(),
         *"--log-level error --served-model-name nick".split(),
@@ -36,6 +37,7 @@ def test_every_flag_arrives():
         attention="x",
         device_kv_bytes=1 << 29,
         host_kv_bytes=0,
+        host_kv_dtype="int8",
         block_size=16,
         max_model_len=99,
         max_step_tokens=64,

@@ -1,6 +1,7 @@
 // Picks the kernels for this CPU, and lends them scratch memory.
 #include "attention.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -27,10 +28,12 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_amx_bf16() { return has_avx512_bf16() && amx_bf16_granted(); }
 #endif
 
 const Choice kChoices[] = {  // best first
 #if defined(__x86_64__)
+    {"amx_bf16", amx_bf16_kernels, has_amx_bf16},
     {"avx512_bf16", avx512_bf16_kernels, has_avx512_bf16},
     {"avx512", avx512_kernels, has_avx512},
     {"avx2", avx2_kernels, has_avx2},
@@ -80,11 +83,14 @@ float* scratch(int64_t num_floats) {
 
 }  // namespace
 
-void decode_partial(const void* q, const PagedKV& kv, const int32_t* block_table, int64_t position, int64_t begin,
-                    int64_t end, const AttentionParams& params, float* acc, float* m, float* l) {
+void decode_partial(const void* q, DType q_dtype, const PagedKV& kv, const int32_t* block_table, int64_t position,
+                    int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l) {
   const int64_t group = params.num_heads / kv.kv_heads;
-  const int64_t floats = group * round_up(kv.head_size, kMaxLanes) + 4 * kDecodeTile;
-  kernels().decode(q, kv, block_table, position, begin, end, params, acc, m, l, scratch(floats));
+  int64_t floats = params.num_heads * round_up(kv.head_size, kMaxLanes) + round_up(group, 4) * kDecodeTile;
+#if defined(__x86_64__)
+  floats = std::max(floats, amx_decode_scratch_floats(kv, params.num_heads));
+#endif
+  kernels().decode(q, q_dtype, kv, block_table, position, begin, end, params, acc, m, l, scratch(floats));
 }
 
 void merge_partials(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
@@ -93,18 +99,30 @@ void merge_partials(const float* acc, const float* m, const float* l, int64_t nu
 }
 
 int64_t decode_piece_tokens(int64_t context_len) {
-  if (context_len <= 2048) return 128;  // at least two pieces from 129 keys on: a few short requests fill the threads
-  return context_len <= 8192 ? 256 : 512;
+  if (context_len <= 512) return 128;  // at least two pieces from 129 keys on: a few short requests fill the threads
+  return context_len <= 2048 ? 256 : 512;
 }
 
 void prefill_tile(const void* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
                   int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
                   int64_t out_stride) {
-  const int64_t rows = round_up((q_end - q_begin) * (params.num_heads / kv.kv_heads), kMaxLanes);
+  const int64_t num_rows = (q_end - q_begin) * (params.num_heads / kv.kv_heads), rows = round_up(num_rows, kMaxLanes);
   const int64_t head_size = round_up(kv.head_size, kMaxLanes);
-  const int64_t floats = 2 * rows * head_size + (rows + 2 * head_size) * kPrefillTile + 4 * rows;
+  int64_t floats = 2 * rows * head_size + (rows + 2 * head_size) * kPrefillTile + 4 * rows;
+#if defined(__x86_64__)
+  floats = std::max(floats, amx_prefill_scratch_floats(kv, num_rows));
+#endif
   kernels().prefill(q, q_stride, kv, block_table, context_len, q_begin, q_end, kv_head, params, out, out_stride,
                     scratch(floats));
+}
+
+bool hardware_follows_streams() {
+#if defined(__x86_64__)
+  static const bool follows = !__builtin_cpu_is("intel");
+  return follows;
+#else
+  return false;
+#endif
 }
 
 const char* isa_name() { return chosen().name; }

@@ -1,6 +1,5 @@
 // Attention kernels over a paged KV cache. No torch header: they can be read, fuzzed and timed alone.
 //
-// Cache layout, both tiers: K and V are [num_blocks, kv_heads, block_size, head_size] (head-major blocks), row-major.
 // Legend: T packed query tokens, N query heads, K KV heads, H head size, S block size.
 #pragma once
 
@@ -8,18 +7,57 @@
 
 namespace omniserve {
 
-enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };
 
-// One layer's paged cache of one tier.
+inline int64_t dtype_bytes(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::i8 ? 1 : 2; }
+
+// One layer's paged cache of one tier. Row t of a block's KV head is H elements at block * block_stride +
+// head * head_stride + t * H elements, or, where v_pairs holds, V's rows 2i and 2i+1 share [H, 2] in the same place.
 struct PagedKV {
-  const void* k;  // [num_blocks, K, S, H]
-  const void* v;  // [num_blocks, K, S, H]
+  const char* k;
+  const char* v;
   int64_t num_blocks;
   int64_t kv_heads;
   int64_t block_size;
   int64_t head_size;
   DType dtype;
+  int64_t block_stride;  // bytes
+  int64_t head_stride;   // bytes
+  bool v_pairs;
+  const float* k_scales = nullptr;  // i8: the row's value is i8 * scale; row t's at block * scale_block_stride +
+  const float* v_scales = nullptr;  // head * scale_head_stride + t
+  int64_t scale_block_stride = 0;
+  int64_t scale_head_stride = 0;
 };
+
+// Device tier: K and V apart, [num_blocks, K, S, H] each.
+inline PagedKV device_layout(const void* k, const void* v, int64_t num_blocks, int64_t kv_heads, int64_t block_size,
+                             int64_t head_size, DType dtype) {
+  const int64_t head = block_size * head_size * dtype_bytes(dtype);
+  return {static_cast<const char*>(k), static_cast<const char*>(v), num_blocks, kv_heads, block_size, head_size, dtype,
+          kv_heads * head, head, false};
+}
+
+// Whether the host layout keeps V in token pairs: one 32-bit lane then holds two tokens, which is what VDPBF16PS, AMX
+// and the shift that widens bf16 all want.
+inline bool host_v_pairs(DType dtype, int64_t block_size) { return dtype == DType::bf16 && block_size % 2 == 0; }
+
+// Host tier: [num_blocks, K, 2, S, H], and `scales` [num_blocks, K, 2, S] for i8. A block is one run of memory: heads
+// inside blocks are read in the order in which they lie, and long runs are what the hardware prefetches best.
+inline PagedKV host_layout(const void* pool, const float* scales, int64_t num_blocks, int64_t kv_heads,
+                           int64_t block_size, int64_t head_size, DType dtype) {
+  const int64_t plane = block_size * head_size * dtype_bytes(dtype);
+  const char* const k = static_cast<const char*>(pool);
+  PagedKV kv{k,     k + plane, num_blocks,           kv_heads,  block_size,
+             head_size, dtype, kv_heads * 2 * plane, 2 * plane, host_v_pairs(dtype, block_size)};
+  if (scales != nullptr) {
+    kv.k_scales = scales;
+    kv.v_scales = scales + block_size;
+    kv.scale_block_stride = kv_heads * 2 * block_size;
+    kv.scale_head_stride = 2 * block_size;
+  }
+  return kv;
+}
 
 struct AttentionParams {
   int64_t num_heads;  // a multiple of kv_heads; query head n reads KV head n / (num_heads / kv_heads)
@@ -29,11 +67,11 @@ struct AttentionParams {
 };
 
 // Flash-decoding piece: one query token at `position` over the keys at positions [begin, end) of its sequence that its
-// window lets it see. `q` is [N, H] in the cache's dtype. Writes, in fp32 and for each query head: the softmax-weighted
-// sum of V not yet divided (acc [N, H]), the running maximum score (m [N], -inf if no key was seen) and the sum of
-// exponentials (l [N]). Reads nothing past `end`.
-void decode_partial(const void* q, const PagedKV& kv, const int32_t* block_table, int64_t position, int64_t begin,
-                    int64_t end, const AttentionParams& params, float* acc, float* m, float* l);
+// window lets it see. `q` is [N, H] in q_dtype: the cache's, or any but i8 where the cache is i8. Writes, in fp32 and
+// for each query head: the softmax-weighted sum of V not yet divided (acc [N, H]), the running maximum score (m [N],
+// -inf if no key was seen) and the sum of exponentials (l [N]). Takes nothing in from past `end`.
+void decode_partial(const void* q, DType q_dtype, const PagedKV& kv, const int32_t* block_table, int64_t position,
+                    int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l);
 
 // Join `num_pieces` results of decode_partial, in order (so the outcome depends on the split only), into out [N, H].
 // Piece i's arrays start at acc + i*N*H, m + i*N, l + i*N.
@@ -46,12 +84,13 @@ int64_t decode_piece_tokens(int64_t context_len);
 
 // One tile of prefill or mixed attention: query tokens [q_begin, q_end) of one sequence (indices into its chunk), all
 // query heads of KV head `kv_head`. `q` points at the chunk's first row [q_len, N, H] (row stride q_stride elements),
-// `out` likewise with out_stride. Query i stands at position context_len + i; keys are [0, context_len + q_len).
+// `out` likewise with out_stride. Query i stands at position context_len + i; keys are [0, context_len + q_len). Not for
+// i8, nor for V in pairs.
 void prefill_tile(const void* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
                   int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
                   int64_t out_stride);
 
-// Name of the instruction set in use: "avx512_bf16", "avx512", "avx2" or "portable". OMNISERVE_ISA forces one
+// Name of the instruction set in use: "amx_bf16", "avx512_bf16", "avx512", "avx2" or "portable". OMNISERVE_ISA forces one
 // (std::invalid_argument if this CPU lacks it or the name is unknown).
 const char* isa_name();
 

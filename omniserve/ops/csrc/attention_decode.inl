@@ -1,7 +1,92 @@
-// Decode: one query token over many keys. K and V are read once for all query heads of a group. Part of
-// attention_kernel.inl.
+// Decode: one query token over many keys. Part of attention_kernel.inl.
+//
+// Blocks are read in order and KV heads inside a block, as they lie in memory; K and V of a tile are read once for all
+// query heads of the group. The running softmax of every head waits in acc, m and l meanwhile.
 
-// GB query heads are scored at a time, W / lanes_of(GB) keys at a time: together at most W sums.
+// Up to kDecodeTile keys of one block and KV head.
+template <typename T>
+struct KeyTile {
+  const T* k;
+  const T* v;  // row 0 of the tile; if in pairs, that of the pair which holds row 0
+  int64_t count;
+  int64_t lead;  // in pairs: 1 if the tile begins with the second row of a pair
+  const float* k_scales;  // i8 only
+  const float* v_scales;
+};
+
+// Asks for K and V before they are read, in step with the work: memory then delivers all the while, where a burst would
+// fill the queues and stall the loads that the work itself needs. Work is counted as below.
+class Ahead {
+ public:
+  // `bytes` of K and as many of V, to be asked for over `work` from now on. Much work per byte: the next tile, into L2.
+  OMNI_MEMBER void aim_far(const void* k, const void* v, int64_t bytes, int64_t work) {
+    far_ = true;
+    aim(static_cast<const char*>(k), static_cast<const char*>(v), bytes, work);
+  }
+  // Little work per byte, and hardware_follows_streams(): the same tile, but a page further on, into L1. The hardware
+  // then runs ahead into memory faster than instructions can ask for it (one Zen 4 core: 27 against 22 GB/s). With more
+  // work it stops and starts, and loses.
+  OMNI_MEMBER void aim_near(const void* k, const void* v, int64_t bytes, int64_t work) {
+    far_ = false;
+    aim(static_cast<const char*>(k) + kNear, static_cast<const char*>(v) + kNear, bytes, work);
+  }
+
+  // Ask for what is due after so much more work.
+  OMNI_MEMBER void pace(int64_t work) {
+    due_ += work * rate_;
+    for (; due_ >= int64_t{1} << kShift; due_ -= int64_t{1} << kShift) {
+      if (at_ >= end_) {
+        if (v_ == nullptr) continue;
+        at_ = v_;
+        end_ = v_ + v_bytes_;
+        v_ = nullptr;
+      }
+      far_ ? __builtin_prefetch(at_, 0, 2) : __builtin_prefetch(at_, 0, 3);
+      at_ += kLine;
+    }
+  }
+
+ private:
+  OMNI_MEMBER void aim(const char* k, const char* v, int64_t bytes, int64_t work) {
+    at_ = k;
+    end_ = k + bytes;
+    v_ = v;
+    v_bytes_ = bytes;
+    rate_ = (2 * bytes / kLine << kShift) / work;
+  }
+
+  static constexpr int64_t kLine = 64;
+  static constexpr int64_t kNear = 4096;
+  static constexpr int kShift = 16;
+  bool far_ = true;
+  const char* at_ = nullptr;
+  const char* end_ = nullptr;
+  const char* v_ = nullptr;
+  int64_t v_bytes_ = 0;
+  int64_t rate_ = 0;  // lines per unit of work, and
+  int64_t due_ = 0;   // lines, times 2^kShift
+};
+
+// Work of the parts of a tile, in cycles of a core that does one wide operation in each; only the ratios matter.
+template <typename T>
+OMNI_INLINE int64_t score_work(int64_t head_size) {  // of W sums
+  constexpr int64_t kElements = (OMNI_DPBF16 && __is_same(T, BF16) ? 2 : 1) * W;
+  return (head_size + kElements - 1) / kElements * W + 20;
+}
+constexpr int64_t kSoftenWork = 24;  // of W scores
+template <bool pairs>
+constexpr int64_t value_work(int64_t heads, int64_t vectors) {  // of a row, or pair of rows
+  return (pairs ? 2 : 1) * heads * vectors;
+}
+template <typename T, bool pairs>
+OMNI_INLINE int64_t tile_work(int64_t count, int64_t group, int64_t head_size) {
+  const int64_t sums = count * (group / 4 * 4 + (group % 4 == 3 ? 4 : group % 4));
+  return (sums * score_work<T>(head_size) + count * group * (kSoftenWork + kSoftenWork / 4)) / W + count * group * (head_size / W);
+}
+
+constexpr int64_t kNearGroup = 2;  // the largest group with little work per byte
+
+// GB query heads are scored at a time, W / GB keys (3 counts as 4) at a time: together at most W sums.
 template <int GB>
 constexpr int keys_at_once() {
   return static_cast<int>(W) / (GB == 3 ? 4 : GB);
@@ -32,9 +117,9 @@ struct Scorer {
 };
 
 #if OMNI_DPBF16
+OMNI_INLINE __m512bh load_bf16_pairs(const BF16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 OMNI_INLINE __m512bh load_bf16_pairs(const BF16* p, int64_t count) {
-  const __mmask32 mask = count >= 32 ? 0xffffffffu : (1u << count) - 1u;
-  return (__m512bh)_mm512_maskz_loadu_epi16(mask, p);
+  return (__m512bh)_mm512_maskz_loadu_epi16((1u << count) - 1u, p);
 }
 
 // The same from bf16 queries, which the scratch holds as bf16 in the same float-sized stride.
@@ -44,121 +129,300 @@ struct Scorer<BF16, GB> {
 
   OMNI_INLINE void dot(const float* q, int64_t q_stride, const BF16* const* k, int64_t head_size, VF* sums) {
     const BF16* query_rows = reinterpret_cast<const BF16*>(q);
-    for (int64_t h = 0; h < head_size; h += 32) {
+    int64_t h = 0;
+    if (GB == 1) {  // one query is no reason to leave the order of memory
+      for (int t = 0; t < TT; ++t)
+        for (h = 0; h + 32 <= head_size; h += 32)
+          sums[t] = (VF)_mm512_dpbf16_ps((__m512)sums[t], load_bf16_pairs(query_rows + h), load_bf16_pairs(k[t] + h));
+    }
+    for (; h + 32 <= head_size; h += 32) {
       __m512bh query[GB];
-      for (int g = 0; g < GB; ++g) query[g] = load_bf16_pairs(query_rows + 2 * g * q_stride + h, head_size - h);
+      for (int g = 0; g < GB; ++g) query[g] = load_bf16_pairs(query_rows + 2 * g * q_stride + h);
       for (int t = 0; t < TT; ++t) {
-        const __m512bh key = load_bf16_pairs(k[t] + h, head_size - h);
+        const __m512bh key = load_bf16_pairs(k[t] + h);
         for (int g = 0; g < GB; ++g)
           sums[g * TT + t] = (VF)_mm512_dpbf16_ps((__m512)sums[g * TT + t], query[g], key);
+      }
+    }
+    if (h < head_size) {
+      for (int t = 0; t < TT; ++t) {
+        const __m512bh key = load_bf16_pairs(k[t] + h, head_size - h);
+        for (int g = 0; g < GB; ++g) {
+          const __m512bh query = load_bf16_pairs(query_rows + 2 * g * q_stride + h, head_size - h);
+          sums[g * TT + t] = (VF)_mm512_dpbf16_ps((__m512)sums[g * TT + t], query, key);
+        }
       }
     }
   }
 };
 #endif
 
-// scores[g][t] = q[g] . k[t] for t < rows.count; asks for the K rows of `next` on the way if told to.
-template <typename T, int GB>
-static inline void score_keys(const float* q, int64_t q_stride, const Rows<T>& rows, int64_t head_size, float* scores,
-                              const Rows<T>* next) {
+// scores[g][t] = q[g] . k[t] for t < count, and garbage behind these.
+template <typename T, int GB, int HS>
+static inline void score_keys(const float* q, int64_t q_stride, const KeyTile<T>& tile, int64_t any_head_size,
+                              float* scores, Ahead& ahead) {
+  const int64_t head_size = HS != 0 ? HS : any_head_size;
   constexpr int TT = keys_at_once<GB>();
-  for (int64_t t0 = 0; t0 < rows.count; t0 += TT) {
+  for (int64_t t0 = 0; t0 < tile.count; t0 += TT) {
     const T* keys[TT];
-    for (int t = 0; t < TT; ++t) keys[t] = rows.k[min64(t0 + t, rows.count - 1)];
-    if (next != nullptr)
-      for (int64_t t = t0; t < min64(t0 + TT, next->count); ++t) prefetch_row(next->k[t], head_size);
+    for (int t = 0; t < TT; ++t) keys[t] = tile.k + min64(t0 + t, tile.count - 1) * head_size;
+    ahead.pace(score_work<T>(head_size));
     VF sums[W]{};
     Scorer<T, GB>::dot(q, q_stride, keys, head_size, sums);
-    float packed[W];
-    store(packed, sum_each(sums));
+    const VF packed = sum_each(sums);
     for (int g = 0; g < GB; ++g)  // a tile is a whole number of TT wide, so the padding of the last pass has room
-      for (int t = 0; t < TT; ++t) scores[g * kDecodeTile + t0 + t] = packed[g * TT + t];
+      __builtin_memcpy(scores + g * kDecodeTile + t0, reinterpret_cast<const char*>(&packed) + g * TT * sizeof(float),
+                       TT * sizeof(float));
   }
 }
 
-// acc[g][h0 : h0 + HB * W] = acc * rescale[g] + sum_t weights[g][t] * v[t].
-template <typename T, int GB, int HB>
-static inline void add_values(const float* weights, const float* rescale, const Rows<T>& rows, int64_t h0,
-                              int64_t head_size, float* acc, const Rows<T>* next) {
+// acc[g][h0 : h0 + HB * W] += sum_t weights[g][t] * v[t]; `half`: half a vector instead of HB.
+template <typename T, int GB, int HB, bool half = false>
+OMNI_INLINE void add_rows(const float* weights, const KeyTile<T>& tile, int64_t h0, int64_t head_size, float* acc, Ahead& ahead) {
   VF sums[GB][HB];
   for (int g = 0; g < GB; ++g)
-    for (int j = 0; j < HB; ++j) sums[g][j] = load(acc + g * head_size + h0 + j * W) * splat(rescale[g]);
-  for (int64_t t = 0; t < rows.count; ++t) {
-    if (next != nullptr && t < next->count) prefetch_row(next->v[t], head_size);
+    for (int j = 0; j < HB; ++j) {
+      const float* const from = acc + g * head_size + h0 + j * W;
+      sums[g][j] = half ? load_half(from) : load(from);
+    }
+  const T* row = tile.v + h0;
+  for (int64_t t = 0; t < tile.count; ++t, row += head_size) {
+    ahead.pace(value_work<false>(GB, HB));
     VF value[HB];
-    for (int j = 0; j < HB; ++j) value[j] = load(rows.v[t] + h0 + j * W);
+    for (int j = 0; j < HB; ++j) value[j] = half ? load_half(row + j * W) : load(row + j * W);
     for (int g = 0; g < GB; ++g) {
       const VF weight = splat(weights[g * kDecodeTile + t]);
       for (int j = 0; j < HB; ++j) sums[g][j] += weight * value[j];
     }
   }
   for (int g = 0; g < GB; ++g)
-    for (int j = 0; j < HB; ++j) store(acc + g * head_size + h0 + j * W, sums[g][j]);
+    for (int j = 0; j < HB; ++j) {
+      float* const to = acc + g * head_size + h0 + j * W;
+      half ? store_half(to, sums[g][j]) : store(to, sums[g][j]);
+    }
 }
 
-template <typename T, int GB>
-static inline void add_values_half(const float* weights, const float* rescale, const Rows<T>& rows, int64_t h0,
-                                   int64_t head_size, float* acc) {
-  VF sums[GB];
-  for (int g = 0; g < GB; ++g) sums[g] = load_half(acc + g * head_size + h0) * splat(rescale[g]);
-  for (int64_t t = 0; t < rows.count; ++t) {
-    const VF value = load_half(rows.v[t] + h0);
-    for (int g = 0; g < GB; ++g) sums[g] += splat(weights[g * kDecodeTile + t]) * value;
+// The same from token pairs. A pair of which the tile holds one row only is added apart: the other row may be anything,
+// and NaN times a weight of 0 is NaN.
+template <int GB, int HB, bool half = false>
+OMNI_INLINE void add_pairs(const float* weights, const KeyTile<BF16>& tile, int64_t h0, int64_t head_size,
+                             float* acc, Ahead& ahead) {
+  VF sums[GB][HB];
+  for (int g = 0; g < GB; ++g)
+    for (int j = 0; j < HB; ++j) {
+      const float* const from = acc + g * head_size + h0 + j * W;
+      sums[g][j] = half ? load_half(from) : load(from);
+    }
+  const BF16* pair = tile.v + 2 * h0;
+  int64_t t = 0;
+  if (tile.lead) {
+    for (int j = 0; j < HB; ++j) {
+      const VF second = second_of_pairs(half ? load_half_pairs(pair + 2 * j * W) : load_pairs(pair + 2 * j * W));
+      for (int g = 0; g < GB; ++g) sums[g][j] += splat(weights[g * kDecodeTile]) * second;
+    }
+    t = 1;
+    pair += 2 * head_size;
   }
-  for (int g = 0; g < GB; ++g) store_half(acc + g * head_size + h0, sums[g]);
+  for (; t + 2 <= tile.count; t += 2, pair += 2 * head_size) {
+    ahead.pace(value_work<true>(GB, HB));
+    VF first_weight[GB], second_weight[GB];
+    for (int g = 0; g < GB; ++g) {
+      first_weight[g] = splat(weights[g * kDecodeTile + t]);
+      second_weight[g] = splat(weights[g * kDecodeTile + t + 1]);
+    }
+    for (int j = 0; j < HB; ++j) {
+      const VU both = half ? load_half_pairs(pair + 2 * j * W) : load_pairs(pair + 2 * j * W);
+      const VF first = first_of_pairs(both), second = second_of_pairs(both);
+      for (int g = 0; g < GB; ++g) sums[g][j] += first_weight[g] * first;
+      for (int g = 0; g < GB; ++g) sums[g][j] += second_weight[g] * second;
+    }
+  }
+  if (t < tile.count) {
+    for (int j = 0; j < HB; ++j) {
+      const VF first = first_of_pairs(half ? load_half_pairs(pair + 2 * j * W) : load_pairs(pair + 2 * j * W));
+      for (int g = 0; g < GB; ++g) sums[g][j] += splat(weights[g * kDecodeTile + t]) * first;
+    }
+  }
+  for (int g = 0; g < GB; ++g)
+    for (int j = 0; j < HB; ++j) {
+      float* const to = acc + g * head_size + h0 + j * W;
+      half ? store_half(to, sums[g][j]) : store(to, sums[g][j]);
+    }
 }
 
-// One tile of keys for GB query heads: scores, softmax, values.
-template <typename T, int GB>
-static void decode_heads(const float* q, int64_t q_stride, const Rows<T>& rows, const Rows<T>* next, int64_t head_size,
-                         const AttentionParams& params, float* scores, float* acc, float* m, float* l) {
-  score_keys<T, GB>(q, q_stride, rows, head_size, scores, next);
-  float rescale[GB];
-  for (int g = 0; g < GB; ++g) {
-    float* row = scores + g * kDecodeTile;
-    for (int64_t t = rows.count; t < (rows.count + W - 1) / W * W; ++t) row[t] = kNegInf;
-    VF best = splat(m[g]);
-    for (int64_t t = 0; t < rows.count; t += W) {
-      VF s = soften(load(row + t), params);
-      if (t + W > rows.count)  // soft-capping lifts the padding off -inf
-        for (int64_t i = rows.count - t; i < W; ++i) s[i] = kNegInf;
-      store(row + t, s);
-      best = vmax(best, s);
-    }
-    const float new_max = max_lane(best);
-    VF total{};
-    for (int64_t t = 0; t < rows.count; t += W) {
-      const VF weight = vexp(load(row + t) - splat(new_max));
-      store(row + t, weight);
-      total += weight;
-    }
-    rescale[g] = vexp(splat(m[g] - new_max))[0];
-    l[g] = l[g] * rescale[g] + sum_lanes(total);
-    m[g] = new_max;
+template <typename T, bool pairs, int GB, int HB, bool half = false>
+OMNI_INLINE void add_values(const float* weights, const KeyTile<T>& tile, int64_t h0, int64_t head_size, float* acc, Ahead& ahead) {
+  if constexpr (pairs) {
+    add_pairs<GB, HB, half>(weights, tile, h0, head_size, acc, ahead);
+  } else {
+    add_rows<T, GB, HB, half>(weights, tile, h0, head_size, acc, ahead);
   }
-  constexpr int HB = W == 16 ? 4 : 2;
+}
+
+// HB vectors of every head, as many heads at a time as the registers hold sums for.
+template <typename T, bool pairs, int HS, int HB, bool half = false>
+static inline void add_heads(const float* weights, const KeyTile<T>& tile, int64_t h0, int64_t any_head_size,
+                             int64_t group, float* acc, Ahead& ahead) {
+  const int64_t head_size = HS != 0 ? HS : any_head_size;
+  constexpr int kMost = W < 16 ? (HB >= 4 ? 2 : 4) : (HB >= 8 ? 2 : 4);
+  for (int64_t g = 0; g < group;) {
+    const int64_t left = group - g;
+    const float* const w = weights + g * kDecodeTile;
+    float* const a = acc + g * head_size;
+    if (left >= kMost) {
+      add_values<T, pairs, kMost, HB, half>(w, tile, h0, head_size, a, ahead);
+      g += kMost;
+    } else if (left >= 2) {
+      add_values<T, pairs, 2, HB, half>(w, tile, h0, head_size, a, ahead);
+      g += 2;
+    } else {
+      add_values<T, pairs, 1, HB, half>(w, tile, h0, head_size, a, ahead);
+      g += 1;
+    }
+  }
+}
+
+// Scores become weights in place; the running max and sum are brought up to date, and acc is rescaled.
+template <typename T>
+OMNI_INLINE void soften_scores(float* scores, const KeyTile<T>& tile, const AttentionParams& params, int64_t head_size,
+                               float* acc, float* m, float* l, Ahead& ahead) {
+  const int64_t count = tile.count, padded = (count + W - 1) / W * W;
+  for (int64_t t = count; t < padded; ++t) scores[t] = kNegInf;
+  // Whatever is more than a product with a positive scale needs a pass of its own.
+  VF scale = splat(params.scale);
+  if (params.softcap > 0.0f || tile.k_scales != nullptr || !(params.scale > 0.0f)) {
+    for (int64_t t = 0; t < padded; t += W) {
+      VF s = load(scores + t);
+      if (tile.k_scales != nullptr)
+        for (int64_t i = 0; i < min64(W, count - t); ++i) s[i] *= tile.k_scales[t + i];
+      s = soften(s, params);
+      if (t + W > count)  // soft-capping lifts the padding off -inf
+        for (int64_t i = count - t; i < W; ++i) s[i] = kNegInf;
+      store(scores + t, s);
+    }
+    scale = splat(1.0f);
+  }
+  VF best = splat(kNegInf);
+  for (int64_t t = 0; t < padded; t += W) {
+    ahead.pace(kSoftenWork / 4);
+    best = vmax(best, load(scores + t));
+  }
+  const float tile_max = max_lane(best) * scale[0];
+  const float new_max = *m > tile_max ? *m : tile_max;
+  VF total{};
+  for (int64_t t = 0; t < padded; t += W) {
+    ahead.pace(kSoftenWork);
+    VF weight = vexp(load(scores + t) * scale - splat(new_max));
+    total += weight;
+    if (tile.v_scales != nullptr)
+      for (int64_t i = 0; i < min64(W, count - t); ++i) weight[i] *= tile.v_scales[t + i];
+    store(scores + t, weight);
+  }
+  if (new_max != *m) {  // also when it is NaN
+    const VF rescale = splat(vexp(splat(*m - new_max))[0]);
+    int64_t h = 0;
+    for (; h + W <= head_size; h += W) store(acc + h, load(acc + h) * rescale);
+    if (h < head_size) store_half(acc + h, load_half(acc + h) * rescale);
+    *l *= rescale[0];
+    *m = new_max;
+  }
+  *l += sum_lanes(total);
+}
+
+// One tile of keys for all heads of the group: scores, softmax, values.
+template <typename T, bool pairs, int HS>
+static void attend_tile(const float* q, int64_t q_stride, const KeyTile<T>& tile, int64_t any_head_size, int64_t group,
+                        const AttentionParams& params, float* scores, float* acc, float* m, float* l,
+                        Ahead& ahead) {
+  const int64_t head_size = HS != 0 ? HS : any_head_size;
+  for (int64_t g = 0; g < group; g += 4) {
+    const int64_t left = group - g;
+    const auto run = left >= 4   ? score_keys<T, 4, HS>
+                     : left == 3 ? score_keys<T, 3, HS>
+                     : left == 2 ? score_keys<T, 2, HS>
+                                 : score_keys<T, 1, HS>;
+    run(q + g * q_stride, q_stride, tile, head_size, scores + g * kDecodeTile, ahead);
+  }
+  for (int64_t g = 0; g < group; ++g) {
+    soften_scores(scores + g * kDecodeTile, tile, params, head_size, acc + g * head_size, m + g, l + g, ahead);
+  }
   int64_t h = 0;
-  for (; h + HB * W <= head_size; h += HB * W)
-    add_values<T, GB, HB>(scores, rescale, rows, h, head_size, acc, h == 0 ? next : nullptr);
-  for (; h + W <= head_size; h += W)
-    add_values<T, GB, 1>(scores, rescale, rows, h, head_size, acc, h == 0 ? next : nullptr);
-  if (h < head_size) add_values_half<T, GB>(scores, rescale, rows, h, head_size, acc);
+  if (W == 16)  // whole rows of the usual head sizes, so that memory is read in order
+    for (; h + 8 * W <= head_size; h += 8 * W) add_heads<T, pairs, HS, 8>(scores, tile, h, head_size, group, acc, ahead);
+  for (; h + 4 * W <= head_size; h += 4 * W) add_heads<T, pairs, HS, 4>(scores, tile, h, head_size, group, acc, ahead);
+  for (; h + W <= head_size; h += W) add_heads<T, pairs, HS, 1>(scores, tile, h, head_size, group, acc, ahead);
+  if (h < head_size) add_heads<T, pairs, HS, 1, true>(scores, tile, h, head_size, group, acc, ahead);
 }
 
 // Put one query row into the scratch in the form that Scorer<T> reads.
-template <typename T>
-static inline void pack_query(const T* q, int64_t head_size, int64_t stride, float* packed) {
+template <typename T, typename Q>
+static inline void pack_query(const Q* q, int64_t head_size, int64_t stride, float* packed) {
   for (int64_t h = 0; h < stride; ++h) packed[h] = h < head_size ? to_float(q[h]) : 0.0f;
 }
 #if OMNI_DPBF16
 template <>
-inline void pack_query<BF16>(const BF16* q, int64_t head_size, int64_t, float* packed) {
+inline void pack_query<BF16, BF16>(const BF16* q, int64_t head_size, int64_t, float* packed) {
   __builtin_memcpy(packed, q, static_cast<size_t>(head_size) * sizeof(BF16));
 }
 #endif
 
-template <typename T>
-static void decode_typed(const T* q, const PagedKV& kv, const int32_t* block_table, int64_t position, int64_t begin,
+// The tiles of [begin, end) in reading order: blocks, in these KV heads, in these at most kDecodeTile keys.
+class Walk {
+ public:
+  int64_t block;
+  int64_t head = 0;
+  int64_t offset;  // of the tile in the block
+
+  OMNI_MEMBER Walk(const PagedKV& kv, const int32_t* block_table, int64_t begin, int64_t end)
+      : block(block_table[begin / kv.block_size]), offset(begin % kv.block_size), kv_(&kv), block_table_(block_table),
+        position_(begin), end_(end) {
+    enter();
+  }
+  OMNI_MEMBER int64_t count() const { return tile_end_ - offset; }
+  template <typename T>
+  OMNI_MEMBER const T* row(const char* base, int64_t row_offset) const {
+    return reinterpret_cast<const T*>(base + block * kv_->block_stride + head * kv_->head_stride) +
+           row_offset * kv_->head_size;
+  }
+  // False: that was the last tile.
+  OMNI_MEMBER bool advance() {
+    if (tile_end_ < block_end_) {
+      offset = tile_end_;
+    } else if (head + 1 < kv_->kv_heads) {
+      ++head;
+      offset = position_ % kv_->block_size;
+    } else {
+      position_ += block_end_ - position_ % kv_->block_size;
+      if (position_ >= end_) return false;
+      head = 0;
+      block = block_table_[position_ / kv_->block_size];
+      offset = 0;
+      enter();
+      return true;
+    }
+    cut();
+    return true;
+  }
+
+ private:
+  OMNI_MEMBER void enter() {
+    block_end_ = min64(kv_->block_size, offset + end_ - position_);
+    cut();
+  }
+  OMNI_MEMBER void cut() {
+    tile_end_ = min64(block_end_, offset / kDecodeTile * kDecodeTile + kDecodeTile);
+  }
+
+  const PagedKV* kv_;
+  const int32_t* block_table_;
+  int64_t position_;  // of the first key that is read of the block
+  int64_t end_;
+  int64_t block_end_;  // in the block
+  int64_t tile_end_;   // in the block
+};
+
+template <typename T, bool pairs, typename Q>
+static void decode_typed(const Q* q, const PagedKV& kv, const int32_t* block_table, int64_t position, int64_t begin,
                          int64_t end, const AttentionParams& params, float* acc, float* m, float* l, float* scratch) {
   const int64_t head_size = kv.head_size, group = params.num_heads / kv.kv_heads;
   const int64_t stride = (head_size + kMaxLanes - 1) / kMaxLanes * kMaxLanes;
@@ -171,50 +435,65 @@ static void decode_typed(const T* q, const PagedKV& kv, const int32_t* block_tab
   if (params.window > 0) begin = max64(begin, position + 1 - params.window);
   if (begin >= end) return;
 
-  float* packed_q = scratch;
-  float* scores = scratch + group * stride;
-  Rows<T> tiles[2];  // [now, next]: the next tile's addresses are known early, to prefetch them
-  int now = 0;
-  tiles[0].find(kv, block_table, 0, begin, min64(begin + kDecodeTile, end));
-  for (int64_t head = 0; head < kv.kv_heads; ++head) {
-    const int64_t first = head * group;
-    for (int64_t g = 0; g < group; ++g)
-      pack_query(q + (first + g) * head_size, head_size, stride, packed_q + g * stride);
-    for (int64_t tile = begin; tile < end; tile += kDecodeTile, now ^= 1) {
-      const Rows<T>& rows = tiles[now];
-      Rows<T>* next = &tiles[now ^ 1];
-      if (tile + kDecodeTile < end) {
-        next->find(kv, block_table, head, tile + kDecodeTile, min64(tile + 2 * kDecodeTile, end));
-      } else if (head + 1 < kv.kv_heads) {
-        next->find(kv, block_table, head + 1, begin, min64(begin + kDecodeTile, end));
-      } else {
-        next = nullptr;
-      }
-      for (int64_t g = 0; g < group; g += 4) {
-        const int64_t n = first + g, left = group - g;
-        const auto run = left >= 4   ? decode_heads<T, 4>
-                         : left == 3 ? decode_heads<T, 3>
-                         : left == 2 ? decode_heads<T, 2>
-                                     : decode_heads<T, 1>;
-        run(packed_q + g * stride, stride, rows, g == 0 ? next : nullptr, head_size, params, scores,
-            acc + n * head_size, m + n, l + n);
-      }
+  float* const packed_q = scratch;
+  float* const scores = scratch + params.num_heads * stride;
+  for (int64_t n = 0; n < params.num_heads; ++n)
+    pack_query<T, Q>(q + n * head_size, head_size, stride, packed_q + n * stride);
+  // The usual head sizes are constants, so that the loops over them unroll.
+  constexpr bool kUnroll = sizeof(T) == 2;
+  const auto attend = kUnroll && head_size == 128  ? attend_tile<T, pairs, kUnroll ? 128 : 0>
+                      : kUnroll && head_size == 64 ? attend_tile<T, pairs, kUnroll ? 64 : 0>
+                                                   : attend_tile<T, pairs, 0>;
+  const bool near = group <= kNearGroup && hardware_follows_streams();
+  Ahead ahead;
+  Walk walk(kv, block_table, begin, end);
+  while (true) {
+    const Walk now = walk;
+    const bool more = walk.advance();
+    const int64_t count = now.count();
+    KeyTile<T> tile{nullptr, nullptr, count, pairs ? now.offset % 2 : 0, nullptr, nullptr};
+    tile.k = now.template row<T>(kv.k, now.offset);
+    tile.v = now.template row<T>(kv.v, now.offset - tile.lead);
+    if (kv.k_scales != nullptr) {
+      const int64_t scale = now.block * kv.scale_block_stride + now.head * kv.scale_head_stride + now.offset;
+      tile.k_scales = kv.k_scales + scale;
+      tile.v_scales = kv.v_scales + scale;
     }
+    const int64_t row_bytes = head_size * static_cast<int64_t>(sizeof(T));
+    const int64_t work = tile_work<T, pairs>(count, group, head_size);
+    if (near) {
+      ahead.aim_near(tile.k, tile.v, count * row_bytes, work);
+    } else if (more) {
+      ahead.aim_far(walk.template row<T>(kv.k, walk.offset), walk.template row<T>(kv.v, walk.offset),
+                    walk.count() * row_bytes, work);
+    }
+    const int64_t n = now.head * group;
+    attend(packed_q + n * stride, stride, tile, head_size, group, params, scores, acc + n * head_size, m + n, l + n,
+           ahead);
+    if (!more) return;
   }
 }
 
-void decode(const void* q, const PagedKV& kv, const int32_t* block_table, int64_t position, int64_t begin, int64_t end,
-            const AttentionParams& params, float* acc, float* m, float* l, float* scratch) {
+void decode(const void* q, DType q_dtype, const PagedKV& kv, const int32_t* block_table, int64_t position,
+            int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l,
+            float* scratch) {
+  const auto run = [&](auto function, auto* query) {
+    function(query, kv, block_table, position, begin, end, params, acc, m, l, scratch);
+  };
+  const auto* const q_f32 = static_cast<const float*>(q);
+  const auto* const q_bf16 = static_cast<const BF16*>(q);
+  const auto* const q_f16 = static_cast<const F16*>(q);
   switch (kv.dtype) {
-    case DType::f32:
-      return decode_typed(static_cast<const float*>(q), kv, block_table, position, begin, end, params, acc, m, l,
-                          scratch);
+    case DType::f32: return run(decode_typed<float, false, float>, q_f32);
+    case DType::f16: return run(decode_typed<F16, false, F16>, q_f16);
     case DType::bf16:
-      return decode_typed(static_cast<const BF16*>(q), kv, block_table, position, begin, end, params, acc, m, l,
-                          scratch);
-    case DType::f16:
-      return decode_typed(static_cast<const F16*>(q), kv, block_table, position, begin, end, params, acc, m, l,
-                          scratch);
+      return kv.v_pairs ? run(decode_typed<BF16, true, BF16>, q_bf16) : run(decode_typed<BF16, false, BF16>, q_bf16);
+    case DType::i8:
+      switch (q_dtype) {
+        case DType::f32: return run(decode_typed<I8, false, float>, q_f32);
+        case DType::f16: return run(decode_typed<I8, false, F16>, q_f16);
+        default: return run(decode_typed<I8, false, BF16>, q_bf16);
+      }
   }
 }
 
@@ -247,9 +526,9 @@ void merge(const float* acc, const float* m, const float* l, int64_t num_pieces,
   switch (dtype) {
     case DType::f32:
       return merge_typed(acc, m, l, num_pieces, num_heads, head_size, static_cast<float*>(out));
-    case DType::bf16:
-      return merge_typed(acc, m, l, num_pieces, num_heads, head_size, static_cast<BF16*>(out));
     case DType::f16:
       return merge_typed(acc, m, l, num_pieces, num_heads, head_size, static_cast<F16*>(out));
+    default:
+      return merge_typed(acc, m, l, num_pieces, num_heads, head_size, static_cast<BF16*>(out));
   }
 }

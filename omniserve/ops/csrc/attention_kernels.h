@@ -6,7 +6,7 @@
 namespace omniserve {
 
 constexpr int64_t kMaxLanes = 16;       // fp32 lanes of the widest vector
-constexpr int64_t kDecodeTile = 32;     // keys that one pass of the decode kernel scores
+constexpr int64_t kDecodeTile = 64;     // keys that one pass of the decode kernel scores
 constexpr int64_t kPrefillTile = 64;    // keys that one pass of the prefill kernel scores
 constexpr int64_t kScratchAlign = 64;   // bytes
 
@@ -14,8 +14,8 @@ inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multi
 
 struct Kernels {
   // As decode_partial; `scratch` holds decode_scratch_floats() floats, aligned to kScratchAlign.
-  void (*decode)(const void* q, const PagedKV& kv, const int32_t* block_table, int64_t position, int64_t begin,
-                 int64_t end, const AttentionParams& params, float* acc, float* m, float* l, float* scratch);
+  void (*decode)(const void* q, DType q_dtype, const PagedKV& kv, const int32_t* block_table, int64_t position,
+                 int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l, float* scratch);
   // As merge_partials.
   void (*merge)(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
                 int64_t head_size, DType dtype, void* out);
@@ -25,11 +25,20 @@ struct Kernels {
                   int64_t out_stride, float* scratch);
 };
 
+// Whether this CPU's prefetchers keep up with a sequential reader by themselves, across 4 KiB borders: AMD's do (see
+// Ahead in attention_decode.inl), Intel's need to be asked.
+bool hardware_follows_streams();
+
 const Kernels& portable_kernels();
 #if defined(__x86_64__)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 const Kernels& avx512_bf16_kernels();
+const Kernels& amx_bf16_kernels();
+bool amx_bf16_granted();  // the CPU has it, and the operating system lends it to this process
+// What the AMX kernels need of the scratch, in floats; num_rows is queries x group.
+int64_t amx_decode_scratch_floats(const PagedKV& kv, int64_t num_heads);
+int64_t amx_prefill_scratch_floats(const PagedKV& kv, int64_t num_rows);
 #endif
 
 }  // namespace omniserve

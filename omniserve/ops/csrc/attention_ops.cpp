@@ -118,7 +118,8 @@ void attend(const Tensor& q, const PagedKV& kv, const AttentionParams& params, s
     decodes.push_back(&sequence);
   }
 
-  const auto element = static_cast<int64_t>(q.element_size());
+  const DType q_dtype = dtype_of(q, "q");
+  const int64_t element = dtype_bytes(q_dtype);
   const int64_t q_stride = q.dim() == 3 ? q.stride(0) : 0;
   const char* const queries = static_cast<const char*>(q.const_data_ptr());
   char* const results = static_cast<char*>(out.mutable_data_ptr());
@@ -139,7 +140,7 @@ void attend(const Tensor& q, const PagedKV& kv, const AttentionParams& params, s
       const Sequence& sequence = *task.sequence;
       const char* const query = queries + sequence.query * q_stride * element;
       if (task.piece >= 0) {
-        decode_partial(query, kv, sequence.block_table, sequence.context_len, task.begin, task.end, params,
+        decode_partial(query, q_dtype, kv, sequence.block_table, sequence.context_len, task.begin, task.end, params,
                        acc + task.piece * row_size, m + task.piece * params.num_heads,
                        l + task.piece * params.num_heads);
       } else {
@@ -152,14 +153,16 @@ void attend(const Tensor& q, const PagedKV& kv, const AttentionParams& params, s
       const Sequence& sequence = *decodes[static_cast<size_t>(i)];
       merge_partials(acc + sequence.first_piece * row_size, m + sequence.first_piece * params.num_heads,
                      l + sequence.first_piece * params.num_heads, sequence.num_pieces, params.num_heads, kv.head_size,
-                     kv.dtype, results + sequence.query * row_size * element);
+                     q_dtype, results + sequence.query * row_size * element);
     }
   }
 }
 
-void check_query(const Tensor& q, const Tensor& k_cache, const PagedKV& kv) {
+void check_query(const Tensor& q, const PagedKV& kv) {
   check_dim(q, 3, "q");
-  check_type(q, k_cache.scalar_type(), "q");
+  check_aligned(q, "q");
+  STD_TORCH_CHECK(dtype_of(q, "q") == kv.dtype || kv.dtype == DType::i8, "q must have the cache's dtype, got ",
+                  torch::headeronly::toString(q.scalar_type()));
   STD_TORCH_CHECK(q.size(2) == kv.head_size, "q must have the cache's head size ", kv.head_size, ", got ", shape_of(q));
   isa_name();  // a wrong OMNISERVE_ISA is reported here, not inside a parallel region
 }
@@ -169,7 +172,7 @@ void check_query(const Tensor& q, const Tensor& k_cache, const PagedKV& kv) {
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
                        Tensor seq_lens, double scale, int64_t window, double softcap) {
   const PagedKV kv = paged_kv(k_cache, v_cache);
-  check_query(q, k_cache, kv);
+  check_query(q, kv);
   const AttentionParams params = attention_params(kv, q.size(1), scale, window, softcap);
   check_index(query_start, ScalarType::Int, "query_start");
   check_index(seq_lens, ScalarType::Int, "seq_lens");
@@ -185,10 +188,10 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
   return out;
 }
 
-Tensor cpu_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor seq_lens, double scale,
-                     int64_t window, double softcap, int64_t num_threads) {
-  const PagedKV kv = paged_kv(k_pool, v_pool);
-  check_query(q, k_pool, kv);
+Tensor cpu_attention(Tensor q, Tensor pool, std::optional<Tensor> scales, Tensor block_table, Tensor seq_lens,
+                     double scale, int64_t window, double softcap, int64_t num_threads) {
+  const PagedKV kv = host_kv(pool, scales);
+  check_query(q, kv);
   const AttentionParams params = attention_params(kv, q.size(1), scale, window, softcap);
   STD_TORCH_CHECK(num_threads >= 1 && num_threads <= 4096, "num_threads must be in [1, 4096], got ", num_threads);
   check_index(seq_lens, ScalarType::Int, "seq_lens");

@@ -99,7 +99,7 @@ template <typename T>
 struct KeySource {
   const float* keys;
   int64_t head_size;
-  inline __attribute__((always_inline)) KeySource(const Rows<T>& rows, const Tile& tile)
+  OMNI_MEMBER KeySource(const Rows<T>& rows, const Tile& tile)
       : keys(tile.keys), head_size(tile.head_size) {
     for (int64_t t = 0; t < rows.count; ++t) {
       int64_t h = 0;
@@ -107,16 +107,16 @@ struct KeySource {
       if (h < head_size) store_half(tile.keys + t * head_size + h, load_half(rows.k[t] + h));
     }
   }
-  inline __attribute__((always_inline)) const float* at(int64_t t) const { return keys + t * head_size; }
+  OMNI_MEMBER const float* at(int64_t t) const { return keys + t * head_size; }
 };
 #if OMNI_DPBF16
 template <>
 struct KeySource<BF16> {
   Rows<BF16> rows;
-  inline __attribute__((always_inline)) KeySource(const Rows<BF16>& source, const Tile&) : rows(source) {
+  OMNI_MEMBER KeySource(const Rows<BF16>& source, const Tile&) : rows(source) {
     for (int64_t t = rows.count; t < (rows.count + 3) / 4 * 4; ++t) rows.k[t] = rows.k[rows.count - 1];
   }
-  inline __attribute__((always_inline)) const BF16* const* at(int64_t t) const { return rows.k + t; }
+  OMNI_MEMBER const BF16* const* at(int64_t t) const { return rows.k + t; }
 };
 #endif
 
@@ -277,11 +277,11 @@ void prefill(const void* q, int64_t q_stride, const PagedKV& kv, const int32_t* 
     case DType::f32:
       return prefill_typed(static_cast<const float*>(q), q_stride, kv, block_table, context_len, q_begin, q_end,
                            kv_head, params, static_cast<float*>(out), out_stride, scratch);
-    case DType::bf16:
-      return prefill_typed(static_cast<const BF16*>(q), q_stride, kv, block_table, context_len, q_begin, q_end,
-                           kv_head, params, static_cast<BF16*>(out), out_stride, scratch);
     case DType::f16:
       return prefill_typed(static_cast<const F16*>(q), q_stride, kv, block_table, context_len, q_begin, q_end, kv_head,
                            params, static_cast<F16*>(out), out_stride, scratch);
+    default:
+      return prefill_typed(static_cast<const BF16*>(q), q_stride, kv, block_table, context_len, q_begin, q_end,
+                           kv_head, params, static_cast<BF16*>(out), out_stride, scratch);
   }
 }

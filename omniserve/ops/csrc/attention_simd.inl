@@ -8,6 +8,7 @@ typedef float VF __attribute__((vector_size(OMNI_LANES * 4)));
 typedef int32_t VI __attribute__((vector_size(OMNI_LANES * 4)));
 typedef uint32_t VU __attribute__((vector_size(OMNI_LANES * 4)));
 typedef uint16_t VH __attribute__((vector_size(OMNI_LANES * 2)));
+typedef int8_t VB __attribute__((vector_size(OMNI_LANES)));
 
 struct BF16 {
   uint16_t bits;
@@ -15,8 +16,12 @@ struct BF16 {
 struct F16 {
   uint16_t bits;
 };
+struct I8 {
+  int8_t value;
+};
 
-#define OMNI_INLINE static inline __attribute__((always_inline))
+#define OMNI_MEMBER inline __attribute__((always_inline))
+#define OMNI_INLINE static OMNI_MEMBER
 
 OMNI_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 OMNI_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -76,6 +81,11 @@ OMNI_INLINE VF load(const F16* p) {
   __builtin_memcpy(&h, p, sizeof(h));
   return widen_f16(h);
 }
+OMNI_INLINE VF load(const I8* p) {
+  VB b;
+  __builtin_memcpy(&b, p, sizeof(b));
+  return __builtin_convertvector(__builtin_convertvector(b, VI), VF);
+}
 OMNI_INLINE void store(float* p, VF v) { __builtin_memcpy(p, &v, sizeof(v)); }
 OMNI_INLINE void store(BF16* p, VF v) {
   const VH h = narrow_bf16(v);
@@ -102,6 +112,11 @@ OMNI_INLINE VF load_half(const F16* p) {
   __builtin_memcpy(&h, p, sizeof(h) / 2);
   return widen_f16(h);
 }
+OMNI_INLINE VF load_half(const I8* p) {
+  VB b{};
+  __builtin_memcpy(&b, p, sizeof(b) / 2);
+  return __builtin_convertvector(__builtin_convertvector(b, VI), VF);
+}
 OMNI_INLINE void store_half(float* p, VF v) { __builtin_memcpy(p, &v, sizeof(v) / 2); }
 OMNI_INLINE void store_half(BF16* p, VF v) {
   const VH h = narrow_bf16(v);
@@ -111,6 +126,20 @@ OMNI_INLINE void store_half(F16* p, VF v) {
   const VH h = narrow_f16(v);
   __builtin_memcpy(p, &h, sizeof(h) / 2);
 }
+
+// W pairs of bf16, a pair in each 32-bit lane.
+OMNI_INLINE VU load_pairs(const BF16* p) {
+  VU v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return v;
+}
+OMNI_INLINE VU load_half_pairs(const BF16* p) {
+  VU v{};
+  __builtin_memcpy(&v, p, sizeof(v) / 2);
+  return v;
+}
+OMNI_INLINE VF first_of_pairs(VU pairs) { return (VF)(pairs << 16); }
+OMNI_INLINE VF second_of_pairs(VU pairs) { return (VF)(pairs & 0xffff0000u); }
 
 OMNI_INLINE float to_float(float x) { return x; }
 OMNI_INLINE float to_float(BF16 x) {
@@ -161,18 +190,54 @@ OMNI_INLINE VF sum_each(VF* v) {
   return v[0];
 }
 
+#if OMNI_LANES == 16
+#define OMNI_FOLD(v, join)                                                                      \
+  v = join(v, __builtin_shuffle(v, VI{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));  \
+  v = join(v, __builtin_shuffle(v, VI{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));  \
+  v = join(v, __builtin_shuffle(v, VI{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13})); \
+  v = join(v, __builtin_shuffle(v, VI{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}))
+#elif OMNI_LANES == 8
+#define OMNI_FOLD(v, join)                                          \
+  v = join(v, __builtin_shuffle(v, VI{4, 5, 6, 7, 0, 1, 2, 3}));    \
+  v = join(v, __builtin_shuffle(v, VI{2, 3, 0, 1, 6, 7, 4, 5}));    \
+  v = join(v, __builtin_shuffle(v, VI{1, 0, 3, 2, 5, 4, 7, 6}))
+#else
+#define OMNI_FOLD(v, join)                              \
+  v = join(v, __builtin_shuffle(v, VI{2, 3, 0, 1}));    \
+  v = join(v, __builtin_shuffle(v, VI{1, 0, 3, 2}))
+#endif
+
+OMNI_INLINE VF vadd(VF a, VF b) { return a + b; }
 OMNI_INLINE float max_lane(VF v) {
-  float best = v[0];
-  for (int i = 1; i < W; ++i) best = best > v[i] ? best : v[i];
-  return best;
+  OMNI_FOLD(v, vmax);
+  return v[0];
 }
 OMNI_INLINE float sum_lanes(VF v) {
-  float sum = 0.0f;
-  for (int i = 0; i < W; ++i) sum += v[i];
-  return sum;
+  OMNI_FOLD(v, vadd);
+  return v[0];
 }
+#undef OMNI_FOLD
 
-// exp(x) to 1e-7 relative (Cephes' expf); 0 below the smallest normal result, so -inf gives 0.
+// exp(x) to 1e-7 relative (Cephes' expf); 0 below the smallest normal result, so -inf gives 0. NaN stays NaN.
+#if OMNI_LANES == 16
+OMNI_INLINE VF vexp(VF x) {
+  const __m512 lowest = _mm512_set1_ps(-87.33f);
+  constexpr __mmask16 kAll = 0xffff;  // GCC 12 warns of the unmasked forms
+  const __m512 v = _mm512_maskz_max_ps(kAll, lowest, (__m512)x);  // the second operand if either is NaN
+  const __m512 n = _mm512_maskz_roundscale_ps(kAll, v * splat(1.44269504f), _MM_FROUND_TO_NEAREST_INT);
+  VF r = v - n * splat(0.693359375f);
+  r = r - n * splat(-2.12194440e-4f);
+  VF p = splat(1.9875691500e-4f);
+  p = p * r + splat(1.3981999507e-3f);
+  p = p * r + splat(8.3334519073e-3f);
+  p = p * r + splat(4.1665795894e-2f);
+  p = p * r + splat(1.6666665459e-1f);
+  p = p * r + splat(5.0000001201e-1f);
+  p = p * (r * r) + r + splat(1.0f);
+  const __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, lowest, _CMP_NLT_UQ);
+  return (VF)_mm512_maskz_scalef_ps(seen, (__m512)p, n);
+}
+#else
 OMNI_INLINE VF vexp(VF x) {
   const VF lowest = splat(-87.33f);
   const VI underflow = (VI)(x < lowest);
@@ -194,6 +259,7 @@ OMNI_INLINE VF vexp(VF x) {
   const VF result = (VF)((VI)p + exponent);
   return underflow ? splat(0.0f) : result;
 }
+#endif
 
 // tanh(x); by its series near 0, where 1 - 2 / (exp(2x) + 1) would cancel.
 OMNI_INLINE VF vtanh(VF x) {

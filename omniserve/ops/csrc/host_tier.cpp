@@ -11,6 +11,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "host_tier_memory.h"
+
 namespace omniserve {
 namespace {
 
@@ -31,14 +33,10 @@ template <typename... Args>
   throw std::invalid_argument(message);
 }
 
-int64_t dtype_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
-
-// A woken batch thread waits for its turn instead of preempting the thread that woke it. Without this, on a machine
-// without a free core, submit takes 50 to 180 us instead of 4: the step would stop for best-effort work. A refusal (some
-// sandboxes) costs just that time, so it is no error.
-void yield_to_callers(std::thread& thread) {
+// A refusal (some sandboxes) costs time, as said where a policy is chosen, and is no error.
+void set_policy(std::thread& thread, int policy) {
   const sched_param no_priority{};
-  pthread_setschedparam(thread.native_handle(), SCHED_BATCH, &no_priority);
+  pthread_setschedparam(thread.native_handle(), policy, &no_priority);
 }
 
 void pin(std::thread& thread, int core) {
@@ -53,9 +51,11 @@ void pin(std::thread& thread, int core) {
 
 HostTier::HostTier(HostTierConfig config)
     : config_(std::move(config)),
+      shape_{config_.num_kv_heads, config_.block_size, config_.head_size, config_.pool_dtype, config_.dtype},
       head_bytes_(config_.head_size * dtype_bytes(config_.dtype)),
       q_bytes_(config_.num_heads * head_bytes_),
       kv_bytes_(config_.num_kv_heads * head_bytes_),
+      token_bytes_((shape_.block_bytes() + 4 * shape_.block_scales()) / std::max<int64_t>(1, config_.block_size)),
       row_stride_(round_up(q_bytes_) + 2 * round_up(kv_bytes_)) {
   for (int64_t size : {config_.num_blocks, config_.block_size, config_.num_heads, config_.num_kv_heads,
                        config_.head_size, config_.num_slots, static_cast<int64_t>(config_.num_threads),
@@ -64,6 +64,12 @@ HostTier::HostTier(HostTierConfig config)
   }
   if (config_.num_heads % config_.num_kv_heads != 0) {
     refuse("num_heads must be a multiple of num_kv_heads, got ", config_.num_heads, " and ", config_.num_kv_heads);
+  }
+  if (config_.dtype == DType::i8 || (config_.pool_dtype != config_.dtype && config_.pool_dtype != DType::i8)) {
+    refuse("a host pool holds the rows' dtype or i8");
+  }
+  if ((config_.pool_dtype == DType::i8) != (config_.scales != nullptr)) {
+    refuse("an i8 host pool, and no other, has scales");
   }
   rows_.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(config_.num_slots * row_stride_))));
   if (!rows_) throw std::bad_alloc();
@@ -84,8 +90,15 @@ HostTier::HostTier(HostTierConfig config)
         throw;
       }
       pthread_setname_np(worker.thread.native_handle(), ("omni-host-" + std::to_string(i)).substr(0, 15).c_str());
-      yield_to_callers(worker.thread);
+      // A woken batch thread waits for its turn instead of preempting the thread that woke it. Without this, on a
+      // machine without a free core, submit takes 50 to 180 us instead of 4: the step would stop for best-effort work.
+      set_policy(worker.thread, SCHED_BATCH);
       if (!config_.cores.empty()) pin(worker.thread, config_.cores[static_cast<size_t>(i) % config_.cores.size()]);
+    }
+    if (config_.prefault) {
+      prefaulter_ = std::thread([this] { prefault(); });
+      pthread_setname_np(prefaulter_.native_handle(), "omni-prefault");
+      set_policy(prefaulter_, SCHED_IDLE);  // takes cores that nobody wants: neither steps nor attention are to notice
     }
   } catch (...) {
     close();
@@ -106,12 +119,32 @@ void HostTier::close() {
       worker->wake.notify_one();
     }
   }
+  stop_prefault_ = true;
+  if (prefaulter_.joinable()) {
+    // Where all cores are busy, an idle thread hears of the end after a second or so; a user may not be allowed this.
+    set_policy(prefaulter_, SCHED_OTHER);
+    prefaulter_.join();
+  }
   for (auto& worker : workers_) {
     if (worker->thread.joinable()) worker->thread.join();
   }
   Lock lock(mutex_);
   fail_everything_queued("the host tier was closed");
   events_wake_.notify_all();
+}
+
+// Stripe by stripe of every layer, for blocks are handed out in ascending order.
+void HostTier::prefault() {
+  constexpr int64_t kStripeBytes = 2 << 20;  // a huge page
+  const int64_t layer_bytes = config_.num_blocks * shape_.block_bytes();
+  for (int64_t begin = 0; begin < layer_bytes; begin += kStripeBytes) {
+    const int64_t bytes = std::min(kStripeBytes, layer_bytes - begin);
+    for (int64_t layer = 0; layer < num_layers(); ++layer) {
+      if (stop_prefault_) return;
+      touch_pages(pool_block(layer, 0) + begin, bytes);
+      bytes_prefaulted_ += bytes;
+    }
+  }
 }
 
 HostTier::Slot& HostTier::checked_slot(int64_t slot) {
@@ -219,20 +252,20 @@ bool HostTier::cancel(int64_t slot) {
 }
 
 void HostTier::start_move(BlockMove spec) {
-  if (spec.src_ids.size() != spec.dst_ids.size()) {
-    refuse("a move needs as many destination as source blocks, got ", spec.dst_ids.size(), " and ",
-           spec.src_ids.size());
+  if (spec.cache_ids.size() != spec.pool_ids.size()) {
+    refuse("a move needs as many cache blocks as pool blocks, got ", spec.cache_ids.size(), " and ",
+           spec.pool_ids.size());
   }
   auto check = [](const char* side, const std::vector<int64_t>& ids, int64_t num_blocks) {
     for (int64_t id : ids) {
       if (id < 0 || id >= num_blocks) refuse(side, " block ids must be in [0, ", num_blocks, "), got ", id);
     }
   };
-  check("source", spec.src_ids, spec.src_num_blocks);
-  check("destination", spec.dst_ids, spec.dst_num_blocks);
+  check("cache", spec.cache_ids, spec.num_blocks);
+  check("pool", spec.pool_ids, config_.num_blocks);
   auto move = std::make_unique<Move>();
-  move->num_units = spec.num_layers * 2 * static_cast<int64_t>(spec.src_ids.size());
-  move->units_per_piece = std::max<int64_t>(1, kMovePieceBytes / std::max<int64_t>(1, spec.block_bytes));
+  move->num_units = num_layers() * static_cast<int64_t>(spec.pool_ids.size());
+  move->units_per_piece = std::max<int64_t>(1, kMovePieceBytes / (2 * config_.block_size * kv_bytes_));
   move->spec = std::move(spec);
   Called called;
   Lock lock(mutex_);
@@ -298,6 +331,7 @@ HostTierStats HostTier::stats() {
   Lock lock(mutex_);
   HostTierStats stats = stats_;
   stats.moves_in_hand = static_cast<int64_t>(live_moves_.size());
+  stats.bytes_prefaulted = bytes_prefaulted_;
   return stats;
 }
 

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -22,6 +23,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "host_kv.h"
 
 namespace omniserve {
 
@@ -32,13 +34,15 @@ struct HostTierConfig {
   int64_t num_kv_heads;
   int64_t head_size;
   int64_t num_slots;
-  DType dtype;
+  DType dtype;       // of the rows, the results and the caches of moves
+  DType pool_dtype;  // the same, or i8
   std::vector<AttentionParams> layers;
-  void* k_pool;   // [L, num_blocks, K, S, H]
-  void* v_pool;   // likewise
+  void* pool;     // [L, num_blocks, K, 2, S, H], in the layout of host_layout()
+  float* scales;  // [L, num_blocks, K, 2, S] for an i8 pool, else null
   void* results;  // [num_slots, N*H]
   int num_threads;
   std::vector<int> cores;  // thread i is pinned to cores[i % size]; empty: not pinned
+  bool prefault;           // touch the pool's pages ahead of the work: a first touch runs at a tenth of a copy's speed
 };
 
 enum class EventKind : int { attention_done = 0, attention_failed = 1, move_done = 2, move_failed = 3, cancelled = 4 };
@@ -53,25 +57,15 @@ struct HostEvent {
   std::string message;
 };
 
-// Rows of one seat's token; the last dimension is contiguous, head i starts at i * head_stride bytes.
-struct TokenRow {
-  const char* data;
-  int64_t head_stride;
-};
-
-// Whole-block copies over all layers. Caches are [L, num_blocks, K, S, H].
+// Whole-block copies over all layers, between the pool and a cache in rows, K and V [L, num_blocks, K, S, H] apart.
 struct BlockMove {
   int64_t move_id;
-  const char* src_k;
-  const char* src_v;
-  char* dst_k;
-  char* dst_v;
-  int64_t num_layers;
-  int64_t block_bytes;  // one block of one layer, K or V
-  int64_t src_num_blocks;
-  int64_t dst_num_blocks;
-  std::vector<int64_t> src_ids;
-  std::vector<int64_t> dst_ids;
+  bool to_host;
+  char* k;  // only read if to_host
+  char* v;
+  int64_t num_blocks;
+  std::vector<int64_t> cache_ids;
+  std::vector<int64_t> pool_ids;
 };
 
 // Faults that tests ask for; a new set replaces the one before, and ends a delay that is under way.
@@ -91,7 +85,8 @@ struct HostTierStats {
   int64_t moves_in_hand = 0;
   int64_t busy_ns = 0;         // summed over threads, waiting excluded
   int64_t kv_bytes_read = 0;   // by attention
-  int64_t bytes_moved = 0;
+  int64_t bytes_moved = 0;     // as they are in the cache: an i8 pool takes half of them or less
+  int64_t bytes_prefaulted = 0;  // up to the pool's
 };
 
 // Every method may be called from any thread; those that check arguments throw std::invalid_argument.
@@ -158,7 +153,7 @@ class HostTier {
     BlockMove spec;
     bool failed = false;
     std::string message;
-    int64_t num_units = 0;  // layers x (K, V) x blocks, in this order
+    int64_t num_units = 0;  // layers x blocks, in this order
     int64_t next_unit = 0;
     int64_t units_per_piece = 1;
     int64_t num_running = 0;
@@ -207,6 +202,7 @@ class HostTier {
   static void notify(const Called& called);
   size_t pick(size_t size);
   bool has_work() const { return !tasks_.empty() || !moves_.empty(); }
+  void prefault();
   Slot& checked_slot(int64_t slot);
 
   struct FreeDeleter {
@@ -222,10 +218,20 @@ class HostTier {
   }
   static int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }  // to a cache line
 
+  char* pool_block(int64_t layer, int64_t block) const {
+    return static_cast<char*>(config_.pool) + (layer * config_.num_blocks + block) * shape_.block_bytes();
+  }
+  float* block_scales(int64_t layer, int64_t block) const {
+    return config_.scales + (layer * config_.num_blocks + block) * shape_.block_scales();
+  }
+  int64_t num_layers() const { return static_cast<int64_t>(config_.layers.size()); }
+
   const HostTierConfig config_;
+  const HostBlockShape shape_;
   const int64_t head_bytes_;
   const int64_t q_bytes_;   // one query row, N*H
   const int64_t kv_bytes_;  // one key row, K*H
+  const int64_t token_bytes_;  // K, V and scales of a token in the pool
   const int64_t row_stride_;
   std::unique_ptr<char, FreeDeleter> rows_;  // per slot: q, k, v
   std::vector<Slot> slots_;
@@ -248,6 +254,10 @@ class HostTier {
   std::mt19937_64 rng_;
   HostTierStats stats_;
   std::mutex close_mutex_;  // serialises close()
+
+  std::thread prefaulter_;
+  std::atomic<bool> stop_prefault_{false};
+  std::atomic<int64_t> bytes_prefaulted_{0};
 };
 
 }  // namespace omniserve

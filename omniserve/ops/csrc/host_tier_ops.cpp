@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "host_tier.h"
+#include "host_tier_memory.h"
 #include "op_checks.h"
 
 namespace omniserve {
@@ -18,7 +20,8 @@ namespace {
 
 // A tier and the memory that its threads use; `tier` goes first.
 struct Entry {
-  Tensor k_pool, v_pool, results;
+  Tensor pool, results;
+  std::optional<Tensor> scales;
   std::unique_ptr<HostTier> tier;
 };
 
@@ -47,35 +50,60 @@ std::vector<int64_t> to_vector(const Tensor& tensor, const char* name) {
   return {data, data + tensor.numel()};
 }
 
-// layers_L3: float64 rows (scale, window, softcap).
-int64_t create(Tensor k_pool_LBKSH, Tensor v_pool_LBKSH, Tensor results_SD, Tensor layers_L3, int64_t num_heads,
-               int64_t num_threads, Tensor cores) {
-  check_dim(k_pool_LBKSH, 5, "k_pool");
+// layers_L3: float64 rows (scale, window, softcap). The results are in the model's dtype, the pool too or in i8.
+int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor results_SD, Tensor layers_L3,
+               int64_t num_heads, int64_t num_threads, Tensor cores, bool prefault) {
+  check_dim(pool_LBK2SH, 6, "pool");
+  check_contiguous(pool_LBK2SH, "pool");
+  STD_TORCH_CHECK(pool_LBK2SH.size(3) == 2, "pool must be [L, B, K, 2, S, H], got ", shape_of(pool_LBK2SH));
+  check_dim(results_SD, 2, "results");
+  check_contiguous(results_SD, "results");
   check_dim(layers_L3, 2, "layers");
   check_type(layers_L3, ScalarType::Double, "layers");
+  STD_TORCH_CHECK(layers_L3.size(0) == pool_LBK2SH.size(0), "layers must have the pool's ", pool_LBK2SH.size(0),
+                  " rows, got ", layers_L3.size(0));
   HostTierConfig config;
-  config.num_blocks = k_pool_LBKSH.size(1);
-  config.num_kv_heads = k_pool_LBKSH.size(2);
-  config.block_size = k_pool_LBKSH.size(3);
-  config.head_size = k_pool_LBKSH.size(4);
+  config.num_blocks = pool_LBK2SH.size(1);
+  config.num_kv_heads = pool_LBK2SH.size(2);
+  config.block_size = pool_LBK2SH.size(4);
+  config.head_size = pool_LBK2SH.size(5);
   config.num_heads = num_heads;
   config.num_slots = results_SD.size(0);
-  config.dtype = dtype_of(k_pool_LBKSH, "k_pool");
+  config.dtype = dtype_of(results_SD, "results");
+  STD_TORCH_CHECK(results_SD.size(1) == num_heads * config.head_size, "results must be [slots, ",
+                  num_heads * config.head_size, "], got ", shape_of(results_SD));
+  config.pool_dtype = pool_LBK2SH.scalar_type() == ScalarType::Char ? DType::i8 : dtype_of(pool_LBK2SH, "pool");
   const double* layer = static_cast<const double*>(layers_L3.const_data_ptr());
   for (int64_t i = 0; i < layers_L3.size(0); ++i, layer += 3) {
     config.layers.push_back(
         {num_heads, static_cast<float>(layer[0]), static_cast<int64_t>(layer[1]), static_cast<float>(layer[2])});
   }
-  config.k_pool = k_pool_LBKSH.mutable_data_ptr();
-  config.v_pool = v_pool_LBKSH.mutable_data_ptr();
+  config.pool = pool_LBK2SH.mutable_data_ptr();
+  config.scales = nullptr;
+  if (scales_LBK2S) {
+    check_dim(*scales_LBK2S, 5, "scales");
+    check_type(*scales_LBK2S, ScalarType::Float, "scales");
+    check_contiguous(*scales_LBK2S, "scales");
+    for (int64_t i = 0; i < 5; ++i) {
+      STD_TORCH_CHECK(scales_LBK2S->size(i) == pool_LBK2SH.size(i), "scales must be the pool's ",
+                      shape_of(pool_LBK2SH), " without its last dimension, got ", shape_of(*scales_LBK2S));
+    }
+    config.scales = static_cast<float*>(scales_LBK2S->mutable_data_ptr());
+  }
   config.results = results_SD.mutable_data_ptr();
   config.num_threads = static_cast<int>(num_threads);
   for (int64_t core : to_vector(cores, "cores")) config.cores.push_back(static_cast<int>(core));
-  auto entry = std::make_shared<Entry>(Entry{k_pool_LBKSH, v_pool_LBKSH, results_SD, nullptr});
+  config.prefault = prefault;
+  auto entry = std::make_shared<Entry>(Entry{pool_LBK2SH, results_SD, scales_LBK2S, nullptr});
   entry->tier = std::make_unique<HostTier>(std::move(config));
   std::lock_guard<std::mutex> lock(registry().mutex);
   registry().entries.emplace(registry().next_handle, std::move(entry));
   return registry().next_handle++;
+}
+
+void interleave(Tensor memory, Tensor nodes) {
+  check_index(memory, ScalarType::Byte, "memory");
+  interleave_pages(static_cast<char*>(memory.mutable_data_ptr()), memory.numel(), to_vector(nodes, "nodes"));
 }
 
 void begin_token(int64_t tier, int64_t slot, int64_t epoch, int64_t position, std::vector<int64_t> block_ids) {
@@ -88,11 +116,11 @@ std::vector<TokenRow> token_rows(const Tensor& x, const char* name, int64_t num_
   check_dim(x, 3, name);
   STD_TORCH_CHECK(x.size(0) == num_seats && x.size(1) == num_heads && x.size(2) == head_size, name, " must be [",
                   num_seats, ", ", num_heads, ", ", head_size, "], got ", shape_of(x));
-  STD_TORCH_CHECK(dtype_of(x, name) == dtype, name, " must have the pool's dtype, got ",
+  STD_TORCH_CHECK(dtype_of(x, name) == dtype, name, " must have the model's dtype, got ",
                   torch::headeronly::toString(x.scalar_type()));
   STD_TORCH_CHECK(x.stride(2) == 1 || head_size == 1, name, " must be contiguous in its last dimension, got stride ",
                   x.stride(2));
-  const int64_t element_bytes = dtype == DType::f32 ? 4 : 2;
+  const int64_t element_bytes = dtype_bytes(dtype);
   const int64_t row_stride = x.stride(0) * element_bytes, head_stride = x.stride(1) * element_bytes;
   const char* data = static_cast<const char*>(x.const_data_ptr());
   std::vector<TokenRow> rows(static_cast<size_t>(num_seats));
@@ -117,36 +145,26 @@ void submit(int64_t tier, int64_t layer, Tensor slots_P, Tensor q_PNH, Tensor k_
 
 bool cancel(int64_t tier, int64_t slot) { return find(tier)->tier->cancel(slot); }
 
-// Caches are [L, B, ...] and contiguous, equal in all but B. The caller keeps them alive until the move's event.
-void start_move(int64_t tier, int64_t move_id, Tensor src_k, Tensor src_v, Tensor dst_k, Tensor dst_v,
-                std::vector<int64_t> src_ids, std::vector<int64_t> dst_ids) {
-  int64_t block_numel = 1;
-  for (int64_t i = 2; i < src_k.dim(); ++i) block_numel *= src_k.size(i);
-  for (const auto& [tensor, like, name] : {std::tuple{&src_v, &src_k, "the source's V"},
-                                           std::tuple{&dst_k, &src_k, "the destination's K"},
-                                           std::tuple{&dst_v, &dst_k, "the destination's V"}}) {
-    check_dim(*tensor, src_k.dim(), name);
-    check_type(*tensor, src_k.scalar_type(), name);
-    for (int64_t i = 0; i < src_k.dim(); ++i) {
-      const bool may_differ = i == 1 && tensor == &dst_k;
-      STD_TORCH_CHECK(may_differ || tensor->size(i) == like->size(i), name, " cache has the wrong shape ",
-                      shape_of(*tensor), ", expected that of ", shape_of(*like));
-    }
+// K and V of the cache are [L, blocks, K, S, H] apart, contiguous, in the model's dtype. The caller keeps them alive
+// until the move's event.
+void start_move(int64_t tier, int64_t move_id, bool to_host, Tensor k_LBKSH, Tensor v_LBKSH,
+                std::vector<int64_t> cache_ids, std::vector<int64_t> pool_ids) {
+  const auto entry = find(tier);
+  const HostTierConfig& config = entry->tier->config();
+  for (const auto& [cache, name] : {std::pair{&k_LBKSH, "the cache's K"}, std::pair{&v_LBKSH, "the cache's V"}}) {
+    check_dim(*cache, 5, name);
+    check_contiguous(*cache, name);
+    STD_TORCH_CHECK(dtype_of(*cache, name) == config.dtype, name, " must have the model's dtype, got ",
+                    torch::headeronly::toString(cache->scalar_type()));
+    STD_TORCH_CHECK(cache->size(0) == static_cast<int64_t>(config.layers.size()) &&
+                        cache->size(1) == k_LBKSH.size(1) && cache->size(2) == config.num_kv_heads &&
+                        cache->size(3) == config.block_size && cache->size(4) == config.head_size,
+                    name, " must be [", config.layers.size(), ", blocks, ", config.num_kv_heads, ", ",
+                    config.block_size, ", ", config.head_size, "], got ", shape_of(*cache));
   }
-  for (const Tensor* tensor : {&src_k, &src_v, &dst_k, &dst_v}) check_contiguous(*tensor, "a cache to move");
-  BlockMove move;
-  move.move_id = move_id;
-  move.src_k = static_cast<const char*>(src_k.const_data_ptr());
-  move.src_v = static_cast<const char*>(src_v.const_data_ptr());
-  move.dst_k = static_cast<char*>(dst_k.mutable_data_ptr());
-  move.dst_v = static_cast<char*>(dst_v.mutable_data_ptr());
-  move.num_layers = src_k.size(0);
-  move.block_bytes = block_numel * (dtype_of(src_k, "the cache") == DType::f32 ? 4 : 2);
-  move.src_num_blocks = src_k.size(1);
-  move.dst_num_blocks = dst_k.size(1);
-  move.src_ids = std::move(src_ids);
-  move.dst_ids = std::move(dst_ids);
-  find(tier)->tier->start_move(std::move(move));
+  entry->tier->start_move({move_id, to_host, static_cast<char*>(k_LBKSH.mutable_data_ptr()),
+                           static_cast<char*>(v_LBKSH.mutable_data_ptr()), k_LBKSH.size(1), std::move(cache_ids),
+                           std::move(pool_ids)});
 }
 
 // int64 rows (kind, slot, epoch, layer, position, move_id), and one message per row.
@@ -177,8 +195,8 @@ void inject(int64_t tier, double delay_s, int64_t shuffle_seed, int64_t fail_nex
 // In the order of HostTierStats.
 std::vector<int64_t> stats(int64_t tier) {
   const HostTierStats s = find(tier)->tier->stats();
-  return {s.tasks_done,    s.failures, s.threads_alive, s.tasks_in_hand,
-          s.moves_in_hand, s.busy_ns,  s.kv_bytes_read, s.bytes_moved};
+  return {s.tasks_done, s.failures,      s.threads_alive, s.tasks_in_hand,   s.moves_in_hand,
+          s.busy_ns,    s.kv_bytes_read, s.bytes_moved,   s.bytes_prefaulted};
 }
 
 void close(int64_t tier) { find(tier)->tier->close(); }
@@ -197,14 +215,15 @@ void destroy(int64_t tier) {
 
 STABLE_TORCH_LIBRARY(omniserve_host, m) {
   m.def(
-      "create(Tensor(a!) k_pool_LBKSH, Tensor(b!) v_pool_LBKSH, Tensor(c!) results_SD, Tensor layers_L3, "
-      "int num_heads, int num_threads, Tensor cores) -> int");
+      "create(Tensor(a!) pool_LBK2SH, Tensor(b!)? scales_LBK2S, Tensor(c!) results_SD, Tensor layers_L3, "
+      "int num_heads, int num_threads, Tensor cores, bool prefault) -> int");
+  m.def("interleave(Tensor(a!) memory, Tensor nodes) -> ()");
   m.def("begin_token(int tier, int slot, int epoch, int position, int[] block_ids) -> ()");
   m.def("submit(int tier, int layer, Tensor slots_P, Tensor q_PNH, Tensor k_PKH, Tensor v_PKH) -> ()");
   m.def("cancel(int tier, int slot) -> bool");
   m.def(
-      "start_move(int tier, int move_id, Tensor src_k, Tensor src_v, Tensor(a!) dst_k, Tensor(b!) dst_v, "
-      "int[] src_ids, int[] dst_ids) -> ()");
+      "start_move(int tier, int move_id, bool to_host, Tensor(a!) k_LBKSH, Tensor(b!) v_LBKSH, int[] cache_ids, "
+      "int[] pool_ids) -> ()");
   m.def("poll(int tier) -> (Tensor, str[])");
   m.def("wait(int tier, float timeout_s) -> bool");
   m.def("inject(int tier, float delay_s, int shuffle_seed, int fail_next, int kill_threads) -> ()");
@@ -215,6 +234,7 @@ STABLE_TORCH_LIBRARY(omniserve_host, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(omniserve_host, CompositeExplicitAutograd, m) {
   m.impl("create", TORCH_BOX(&omniserve::create));
+  m.impl("interleave", TORCH_BOX(&omniserve::interleave));
   m.impl("begin_token", TORCH_BOX(&omniserve::begin_token));
   m.impl("submit", TORCH_BOX(&omniserve::submit));
   m.impl("cancel", TORCH_BOX(&omniserve::cancel));

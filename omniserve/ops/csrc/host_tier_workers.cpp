@@ -132,26 +132,20 @@ void HostTier::attend(const Piece& piece) {
   if (!task.scratch.data) throw std::bad_alloc();
   const int64_t begin = task.begin + piece.piece * task.piece_tokens;
   const int64_t end = std::min(begin + task.piece_tokens, task.position + 1);
-  const int64_t layer_bytes = config_.num_blocks * config_.block_size * kv_bytes_;
-  char* k_layer = static_cast<char*>(config_.k_pool) + task.layer * layer_bytes;
-  char* v_layer = static_cast<char*>(config_.v_pool) + task.layer * layer_bytes;
   if (end == task.position + 1) {
     // The token's own k and v. Only this piece reads them, so the others need not wait.
     const int64_t block = task.block_table[static_cast<size_t>(task.position / config_.block_size)];
-    const int64_t offset = task.position % config_.block_size;
-    for (int64_t h = 0; h < config_.num_kv_heads; ++h) {
-      const int64_t to = ((block * config_.num_kv_heads + h) * config_.block_size + offset) * head_bytes_;
-      std::memcpy(k_layer + to, k_row(piece.slot) + h * head_bytes_, static_cast<size_t>(head_bytes_));
-      std::memcpy(v_layer + to, v_row(piece.slot) + h * head_bytes_, static_cast<size_t>(head_bytes_));
-    }
+    append_host_token(shape_, task.position % config_.block_size, {k_row(piece.slot), head_bytes_},
+                      {v_row(piece.slot), head_bytes_}, pool_block(task.layer, block),
+                      block_scales(task.layer, block));
   }
-  const PagedKV kv{k_layer,           v_layer, config_.num_blocks, config_.num_kv_heads, config_.block_size,
-                   config_.head_size, config_.dtype};
+  const PagedKV kv = host_layout(pool_block(task.layer, 0), block_scales(task.layer, 0), config_.num_blocks,
+                                 config_.num_kv_heads, config_.block_size, config_.head_size, config_.pool_dtype);
   const int64_t heads = config_.num_heads;
   float* acc = task.scratch.data.get();
   float* m = acc + task.num_pieces * heads * config_.head_size;
   float* l = m + task.num_pieces * heads;
-  decode_partial(q_row(piece.slot), kv, task.block_table.data(), task.position, begin, end,
+  decode_partial(q_row(piece.slot), config_.dtype, kv, task.block_table.data(), task.position, begin, end,
                  config_.layers[static_cast<size_t>(task.layer)], acc + piece.piece * heads * config_.head_size,
                  m + piece.piece * heads, l + piece.piece * heads);
 }
@@ -165,15 +159,19 @@ void HostTier::merge(const Slot& task, int64_t slot) {
 
 void HostTier::copy_blocks(const Piece& piece) {
   const BlockMove& spec = piece.move->spec;
-  const int64_t num_blocks = static_cast<int64_t>(spec.src_ids.size());
+  const int64_t cache_block_bytes = config_.block_size * kv_bytes_;
+  const int64_t count = static_cast<int64_t>(spec.pool_ids.size());
   for (int64_t unit = piece.first_unit; unit < piece.last_unit; ++unit) {
-    const size_t i = static_cast<size_t>(unit % num_blocks);
-    const bool is_v = unit / num_blocks % 2 == 1;
-    const int64_t layer = unit / num_blocks / 2;
-    const int64_t from = (layer * spec.src_num_blocks + spec.src_ids[i]) * spec.block_bytes;
-    const int64_t to = (layer * spec.dst_num_blocks + spec.dst_ids[i]) * spec.block_bytes;
-    std::memcpy((is_v ? spec.dst_v : spec.dst_k) + to, (is_v ? spec.src_v : spec.src_k) + from,
-                static_cast<size_t>(spec.block_bytes));
+    const int64_t layer = unit / count;
+    const size_t i = static_cast<size_t>(unit % count);
+    const int64_t at = (layer * spec.num_blocks + spec.cache_ids[i]) * cache_block_bytes;
+    char* const block = pool_block(layer, spec.pool_ids[i]);
+    float* const scales = block_scales(layer, spec.pool_ids[i]);
+    if (spec.to_host) {
+      pack_host_block(shape_, spec.k + at, spec.v + at, block, scales);
+    } else {
+      unpack_host_block(shape_, block, scales, spec.k + at, spec.v + at);
+    }
   }
 }
 
@@ -184,7 +182,7 @@ void HostTier::finish(const Piece& piece, std::string error, Lock& lock) {
     if (!error.empty()) {
       fail_move(move, std::move(error));
     } else {
-      stats_.bytes_moved += (piece.last_unit - piece.first_unit) * move.spec.block_bytes;
+      stats_.bytes_moved += (piece.last_unit - piece.first_unit) * 2 * config_.block_size * kv_bytes_;
     }
     if (move.num_running == 0 && move.next_unit == move.num_units) publish_move(move);
     return;
@@ -195,7 +193,7 @@ void HostTier::finish(const Piece& piece, std::string error, Lock& lock) {
   } else {
     const int64_t begin = task.begin + piece.piece * task.piece_tokens;
     const int64_t tokens = std::min(task.piece_tokens, task.position + 1 - begin);
-    stats_.kv_bytes_read += 2 * tokens * kv_bytes_;
+    stats_.kv_bytes_read += tokens * token_bytes_;
   }
   if (task.num_running == 1 && task.next_piece == task.num_pieces) {
     if (!task.failed && !task.cancelled) {

@@ -170,16 +170,16 @@ static void pack_typed(const LinearArgs& args, void* packed) {
 void pack(const LinearArgs& args, void* packed) {
   switch (args.dtype) {
     case DType::f32: return pack_typed<float>(args, packed);
-    case DType::bf16: return pack_typed<BF16>(args, packed);
     case DType::f16: return pack_typed<F16>(args, packed);
+    default: return pack_typed<BF16>(args, packed);
   }
 }
 
 void features(const LinearArgs& args, const void* packed, int64_t begin, int64_t end) {
   switch (args.dtype) {
     case DType::f32: return features_typed<float>(args, packed, begin, end);
-    case DType::bf16: return features_typed<BF16>(args, packed, begin, end);
     case DType::f16: return features_typed<F16>(args, packed, begin, end);
+    default: return features_typed<BF16>(args, packed, begin, end);
   }
 }
 

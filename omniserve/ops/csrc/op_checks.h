@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <optional>
 #include <string>
 
 #include "attention.h"
@@ -36,6 +37,13 @@ inline void check_type(const Tensor& tensor, ScalarType type, const char* name) 
 
 inline void check_contiguous(const Tensor& tensor, const char* name) {
   STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous, got shape ", shape_of(tensor));
+}
+
+// A tensor over foreign memory can begin anywhere; code that the compiler vectorised may count on whole elements.
+inline void check_aligned(const Tensor& tensor, const char* name) {
+  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  STD_TORCH_CHECK(address % static_cast<uintptr_t>(tensor.element_size()) == 0, name,
+                  " must be aligned to its elements of ", tensor.element_size(), " bytes, but begins at ", address);
 }
 
 // A 1-D index tensor of `type`, contiguous.
@@ -86,15 +94,41 @@ inline PagedKV paged_kv(const Tensor& k_cache, const Tensor& v_cache) {
   check_type(v_cache, k_cache.scalar_type(), "v_cache");
   check_contiguous(k_cache, "k_cache");
   check_contiguous(v_cache, "v_cache");
-  return {k_cache.const_data_ptr(), v_cache.const_data_ptr(), k_cache.size(0),
-          k_cache.size(1),          k_cache.size(2),          k_cache.size(3),
-          dtype_of(k_cache, "k_cache")};
+  check_aligned(k_cache, "k_cache");
+  check_aligned(v_cache, "v_cache");
+  return device_layout(k_cache.const_data_ptr(), v_cache.const_data_ptr(), k_cache.size(0), k_cache.size(1),
+                       k_cache.size(2), k_cache.size(3), dtype_of(k_cache, "k_cache"));
+}
+
+// One layer of the host pool, checked; `scales` goes with int8 and with nothing else.
+inline PagedKV host_kv(const Tensor& pool, const std::optional<Tensor>& scales) {
+  check_dim(pool, 5, "pool");
+  check_contiguous(pool, "pool");
+  check_aligned(pool, "pool");
+  STD_TORCH_CHECK(pool.size(2) == 2, "pool must be [B, K, 2, S, H], got ", shape_of(pool));
+  const bool is_i8 = pool.scalar_type() == ScalarType::Char;
+  STD_TORCH_CHECK(is_i8 == scales.has_value(), "an int8 pool needs scales, and no other pool has any; the pool is ",
+                  torch::headeronly::toString(pool.scalar_type()));
+  const float* row_scales = nullptr;
+  if (is_i8) {
+    check_dim(*scales, 4, "scales");
+    check_type(*scales, ScalarType::Float, "scales");
+    check_contiguous(*scales, "scales");
+    check_aligned(*scales, "scales");
+    for (int64_t i = 0; i < 4; ++i)
+      STD_TORCH_CHECK(scales->size(i) == pool.size(i), "scales must be the pool's ", shape_of(pool),
+                      " without its last dimension, got ", shape_of(*scales));
+    row_scales = static_cast<const float*>(scales->const_data_ptr());
+  }
+  return host_layout(pool.const_data_ptr(), row_scales, pool.size(0), pool.size(1), pool.size(3), pool.size(4),
+                     is_i8 ? DType::i8 : dtype_of(pool, "pool"));
 }
 
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
                        Tensor seq_lens, double scale, int64_t window, double softcap);
-Tensor cpu_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor seq_lens, double scale,
-                     int64_t window, double softcap, int64_t num_threads);
+Tensor cpu_attention(Tensor q, Tensor pool, std::optional<Tensor> scales, Tensor block_table, Tensor seq_lens,
+                     double scale, int64_t window, double softcap, int64_t num_threads);
+void store_host_kv(Tensor k, Tensor v, Tensor pool, std::optional<Tensor> scales, Tensor slot_mapping);
 Tensor skinny_linear(Tensor x, Tensor weight);
 
 }  // namespace omniserve

@@ -147,8 +147,11 @@ STABLE_TORCH_LIBRARY(omniserve, m) {
       "paged_attention(Tensor q_TNH, Tensor k_cache_BKSH, Tensor v_cache_BKSH, Tensor block_table_RM, "
       "Tensor query_start_R1, Tensor seq_lens_R, float scale, int window, float softcap) -> Tensor");
   m.def(
-      "cpu_attention(Tensor q_RNH, Tensor k_pool_BKSH, Tensor v_pool_BKSH, Tensor block_table_RM, Tensor seq_lens_R, "
+      "cpu_attention(Tensor q_RNH, Tensor pool_BK2SH, Tensor? scales_BK2S, Tensor block_table_RM, Tensor seq_lens_R, "
       "float scale, int window, float softcap, int num_threads) -> Tensor");
+  m.def(
+      "store_host_kv(Tensor k_TKH, Tensor v_TKH, Tensor(a!) pool_BK2SH, Tensor(b!)? scales_BK2S, "
+      "Tensor slot_mapping_T) -> ()");
   m.def("piggyback_concat(Tensor attn_TD, Tensor results_RD, Tensor rows_P) -> Tensor");
   m.def("residual_store(Tensor hidden_TD, Tensor(a!) store_SD, Tensor slots_P) -> ()");
   m.def("residual_fetch(Tensor store_SD, Tensor slots_P, Tensor(a!) hidden_TD) -> ()");
@@ -158,6 +161,7 @@ STABLE_TORCH_LIBRARY(omniserve, m) {
 STABLE_TORCH_LIBRARY_IMPL(omniserve, CPU, m) {
   m.impl("store_kv", TORCH_BOX(&omniserve::store_kv));
   m.impl("paged_attention", TORCH_BOX(&omniserve::paged_attention));
+  m.impl("store_host_kv", TORCH_BOX(&omniserve::store_host_kv));
   m.impl("cpu_attention", TORCH_BOX(&omniserve::cpu_attention));
   m.impl("piggyback_concat", TORCH_BOX(&omniserve::piggyback_concat));
   m.impl("residual_store", TORCH_BOX(&omniserve::residual_store));

@@ -1,0 +1,255 @@
+// Prefill by tiles: a tile of query tokens over all the keys that they see. Part of attention_amx.cpp.
+//
+// A "row" is (query i, head g of the group), i * G + g; kTileRows of them, a column, are the lanes of a vector and the
+// columns of a B tile. Scores [key][row]: K's rows are the A tile where they lie, Q^T is packed once. The softmax runs
+// down the lanes, and two keys' weights, zipped, are a row of the B tile for the transposed output [element][row]:
+// A is V^T, packed once per kPrefillTile keys for all rows. Weights are [hi; lo] here too, since the tests' tolerance
+// is one rounding of the output.
+
+// 2 x 2 tiles of C share the A and B tiles, so that a product costs one load.
+template <int kM, int kN>
+constexpr int c_tile() {
+  return 2 * kM + kN;
+}
+constexpr int kA0 = 4, kA1 = 5, kB0 = 6, kB1 = 7;
+
+TileConfig prefill_config() {
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) config.shape(tile, kTileRows, kTileRowBytes);
+  return config;
+}
+
+// The kNumA x kNumB products of the A and B tiles, added to C.
+template <int kNumA, int kNumB>
+OMNI_INLINE void multiply_tiles() {
+  tile_dpbf16<c_tile<0, 0>(), kA0, kB0>();
+  if (kNumB > 1) tile_dpbf16<c_tile<0, 1>(), kA0, kB1>();
+  if (kNumA > 1) tile_dpbf16<c_tile<1, 0>(), kA1, kB0>();
+  if (kNumA > 1 && kNumB > 1) tile_dpbf16<c_tile<1, 1>(), kA1, kB1>();
+}
+
+// scores[key][row] of two groups of keys for kColumns columns.
+template <int kColumns>
+static void score_step(const PrefillTile& tile, const BF16* const* groups, const float* query, float* scores) {
+  const int64_t stride = tile.head_size * static_cast<int64_t>(sizeof(BF16));
+  const int64_t next_query = tile.score_tiles * kTileFloats, next_scores = kPrefillTile * W;
+  tile_zero<c_tile<0, 0>()>();
+  tile_zero<c_tile<1, 0>()>();
+  if (kColumns > 1) tile_zero<c_tile<0, 1>()>();
+  if (kColumns > 1) tile_zero<c_tile<1, 1>()>();
+  for (int64_t i = 0; i < tile.score_tiles; ++i) {
+    const int64_t h = tile_dim<32>(i, tile.head_size);
+    tile_load<kB0>(query + i * kTileFloats, kTileRowBytes);
+    if (kColumns > 1) tile_load<kB1>(query + next_query + i * kTileFloats, kTileRowBytes);
+    tile_load<kA0>(groups[0] + h, stride);
+    tile_load<kA1>(groups[1] + h, stride);
+    multiply_tiles<2, kColumns>();
+  }
+  tile_store<c_tile<0, 0>()>(scores, kTileRowBytes);
+  tile_store<c_tile<1, 0>()>(scores + kTileFloats, kTileRowBytes);
+  if (kColumns > 1) tile_store<c_tile<0, 1>()>(scores + next_scores, kTileRowBytes);
+  if (kColumns > 1) tile_store<c_tile<1, 1>()>(scores + next_scores + kTileFloats, kTileRowBytes);
+}
+
+// Tiles [i, i + kNumA) of the output of kColumns columns += V^T weights.
+template <int kNumA, int kColumns>
+static void add_values(const PrefillTile& tile, int64_t steps, int64_t i, const float* weights, float* output) {
+  const int64_t next_weights = kPrefillTile * W, next_output = tile.value_tiles * kTileFloats;
+  output += i * kTileFloats;
+  tile_load<c_tile<0, 0>()>(output, kTileRowBytes);
+  if (kNumA > 1) tile_load<c_tile<1, 0>()>(output + kTileFloats, kTileRowBytes);
+  if (kColumns > 1) tile_load<c_tile<0, 1>()>(output + next_output, kTileRowBytes);
+  if (kNumA > 1 && kColumns > 1) tile_load<c_tile<1, 1>()>(output + next_output + kTileFloats, kTileRowBytes);
+  for (int64_t step = 0; step < steps; ++step) {
+    const float* const values = tile.values + (step * tile.value_tiles + i) * kTileFloats;
+    tile_load<kA0>(values, kTileRowBytes);
+    if (kNumA > 1) tile_load<kA1>(values + kTileFloats, kTileRowBytes);
+    for (int64_t part = 0; part < 2; ++part) {
+      const float* const pairs = weights + (2 * step + part) * kTileFloats;
+      tile_load<kB0>(pairs, kTileRowBytes);
+      if (kColumns > 1) tile_load<kB1>(pairs + next_weights, kTileRowBytes);
+      multiply_tiles<kNumA, kColumns>();
+    }
+  }
+  tile_store<c_tile<0, 0>()>(output, kTileRowBytes);
+  if (kNumA > 1) tile_store<c_tile<1, 0>()>(output + kTileFloats, kTileRowBytes);
+  if (kColumns > 1) tile_store<c_tile<0, 1>()>(output + next_output, kTileRowBytes);
+  if (kNumA > 1 && kColumns > 1) tile_store<c_tile<1, 1>()>(output + next_output + kTileFloats, kTileRowBytes);
+}
+
+// Weights, running maxima and sums of one column over `count` keys from position `first` on, a whole number of steps;
+// its output so far is rescaled.
+static void weigh_column(const PrefillTile& tile, int64_t column, int64_t first, int64_t count,
+                         const AttentionParams& params) {
+  float* const scores = tile.scores + column * kPrefillTile * W;
+  float* const weights = tile.weights + column * kPrefillTile * W;
+  const int32_t* const positions = tile.position + column * W;
+  const VI position = load_bits(positions);
+  const int64_t lowest = positions[0], highest = positions[W - 1];
+  const bool all_seen = first + count - 1 <= lowest && (params.window <= 0 || first > highest - params.window);
+  const VF old_max = load(tile.max + column * W);
+  VF best = old_max;
+  for (int64_t t = 0; t < count; ++t) {
+    VF s = soften(load(scores + t * W), params);
+    if (!all_seen) {
+      const VI behind = position - static_cast<int32_t>(first + t);
+      s = behind < 0 ? splat(kNegInf) : s;
+      if (params.window > 0) s = behind >= static_cast<int32_t>(params.window) ? splat(kNegInf) : s;
+    }
+    store(scores + t * W, s);
+    best = vmax(best, s);
+  }
+  const VF base = best == splat(kNegInf) ? splat(0.0f) : best;  // a row that has seen no key yet
+  VF total{};
+  for (int64_t t = 0; t < count; t += 2) {
+    const VF even = vexp(load(scores + t * W) - base), odd = vexp(load(scores + (t + 1) * W) - base);
+    total += even;
+    total += odd;
+    VI hi, lo;
+    split_pairs(even, odd, &hi, &lo);
+    float* const row = weights + t / kStepTokens * 2 * kTileFloats + t % kStepTokens / 2 * W;
+    store_bits(row, hi);
+    store_bits(row + kTileFloats, lo);
+  }
+  VF sum = load(tile.sum + column * W);
+  if (_mm512_cmp_ps_mask((__m512)best, (__m512)old_max, _CMP_NEQ_UQ) != 0) {
+    const VF rescale = vexp(old_max - base);
+    float* const output = tile.output + column * tile.value_tiles * kTileFloats;
+    for (int64_t i = 0; i < tile.value_tiles * kTileFloats; i += W) store(output + i, load(output + i) * rescale);
+    sum *= rescale;
+    store(tile.max + column * W, best);
+  }
+  store(tile.sum + column * W, sum + total);
+}
+
+// Rows of K and V of the keys [first, first + kPrefillTile), of which the chunk sees [low, high).
+struct KeyRows {
+  const BF16* groups[kPrefillTile / kTileRows];  // of K
+  const BF16* v[kPrefillTile];                   // nullptr: not seen
+
+  KeyRows(const PagedKV& kv, const int32_t* block_table, int64_t kv_head, int64_t first, int64_t low, int64_t high,
+          BF16* copies) {
+    for (int64_t g = 0; g < kPrefillTile / kTileRows; ++g, copies += kTileRows * kv.head_size) {
+      const int64_t begin = first + g * kTileRows, seen = max64(begin, low), stop = min64(begin + kTileRows, high);
+      for (int64_t t = 0; t < kTileRows; ++t) v[g * kTileRows + t] = nullptr;
+      groups[g] = copies;
+      if (seen >= stop) {
+        __builtin_memset(copies, 0, static_cast<size_t>(kTileRows * kv.head_size) * sizeof(BF16));
+        continue;
+      }
+      const int64_t offset = block_table[begin / kv.block_size] * kv.block_stride + kv_head * kv.head_stride;
+      const auto* const k_rows = reinterpret_cast<const BF16*>(kv.k + offset) + begin % kv.block_size * kv.head_size;
+      const auto* const v_rows = reinterpret_cast<const BF16*>(kv.v + offset) + begin % kv.block_size * kv.head_size;
+      for (int64_t t = seen; t < stop; ++t) v[t - first] = v_rows + (t - begin) * kv.head_size;
+      if (stop - seen == kTileRows) {
+        groups[g] = k_rows;
+      } else {  // rows that nobody sees are not read
+        __builtin_memset(copies, 0, static_cast<size_t>(kTileRows * kv.head_size) * sizeof(BF16));
+        __builtin_memcpy(copies + (seen - begin) * kv.head_size, k_rows + (seen - begin) * kv.head_size,
+                         static_cast<size_t>((stop - seen) * kv.head_size) * sizeof(BF16));
+      }
+    }
+  }
+};
+
+// V^T of `steps` steps; rows of elements past the head size, and keys that are not seen, are zeros.
+static void pack_values(const PrefillTile& tile, const KeyRows& rows, int64_t steps) {
+  for (int64_t step = 0; step < steps; ++step)
+    for (int64_t i = 0; i < tile.value_tiles; ++i) {
+      const auto elements = static_cast<__mmask16>(tile.head_size - i * W >= W ? 0xffff : 0xff);
+      const auto widened = [&](int64_t t) {
+        const BF16* const row = rows.v[step * kStepTokens + t];
+        if (row == nullptr) return VI{};
+        return (VI)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(elements, row + i * W));
+      };
+      VI pairs[W];
+      for (int64_t p = 0; p < W; ++p) pairs[p] = widened(2 * p) | (widened(2 * p + 1) << 16);
+      unzip<W, 4>(pairs);
+      float* const out = tile.values + (step * tile.value_tiles + i) * kTileFloats;
+      for (int64_t h = 0; h < W; ++h) store_bits(out + h * W, pairs[h]);
+    }
+}
+
+// Q^T in tiles: row p of tile i holds the elements tile_dim(i) + 2p and + 1 of each row; those that the tile before
+// has are zeros.
+static void pack_rows(const BF16* q, int64_t q_stride, int64_t q_begin, int64_t group, int64_t kv_head,
+                      const PrefillTile& tile) {
+  for (int64_t column = 0; column < tile.columns; ++column)
+    for (int64_t i = 0; i < tile.score_tiles; ++i) {
+      VI pairs[W] = {};
+      for (int64_t lane = 0; lane < min64(W, tile.rows - column * W); ++lane) {
+        const int64_t row = column * W + lane;
+        pairs[lane] = load_query(q + (q_begin + row / group) * q_stride +
+                                     (kv_head * group + row % group) * tile.head_size,
+                                 tile_dim<32>(i, tile.head_size), 32 * i);
+      }
+      unzip<W, 4>(pairs);
+      float* const out = tile.query + (column * tile.score_tiles + i) * kTileFloats;
+      for (int64_t p = 0; p < W; ++p) store_bits(out + p * W, pairs[p]);
+    }
+}
+
+// kColumns columns over the keys [first, stop), those of one tile.
+template <int kColumns>
+static void attend_columns(const PrefillTile& tile, int64_t column, int64_t first, int64_t stop, const KeyRows& rows,
+                           const AttentionParams& params) {
+  const int64_t seen = min64(stop, tile.position[(column + kColumns) * W - 1] + 1) - first;
+  if (seen <= 0) return;
+  const int64_t steps = (seen + kStepTokens - 1) / kStepTokens;
+  for (int64_t step = 0; step < steps; ++step)
+    score_step<kColumns>(tile, rows.groups + 2 * step, tile.query + column * tile.score_tiles * kTileFloats,
+                         tile.scores + (column * kPrefillTile + step * kStepTokens) * W);
+  for (int i = 0; i < kColumns; ++i) weigh_column(tile, column + i, first, steps * kStepTokens, params);
+  const float* const weights = tile.weights + column * kPrefillTile * W;
+  float* const output = tile.output + column * tile.value_tiles * kTileFloats;
+  int64_t i = 0;
+  for (; i + 2 <= tile.value_tiles; i += 2) add_values<2, kColumns>(tile, steps, i, weights, output);
+  if (i < tile.value_tiles) add_values<1, kColumns>(tile, steps, i, weights, output);
+}
+
+void prefill_by_tiles(const BF16* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table,
+                      int64_t context_len, int64_t q_begin, int64_t q_end, int64_t kv_head,
+                      const AttentionParams& params, BF16* out, int64_t out_stride, float* scratch) {
+  const int64_t group = params.num_heads / kv.kv_heads;
+  PrefillTile tile((q_end - q_begin) * group, kv.head_size);
+  tile.lay_out(scratch);
+  pack_rows(q, q_stride, q_begin, group, kv_head, tile);
+  for (int64_t m = 0; m < tile.columns * W; ++m) {
+    tile.max[m] = kNegInf;
+    tile.sum[m] = 0.0f;
+    tile.position[m] = static_cast<int32_t>(context_len + q_begin + min64(m, tile.rows - 1) / group);
+  }
+  for (int64_t i = 0; i < tile.columns * tile.value_tiles * kTileFloats; ++i) tile.output[i] = 0.0f;
+
+  tile_configure(prefill_config());
+  const int64_t high = context_len + q_end;
+  const int64_t low = params.window > 0 ? max64(0, context_len + q_begin + 1 - params.window) : 0;
+  // Tiles of keys begin at multiples of their size, so a row's result does not depend on how the chunk was cut.
+  for (int64_t first = low / kPrefillTile * kPrefillTile; first < high; first += kPrefillTile) {
+    const int64_t stop = min64(first + kPrefillTile, high);
+    const KeyRows rows(kv, block_table, kv_head, first, low, stop, reinterpret_cast<BF16*>(tile.keys));
+    pack_values(tile, rows, (stop - first + kStepTokens - 1) / kStepTokens);
+    int64_t column = 0;
+    for (; column + 2 <= tile.columns; column += 2) attend_columns<2>(tile, column, first, stop, rows, params);
+    if (column < tile.columns) attend_columns<1>(tile, column, first, stop, rows, params);
+  }
+  tile_release();
+
+  for (int64_t column = 0; column < tile.columns; ++column) {
+    const VF inverse = splat(1.0f) / load(tile.sum + column * W);
+    for (int64_t i = 0; i < tile.value_tiles; ++i) {
+      VI result[W];
+      const float* const output = tile.output + (column * tile.value_tiles + i) * kTileFloats;
+      for (int64_t h = 0; h < W; ++h) result[h] = (VI)(load(output + h * W) * inverse);
+      unzip<W, 4>(result);
+      for (int64_t lane = 0; lane < min64(W, tile.rows - column * W); ++lane) {
+        const int64_t m = column * W + lane;
+        BF16* const row = out + (q_begin + m / group) * out_stride + (kv_head * group + m % group) * tile.head_size;
+        if ((i + 1) * W <= tile.head_size)
+          store(row + i * W, (VF)result[lane]);
+        else
+          store_half(row + i * W, (VF)result[lane]);
+      }
+    }
+  }
+}

@@ -1,0 +1,59 @@
+"""The host pool's layout: K and V of its blocks as plain tensors, and back.
+
+Legend: L layers, B blocks, K KV heads, S block size, H head size. A block is ``[K, 2, S, H]``: per KV head a plane of K
+and one of V. V of a bf16 pool with an even S lies in token pairs, ``[S/2, H, 2]``; everything else in rows. An int8
+pool has scales ``[..., K, 2, S]``: a row's values are int8 * scale. ``host_layout`` in ``ops/csrc/attention.h`` says
+why.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INT8_LEVELS = 127
+
+
+def has_v_pairs(dtype: torch.dtype, block_size: int) -> bool:
+    """Tell whether a pool of this dtype keeps V in token pairs."""
+    return dtype == torch.bfloat16 and block_size % 2 == 0
+
+
+def read_blocks(pool: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return copies of K and V.
+
+    Args:
+        pool: ``[..., K, 2, S, H]``.
+        scales: ``[..., K, 2, S]`` float32 of an int8 pool.
+
+    Returns:
+        K and V, ``[..., K, S, H]`` each, in the pool's dtype; float32 for an int8 pool.
+    """
+    k, v = pool.unbind(-3)
+    if has_v_pairs(pool.dtype, pool.shape[-2]):
+        v = v.reshape(*v.shape[:-2], v.shape[-2] // 2, v.shape[-1], 2).transpose(-1, -2).reshape(k.shape)
+    if scales is None:
+        return k.clone(), v.clone()
+    k_scales, v_scales = scales.unbind(-2)
+    return k * k_scales[..., None], v * v_scales[..., None]
+
+
+def pack_blocks(k: Tensor, v: Tensor) -> Tensor:
+    """Return ``[..., K, 2, S, H]`` from K and V, ``[..., K, S, H]`` each."""
+    if has_v_pairs(v.dtype, v.shape[-2]):
+        v = v.reshape(*v.shape[:-2], v.shape[-2] // 2, 2, v.shape[-1]).transpose(-1, -2).reshape(v.shape)
+    return torch.stack([k, v], -3)
+
+
+def quantize_blocks(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the int8 pool ``[..., K, 2, S, H]`` and the scales ``[..., K, 2, S]`` of K and V, ``[..., K, S, H]`` each.
+
+    A row that holds inf or NaN gets the scale NaN.
+    """
+    both = torch.stack([k, v], -3).float()
+    largest = both.abs().amax(-1)
+    scales = torch.where(largest.isfinite(), largest / INT8_LEVELS, torch.nan)
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    values = (both * inverse[..., None]).round()
+    return torch.where(scales.isfinite()[..., None], values, 0.0).to(torch.int8), scales

@@ -1,0 +1,288 @@
+// Fuzzer of the attention kernels, to be built with a sanitizer: random shapes, layouts, block tables and cuts, against
+// loops in double precision. The cache is allocated to the byte and holds NaN wherever a kernel must not look, and
+// pieces run on several threads at once. Usage: kernel_fuzz first_seed seconds
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+#include "host_kv.h"
+
+using namespace omniserve;
+
+namespace {
+
+using Rng = std::mt19937_64;
+
+template <typename T>
+T one_of(Rng& rng, std::initializer_list<T> values) {
+  return values.begin()[rng() % values.size()];
+}
+int64_t between(Rng& rng, int64_t low, int64_t high) {
+  return low + static_cast<int64_t>(rng() % static_cast<uint64_t>(high - low + 1));
+}
+
+float bf16_to_float(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float x;
+  std::memcpy(&x, &wide, sizeof(x));
+  return x;
+}
+
+// Values that every dtype holds exactly: multiples of 1/64 in [-2, 2).
+float draw(Rng& rng) { return static_cast<float>(static_cast<int64_t>(rng() % 256) - 128) / 64.0f; }
+
+void put(char* to, DType dtype, float x) {
+  if (dtype == DType::f32) {
+    std::memcpy(to, &x, 4);
+    return;
+  }
+  uint32_t wide;
+  std::memcpy(&wide, &x, 4);
+  uint16_t bits;
+  if (dtype == DType::bf16) {
+    bits = static_cast<uint16_t>(wide >> 16);
+  } else if (x == 0.0f) {
+    bits = 0;
+  } else {
+    const uint32_t exponent = ((wide >> 23) & 0xff) - 127 + 15;  // normal in fp16: |x| >= 1/64
+    bits = static_cast<uint16_t>((wide >> 31) << 15 | exponent << 10 | ((wide >> 13) & 0x3ff));
+  }
+  std::memcpy(to, &bits, 2);
+}
+
+float get(const char* from, DType dtype) {
+  if (dtype == DType::f32) {
+    float x;
+    std::memcpy(&x, from, 4);
+    return x;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, from, 2);
+  if (dtype == DType::bf16) return bf16_to_float(bits);
+  const int exponent = (bits >> 10) & 31, fraction = bits & 0x3ff;
+  const float magnitude = exponent == 31  ? (fraction != 0 ? NAN : INFINITY)
+                          : exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
+                                          : std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
+  return (bits >> 15) != 0 ? -magnitude : magnitude;
+}
+
+// One sequence: its keys and values [T, K, H] as numbers, and its cache.
+struct Case {
+  int64_t kv_heads, group, head_size, block_size, num_blocks, length;
+  DType dtype, row_dtype;
+  bool host;
+  AttentionParams params;
+  std::vector<int32_t> table;
+  std::vector<float> k, v;  // as the cache holds them
+  std::unique_ptr<char[]> pool, k_cache, v_cache;
+  std::unique_ptr<float[]> scales;
+
+  int64_t at(int64_t t, int64_t head, int64_t h) const { return (t * kv_heads + head) * head_size + h; }
+  int64_t element() const { return dtype_bytes(row_dtype); }
+  PagedKV kv() const {
+    return host ? host_layout(pool.get(), scales.get(), num_blocks, kv_heads, block_size, head_size, dtype)
+                : device_layout(k_cache.get(), v_cache.get(), num_blocks, kv_heads, block_size, head_size, dtype);
+  }
+};
+
+void fail(const Case& c, const char* what, double error) {
+  std::fprintf(stderr,
+               "%s: %s wrong by %g: K %ld, group %ld, H %ld, S %ld, length %ld, dtype %d, rows %d, host %d, window %ld, "
+               "softcap %g\n",
+               isa_name(), what, error, long(c.kv_heads), long(c.group), long(c.head_size), long(c.block_size),
+               long(c.length), int(c.dtype), int(c.row_dtype), int(c.host), long(c.params.window),
+               double(c.params.softcap));
+  std::exit(1);
+}
+
+Case make_case(Rng& rng) {
+  Case c;
+  c.kv_heads = between(rng, 1, 3);
+  c.group = one_of<int64_t>(rng, {1, 1, 2, 3, 4, 4, 5, 7, 8, 12, 16, 17});
+  c.head_size = one_of<int64_t>(rng, {64, 80, 96, 128, 128, 256, 8 * between(rng, 1, 32)});
+  c.block_size = one_of<int64_t>(rng, {1, 2, 3, 8, 16, 32, 64, 128});
+  c.length = between(rng, 1, one_of<int64_t>(rng, {3, 70, 400}));
+  c.host = rng() % 2 != 0;
+  c.dtype = one_of(rng, {DType::f32, DType::bf16, DType::bf16, DType::f16, DType::i8});
+  if (!c.host && c.dtype == DType::i8) c.dtype = DType::bf16;
+  c.row_dtype = c.dtype == DType::i8 ? one_of(rng, {DType::f32, DType::bf16, DType::f16}) : c.dtype;
+  c.params = {c.kv_heads * c.group, static_cast<float>(1 / std::sqrt(double(c.head_size))),
+              rng() % 3 != 0 ? 0 : between(rng, 1, c.length + 5), rng() % 4 != 0 ? 0.0f : 3.0f};
+  const int64_t used = (c.length + c.block_size - 1) / c.block_size;
+  c.num_blocks = used + 2;
+  std::vector<int32_t> ids(static_cast<size_t>(c.num_blocks));
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i);
+  std::shuffle(ids.begin(), ids.end(), rng);
+  c.table.assign(ids.begin(), ids.begin() + used);
+  c.table.shrink_to_fit();
+
+  const int64_t plane = c.block_size * c.head_size, planes = c.num_blocks * c.kv_heads;
+  // All bits set is NaN; int8 has none, but its scales have.
+  auto poisoned = [](int64_t bytes) {
+    std::unique_ptr<char[]> data(new char[static_cast<size_t>(bytes)]);
+    std::memset(data.get(), 0xff, static_cast<size_t>(bytes));
+    return data;
+  };
+  if (c.host) {
+    c.pool = poisoned(2 * planes * plane * dtype_bytes(c.dtype));
+    if (c.dtype == DType::i8) {
+      c.scales.reset(new float[static_cast<size_t>(2 * planes * c.block_size)]);
+      for (int64_t i = 0; i < 2 * planes * c.block_size; ++i) c.scales[static_cast<size_t>(i)] = NAN;
+    }
+  } else {
+    c.k_cache = poisoned(planes * plane * c.element());
+    c.v_cache = poisoned(planes * plane * c.element());
+  }
+  // What lies before every query's window was freed.
+  const int64_t row = c.kv_heads * c.head_size;
+  std::vector<char> k_row(static_cast<size_t>(row * c.element())), v_row(k_row.size());
+  c.k.resize(static_cast<size_t>(c.length * row));
+  c.v.resize(c.k.size());
+  const HostBlockShape shape{c.kv_heads, c.block_size, c.head_size, c.dtype, c.row_dtype};
+  for (int64_t t = 0; t < c.length; ++t) {
+    for (int64_t i = 0; i < row; ++i) {
+      c.k[static_cast<size_t>(t * row + i)] = draw(rng);
+      c.v[static_cast<size_t>(t * row + i)] = draw(rng);
+      put(k_row.data() + i * c.element(), c.row_dtype, c.k[static_cast<size_t>(t * row + i)]);
+      put(v_row.data() + i * c.element(), c.row_dtype, c.v[static_cast<size_t>(t * row + i)]);
+    }
+    const int64_t block = c.table[static_cast<size_t>(t / c.block_size)], offset = t % c.block_size;
+    if (c.host) {
+      append_host_token(shape, offset, {k_row.data(), c.head_size * c.element()},
+                        {v_row.data(), c.head_size * c.element()}, c.pool.get() + block * shape.block_bytes(),
+                        c.scales ? c.scales.get() + block * shape.block_scales() : nullptr);
+      continue;
+    }
+    for (int64_t head = 0; head < c.kv_heads; ++head) {
+      const int64_t to = ((block * c.kv_heads + head) * c.block_size + offset) * c.head_size * c.element();
+      const size_t bytes = static_cast<size_t>(c.head_size * c.element());
+      std::memcpy(c.k_cache.get() + to, k_row.data() + head * c.head_size * c.element(), bytes);
+      std::memcpy(c.v_cache.get() + to, v_row.data() + head * c.head_size * c.element(), bytes);
+    }
+  }
+  if (c.dtype == DType::i8) {  // the numbers that were kept, which the appending rounded
+    for (int64_t t = 0; t < c.length; ++t)
+      for (int64_t head = 0; head < c.kv_heads; ++head)
+        for (int plane_index = 0; plane_index < 2; ++plane_index) {
+          const int64_t block = c.table[static_cast<size_t>(t / c.block_size)], offset = t % c.block_size;
+          const int64_t index = ((block * c.kv_heads + head) * 2 + plane_index) * c.block_size + offset;
+          const int8_t* const values = reinterpret_cast<const int8_t*>(c.pool.get()) + index * c.head_size;
+          std::vector<float>& numbers = plane_index == 0 ? c.k : c.v;
+          for (int64_t h = 0; h < c.head_size; ++h)
+            numbers[static_cast<size_t>(c.at(t, head, h))] = c.scales[static_cast<size_t>(index)] * values[h];
+        }
+  }
+  return c;
+}
+
+// Attention of the query row at `position`, [N, H].
+std::vector<double> expected(const Case& c, const float* q, int64_t position) {
+  const int64_t num_heads = c.params.num_heads, H = c.head_size;
+  const int64_t first = c.params.window > 0 ? std::max<int64_t>(0, position + 1 - c.params.window) : 0;
+  std::vector<double> out(static_cast<size_t>(num_heads * H));
+  for (int64_t n = 0; n < num_heads; ++n) {
+    std::vector<double> scores;
+    double highest = -INFINITY, sum = 0;
+    for (int64_t t = first; t <= position; ++t) {
+      double score = 0;
+      for (int64_t h = 0; h < H; ++h)
+        score += double(q[n * H + h]) * double(c.k[static_cast<size_t>(c.at(t, n / c.group, h))]);
+      score *= double(c.params.scale);
+      if (c.params.softcap > 0) score = double(c.params.softcap) * std::tanh(score / double(c.params.softcap));
+      scores.push_back(score);
+      highest = std::max(highest, score);
+    }
+    for (double& score : scores) sum += score = std::exp(score - highest);
+    for (int64_t t = first; t <= position; ++t)
+      for (int64_t h = 0; h < H; ++h)
+        out[static_cast<size_t>(n * H + h)] +=
+            scores[static_cast<size_t>(t - first)] / sum * double(c.v[static_cast<size_t>(c.at(t, n / c.group, h))]);
+  }
+  return out;
+}
+
+double relative_rms(const std::vector<double>& wanted, const std::vector<double>& got) {
+  double error = 0, size = 0;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    error += (wanted[i] - got[i]) * (wanted[i] - got[i]);
+    size += wanted[i] * wanted[i];
+  }
+  return size > 0 ? std::sqrt(error / size) : std::sqrt(error);
+}
+
+// A decode cut into pieces of any size, each by a thread of its own.
+void check_decode(const Case& c, Rng& rng) {
+  const int64_t row = c.params.num_heads * c.head_size, position = c.length - 1;
+  std::vector<float> q(static_cast<size_t>(row));
+  std::vector<char> packed(static_cast<size_t>(row * c.element()));
+  for (int64_t i = 0; i < row; ++i) {
+    q[static_cast<size_t>(i)] = draw(rng);
+    put(packed.data() + i * c.element(), c.row_dtype, q[static_cast<size_t>(i)]);
+  }
+  const int64_t piece = between(rng, 1, c.length), num_pieces = (c.length + piece - 1) / piece;
+  std::vector<float> acc(static_cast<size_t>(num_pieces * row)), m(static_cast<size_t>(num_pieces * c.params.num_heads));
+  std::vector<float> l(m.size()), out(static_cast<size_t>(row));
+  auto run = [&](int64_t begin, int64_t step) {
+    for (int64_t i = begin; i < num_pieces; i += step)
+      decode_partial(packed.data(), c.row_dtype, c.kv(), c.table.data(), position, i * piece,
+                     std::min((i + 1) * piece, c.length), c.params, acc.data() + i * row,
+                     m.data() + i * c.params.num_heads, l.data() + i * c.params.num_heads);
+  };
+  std::thread other(run, 1, 2);
+  run(0, 2);
+  other.join();
+  merge_partials(acc.data(), m.data(), l.data(), num_pieces, c.params.num_heads, c.head_size, DType::f32, out.data());
+  const double error = relative_rms(expected(c, q.data(), position), std::vector<double>(out.begin(), out.end()));
+  if (!(error < 1e-5)) fail(c, "decode", error);
+}
+
+void check_prefill(const Case& c, Rng& rng) {
+  const int64_t row = c.params.num_heads * c.head_size, query_len = between(rng, 1, std::min<int64_t>(c.length, 40));
+  const int64_t context_len = c.length - query_len, stride = row + 8 * between(rng, 0, 1);
+  std::vector<float> q(static_cast<size_t>(query_len * row));
+  std::vector<char> packed(static_cast<size_t>(query_len * stride * c.element())), out(q.size() * size_t(c.element()));
+  for (int64_t i = 0; i < query_len; ++i)
+    for (int64_t j = 0; j < row; ++j) {
+      q[static_cast<size_t>(i * row + j)] = draw(rng);
+      put(packed.data() + (i * stride + j) * c.element(), c.row_dtype, q[static_cast<size_t>(i * row + j)]);
+    }
+  const int64_t cut = between(rng, 0, query_len);
+  for (int64_t head = 0; head < c.kv_heads; ++head)
+    for (const auto& [begin, end] : {std::pair{int64_t{0}, cut}, std::pair{cut, query_len}})
+      if (begin < end)
+        prefill_tile(packed.data(), stride, c.kv(), c.table.data(), context_len, begin, end, head, c.params, out.data(),
+                     row);
+  // Results are rounded to the cache's dtype, and bf16 weights may be.
+  const double allowed = c.dtype == DType::f32 ? 1e-5 : c.dtype == DType::f16 ? 1e-3 : 6e-3;
+  for (int64_t i = 0; i < query_len; ++i) {
+    std::vector<double> got(static_cast<size_t>(row));
+    for (int64_t j = 0; j < row; ++j)
+      got[static_cast<size_t>(j)] = double(get(out.data() + (i * row + j) * c.element(), c.dtype));
+    const double error = relative_rms(expected(c, q.data() + i * row, context_len + i), got);
+    if (!(error < allowed)) fail(c, "prefill", error);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return std::fprintf(stderr, "usage: %s first_seed seconds\n", argv[0]), 2;
+  uint64_t seed = std::strtoull(argv[1], nullptr, 10);
+  const auto stop = std::chrono::steady_clock::now() + std::chrono::duration<double>(std::atof(argv[2]));
+  int64_t count = 0;
+  for (; count < 20 || std::chrono::steady_clock::now() < stop; ++count) {
+    Rng rng(seed++);
+    const Case c = make_case(rng);
+    check_decode(c, rng);
+    if (!c.host) check_prefill(c, rng);
+  }
+  std::printf("%s: %ld cases agree\n", isa_name(), long(count));
+}

@@ -1,0 +1,388 @@
+"""The AMX kernels against float64, with the tiles emulated in software and, where the machine has them, with its own.
+
+Run as a program (``python -m tests.ops.test_amx LIBRARY``) it walks the same cases under a library that was built with
+sanitizers, without torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "omniserve" / "ops" / "csrc"
+CPU_FLAGS = frozenset(Path("/proc/cpuinfo").read_text().split()) if Path("/proc/cpuinfo").exists() else frozenset()
+HEADS = ((1, 1), (2, 2), (3, 1), (2, 4), (1, 5), (1, 7), (2, 8), (1, 9), (1, 12), (1, 16), (1, 17), (1, 40))
+"""KV heads and query heads of each."""
+HEAD_SIZES = (32, 40, 64, 72, 80, 96, 128, 256)
+NAN = np.uint16(0x7FFF)
+
+needs_vectors = pytest.mark.skipif(
+    platform.machine() != "x86_64" or "avx512_bf16" not in CPU_FLAGS, reason="this CPU has no avx512_bf16"
+)
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """Round float32 to bf16, kept as uint16."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def to_float(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A sequence: of its keys [low, high) in a paged cache, query tokens attend."""
+
+    kv_heads: int
+    group: int
+    head_size: int
+    block_size: int
+    low: int
+    high: int
+    window: int
+    softcap: float
+    seed: int
+
+    @property
+    def scale(self) -> float:
+        return self.head_size**-0.5
+
+    def bits(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
+        return to_bf16(rng.standard_normal(shape) * 2)
+
+
+def attention(case: Case, q_NH: np.ndarray, k_TKH: np.ndarray, v_TKH: np.ndarray, first: int, position: int) -> Any:
+    """Return one query token's result [N, H], maxima [N] and sums [N] over the keys from position `first` on."""
+    keys = np.repeat(k_TKH, case.group, 1)
+    scores = np.einsum("nh,tnh->nt", q_NH, keys) * case.scale
+    if case.softcap:
+        scores = case.softcap * np.tanh(scores / case.softcap)
+    at = first + np.arange(len(k_TKH))
+    seen = (at <= position) & ((at > position - case.window) if case.window else True)
+    scores = np.where(seen, scores, -np.inf)
+    highest = scores.max(1)
+    weights = np.exp(scores - highest[:, None])
+    acc = np.einsum("nt,tnh->nh", weights, np.repeat(v_TKH, case.group, 1))
+    return acc, highest, weights.sum(1)
+
+
+class Kernels:
+    """The compiled driver."""
+
+    def __init__(self, path: Path) -> None:
+        self.lib = ctypes.CDLL(str(path))
+        for name in ("amx_granted", "amx_released"):
+            if hasattr(self.lib, name):
+                getattr(self.lib, name).restype = ctypes.c_bool
+        self.emulated = hasattr(self.lib, "amx_products")
+
+    def products(self) -> int:
+        self.lib.amx_products.restype = ctypes.c_int64
+        return int(self.lib.amx_products())
+
+    def forbid(self, arrays: list[np.ndarray], free: list[np.ndarray]) -> Callable[[], None]:
+        """Poison the True elements of boolean arrays `free` in their arrays; return what lifts it."""
+        for array, mask in zip(arrays, free, strict=True):
+            edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.reshape(-1).astype(np.int8), [0]))))
+            for begin, end in edges.reshape(-1, 2).tolist():
+                self.lib.amx_forbid(ctypes.c_void_p(array.ctypes.data + 2 * begin), ctypes.c_int64(2 * (end - begin)))
+
+        def lift() -> None:
+            for array in arrays:
+                self.lib.amx_allow(ctypes.c_void_p(array.ctypes.data), ctypes.c_int64(array.nbytes))
+
+        return lift
+
+    def __call__(self, name: str, *args: Any) -> None:
+        function = getattr(self.lib, name)
+        function.restype = None
+        function(
+            *(
+                ctypes.c_void_p(a.ctypes.data)
+                if isinstance(a, np.ndarray)
+                else ctypes.c_float(a)
+                if isinstance(a, float)
+                else ctypes.c_int64(a)
+                for a in args
+            )
+        )
+        assert not self.emulated or self.lib.amx_released(), "the thread keeps its tiles"
+
+
+def paged(case: Case, rng: np.random.Generator, k: np.ndarray, v: np.ndarray) -> Any:
+    """Scatter keys [low, high) into blocks [B, K, S, H]; what is no key of theirs is NaN, entries of no use are -1."""
+    size = case.block_size
+    first, last = case.low // size, -(-case.high // size)
+    blocks = last - first + 2
+    table = np.full(last + 1, -1, np.int32)
+    table[first:last] = rng.permutation(blocks)[: last - first]
+    caches = np.full((2, blocks, case.kv_heads, size, case.head_size), NAN)
+    for position in range(case.low, case.high):
+        for cache, rows in zip(caches, (k, v), strict=True):
+            cache[table[position // size], :, position % size] = rows[position - case.low]
+    return table, caches[0].copy(), caches[1].copy()
+
+
+def check_decode(kernels: Kernels, case: Case) -> float:
+    """Compare one piece with float64; return the RMS error relative to the RMS result."""
+    rng = np.random.default_rng(case.seed)
+    num_heads = case.kv_heads * case.group
+    q = case.bits(rng, num_heads, case.head_size)
+    k, v = (case.bits(rng, case.high - case.low, case.kv_heads, case.head_size) for _ in range(2))
+    table, k_cache, v_cache = paged(case, rng, k, v)
+    pairs = v_cache.reshape(*v_cache.shape[:2], -1, 2, case.head_size).swapaxes(-1, -2).reshape(v_cache.shape)
+    pool = np.ascontiguousarray(np.stack((k_cache, pairs), 2))
+    free = pool == NAN
+    free[:, :, 1] = np.repeat(free[:, :, 1].reshape(*v_cache.shape, 1).reshape(-1, 2).all(1), 2).reshape(v_cache.shape)
+    # A piece in the middle of a sequence, or one that asks for more than the query's position and window let it see.
+    middle = case.window == 0 and case.seed % 3 == 0
+    position = case.high - 1 + 50 * middle
+    end = case.high + (0 if middle else int(rng.integers(3)) * 7)
+    begin = case.low if not case.window else int(rng.integers(case.low + 1))
+    acc = np.full((num_heads, case.head_size), np.nan, np.float32)
+    m, l = (np.full(num_heads, np.nan, np.float32) for _ in range(2))  # noqa: E741
+    lift = kernels.forbid([pool], [free])
+    kernels(
+        "amx_decode",
+        q,
+        pool,
+        np.array((*k_cache.shape,), np.int64),
+        table,
+        np.array((position, begin, end), np.int64),
+        num_heads,
+        case.scale,
+        case.window,
+        case.softcap,
+        acc,
+        m,
+        l,
+    )
+    lift()
+    wanted, highest, total = attention(case, to_float(q), to_float(k), to_float(v), case.low, position)
+    np.testing.assert_allclose(m, highest, rtol=2e-6, atol=2e-5)
+    shift = np.exp(m.astype(np.float64) - highest)
+    np.testing.assert_allclose(l * shift, total, rtol=1e-5)
+    got, wanted = acc.astype(np.float64) / l[:, None], wanted / total[:, None]
+    error = float(np.sqrt(np.mean((got - wanted) ** 2) / np.mean(wanted**2)))
+    assert error <= 1e-5, error
+    return error
+
+
+def run_prefill(kernels: Kernels, case: Case, q: np.ndarray, paged_kv: Any, cuts: list[int]) -> np.ndarray:
+    table, k_cache, v_cache = paged_kv
+    out = np.full(q.shape, NAN)
+    for begin, end in pairwise(cuts):
+        kernels(
+            "amx_prefill",
+            q,
+            k_cache,
+            v_cache,
+            np.array((*k_cache.shape,), np.int64),
+            table,
+            np.array((case.high - len(q), begin, end), np.int64),
+            q.shape[1],
+            case.scale,
+            case.window,
+            case.softcap,
+            out,
+        )
+    return out
+
+
+def check_prefill(kernels: Kernels, case: Case, q_len: int) -> None:
+    """Compare a chunk, in one tile, with float64, and with itself in smaller tiles."""
+    rng = np.random.default_rng(case.seed)
+    q = case.bits(rng, q_len, case.kv_heads * case.group, case.head_size)
+    k, v = (case.bits(rng, case.high - case.low, case.kv_heads, case.head_size) for _ in range(2))
+    paged_kv = paged(case, rng, k, v)
+    lift = kernels.forbid(list(paged_kv[1:]), [cache == NAN for cache in paged_kv[1:]])
+    out = run_prefill(kernels, case, q, paged_kv, [0, q_len])
+    lift()
+    for i in range(q_len):
+        acc, _, total = attention(case, to_float(q[i]), to_float(k), to_float(v), case.low, case.high - q_len + i)
+        # Inside it is fp32: what differs is one rounding of the result to 8 bits, which may go the other way.
+        np.testing.assert_allclose(to_float(out[i]), acc / total[:, None], rtol=2**-7, atol=1e-5)
+    cuts = sorted({0, q_len, *rng.integers(q_len, size=2).tolist()})
+    assert (run_prefill(kernels, case, q, paged_kv, cuts) == out).all()
+
+
+def draw(rng: np.random.Generator, block_sizes: tuple[int, ...], seed: int, length: int) -> Case:
+    kv_heads, group = HEADS[rng.integers(len(HEADS))]
+    high = int(rng.integers(1, length))
+    window = int(rng.choice((0, 0, 1, 40, 200)))
+    return Case(
+        kv_heads=kv_heads,
+        group=group,
+        head_size=int(rng.choice(HEAD_SIZES)),
+        block_size=int(rng.choice(block_sizes)),
+        low=max(0, high - window) if window else int(rng.integers(high)) * int(rng.integers(2)),
+        high=high,
+        window=window,
+        softcap=float(rng.choice((0.0, 0.0, 5.0))),
+        seed=seed,
+    )
+
+
+def decode_case(seed: int) -> Case:
+    return draw(np.random.default_rng((1, seed)), (32, 64, 96, 128), seed, 400)
+
+
+def prefill_case(seed: int) -> tuple[Case, int]:
+    rng = np.random.default_rng((2, seed))
+    case = draw(rng, (16, 32, 48, 64, 128), seed, 300)
+    q_len = int(rng.integers(1, min(40, case.high) + 1))
+    low = max(0, case.high - q_len + 1 - case.window) if case.window else 0
+    return Case(**{**vars(case), "low": low}), q_len
+
+
+def compile_cpp(source: Path, output: Path, *options: str) -> Path:
+    # The tiles' functions are compiled for any x86 unless told otherwise; a product is 8,000 fused multiply-adds.
+    common = ("-std=c++17", "-fPIC", "-Wno-unknown-pragmas", "-mavx512f", "-mfma", f"-I{CSRC}")
+    command = (os.environ.get("CXX", "c++"), *common, *options, str(source), "-o", str(output))
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+Build = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Return what compiles the driver with further options; what the tiles do not serve is compiled once."""
+    folder = tmp_path_factory.mktemp("amx")
+    vectors = compile_cpp(CSRC / "attention_avx512_bf16.cpp", folder / "vectors.o", "-O1", "-c")
+
+    def driver(name: str, *options: str) -> Path:
+        return compile_cpp(HERE / "amx_driver.cpp", folder / name, "-O2", "-shared", *options, str(vectors))
+
+    return driver
+
+
+@pytest.fixture(scope="session")
+def emulated(build: Build) -> Kernels:
+    return Kernels(build("emulated.so", "-DOMNI_EMULATE_TILES"))
+
+
+@pytest.fixture(scope="session", params=["emulated", "real"])
+def kernels(request: pytest.FixtureRequest, build: Build) -> Kernels:
+    if request.param == "emulated":
+        emulated: Kernels = request.getfixturevalue("emulated")
+        return emulated
+    if "amx_bf16" not in CPU_FLAGS:
+        pytest.skip("this CPU has no AMX")
+    real = Kernels(build("real.so"))
+    assert real.lib.amx_granted(), "the kernel does not let this process use the tiles"
+    return real
+
+
+@needs_vectors
+@pytest.mark.parametrize("seed", range(60))
+def test_decode_agrees_with_float64(kernels: Kernels, seed: int) -> None:
+    check_decode(kernels, decode_case(seed))
+
+
+@needs_vectors
+def test_a_piece_that_the_window_does_not_see_is_empty(kernels: Kernels) -> None:
+    q, pool, table = np.zeros((4, 64), np.uint16), np.full((1, 2, 2, 32, 64), NAN), np.full(4, -1, np.int32)
+    acc, m, l = (np.full(shape, np.nan, np.float32) for shape in ((4, 64), 4, 4))  # noqa: E741
+    shape, keys = np.array((1, 2, 32, 64), np.int64), np.array((100, 0, 32), np.int64)
+    kernels("amx_decode", q, pool, shape, table, keys, 4, 0.1, 10, 0.0, acc, m, l)
+    assert (acc == 0).all() and (m == -np.inf).all() and (l == 0).all()
+
+
+@needs_vectors
+@pytest.mark.parametrize("seed", range(40))
+def test_prefill_agrees_with_float64_however_it_is_cut(kernels: Kernels, seed: int) -> None:
+    check_prefill(kernels, *prefill_case(seed))
+
+
+@needs_vectors
+@pytest.mark.parametrize("group", range(1, 17))
+def test_every_group_is_served_by_tiles(emulated: Kernels, group: int) -> None:
+    case = Case(kv_heads=2, group=group, head_size=64, block_size=32, low=0, high=77, window=0, softcap=0.0, seed=group)
+    before = emulated.products()
+    check_decode(emulated, case)
+    middle = emulated.products()
+    check_prefill(emulated, case, 5)
+    assert before < middle < emulated.products()
+
+
+@needs_vectors
+@pytest.mark.parametrize(("block_size", "head_size"), [(16, 64), (2, 32), (32, 24), (32, 8)])
+def test_what_tiles_cannot_serve_goes_to_vectors(emulated: Kernels, block_size: int, head_size: int) -> None:
+    case = Case(
+        kv_heads=2, group=4, head_size=head_size, block_size=block_size, low=0, high=70, window=0, softcap=0.0, seed=1
+    )
+    before = emulated.products()
+    check_decode(emulated, case)
+    assert emulated.products() == before
+
+
+@needs_vectors
+def test_nan_in_a_query_head_stays_there(kernels: Kernels) -> None:
+    case = Case(kv_heads=1, group=4, head_size=64, block_size=32, low=0, high=70, window=0, softcap=0.0, seed=1)
+    rng = np.random.default_rng(1)
+    q = case.bits(rng, 3, 4, 64)
+    paged_kv = paged(case, rng, *(case.bits(rng, 70, 1, 64) for _ in range(2)))
+    clean = run_prefill(kernels, case, q, paged_kv, [0, 3])
+    q[1, 2, 5] = NAN
+    out = run_prefill(kernels, case, q, paged_kv, [0, 3])
+    assert np.isnan(to_float(out[1, 2])).all()
+    out[1, 2] = clean[1, 2]
+    assert (out == clean).all()
+
+
+@needs_vectors
+def test_emulated_product_is_the_manuals(emulated: Kernels) -> None:
+    rng = np.random.default_rng(3)
+    m, k, n = 5, 16, 7
+    a, b = to_bf16(rng.standard_normal((m, 2 * k))), to_bf16(rng.standard_normal((k, 2 * n)))
+    c = rng.standard_normal((m, n)).astype(np.float32)
+    wanted = c + to_float(a) @ to_float(b).reshape(k, n, 2).transpose(0, 2, 1).reshape(2 * k, n)
+    emulated("amx_multiply", a, b, c, m, k, n)
+    np.testing.assert_allclose(c, wanted, rtol=0, atol=1e-5)
+    # Denormals count as zero, on the way in and on the way out.
+    a[:], b[:] = to_bf16(np.array(1e-39)), to_bf16(np.array(1e30))
+    c[:] = 1e-39
+    emulated("amx_multiply", a, b, c, m, k, n)
+    assert (c == 0).all()
+
+
+@needs_vectors
+def test_permission_is_asked_for_only_where_there_are_tiles(emulated: Kernels) -> None:
+    assert not emulated.lib.amx_granted() or {"amx_tile", "amx_bf16"} <= CPU_FLAGS
+
+
+@needs_vectors
+def test_under_sanitizers_nothing_but_the_sequences_rows_is_read(build: Build) -> None:
+    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+    library = build("sanitized.so", "-DOMNI_EMULATE_TILES", "-g", *sanitizers)
+    compiler = os.environ.get("CXX", "c++")
+    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    env = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
+    command = (sys.executable, "-m", "tests.ops.test_amx", str(library))
+    done = subprocess.run(command, env=env, cwd=HERE.parents[1], capture_output=True, text=True)
+    assert done.stdout.strip() == "clean", done.stderr[-4000:]
+
+
+if __name__ == "__main__":
+    sanitized = Kernels(Path(sys.argv[1]))
+    for seed in range(25):
+        check_decode(sanitized, decode_case(seed))
+        check_prefill(sanitized, *prefill_case(seed))
+    print("clean")

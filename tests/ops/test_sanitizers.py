@@ -1,0 +1,74 @@
+"""The attention kernels under the sanitizers, on random cases; every instruction set that this machine has.
+
+python -m tests.ops.test_sanitizers address 60 7    # a longer run: sanitizer, seconds per instruction set, first seed
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+import pytest
+
+from tests.ops.test_isa import ISAS
+
+CSRC = Path(__file__).parents[2] / "omniserve" / "ops" / "csrc"
+FLAGS = {
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-fsanitize=thread"],
+}
+
+
+def build(sanitizer: str, folder: Path) -> Path:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    assert compiler is not None, "the project needs a C++ compiler: install g++ or set CXX"
+    program = folder / "kernel_fuzz"
+    sources = [Path(__file__).with_name("kernel_fuzz.cpp"), CSRC / "host_kv.cpp", *CSRC.glob("attention*.cpp")]
+    sources = [source for source in sources if source.name != "attention_ops.cpp"]
+    flags = ["-std=c++17", "-O2", "-g1", "-pthread", "-Wno-unknown-pragmas", f"-I{CSRC}"]
+    objects = [folder / f"{source.stem}.o" for source in sources]
+    with ThreadPool(len(os.sched_getaffinity(0))) as pool:  # of compilers, which do the work
+        commands = [
+            # Not the fuzzer itself: its loops would take most of the time.
+            [compiler, *flags, *(FLAGS[sanitizer] if source.parent == CSRC else []), "-c", source, "-o", target]
+            for source, target in zip(sources, objects, strict=True)
+        ]
+        pool.map(partial(subprocess.run, check=True), commands)
+    subprocess.run([compiler, *flags, *FLAGS[sanitizer], *objects, "-o", program], check=True)
+    return program
+
+
+def fuzz(program: Path, isa: str, first_seed: int, seconds: float) -> subprocess.CompletedProcess[str]:
+    command = [str(program), str(first_seed), str(seconds)]
+    return subprocess.run(command, env={**os.environ, "OMNISERVE_ISA": isa}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("sanitizer", FLAGS)
+def test_random_cases_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None:
+    program = build(sanitizer, tmp_path)
+    ran = 0
+    for isa in ISAS:
+        done = fuzz(program, isa, 1, 3)
+        if "unexpected memory mapping" in done.stderr:
+            pytest.skip("this kernel's address randomisation is more than the sanitizer can take")
+        if "this CPU lacks these instructions" in done.stderr:  # test_isa.py checks that it really does
+            continue
+        assert done.returncode == 0, f"{isa}: {done.stdout}{done.stderr}"
+        ran += 1
+    assert ran > 0  # "portable" at least
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        built = build(sys.argv[1], Path(folder))
+        for isa in ISAS:
+            finished = fuzz(built, isa, int(sys.argv[3]), float(sys.argv[2]))
+            print(sys.argv[1], finished.stdout.strip() or finished.stderr.strip(), flush=True)
+            if finished.returncode != 0 and "this CPU lacks these instructions" not in finished.stderr:
+                sys.exit(1)
