@@ -38,9 +38,9 @@ class EngineConfig:
     """Memory for the host tier's KV pool; 0 switches the host tier off."""
     host_kv_dtype: str = "auto"
     """``auto``: the host pool is in the model's dtype, and its outputs are the device tier's. ``int8``: half the bytes
-    or less (a scale per token and KV head included), so that about twice the tokens fit and are read in about half the
-    time. Its outputs are not exact: K and V are rounded, by up to 0.4 % of their row's largest value, as they come to
-    the host tier, and stay so if they go back."""
+    or less (a scale per token and KV head included), so that about twice the tokens fit. Its
+    outputs are not exact: K and V are rounded, by up to 0.4 % of their row's largest value, as they come to the host
+    tier, and stay so if they go back."""
     block_size: int = 64
     """Tokens per KV block, on both tiers; a power of two."""
     max_model_len: int | None = None

@@ -293,8 +293,7 @@ OMNI_INLINE void soften_scores(float* scores, const KeyTile<T>& tile, const Atte
   if (params.softcap > 0.0f || tile.k_scales != nullptr || !(params.scale > 0.0f)) {
     for (int64_t t = 0; t < padded; t += W) {
       VF s = load(scores + t);
-      if (tile.k_scales != nullptr)
-        for (int64_t i = 0; i < min64(W, count - t); ++i) s[i] *= tile.k_scales[t + i];
+      if (tile.k_scales != nullptr) s *= load_first(tile.k_scales + t, count - t);
       s = soften(s, params);
       if (t + W > count)  // soft-capping lifts the padding off -inf
         for (int64_t i = count - t; i < W; ++i) s[i] = kNegInf;
@@ -314,8 +313,7 @@ OMNI_INLINE void soften_scores(float* scores, const KeyTile<T>& tile, const Atte
     ahead.pace(kSoftenWork);
     VF weight = vexp(load(scores + t) * scale - splat(new_max));
     total += weight;
-    if (tile.v_scales != nullptr)
-      for (int64_t i = 0; i < min64(W, count - t); ++i) weight[i] *= tile.v_scales[t + i];
+    if (tile.v_scales != nullptr) weight *= load_first(tile.v_scales + t, count - t);
     store(scores + t, weight);
   }
   if (new_max != *m) {  // also when it is NaN
@@ -347,7 +345,7 @@ static void attend_tile(const float* q, int64_t q_stride, const KeyTile<T>& tile
     soften_scores(scores + g * kDecodeTile, tile, params, head_size, acc + g * head_size, m + g, l + g, ahead);
   }
   int64_t h = 0;
-  if (W == 16)  // whole rows of the usual head sizes, so that memory is read in order
+  if (W == 16 && sizeof(T) > 1)  // whole rows of the usual head sizes; int8 is better widened for four heads at once
     for (; h + 8 * W <= head_size; h += 8 * W) add_heads<T, pairs, HS, 8>(scores, tile, h, head_size, group, acc, ahead);
   for (; h + 4 * W <= head_size; h += 4 * W) add_heads<T, pairs, HS, 4>(scores, tile, h, head_size, group, acc, ahead);
   for (; h + W <= head_size; h += W) add_heads<T, pairs, HS, 1>(scores, tile, h, head_size, group, acc, ahead);
@@ -440,7 +438,7 @@ static void decode_typed(const Q* q, const PagedKV& kv, const int32_t* block_tab
   for (int64_t n = 0; n < params.num_heads; ++n)
     pack_query<T, Q>(q + n * head_size, head_size, stride, packed_q + n * stride);
   // The usual head sizes are constants, so that the loops over them unroll.
-  constexpr bool kUnroll = sizeof(T) == 2;
+  constexpr bool kUnroll = sizeof(T) <= 2;
   const auto attend = kUnroll && head_size == 128  ? attend_tile<T, pairs, kUnroll ? 128 : 0>
                       : kUnroll && head_size == 64 ? attend_tile<T, pairs, kUnroll ? 64 : 0>
                                                    : attend_tile<T, pairs, 0>;

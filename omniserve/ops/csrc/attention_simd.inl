@@ -8,6 +8,7 @@ typedef float VF __attribute__((vector_size(OMNI_LANES * 4)));
 typedef int32_t VI __attribute__((vector_size(OMNI_LANES * 4)));
 typedef uint32_t VU __attribute__((vector_size(OMNI_LANES * 4)));
 typedef uint16_t VH __attribute__((vector_size(OMNI_LANES * 2)));
+typedef int16_t VS __attribute__((vector_size(OMNI_LANES * 2)));
 typedef int8_t VB __attribute__((vector_size(OMNI_LANES)));
 
 struct BF16 {
@@ -81,10 +82,22 @@ OMNI_INLINE VF load(const F16* p) {
   __builtin_memcpy(&h, p, sizeof(h));
   return widen_f16(h);
 }
+OMNI_INLINE VF widen_i8(VB b) {
+#if OMNI_LANES == 16
+  constexpr __mmask16 kAll = 0xffff;  // GCC 12 warns of the unmasked form
+  return (VF)_mm512_maskz_cvtepi32_ps(kAll, _mm512_maskz_cvtepi8_epi32(kAll, (__m128i)b));
+#elif OMNI_LANES == 8 && defined(__AVX2__)
+  int64_t low;
+  __builtin_memcpy(&low, &b, sizeof(low));
+  return (VF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(low)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(b, VS), VI), VF);  // GCC: step by step
+#endif
+}
 OMNI_INLINE VF load(const I8* p) {
   VB b;
   __builtin_memcpy(&b, p, sizeof(b));
-  return __builtin_convertvector(__builtin_convertvector(b, VI), VF);
+  return widen_i8(b);
 }
 OMNI_INLINE void store(float* p, VF v) { __builtin_memcpy(p, &v, sizeof(v)); }
 OMNI_INLINE void store(BF16* p, VF v) {
@@ -115,7 +128,7 @@ OMNI_INLINE VF load_half(const F16* p) {
 OMNI_INLINE VF load_half(const I8* p) {
   VB b{};
   __builtin_memcpy(&b, p, sizeof(b) / 2);
-  return __builtin_convertvector(__builtin_convertvector(b, VI), VF);
+  return widen_i8(b);
 }
 OMNI_INLINE void store_half(float* p, VF v) { __builtin_memcpy(p, &v, sizeof(v) / 2); }
 OMNI_INLINE void store_half(BF16* p, VF v) {
@@ -125,6 +138,14 @@ OMNI_INLINE void store_half(BF16* p, VF v) {
 OMNI_INLINE void store_half(F16* p, VF v) {
   const VH h = narrow_f16(v);
   __builtin_memcpy(p, &h, sizeof(h) / 2);
+}
+
+// W floats, of which at most `count` are there; zeros for the others.
+OMNI_INLINE VF load_first(const float* p, int64_t count) {
+  if (count >= W) return load(p);
+  VF v{};
+  for (int64_t i = 0; i < count; ++i) v[i] = p[i];
+  return v;
 }
 
 // W pairs of bf16, a pair in each 32-bit lane.
