@@ -53,7 +53,7 @@ def test_a_row_is_parsed() -> None:
 
 @pytest.mark.parametrize("name", ["L8", "L9/1x1", "L8/1x1/head", "L8/ax1"])
 def test_a_row_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="a row's name is .*got"):
+    with pytest.raises(ValueError, match=r"a row's name is .*got"):
         parse_row(name, 1, torch.bfloat16, seed=0)
 
 

@@ -1,0 +1,192 @@
+"""Memory that is as large and as fast as a benchmark needs, and how fast this machine reads it.
+
+The readers run on the OpenMP threads of the calling thread, the ones that torch and the operators use as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import mmap
+import os
+import random
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.record import ROOT
+
+HUGE_PAGE_BYTES = 2 << 20
+SOURCE = ROOT / "benchmarks" / "csrc" / "read_bandwidth.cpp"
+TILE_BYTES = 16 << 20
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Build (once per source and compiler call) and load the readers.
+
+    Raises:
+        RuntimeError: The compiler failed; the message has what it printed.
+    """
+    command = [os.environ.get("CXX", "c++"), "-O3", "-std=c++17", "-fopenmp", "-fPIC", "-shared", str(SOURCE)]
+    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:12]
+    path = ROOT / ".cache" / "benchmarks" / f"read_bandwidth-{digest}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} failed with status {done.returncode}:\n{done.stderr}")
+        unfinished.rename(path)
+    loaded = ctypes.CDLL(str(path))
+    pointer, size, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    loaded.read_pieces.argtypes = [pointer, pointer, size, size, integer, size, integer]
+    loaded.read_pieces.restype = ctypes.c_uint64
+    loaded.fill.argtypes = [pointer, size, pointer, size, integer]
+    loaded.fill.restype = None
+    loaded.pin_team.argtypes = [pointer, integer]
+    loaded.pin_team.restype = integer
+    return loaded
+
+
+def pin_team(cpus: Sequence[int]) -> None:
+    """Pin the calling thread's OpenMP team of ``len(cpus)`` threads, itself first, to one CPU each.
+
+    libgomp ends and starts threads whenever the size of a team changes: pin again after any call that may have.
+
+    Raises:
+        OSError: A thread cannot be pinned.
+    """
+    error = library().pin_team((ctypes.c_int * len(cpus))(*cpus), len(cpus))
+    if error:
+        raise OSError(error, f"cannot pin {len(cpus)} threads to CPUs {list(cpus)}: {os.strerror(error)}")
+
+
+class Arena:
+    """Anonymous memory in 2 MiB pages (or, on request, 4 KiB pages), aligned to 2 MiB.
+
+    ``bytes`` is a flat uint8 tensor over it; it stays mapped as long as any tensor views it.
+
+    Args:
+        num_bytes: Size; rounded up to whole huge pages.
+        huge_pages: Ask for 2 MiB pages by ``madvise``; False asks for 4 KiB pages.
+    """
+
+    def __init__(self, num_bytes: int, *, huge_pages: bool = True) -> None:
+        self.num_bytes = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        self.huge_pages = huge_pages
+        mapping = mmap.mmap(-1, self.num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)
+        start = -whole.data_ptr() % HUGE_PAGE_BYTES
+        self.bytes = whole[start : start + self.num_bytes]
+
+    def share_in_huge_pages(self) -> float:
+        """Return the part of the memory that the kernel backs with huge pages now, in [0, 1]."""
+        first, inside, huge_kib = self.bytes.data_ptr(), False, 0
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            word = line.split()[0]
+            if "-" in word and not word.endswith(":"):
+                begin, end = (int(address, 16) for address in word.split("-"))
+                inside = begin < first + self.num_bytes and end > first
+            elif inside and word == "AnonHugePages:":
+                huge_kib += int(line.split()[1])
+        return min(1.0, huge_kib * 1024 / self.num_bytes)
+
+
+def fill(memory: torch.Tensor, tile: torch.Tensor, num_threads: int) -> None:
+    """Fill a tensor with copies of another (both contiguous, of any dtype), each thread touching its own slice."""
+    if not (memory.is_contiguous() and tile.is_contiguous()):
+        raise ValueError("the memory and the tile must be contiguous")
+    library().fill(memory.data_ptr(), memory.nbytes, tile.data_ptr(), tile.nbytes, num_threads)
+
+
+def normal_tile(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return ``TILE_BYTES`` of N(0, 1) values of ``dtype`` (int8: uniform over -127..127)."""
+    generator = torch.Generator().manual_seed(seed)
+    count = TILE_BYTES // dtype.itemsize
+    if dtype == torch.int8:
+        return torch.randint(-127, 128, (count,), generator=generator, dtype=dtype)
+    return torch.randn(count, generator=generator).to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One way to read an arena once."""
+
+    name: str
+    offsets: torch.Tensor
+    """Where the pieces begin, ``[num_pieces]`` int64 bytes; thread t takes the t-th contiguous share of the list."""
+    piece_bytes: int
+    ways: int
+    """Pieces that a thread reads at a time, in turns of 256 bytes."""
+    ahead_bytes: int
+    """Software prefetch distance; 0: none."""
+
+    def gb_per_s(self, arena: Arena, num_threads: int) -> float:
+        """Read every piece once and return 1e9 bytes per second."""
+        began_s = time.perf_counter()
+        library().read_pieces(
+            arena.bytes.data_ptr(), self.offsets.data_ptr(), len(self.offsets), self.piece_bytes, self.ways,
+            self.ahead_bytes, num_threads,
+        )  # fmt: skip
+        return len(self.offsets) * self.piece_bytes / (time.perf_counter() - began_s) / 1e9
+
+
+def sequential_reading(num_bytes: int, num_threads: int, ways: int, ahead_bytes: int) -> Reading:
+    """Return a reading of an arena's first ``num_bytes`` in ``ways`` streams a thread."""
+    piece = num_bytes // (ways * num_threads) // 256 * 256
+    name = f"{ways} stream{'s' if ways > 1 else ''} a thread" + (f", prefetch {ahead_bytes} B" if ahead_bytes else "")
+    offsets = torch.arange(ways * num_threads) * piece
+    return Reading(name=name, offsets=offsets, piece_bytes=piece, ways=ways, ahead_bytes=ahead_bytes)
+
+
+def sequential_readings(num_bytes: int, num_threads: int) -> list[Reading]:
+    """Return the candidates for the read limit: 1 to 8 streams a thread, with and without software prefetch."""
+    return [
+        sequential_reading(num_bytes, num_threads, ways, ahead) for ways in (1, 2, 4, 8) for ahead in (0, 1024, 4096)
+    ]
+
+
+def random_readings(arena: Arena, piece_bytes: int, seed: int) -> list[Reading]:
+    """Return ways to read the whole arena in pieces of ``piece_bytes`` in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.randperm(arena.num_bytes // piece_bytes, generator=generator) * piece_bytes
+    return [
+        Reading(
+            name=f"random {piece_bytes >> 10} KiB, {ways} at a time" + (f", prefetch {ahead} B" if ahead else ""),
+            offsets=offsets, piece_bytes=piece_bytes, ways=ways, ahead_bytes=ahead,
+        )
+        for ways in (1, 4)
+        for ahead in (0, 1024)
+    ]  # fmt: skip
+
+
+def measure_readings(
+    readings: Sequence[Reading], arena: Arena, cpus: Sequence[int], repeats: int, rng: random.Random
+) -> dict[str, list[float]]:
+    """Return ``repeats`` samples in GB/s of each reading on threads pinned to ``cpus``, interleaved."""
+    samples: dict[str, list[float]] = {reading.name: [] for reading in readings}
+    pin_team(cpus)
+    for _ in range(repeats):
+        for reading in rng.sample(readings, len(readings)):
+            samples[reading.name].append(reading.gb_per_s(arena, len(cpus)))
+    return samples
+
+
+def allowed_cpus() -> list[int]:
+    """Return the CPUs that this process may run on; call it before anything is pinned."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def available_bytes(lines: Iterable[str] | None = None) -> int:
+    """Return what the kernel says can be allocated without swapping."""
+    for line in lines or Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")

@@ -1,0 +1,220 @@
+"""What share of the read limit the host tier sustains inside the engine, and where the rest of its time goes.
+
+A small model with large attention decodes best-effort requests whose KV is on the host tier: the dense work is little,
+so what is lost is lost by the engine's loop, not by the size of a model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.models import random_llama
+from benchmarks.common.read_limit import OtherLoad, ReadLimit
+from omniserve import Engine, EngineConfig, Request, SamplingParams
+
+MODEL: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,  # attention of Llama 3 8B
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+IDLE_WAIT_S = 0.05
+STEADY_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What is measured, and for how long."""
+
+    num_requests: int
+    prompt_tokens: int
+    host_threads: tuple[int, ...]
+    """One engine for each."""
+    host_kv_dtype: str
+    compile: bool
+    seconds: float
+    """Of one window between two samples of the limit."""
+    windows: int
+    seed: int
+
+
+class _HostThreads:
+    """CPU time of this process's host tier threads, and time that they waited for a core, in seconds."""
+
+    def __init__(self) -> None:
+        tasks = Path("/proc/self/task").iterdir()
+        self._tasks = [task for task in tasks if (task / "comm").read_text().startswith("omni-host")]
+
+    def times_s(self) -> tuple[float, float]:
+        on_core_ns, waited_ns = 0, 0
+        for task in self._tasks:
+            on_core, waited, _ = (task / "schedstat").read_text().split()
+            on_core_ns += int(on_core)
+            waited_ns += int(waited)
+        return on_core_ns * 1e-9, waited_ns * 1e-9
+
+
+def make_engine(settings: EngineSettings, host_threads: int) -> Engine:
+    """Return an engine with the requests added; its device tier holds one of them, the host tier all."""
+    model = random_llama(settings.seed, **MODEL)
+    # Enough for all windows: a token comes at most every few steps, and its K and V have to be read.
+    max_tokens = max(settings.prompt_tokens // 2, 64)
+    total = settings.prompt_tokens + max_tokens + 64
+    token_bytes = MODEL["num_hidden_layers"] * MODEL["num_key_value_heads"] * MODEL["head_dim"] * 2 * 2
+    config = EngineConfig(
+        device_kv_bytes=total * token_bytes,
+        host_kv_bytes=settings.num_requests * total * token_bytes,
+        host_kv_dtype=settings.host_kv_dtype,
+        host_threads=host_threads,
+        max_step_tokens=512,
+        ls_reserve_fraction=0.0,
+        swap_in_delay_steps=1 << 30,  # who is on the host tier stays there
+        compile=settings.compile,
+        seed=settings.seed,
+    )
+    engine = Engine(model, config)
+    generator = torch.Generator().manual_seed(settings.seed)
+    for _ in range(settings.num_requests):
+        prompt = torch.randint(1, MODEL["vocab_size"], (settings.prompt_tokens,), generator=generator)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        engine.add(Request(prompt_token_ids=prompt.tolist(), sampling=sampling, service_class="BE"))
+    return engine
+
+
+def measure_engine(limit: ReadLimit, settings: EngineSettings) -> dict[str, Any]:
+    """Return, by number of host threads, windows of the steady state.
+
+    Raises:
+        RuntimeError: The requests do not get to the host tier, or end too early.
+    """
+    results: dict[str, Any] = {}
+    for host_threads in settings.host_threads:
+        limit.gb_per_s(host_threads)  # finds it
+        limit.everywhere()  # the engine's threads must not sit on the first core
+        torch.set_num_threads(len(limit.cpus))
+        with make_engine(settings, host_threads) as engine:
+            began_s = time.perf_counter()
+            _until_steady(engine, settings)
+            to_steady_s = time.perf_counter() - began_s
+            windows = [_measure_window(limit, engine, settings, host_threads) for _ in range(settings.windows)]
+        medians = {key: statistics.median(window[key] for window in windows) for key in windows[0]}
+        results[f"{host_threads} host thread{'s' if host_threads > 1 else ''}"] = {
+            "to_steady_s": to_steady_s, "medians": medians, "windows": windows,
+        }  # fmt: skip
+    return results
+
+
+def _until_steady(engine: Engine, settings: EngineSettings) -> None:
+    """Step until all requests but the one that the device tier keeps have decoded on the host tier."""
+    deadline_s = time.perf_counter() + STEADY_TIMEOUT_S
+    while True:
+        stats = engine.stats()
+        if stats.host_requests >= settings.num_requests - 1 and not any(stats.waiting.values()):
+            break
+        if time.perf_counter() > deadline_s:
+            raise RuntimeError(f"after {STEADY_TIMEOUT_S} s the engine is not in its steady state: {asdict(stats)}")
+        _step(engine)
+    tokens = stats.host_output_tokens
+    while engine.stats().host_output_tokens < tokens + settings.num_requests:
+        _step(engine)
+
+
+def _step(engine: Engine) -> None:
+    engine.step()
+    if engine.last_plan_was_empty:
+        engine.wait(IDLE_WAIT_S)
+
+
+def _measure_window(
+    limit: ReadLimit, engine: Engine, settings: EngineSettings, host_threads: int
+) -> Mapping[str, float]:
+    """Return rates and shares of one window."""
+    tier = engine.host_tier
+    assert tier is not None
+    engine_threads = torch.get_num_threads()
+
+    def limit_now() -> float:
+        while tier.busy:
+            time.sleep(0.001)
+        sample = limit.gb_per_s(host_threads)
+        limit.everywhere()
+        torch.set_num_threads(engine_threads)  # what the engine believes to be set
+        return sample
+
+    limit_before = limit_now()
+    _run_for(engine, min(0.2, settings.seconds))  # the queues fill
+    threads, others = _HostThreads(), OtherLoad()
+    before, tier_before, (on_core_s, waited_s) = engine.stats(), tier.stats(), threads.times_s()
+    began_s = time.perf_counter()
+    step_times_s, waiting_s, in_hand = _run_for(engine, settings.seconds)
+    wall_s = time.perf_counter() - began_s
+    after, tier_after, (on_core_after_s, waited_after_s) = engine.stats(), tier.stats(), threads.times_s()
+    if after.host_requests < settings.num_requests - 1:
+        raise RuntimeError(f"only {after.host_requests} requests are left on the host tier: take longer ones")
+    busy_cores = others.cores()
+    limit_mean = (limit_before + limit_now()) / 2
+
+    read_gb = (tier_after.kv_bytes_read - tier_before.kv_bytes_read) / 1e9
+    busy_s = tier_after.busy_seconds - tier_before.busy_seconds
+    on_core_s, waited_s = on_core_after_s - on_core_s, waited_after_s - waited_s
+    thread_s = wall_s * host_threads
+    steps = max(1, after.steps - before.steps)
+    tokens = after.host_output_tokens - before.host_output_tokens
+    tasks = max(1, tier_after.tasks_done - tier_before.tasks_done)
+    return {
+        "limit_gb_per_s": limit_mean,
+        "gb_per_s": read_gb / wall_s,
+        "share": read_gb / wall_s / limit_mean,
+        "share_while_busy": read_gb / busy_s * host_threads / limit_mean if busy_s else 0.0,
+        "host_tokens_per_s": tokens / wall_s,
+        "gb_per_host_token": read_gb / max(1, tokens),
+        "threads_busy": busy_s / thread_s,
+        "threads_on_core_beside": max(0.0, on_core_s - busy_s) / thread_s,
+        "threads_wait_for_core": waited_s / thread_s,
+        "threads_asleep": max(0.0, thread_s - on_core_s - waited_s) / thread_s,
+        "steps_per_s": steps / wall_s,
+        "rows_per_step": (after.piggyback_rows - before.piggyback_rows) / steps,
+        # A request advances by at most one layer a step: if this is less than the step, the threads have to wait.
+        "attention_per_step_s": busy_s / host_threads / steps,
+        "step_mean_s": wall_s / steps,
+        "step_p50_s": statistics.median(step_times_s),
+        "step_max_s": max(step_times_s),
+        "loop_waits": waiting_s / wall_s,
+        "tasks_in_hand_at_step": statistics.fmean(in_hand),
+        "steps_that_find_tier_idle": in_hand.count(0) / len(in_hand),
+        "task_s": busy_s / tasks,
+        "others_busy_cores": busy_cores,
+    }
+
+
+def _run_for(engine: Engine, seconds: float) -> tuple[list[float], float, list[int]]:
+    """Step for so long; return the times of steps and of waiting, and the tasks in hand before each step."""
+    tier = engine.host_tier
+    assert tier is not None
+    step_times_s: list[float] = []
+    waiting_s, in_hand = 0.0, []
+    end_s = time.perf_counter() + seconds
+    while (began_s := time.perf_counter()) < end_s:
+        in_hand.append(tier.stats().tasks_in_hand)
+        engine.step()
+        stepped_s = time.perf_counter()
+        if engine.last_plan_was_empty:
+            engine.wait(IDLE_WAIT_S)
+            waiting_s += time.perf_counter() - stepped_s
+        else:
+            step_times_s.append(stepped_s - began_s)
+    return step_times_s, waiting_s, in_hand

@@ -1,0 +1,146 @@
+"""The read limit that CPU benchmarks compare with, sampled around everything that they measure."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from benchmarks.common.bandwidth import (
+    Arena,
+    Reading,
+    available_bytes,
+    fill,
+    measure_readings,
+    normal_tile,
+    pin_team,
+    random_readings,
+    sequential_readings,
+)
+
+Result = TypeVar("Result")
+RANDOM_PIECES_KIB = (8, 128, 256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One timing between two of the read limit, in GB/s."""
+
+    gb_per_s: float
+    limit_before: float
+    limit_after: float
+
+    @property
+    def limit(self) -> float:
+        return (self.limit_before + self.limit_after) / 2
+
+    @property
+    def share(self) -> float:
+        return self.gb_per_s / self.limit
+
+
+class ReadLimit:
+    """An arena, and how fast threads read it: the limit of so many threads is the fastest of the sequential readings.
+
+    Args:
+        num_bytes: Of the arena.
+        dtype: What the arena is filled with (N(0, 1)).
+        cpus: Thread i of a team is pinned to the i-th.
+        repeats: Samples of each reading.
+        seed: Of the arena's content and of the order of samples.
+
+    Raises:
+        ValueError: There is not enough memory.
+    """
+
+    def __init__(self, num_bytes: int, dtype: torch.dtype, cpus: Sequence[int], *, repeats: int, seed: int) -> None:
+        self.cpus = tuple(cpus)
+        self.rng = random.Random(seed)
+        self._dtype, self._seed, self._repeats = dtype, seed, repeats
+        self._readings: dict[int, Reading] = {}
+        self.arena = self._filled_arena(num_bytes, huge_pages=True)
+
+    def _filled_arena(self, num_bytes: int, *, huge_pages: bool) -> Arena:
+        if num_bytes > 0.9 * (available := available_bytes()):
+            raise ValueError(f"the arena needs {num_bytes} bytes, but {available} are available: take a smaller one")
+        arena = Arena(num_bytes, huge_pages=huge_pages)
+        pin_team(self.cpus)
+        fill(arena.bytes, normal_tile(self._dtype, self._seed), len(self.cpus))
+        return arena
+
+    def use_threads(self, count: int) -> None:
+        """Let torch and every OpenMP team of the calling thread use ``count`` pinned threads, the caller's the first.
+
+        Threads that the caller starts from here on inherit its one CPU: see `everywhere`.
+        """
+        torch.set_num_threads(count)
+        pin_team(self.cpus[:count])
+
+    def everywhere(self) -> None:
+        """Let the calling thread, and those that it starts from here on, run on all CPUs again."""
+        os.sched_setaffinity(0, self.cpus)
+
+    def reading(self, threads: int) -> Reading:
+        """Return the fastest way to read the arena, found at the first use."""
+        if threads not in self._readings:
+            self._measure_sequential(threads, self.arena)
+        return self._readings[threads]
+
+    def gb_per_s(self, threads: int) -> float:
+        """Read the arena once with ``threads`` pinned threads."""
+        reading = self.reading(threads)
+        self.use_threads(threads)
+        return reading.gb_per_s(self.arena, threads)
+
+    def bracket(self, threads: int, measure: Callable[[], tuple[float, Result]]) -> tuple[Sample, Result]:
+        """Measure between two samples of the limit; ``measure`` returns GB/s and anything else."""
+        before = self.gb_per_s(threads)
+        rate, result = measure()
+        return Sample(gb_per_s=rate, limit_before=before, limit_after=self.gb_per_s(threads)), result
+
+    def _measure_sequential(self, threads: int, arena: Arena) -> dict[str, list[float]]:
+        readings = sequential_readings(arena.num_bytes, threads)
+        samples = measure_readings(readings, arena, self.cpus[:threads], self._repeats, self.rng)
+        if arena.huge_pages:
+            self._readings[threads] = max(readings, key=lambda reading: statistics.median(samples[reading.name]))
+        return samples
+
+    def measure_all(self, threads: Sequence[int]) -> dict[str, Any]:
+        """Return samples of all readings: huge pages and random pieces by thread count, and 4 KiB pages once."""
+        results: dict[str, Any] = {
+            "share_in_huge_pages": self.arena.share_in_huge_pages(), "bytes": self.arena.num_bytes,
+        }  # fmt: skip
+        for count in threads:
+            results[f"sequential, {count} threads"] = self._measure_sequential(count, self.arena)
+            for kib in RANDOM_PIECES_KIB:
+                readings = random_readings(self.arena, kib << 10, self._seed)
+                results[f"random {kib} KiB, {count} threads"] = measure_readings(
+                    readings, self.arena, self.cpus[:count], self._repeats, self.rng
+                )
+        small_pages = self._filled_arena(self.arena.num_bytes, huge_pages=False)
+        results["sequential in 4 KiB pages"] = self._measure_sequential(max(threads), small_pages)
+        return results
+
+
+class OtherLoad:
+    """CPU time of all other processes since this was made; steal time counts as theirs."""
+
+    def __init__(self) -> None:
+        self._began_s, self._others_s = time.perf_counter(), self._others_so_far_s()
+
+    @staticmethod
+    def _others_so_far_s() -> float:
+        user, nice, system, _, _, irq, softirq, steal, *_ = Path("/proc/stat").read_text().split("\n")[0].split()[1:]
+        busy = sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
+        return busy - time.process_time()
+
+    def cores(self) -> float:
+        """Return the mean number of cores that others kept busy."""
+        return max(0.0, (self._others_so_far_s() - self._others_s) / (time.perf_counter() - self._began_s))
