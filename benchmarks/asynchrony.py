@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=Path(".cache/asynchrony.json"))
     args = parser.parse_args()
     model = random_llama(**SMOLLM_135M)
-    config = EngineConfig(device_kv_bytes=64 << 20, host_kv_bytes=1 << 30, swap_in_delay_steps=1 << 30)
+    config = EngineConfig(device_kv_bytes=64 << 20, host_kv_bytes=1 << 30, swap_in_delay_s=1 << 30)
     rates: dict[str, list[float]] = {"full speed": [], "slowed": []}
     progress: dict[str, list[int]] = {"full speed": [], "slowed": []}
     with Engine(model, config) as engine:

@@ -13,6 +13,7 @@ from omniserve.config import EngineConfig
 from omniserve.errors import EngineStopped, OmniServeError, RequestRejected, UnsupportedModelError
 from omniserve.request import (
     SLO,
+    ClassSpec,
     Completion,
     FinishReason,
     Request,
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SLO",
+    "ClassSpec",
     "Completion",
     "Engine",
     "EngineConfig",

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 
-from omniserve.request import SLO, ServiceClass
+from omniserve.request import SLO, ClassSpec, ServiceClass
 from omniserve.spec import HOST_KV_DTYPES
 
 GIB = 1 << 30
 
 
-def _default_slos() -> Mapping[ServiceClass, SLO]:
-    return MappingProxyType({ServiceClass.LS: SLO(ttft_s=1.0, tpot_s=0.1), ServiceClass.BE: SLO()})
+DEFAULT_CLASSES = (
+    ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=SLO(ttft_s=1.0, tpot_s=0.1)),
+    ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,22 @@ class EngineConfig:
     """Most piggyback rows in a step over all layers; None: P in every layer."""
     ls_reserve_fraction: float = 0.05
     """Share of the device blocks that BE requests leave free for LS ones, in [0, 1)."""
-    swap_in_delay_steps: int = 16
-    """Steps that memory must have been light before BE KV moves back to the device (omniserve 3.2.4)."""
+    swap_in_delay_s: float = 1.0
+    """Seconds that load must have been light before BE KV moves back to the device (omniserve 3.2.4)."""
+    min_residence_s: float = 5.0
+    """Seconds that a BE request's KV stays where it is after a move, unless an LS request needs the memory."""
+    checkpoint_kv: bool = False
+    """Copy full blocks of BE requests to the host tier as they fill, so that moving a request there costs one block."""
+
+    latency_model: str = "omniserve"
+    """Name in LATENCY_MODELS, or ``package.module:Class``; it is used if the engine is given a profile."""
+    admission: bool = True
+    """Reject LS requests whose predicted TTFT misses their objective."""
+    slack: str = "deadline"
+    """``step``: no step is longer than the shortest TPOT in it. ``deadline``: a request that is ahead of its schedule
+    lends its lead to the step."""
+    trace_steps: str | None = None
+    """File that gets one JSON line a step, for ``python -m omniserve.explain``."""
 
     device_threads: int | None = None
     """CPU threads of the device tier while the host tier is idle; None: all cores (no effect on a GPU's kernels)."""
@@ -70,8 +84,8 @@ class EngineConfig:
 
     compile: bool = True
     """torch.compile the dense halves; False runs the same code eagerly."""
-    slos: Mapping[ServiceClass, SLO] = field(default_factory=_default_slos)
-    """Objectives of requests that bring none of their own."""
+    classes: tuple[ClassSpec, ...] = DEFAULT_CLASSES
+    """Classes of requests, highest priority first; latency-sensitive ones come before best-effort ones."""
     seed: int = 0
     """Seeds the sampling of requests that have no seed of their own."""
 
@@ -84,13 +98,41 @@ class EngineConfig:
             raise ValueError(f"ls_reserve_fraction must be in [0, 1), got {self.ls_reserve_fraction}")
         for name, low in (
             ("device_kv_bytes", 1), ("host_kv_bytes", 0), ("max_step_tokens", 1), ("max_num_requests", 1),
-            ("max_host_requests", 1), ("max_piggyback_slots", 1), ("swap_in_delay_steps", 0),
+            ("max_host_requests", 1), ("max_piggyback_slots", 1),
         ):  # fmt: skip
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be >= {low}, got {getattr(self, name)}")
+        for name in ("swap_in_delay_s", "min_residence_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name} must be a number >= 0, got {getattr(self, name)}")
+        if self.checkpoint_kv and self.kv == "paged":
+            raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered")
+        if self.slack not in ("step", "deadline"):
+            raise ValueError(f"slack must be step or deadline, got {self.slack!r}")
         for name in ("device_threads", "host_threads", "max_model_len", "max_piggyback_rows"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be >= 1 or None, got {value}")
-        if missing := set(ServiceClass) - set(self.slos):
-            raise ValueError(f"slos needs an entry for every service class; missing: {sorted(missing)}")
+        check_classes(self.classes)
+
+    def class_named(self, name: str) -> ClassSpec:
+        """Return a class.
+
+        Raises:
+            ValueError: There is none of that name.
+        """
+        for spec in self.classes:
+            if spec.name == name:
+                return spec
+        raise ValueError(f"there is no class {name!r}; this engine has {', '.join(c.name for c in self.classes)}")
+
+
+def check_classes(classes: tuple[ClassSpec, ...]) -> None:
+    """Raise ValueError unless the names differ, both kinds are there, and LS kinds come first."""
+    names, kinds = [spec.name for spec in classes], [spec.kind for spec in classes]
+    if len(set(names)) < len(names):
+        raise ValueError(f"classes must have different names, got {', '.join(names)}")
+    if set(kinds) != set(ServiceClass):
+        raise ValueError(f"classes needs one of kind LS and one of kind BE at least, got {[str(k) for k in kinds]}")
+    if kinds != sorted(kinds, reverse=True):  # "LS" > "BE"
+        raise ValueError(f"classes of kind LS must come before those of kind BE, got {', '.join(names)}")

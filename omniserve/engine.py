@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -13,19 +15,30 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from omniserve.config import EngineConfig
 from omniserve.cores import CoreSplit, default_host_threads
 from omniserve.errors import EngineStopped
+from omniserve.fingerprint import fingerprint_of
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS
 from omniserve.kv.storage import DeviceKVStorage
+from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape, features_of
+from omniserve.latency.profile import Profile
 from omniserve.ops.attention import resolve_attention
 from omniserve.outputs import OutputCollector
 from omniserve.patching import PatchedModel, patch
-from omniserve.plan import HostEvent, HostEventKind
-from omniserve.request import Completion, Request, RequestOutput, ServiceClass
+from omniserve.plan import HostEvent, HostEventKind, StepPlan
+from omniserve.request import SLO, Completion, Request, RequestOutput
 from omniserve.runner import ModelRunner
 from omniserve.sampling import Sampler
-from omniserve.sched import SCHEDULERS, SchedulerLimits
+from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.spec import ModelSpec
 from omniserve.stats import EngineStats
+from omniserve.tracing import StepTracer
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenRequest:
+    service_class: str
+    slo: SLO
+    predicted_ttft_s: float | None
 
 
 class Engine:
@@ -34,12 +47,15 @@ class Engine:
     Args:
         model: A Hugging Face causal language model; it is patched in place if it is not yet.
         config: Settings; None takes the defaults.
+        profile: What a latency model is made of (see ``omniserve.profiling``). None: there is none, steps are bounded
+            by ``max_step_tokens`` only, and no objective is enforced.
         tokenizer: Needed for stop strings and for the text of completions.
         clock: Monotonic seconds.
 
     Raises:
         UnsupportedModelError: No layer family fits the model.
         ValueError: The settings do not fit the model or this machine.
+        ProfileMismatch: The profile was made for something else.
     """
 
     def __init__(
@@ -47,6 +63,7 @@ class Engine:
         model: PreTrainedModel,
         config: EngineConfig | None = None,
         *,
+        profile: Profile | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -54,9 +71,13 @@ class Engine:
         if "omniserve" not in model.__dict__:
             patch(model, compile=config.compile)
         patched: PatchedModel = model.__dict__["omniserve"]
+        self.model = patched
+        """The patched model."""
         self._clock = clock
         self._tokenizer = tokenizer
         self._outputs = OutputCollector(tokenizer)
+        self._open: dict[str, _OpenRequest] = {}
+        """Unfinished requests, and those that ended in the step under way."""
         self._ids = itertools.count()
         self._closed = False
         self.spec: ModelSpec = patched.spec
@@ -90,7 +111,13 @@ class Engine:
         self.kv = KV_MANAGERS.get(config.kv)(
             num_device_blocks=self._num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
         )
-        self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self._limits(), kv=self.kv)
+        self._shape = ModelShape.of(self.spec)
+        self._latency: CorrectedModel | None = None
+        if profile is not None:
+            profile.require(fingerprint_of(model, config))
+            self._latency = CorrectedModel(LATENCY_MODELS.get(config.latency_model).from_profile(profile))
+        forecast = Forecast(self._latency, self._shape) if self._latency is not None else None
+        self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self._limits(), kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         self.runner = ModelRunner(
             model=patched,
@@ -108,6 +135,12 @@ class Engine:
         self._host_was_healthy = True
         self.last_plan_was_empty = False
         """The last step had nothing to compute: everybody waits for the host tier (see ``wait``)."""
+        self.on_step: Callable[[StepPlan, bool, float], None] | None = None
+        """Called after each step that computed something: its plan, whether the host tier worked, its seconds."""
+        self._tracer = (
+            StepTracer(config.trace_steps, classes=config.classes) if config.trace_steps is not None else None
+        )
+        self._last_end_s: float | None = None
         self._num_steps = 0
         self._step_seconds = 0.0
         self._num_device_tokens = 0
@@ -119,6 +152,7 @@ class Engine:
             num_layers=self.spec.num_layers,
             block_size=config.block_size,
             max_model_len=self.max_model_len,
+            classes=self.config.classes,
             eos_token_ids=self.spec.eos_token_ids,
             max_step_tokens=config.max_step_tokens,
             max_num_requests=config.max_num_requests,
@@ -126,13 +160,21 @@ class Engine:
             max_piggyback_slots=config.max_piggyback_slots,
             max_piggyback_rows=config.max_piggyback_rows,
             ls_reserve_blocks=int(config.ls_reserve_fraction * self._num_device_blocks),
-            swap_in_delay_steps=config.swap_in_delay_steps,
+            swap_in_delay_s=config.swap_in_delay_s,
+            min_residence_s=config.min_residence_s,
+            admission=config.admission,
+            checkpoint_blocks=max(1, -(-config.max_step_tokens // config.block_size)) if config.checkpoint_kv else 0,
+            slack=config.slack,
         )
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> str:
+    def add(self, request: Request, *, arrival_s: float | None = None) -> str:
         """Take a request and return its id.
+
+        Args:
+            request: The request.
+            arrival_s: When it came, on the engine's clock; None: now. Its TTFT counts from then.
 
         Raises:
             ValueError: A token is outside the vocabulary, the prompt plus output is longer than the model or the KV
@@ -143,8 +185,12 @@ class Engine:
         self._require_open()
         request_id = request.request_id if request.request_id is not None else f"req-{next(self._ids)}"
         self._check(request, request_id)
-        slo = request.slo if request.slo is not None else self.config.slos[ServiceClass(request.service_class)]
-        self.scheduler.add(request_id, request, slo, self._clock())
+        spec = self.config.class_named(request.service_class)
+        slo = request.slo if request.slo is not None else spec.slo
+        now_s = self._clock()
+        arrival_s = now_s if arrival_s is None else min(arrival_s, now_s)
+        predicted_s = self.scheduler.add(request_id, request, slo, now_s, arrival_s=arrival_s)
+        self._open[request_id] = _OpenRequest(request.service_class, slo, predicted_s)
         self._sampler.add(request_id, request.sampling, request.prompt_token_ids)
         self._outputs.open(request_id, request)
         return request_id
@@ -176,7 +222,16 @@ class Engine:
             return False
         self._sampler.remove(request_id)
         self._outputs.close(request_id)
+        del self._open[request_id]
         return True
+
+    def predicted_ttft_s(self, request_id: str) -> float | None:
+        """Return what admission predicted for an unfinished request, seconds from its arrival; None: nothing.
+
+        Raises:
+            KeyError: There is no such request.
+        """
+        return self._open[request_id].predicted_ttft_s
 
     @property
     def has_unfinished(self) -> bool:
@@ -192,19 +247,48 @@ class Engine:
             EngineStopped: The engine was closed.
         """
         self._require_open()
-        started_s = self._clock()
+        scheduled_s = self._clock()
+        # Steps that follow one another: what is between them (outputs, new requests) belongs to the step's period.
+        started_s = self._last_end_s if self._last_end_s is not None else scheduled_s
         self.scheduler.notify(self._host_events())
-        plan = self.scheduler.schedule(started_s)
+        plan = self.scheduler.schedule(scheduled_s)
         self.last_plan_was_empty = plan.is_empty
         result = self.runner.execute(plan)
         now_s = self._clock()
         outputs = [self._finish(output, now_s) for output in self.scheduler.update(plan, result, now_s)]
+        ended_s = self._clock()
+        self._last_end_s = ended_s if self.has_unfinished and not plan.is_empty else None
         if not plan.is_empty:
+            seconds = ended_s - started_s
             self._num_steps += 1
-            self._step_seconds += self._clock() - started_s
+            self._step_seconds += seconds
             self._num_device_tokens += plan.num_device_tokens
             self._num_piggyback_rows += len(plan.joins)
+            self._trace(plan, started_s, seconds, outputs)
+            self._learn(plan, seconds)
+            if self.on_step is not None:
+                self.on_step(plan, self.runner.host_works, seconds)
+        for output in outputs:
+            if output.finished:
+                del self._open[output.request_id]
         return outputs
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        if self._latency is not None:
+            self._latency.observe(features_of(plan, self._shape, host_works=self.runner.host_works), seconds)
+
+    def _trace(self, plan: StepPlan, started_s: float, seconds: float, outputs: Sequence[RequestOutput]) -> None:
+        if self._tracer is None:
+            return
+        features = features_of(plan, self._shape, host_works=self.runner.host_works)
+        terms: dict[str, float] = {}
+        if self._latency is not None:
+            terms = dict(zip(self._latency.term_names, self._latency.terms(features), strict=True))
+        self._tracer.record(
+            plan, started_s=started_s, seconds=seconds, features=dataclasses.asdict(features), terms=terms,
+            outputs=outputs, slos={request_id: entry.slo for request_id, entry in self._open.items()},
+            classes={request_id: entry.service_class for request_id, entry in self._open.items()},
+        )  # fmt: skip
 
     def _finish(self, output: RequestOutput, now_s: float) -> RequestOutput:
         """Look for stop strings, and forget a request that ended."""
@@ -286,6 +370,10 @@ class Engine:
             swaps_out=sched.swaps_out,
             swaps_in=sched.swaps_in,
             host_failures=self.host_tier.num_failures if self.host_tier is not None else 0,
+            checkpoints=sched.checkpoints,
+            rejected=sched.rejected,
+            latency_error=self._latency.error if self._latency is not None else 0.0,
+            latency_drift=self._latency.drift if self._latency is not None else 1.0,
             host_healthy=self.host_tier.healthy if self.host_tier is not None else True,
         )
 
@@ -293,6 +381,8 @@ class Engine:
         """Stop the host tier's threads; unfinished requests are dropped. A second call does nothing."""
         if not self._closed:
             self._closed = True
+            if self._tracer is not None:
+                self._tracer.close()
             if self.host_tier is not None:
                 self.host_tier.close()
 

@@ -16,11 +16,22 @@ class RequestRejected(OmniServeError):
 
     Attributes:
         retry_after_s: When a retry is expected to be admitted, in seconds; None when unknown.
+        predicted_ttft_s: The time to first token that it would have had.
+        required_ttft_s: Its objective.
     """
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        predicted_ttft_s: float | None = None,
+        required_ttft_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.predicted_ttft_s = predicted_ttft_s
+        self.required_ttft_s = required_ttft_s
 
 
 class EngineStopped(OmniServeError):

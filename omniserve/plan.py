@@ -71,6 +71,46 @@ class KVMove:
     direction: MoveDirection
     src_block_ids: tuple[int, ...]
     dst_block_ids: tuple[int, ...]
+    is_checkpoint: bool = False
+    """A copy to the host of blocks that are full, and so never written again: the request goes on meanwhile."""
+
+
+class Bound(enum.StrEnum):
+    """What kept work out of a step."""
+
+    TIME = "time"  # the step would have become longer than its bound
+    TOKENS = "tokens"  # max_step_tokens
+    REQUESTS = "requests"  # max_num_requests
+    MEMORY = "memory"  # no device blocks
+    HOST_MEMORY = "host memory"
+    SEATS = "seats"  # max_piggyback_slots or max_piggyback_rows
+    ORDER = "order"  # somebody before it was kept out, and it must not overtake
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """Work of one kind that could have been in a step and was not."""
+
+    work: str
+    """``LS prefill``, ``BE prefill``, ``BE decode``, ``piggyback entry``, ``piggyback join``."""
+    num_requests: int
+    first_request_id: str
+    bound: Bound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """Why a step is what it is. Seconds; None where the policy has no latency model."""
+
+    predicted_s: float | None = None
+    """The whole step."""
+    predicted_ls_s: float | None = None
+    """The step without its best-effort work."""
+    bound_s: float | None = None
+    """What best-effort work was added up to; None: nothing limits it."""
+    bound_by: str = ""
+    """Where the bound comes from: ``tpot of <request>``, ``ttft of <request>``, ``ttft of a new request``."""
+    left_out: tuple[LeftOut, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +128,8 @@ class StepPlan:
     """Copies to start; they run beside the steps."""
     cancels: tuple[int, ...] = ()
     """Host slots whose task nobody waits for any more (aborted requests); its event still comes."""
+    decision: Decision | None = None
+    """For traces; None if the policy does not explain itself."""
 
     @property
     def num_device_tokens(self) -> int:

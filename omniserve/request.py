@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 class ServiceClass(enum.StrEnum):
-    """Latency-sensitive or best-effort."""
+    """Latency-sensitive or best-effort: the two ways to treat a request, and the names of the two default classes."""
 
     LS = "LS"
     BE = "BE"
@@ -38,6 +38,30 @@ class SLO:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"SLO.{name} must be a positive number of seconds or None, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassSpec:
+    """One class of requests. Paper: omniserve 6 (multiple priority levels).
+
+    Raises:
+        ValueError: The name is empty, or a field is of the wrong type.
+    """
+
+    name: str
+    """What requests and ``service_tier`` call it."""
+    kind: ServiceClass | str
+    """How its requests are treated."""
+    slo: SLO = field(default_factory=SLO)
+    """Objectives of its requests that bring none of their own."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"a class's name must be a non-empty string, got {self.name!r}")
+        try:
+            object.__setattr__(self, "kind", ServiceClass(self.kind))
+        except ValueError:
+            raise ValueError(f"the kind of class {self.name!r} must be 'LS' or 'BE', got {self.kind!r}") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +127,8 @@ class Request:
 
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    service_class: ServiceClass | str = ServiceClass.LS
+    service_class: str = ServiceClass.LS
+    """The name of one of the engine's classes; ``LS`` and ``BE`` are there by default."""
     slo: SLO | None = None
     """None takes the class's default from the engine's config."""
     request_id: str | None = None
@@ -116,10 +141,8 @@ class Request:
         for token_id in self.prompt_token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
                 raise ValueError(f"prompt_token_ids must be non-negative ints, got {token_id!r}")
-        try:
-            object.__setattr__(self, "service_class", ServiceClass(self.service_class))
-        except ValueError:
-            raise ValueError(f"service_class must be 'LS' or 'BE', got {self.service_class!r}") from None
+        if not isinstance(self.service_class, str) or not self.service_class:
+            raise ValueError(f"service_class must be the name of a class, such as 'LS', got {self.service_class!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +163,8 @@ class RequestTimes:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
+    predicted_ttft_s: float | None = None
+    """What admission control predicted at arrival, from then; None without prediction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +172,7 @@ class RequestOutput:
     """What one step produced for one request."""
 
     request_id: str
-    service_class: ServiceClass
+    service_class: str
     new_token_ids: tuple[int, ...]
     new_logprobs: tuple[TokenLogprob, ...] = ()
     """As long as new_token_ids if log-probabilities were asked for, else empty."""

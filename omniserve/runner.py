@@ -73,6 +73,8 @@ class ModelRunner:
         self._sampler = sampler
         self._tier = tier
         self._cores = cores
+        self.host_works = False
+        """The host tier worked, or was given work, when the last step began."""
         self._residuals_SD = torch.zeros(num_slots, model.spec.hidden_size, dtype=model.dtype, device=model.device)
         self._no_results = torch.empty(
             0, model.spec.num_heads * model.spec.head_size, dtype=model.dtype, device=model.device
@@ -84,7 +86,8 @@ class ModelRunner:
         self._hand_over(plan)
         if plan.is_empty:
             return StepOutput()
-        self._cores.apply(host_works=bool(plan.entries or plan.joins or (self._tier is not None and self._tier.busy)))
+        self.host_works = bool(plan.entries or plan.joins or (self._tier is not None and self._tier.busy))
+        self._cores.apply(host_works=self.host_works)
         inputs = make_step_inputs(
             plan,
             block_size=self._storage.block_size,

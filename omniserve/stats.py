@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from omniserve.request import ServiceClass
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
     """A snapshot. Counters run from the engine's start."""
 
-    waiting: Mapping[ServiceClass, int] = field(default_factory=dict)
+    waiting: Mapping[str, int] = field(default_factory=dict)
     """Gauge: requests that have not been scheduled yet, or were preempted."""
-    running: Mapping[ServiceClass, int] = field(default_factory=dict)
+    running: Mapping[str, int] = field(default_factory=dict)
     """Gauge: requests that hold KV on a tier."""
     device_blocks_used: int = 0
     device_blocks_total: int = 0
@@ -29,14 +27,22 @@ class EngineStats:
     """Counter: device rows computed."""
     piggyback_rows: int = 0
     """Counter: piggyback rows that joined, over all layers."""
-    output_tokens: Mapping[ServiceClass, int] = field(default_factory=dict)
-    prompt_tokens: Mapping[ServiceClass, int] = field(default_factory=dict)
+    output_tokens: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     host_output_tokens: int = 0
     """Counter: output tokens whose attention was computed on the host tier."""
     preemptions: int = 0
     """Counter: requests whose KV was dropped, to be recomputed."""
     swaps_out: int = 0
     swaps_in: int = 0
+    checkpoints: int = 0
+    """Counter: copies of full BE blocks to the host tier, ahead of need."""
+    rejected: Mapping[str, int] = field(default_factory=dict)
+    """Counter: requests refused by admission control, by class."""
+    latency_error: float = 0.0
+    """Gauge: running mean of |predicted - measured| / measured of steps; 0 without a latency model."""
+    latency_drift: float = 1.0
+    """Gauge: measured over predicted time, before correction; 1 for a profile that still holds."""
     host_failures: int = 0
     """Counter: host attention tasks and moves that failed."""
     host_healthy: bool = True

@@ -19,17 +19,34 @@ PACKAGE = ROOT / "omniserve"
 # Which rooms a room may import from (design: server -> engine -> {sched, runner} -> {kv, layers, host} -> ops).
 # Leaves are plain data that everybody may use; `plain` rooms must stay free of torch, models and ops.
 LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats"}
-ENGINE = {"engine", "runner", "sampling", "outputs", "step_inputs", "detokenizer", "cores"}
+ENGINE = {"engine", "runner", "sampling", "outputs", "step_inputs", "detokenizer", "cores", "fingerprint"}
 ALLOWED = {
     "ops": set(),
     "kv": {"ops"},
     "layers": {"ops"},
     "patching": {"layers", "ops"},
     "host": {"ops", "kv"},
-    "sched": {"kv"},
-    "server": {"engine", "detokenizer", "patching", "layers", "sched", "kv", "ops", "builtin_model"},
-}
-PLAIN = ("sched", "kv/base.py", "kv/block_pool.py", "kv/paged.py", "kv/tiered.py", "plan.py", "request.py", "stats.py")
+    "latency": set(),
+    "sched": {"kv", "latency"},
+    "tracing": set(),
+    "explain": {"tracing"},
+    "profiling": {"engine", "cores", "fingerprint", "host", "kv", "latency", "ops", "patching", "step_inputs"},
+    "server": {
+        "engine", "detokenizer", "patching", "layers", "sched", "kv", "ops", "latency", "profiling", "builtin_model",
+    },
+    "profile": {"latency", "profiling", "server"},
+}  # fmt: skip
+PLAIN = (
+    "sched",
+    "kv/base.py",
+    "kv/block_pool.py",
+    "kv/checkpoints.py",
+    "kv/paged.py",
+    "kv/tiered.py",
+    "plan.py",
+    "request.py",
+    "stats.py",
+)
 
 
 def imports(path: Path) -> Iterator[str]:

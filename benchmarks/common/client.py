@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
@@ -23,6 +24,8 @@ class LoadRequest:
     max_tokens: int
     service_tier: str
     """OpenAI's name of the service class: ``priority`` is LS, ``flex`` is BE."""
+    slo: tuple[float, float] | None = None
+    """TTFT and TPOT objectives in seconds, sent along; None: the server's defaults."""
 
 
 @dataclass(kw_only=True)
@@ -41,6 +44,10 @@ class RequestRecord:
     """As the server's usage says; 0 until the request has finished."""
     finished: bool = False
     error: str | None = None
+    rejected: bool = False
+    """The server answered 429."""
+    predicted_ttft_s: float | None = None
+    """As the server said when it accepted the request."""
 
     @property
     def tpot_s(self) -> float | None:
@@ -109,13 +116,18 @@ async def run_load(
 async def _send(client: httpx.AsyncClient, request: LoadRequest, record: RequestRecord, began_s: float) -> None:
     await asyncio.sleep(max(0.0, began_s + request.send_at_s - time.perf_counter()))
     record.sent_s = time.perf_counter() - began_s
-    body = {
+    body: dict[str, Any] = {
         "prompt": request.prompt, "max_tokens": request.max_tokens, "temperature": 0, "ignore_eos": True,
         "service_tier": request.service_tier, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
+    if request.slo is not None:
+        body["slo"] = {"ttft_s": request.slo[0], "tpot_s": request.slo[1]}
     try:
         async with client.stream("POST", "/v1/completions", json=body) as response:
+            if predicted_ms := response.headers.get("x-omniserve-predicted-ttft-ms"):
+                record.predicted_ttft_s = float(predicted_ms) / 1e3
             if response.status_code != 200:
+                record.rejected = response.status_code == 429
                 record.error = f"HTTP {response.status_code}: {(await response.aread()).decode()[:500]}"
                 return
             async for line in response.aiter_lines():

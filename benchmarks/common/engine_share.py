@@ -82,7 +82,7 @@ def make_engine(settings: EngineSettings, host_threads: int) -> Engine:
         host_threads=host_threads,
         max_step_tokens=512,
         ls_reserve_fraction=0.0,
-        swap_in_delay_steps=1 << 30,  # who is on the host tier stays there
+        swap_in_delay_s=1 << 30,  # who is on the host tier stays there
         compile=settings.compile,
         seed=settings.seed,
     )

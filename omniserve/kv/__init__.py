@@ -1,7 +1,7 @@
 """KV managers: who owns which block on which tier. Ids only; the tensors are in ``storage``."""
 
-from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, Tier
+from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
 from omniserve.kv.paged import PagedKVManager
 from omniserve.kv.tiered import TieredKVManager
 
-__all__ = ["KV_MANAGERS", "KVManager", "KVUsage", "PagedKVManager", "Tier", "TieredKVManager"]
+__all__ = ["KV_MANAGERS", "KVManager", "KVUsage", "MoveResult", "PagedKVManager", "Tier", "TieredKVManager"]

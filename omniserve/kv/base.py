@@ -17,6 +17,15 @@ class Tier(enum.StrEnum):
     HOST = "host"
 
 
+class MoveResult(enum.StrEnum):
+    """What came of a move or of a checkpoint's copy."""
+
+    ARRIVED = "arrived"  # the blocks are at the target: the request lives there, or its checkpoint has grown
+    STAYED = "stayed"  # it failed, and the request's KV is where it was
+    LOST = "lost"  # it failed, and some of the source had been given back: the request has no KV any more
+    UNUSED = "unused"  # nobody waited for it any more: abandoned, or the checkpoint was dropped or used meanwhile
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVUsage:
     """Blocks in use and in all, by tier."""
@@ -32,6 +41,9 @@ class KVManager(ABC):
 
     Out of blocks is a result (None), not an exception; the scheduler decides who gives way.
 
+    A request on the device may have a *checkpoint*: copies of its first, full blocks on the host. It holds host blocks,
+    but gives way to whoever needs them. A manager without checkpoints leaves those methods as they are here.
+
     Args:
         num_device_blocks: Blocks of the device pool, >= 1.
         num_host_blocks: Blocks of the host pool; 0: no host tier.
@@ -46,7 +58,8 @@ class KVManager(ABC):
         """Grow the request's table, on the tier where it lives (a new one: the device), to hold ``num_tokens``.
 
         Args:
-            reserve_blocks: Blocks of that tier that must still be free afterwards, if any block is taken at all.
+            reserve_blocks: Blocks of that tier that must still be free afterwards, if any block is taken at all; those
+                that only checkpoints hold count as free.
 
         Returns:
             The whole table, or None (and nothing has changed) if there are not enough free blocks.
@@ -57,7 +70,7 @@ class KVManager(ABC):
 
     @abstractmethod
     def free(self, request_id: str) -> None:
-        """Give back all blocks of a request; one without blocks is no error.
+        """Give back all blocks of a request, its checkpoint's too; one without blocks is no error.
 
         Raises:
             RuntimeError: The request is moving: a copy still reads or writes its blocks.
@@ -68,10 +81,18 @@ class KVManager(ABC):
         """Return where the request's KV is (while moving: the source), None if it has none."""
 
     @abstractmethod
-    def start_move(self, request_id: str, direction: MoveDirection, *, reserve_blocks: int = 0) -> KVMove | None:
+    def start_move(
+        self, request_id: str, direction: MoveDirection, *, reserve_blocks: int = 0, keep_tokens: int = 0
+    ) -> KVMove | None:
         """Allocate the destination of a whole-request move; None if it does not fit or there is no such tier.
 
-        Source and destination stay allocated until ``finish_move``.
+        Source and destination stay allocated until ``finish_move``. To the host, only what has no checkpoint is copied
+        (it may be nothing: the move is then empty), and the device blocks that have one are free at once.
+
+        Args:
+            reserve_blocks: Blocks of the target tier that must still be free afterwards; those that only checkpoints of
+                others hold count as free.
+            keep_tokens: To the device: the host blocks that these first tokens fill stay, as a checkpoint.
         """
 
     @abstractmethod
@@ -83,8 +104,40 @@ class KVManager(ABC):
         """
 
     @abstractmethod
-    def finish_move(self, move_id: int, *, succeeded: bool) -> None:
-        """Free the source of a move or, when the copy failed or the move was abandoned, its destination."""
+    def finish_move(self, move_id: int, *, succeeded: bool) -> MoveResult:
+        """Free the source of a move or, when the copy failed or nobody needs it any more, its destination.
+
+        To be called once for each move and each checkpoint copy that was started. After LOST the request has no KV.
+        """
+
+    def start_checkpoint(
+        self, request_id: str, num_computed_tokens: int, *, max_blocks: int, reserve_blocks: int = 0
+    ) -> KVMove | None:
+        """Begin to copy the next full blocks of a device request to the host, beside whatever happens to the request.
+
+        It can go on, grow, move and be freed meanwhile: a copy that is of no use any more may read blocks that others
+        write. The target is held until ``finish_move``. One copy of a request is under way at a time.
+
+        Args:
+            num_computed_tokens: Tokens whose KV is written, by steps that have ended.
+            max_blocks: Copy at most so many blocks.
+            reserve_blocks: Host blocks that must still be free afterwards.
+
+        Returns:
+            None if there is nothing to copy now, no free host block for it, or no such tier.
+
+        Raises:
+            RuntimeError: The request is not at rest on the device.
+        Paper: conserve 4.4.
+        """
+        return None
+
+    def num_checkpointed(self, request_id: str) -> int:
+        """Return how many of the request's first blocks have a copy on the host, those under way not counted."""
+        return 0
+
+    def drop_checkpoint(self, request_id: str) -> None:  # noqa: B027 - there is nothing to drop
+        """Give the host blocks of a checkpoint back; those of a copy under way when it ends."""
 
     @abstractmethod
     def num_free(self, tier: Tier) -> int:
@@ -96,7 +149,7 @@ class KVManager(ABC):
 
     @abstractmethod
     def num_blocks(self, request_id: str) -> int:
-        """Return the length of the request's table."""
+        """Return the length of the request's table; while it moves, that of the table that it will have."""
 
     @abstractmethod
     def usage(self) -> KVUsage:

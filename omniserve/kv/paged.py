@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, Tier
+from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
 from omniserve.kv.block_pool import BlockPool
 from omniserve.plan import KVMove, MoveDirection
 
@@ -30,13 +30,15 @@ class PagedKVManager(KVManager):
     def tier(self, request_id: str) -> Tier | None:
         return Tier.DEVICE if request_id in self._tables else None
 
-    def start_move(self, request_id: str, direction: MoveDirection, *, reserve_blocks: int = 0) -> KVMove | None:
+    def start_move(
+        self, request_id: str, direction: MoveDirection, *, reserve_blocks: int = 0, keep_tokens: int = 0
+    ) -> KVMove | None:
         return None
 
     def abandon_move(self, move_id: int) -> None:
         raise RuntimeError(f"move {move_id} is unknown: the paged KV manager moves nothing")
 
-    def finish_move(self, move_id: int, *, succeeded: bool) -> None:
+    def finish_move(self, move_id: int, *, succeeded: bool) -> MoveResult:
         raise RuntimeError(f"move {move_id} is unknown: the paged KV manager moves nothing")
 
     def num_free(self, tier: Tier) -> int:

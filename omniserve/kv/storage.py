@@ -5,9 +5,17 @@ Legend: L layers, B blocks, K KV heads, S block size, H head size.
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import mmap
+
 import torch
 
 from omniserve.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+_HUGE_PAGE = 2 << 20
 
 
 class DeviceKVStorage:
@@ -29,6 +37,24 @@ class DeviceKVStorage:
         # that is never touched costs nothing.
         self.k_LBKSH = torch.empty(shape, dtype=dtype, device=device)
         self.v_LBKSH = torch.empty(shape, dtype=dtype, device=device)
+        if device.type == "cpu":
+            ask_for_huge_pages(self.k_LBKSH)
+            ask_for_huge_pages(self.v_LBKSH)
         # Indexing a layer costs microseconds, so the views are made once.
         self.k_layers = tuple(self.k_LBKSH.unbind(0))
         self.v_layers = tuple(self.v_LBKSH.unbind(0))
+
+
+def ask_for_huge_pages(tensor: torch.Tensor) -> None:
+    """Advise the kernel to put a CPU tensor's memory into 2 MiB pages: walks over scattered blocks miss fewer of them.
+
+    Only whole pages inside the tensor are asked for; where the kernel does not know the advice, nothing changes.
+    """
+    first = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    length = (tensor.data_ptr() + tensor.nbytes - first) // _HUGE_PAGE * _HUGE_PAGE
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if length <= 0 or advice is None:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), advice) != 0:
+        logger.info("no huge pages for the device KV pool (madvise: errno %d)", ctypes.get_errno())

@@ -1,15 +1,16 @@
-"""``tiered``: block tables on the device and on the host, and whole-request moves between them.
+"""``tiered``: block tables on the device and on the host, whole-request moves between them, and checkpoints.
 
-Paper: omniserve 3.2.4 (swap-out beside the step; when to swap in is the scheduler's decision).
+Paper: omniserve 3.2.4 (swap-out beside the step; when to swap in is the scheduler's decision), conserve 4.4.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, Tier
+from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
 from omniserve.kv.block_pool import BlockPool
+from omniserve.kv.checkpoints import HostCheckpoints
 from omniserve.kv.paged import grow_table
 from omniserve.kv.run_pool import RunPool
 from omniserve.plan import KVMove, MoveDirection
@@ -21,8 +22,10 @@ _TARGET = {MoveDirection.TO_HOST: Tier.HOST, MoveDirection.TO_DEVICE: Tier.DEVIC
 @dataclass(slots=True)
 class _Table:
     tier: Tier
-    blocks: list[int]
+    blocks: list[int]  # while it moves: the source
     move: KVMove | None = None
+    arrived: list[int] = field(default_factory=list)  # moving to the host: what its checkpoint had copied before
+    num_kept: int = 0  # moving to the device: source blocks that stay as its checkpoint
 
 
 @KV_MANAGERS.register("tiered")
@@ -35,6 +38,7 @@ class TieredKVManager(KVManager):
             Tier.DEVICE: BlockPool(num_device_blocks, "device"),
             Tier.HOST: RunPool(num_host_blocks, "host"),
         }
+        self._checkpoints = HostCheckpoints(self._pools[Tier.HOST])
         self._tables: dict[str, _Table] = {}
         self._moves: dict[int, str] = {}
         self._abandoned: dict[int, KVMove] = {}
@@ -43,8 +47,10 @@ class TieredKVManager(KVManager):
     def allocate(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
         table = self._tables.get(request_id) or _Table(Tier.DEVICE, [])
         self._require_still(request_id, table)
-        if not grow_table(table.blocks, self._pools[table.tier], num_tokens, self.block_size, reserve_blocks):
+        missing = -(-num_tokens // self.block_size) - len(table.blocks)
+        if missing > 0 and not self._make_room(table.tier, missing, reserve_blocks, request_id):
             return None
+        grow_table(table.blocks, self._pools[table.tier], num_tokens, self.block_size, reserve_blocks=0)
         self._tables[request_id] = table
         return tuple(table.blocks)
 
@@ -54,55 +60,134 @@ class TieredKVManager(KVManager):
             return
         self._require_still(request_id, table)
         del self._tables[request_id]
+        self._checkpoints.drop(request_id)
         self._pools[table.tier].give_back(reversed(table.blocks))
 
     def tier(self, request_id: str) -> Tier | None:
         table = self._tables.get(request_id)
         return table.tier if table is not None else None
 
-    def start_move(self, request_id: str, direction: MoveDirection, *, reserve_blocks: int = 0) -> KVMove | None:
+    def start_move(
+        self, request_id: str, direction: MoveDirection, *, reserve_blocks: int = 0, keep_tokens: int = 0
+    ) -> KVMove | None:
         table = self._tables[request_id]
         self._require_still(request_id, table)
         if table.tier is not _SOURCE[direction]:
             raise RuntimeError(f"request {request_id} cannot move {direction}: its KV is on the {table.tier} tier")
-        pool = self._pools[_TARGET[direction]]
-        if pool.num_free - len(table.blocks) < reserve_blocks:
+        num_arrived = self._checkpoints.num_blocks(request_id)  # 0 on the host
+        num_copied = len(table.blocks) - num_arrived
+        if not self._make_room(_TARGET[direction], num_copied, reserve_blocks, request_id):
             return None
-        target = pool.take(len(table.blocks))
-        if target is None:
-            return None
-        table.move = KVMove(
-            request_id=request_id,
-            move_id=next(self._move_ids),
-            direction=direction,
-            src_block_ids=tuple(table.blocks),
-            dst_block_ids=tuple(target),
-        )
+        if num_arrived > 0:
+            self._pools[Tier.DEVICE].give_back(reversed(table.blocks[:num_arrived]))
+            del table.blocks[:num_arrived]
+        table.arrived = self._checkpoints.take(request_id)
+        if direction is MoveDirection.TO_DEVICE:
+            table.num_kept = min(keep_tokens // self.block_size, len(table.blocks))
+        after = table.arrived[-1] if table.arrived else None
+        table.move = self._new_move(request_id, direction, table.blocks, after)
         self._moves[table.move.move_id] = request_id
         return table.move
 
     def abandon_move(self, move_id: int) -> None:
         request_id = self._moves[move_id]
-        move = self._tables[request_id].move
+        table = self._tables[request_id]
+        move = table.move
         assert move is not None and move.direction is MoveDirection.TO_HOST, f"move {move_id} cannot be abandoned"
         del self._moves[move_id], self._tables[request_id]
-        self._pools[Tier.DEVICE].give_back(reversed(move.src_block_ids))
+        self._pools[Tier.DEVICE].give_back(reversed(table.blocks))
+        self._pools[Tier.HOST].give_back(table.arrived)
         self._abandoned[move_id] = move
 
-    def finish_move(self, move_id: int, *, succeeded: bool) -> None:
+    def finish_move(self, move_id: int, *, succeeded: bool) -> MoveResult:
+        if move_id in self._checkpoints:
+            has_grown = self._checkpoints.end_copy(move_id, succeeded=succeeded)
+            if has_grown is None:
+                return MoveResult.UNUSED
+            return MoveResult.ARRIVED if has_grown else MoveResult.STAYED
         if (abandoned := self._abandoned.pop(move_id, None)) is not None:
-            self._pools[Tier.HOST].give_back(reversed(abandoned.dst_block_ids))
-            return
-        table = self._tables[self._moves.pop(move_id)]
+            self._pools[Tier.HOST].give_back(abandoned.dst_block_ids)
+            return MoveResult.UNUSED
+        request_id = self._moves.pop(move_id)
+        table = self._tables[request_id]
         move = table.move
         assert move is not None and move.move_id == move_id, f"move {move_id} does not belong to its request"
-        target = _TARGET[move.direction]
-        table.move = None
-        if succeeded:
-            self._pools[table.tier].give_back(reversed(table.blocks))
-            table.tier, table.blocks = target, list(move.dst_block_ids)
-        else:
-            self._pools[target].give_back(reversed(move.dst_block_ids))
+        source, target = self._pools[table.tier], self._pools[_TARGET[move.direction]]
+        if not succeeded:
+            target.give_back(move.dst_block_ids)
+            table.move = None
+            if not table.arrived:
+                table.num_kept = 0
+                return MoveResult.STAYED
+            target.give_back(table.arrived)
+            source.give_back(reversed(table.blocks))
+            del self._tables[request_id]
+            return MoveResult.LOST
+        source.give_back(reversed(table.blocks[table.num_kept :]))
+        self._checkpoints.keep(request_id, table.blocks[: table.num_kept])
+        self._tables[request_id] = _Table(_TARGET[move.direction], table.arrived + list(move.dst_block_ids))
+        return MoveResult.ARRIVED
+
+    def start_checkpoint(
+        self, request_id: str, num_computed_tokens: int, *, max_blocks: int, reserve_blocks: int = 0
+    ) -> KVMove | None:
+        table = self._tables.get(request_id)
+        if table is None or table.tier is not Tier.DEVICE or table.move is not None:
+            raise RuntimeError(f"request {request_id} cannot be checkpointed: its KV is not at rest on the device")
+        num_full = num_computed_tokens // self.block_size
+        assert num_full <= len(table.blocks), f"{num_computed_tokens} tokens are more than {request_id} has blocks for"
+        if self._checkpoints.is_copying(request_id):
+            return None
+        start = self._checkpoints.num_blocks(request_id)
+        count = min(num_full - start, max_blocks, self._pools[Tier.HOST].num_free - reserve_blocks)
+        if count <= 0:
+            return None
+        move = self._new_move(
+            request_id,
+            MoveDirection.TO_HOST,
+            table.blocks[start : start + count],
+            after=self._checkpoints.last_block(request_id),
+            is_checkpoint=True,
+        )
+        self._checkpoints.begin_copy(request_id, move)
+        return move
+
+    def num_checkpointed(self, request_id: str) -> int:
+        return self._checkpoints.num_blocks(request_id)
+
+    def drop_checkpoint(self, request_id: str) -> None:
+        self._checkpoints.drop(request_id)
+
+    def _new_move(
+        self,
+        request_id: str,
+        direction: MoveDirection,
+        src: list[int],
+        after: int | None,
+        *,
+        is_checkpoint: bool = False,
+    ) -> KVMove:
+        """Take the target blocks, which are there, behind the block ``after``."""
+        target = self._pools[_TARGET[direction]].take(len(src), after)
+        assert target is not None, f"no room to move {request_id} {direction}"
+        return KVMove(
+            request_id=request_id,
+            move_id=next(self._move_ids),
+            direction=direction,
+            src_block_ids=tuple(src),
+            dst_block_ids=tuple(target),
+            is_checkpoint=is_checkpoint,
+        )
+
+    def _make_room(self, tier: Tier, num_blocks: int, reserve_blocks: int, request_id: str) -> bool:
+        """Reclaim checkpoints of others until ``num_blocks`` are free; False, and nothing has changed, if in vain."""
+        shortage = num_blocks - self._pools[tier].num_free
+        if shortage + reserve_blocks <= 0:
+            return True
+        if tier is Tier.DEVICE or self._checkpoints.num_reclaimable(spare=request_id) < shortage + reserve_blocks:
+            return False
+        self._checkpoints.reclaim(shortage, spare=request_id)
+        return True
 
     def num_free(self, tier: Tier) -> int:
         return self._pools[tier].num_free
@@ -112,7 +197,7 @@ class TieredKVManager(KVManager):
 
     def num_blocks(self, request_id: str) -> int:
         table = self._tables.get(request_id)
-        return len(table.blocks) if table is not None else 0
+        return len(table.arrived) + len(table.blocks) if table is not None else 0
 
     def usage(self) -> KVUsage:
         device, host = self._pools[Tier.DEVICE], self._pools[Tier.HOST]
@@ -127,10 +212,16 @@ class TieredKVManager(KVManager):
         owned: dict[Tier, list[int]] = {Tier.DEVICE: [], Tier.HOST: []}
         for table in self._tables.values():
             owned[table.tier] += table.blocks
+            owned[Tier.HOST] += table.arrived
             if table.move is not None:
                 owned[_TARGET[table.move.direction]] += table.move.dst_block_ids
+            else:
+                assert not table.arrived and not table.num_kept, table
         for move in self._abandoned.values():
             owned[Tier.HOST] += move.dst_block_ids
+        owned[Tier.HOST] += self._checkpoints.owned_blocks()
+        at_rest = ((r, t) for r, t in self._tables.items() if t.tier is Tier.DEVICE and t.move is None)
+        self._checkpoints.check({request_id: len(table.blocks) for request_id, table in at_rest})
         for tier, pool in self._pools.items():
             pool.check(owned[tier])
         assert sorted(self._moves) == sorted(t.move.move_id for t in self._tables.values() if t.move is not None)

@@ -2,7 +2,16 @@
 
 from omniserve.sched.base import SCHEDULERS, Scheduler, SchedulerLimits
 from omniserve.sched.fcfs import FCFSScheduler
+from omniserve.sched.load import Forecast
 from omniserve.sched.omniserve import OmniServeScheduler
 from omniserve.sched.sarathi import SarathiScheduler
 
-__all__ = ["SCHEDULERS", "FCFSScheduler", "OmniServeScheduler", "SarathiScheduler", "Scheduler", "SchedulerLimits"]
+__all__ = [
+    "SCHEDULERS",
+    "FCFSScheduler",
+    "Forecast",
+    "OmniServeScheduler",
+    "SarathiScheduler",
+    "Scheduler",
+    "SchedulerLimits",
+]

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from omniserve.kv.base import KVManager
 from omniserve.plan import HostEvent, StepOutput, StepPlan
 from omniserve.registry import Registry
-from omniserve.request import SLO, Request, RequestOutput, ServiceClass
+from omniserve.request import SLO, ClassSpec, Request, RequestOutput, ServiceClass
+from omniserve.sched.load import Forecast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +20,11 @@ class SchedulerLimits:
     num_layers: int
     block_size: int
     max_model_len: int
+    classes: tuple[ClassSpec, ...] = (
+        ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS),
+        ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE),
+    )
+    """Highest priority first."""
     eos_token_ids: tuple[int, ...] = ()
     max_step_tokens: int = 512
     max_num_requests: int = 256
@@ -27,22 +33,29 @@ class SchedulerLimits:
     max_piggyback_slots: int = 32
     max_piggyback_rows: int | None = None
     ls_reserve_blocks: int = 0
-    swap_in_delay_steps: int = 16
+    checkpoint_blocks: int = 0
+    """Most blocks of BE requests to checkpoint a step; 0: none."""
+    swap_in_delay_s: float = 1.0
+    min_residence_s: float = 5.0
+    admission: bool = True
+    slack: str = "deadline"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
     """Gauges and counters of a scheduler; see EngineStats."""
 
-    waiting: Mapping[ServiceClass, int] = field(default_factory=dict)
-    running: Mapping[ServiceClass, int] = field(default_factory=dict)
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    running: Mapping[str, int] = field(default_factory=dict)
     host_requests: int = 0
-    output_tokens: Mapping[ServiceClass, int] = field(default_factory=dict)
-    prompt_tokens: Mapping[ServiceClass, int] = field(default_factory=dict)
+    output_tokens: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     host_output_tokens: int = 0
     preemptions: int = 0
     swaps_out: int = 0
     swaps_in: int = 0
+    checkpoints: int = 0
+    rejected: Mapping[str, int] = field(default_factory=dict)
 
 
 class Scheduler(ABC):
@@ -51,14 +64,23 @@ class Scheduler(ABC):
     Args:
         limits: Sizes and budgets.
         kv: The block ids; the scheduler is the only one that allocates and frees.
+        forecast: What a step will take; None: there is no latency model.
     """
 
     @abstractmethod
-    def __init__(self, *, limits: SchedulerLimits, kv: KVManager) -> None: ...
+    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None: ...
 
     @abstractmethod
-    def add(self, request_id: str, request: Request, slo: SLO, now_s: float) -> None:
+    def add(
+        self, request_id: str, request: Request, slo: SLO, now_s: float, *, arrival_s: float | None = None
+    ) -> float | None:
         """Take a request.
+
+        Args:
+            arrival_s: When it came to the server, at most ``now_s``; None: now.
+
+        Returns:
+            The predicted time to first token, seconds from arrival; None if the policy predicts none.
 
         Raises:
             RequestRejected: Its objectives cannot be met at present load.

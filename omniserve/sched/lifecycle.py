@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from omniserve.kv.base import KVManager, Tier
+from omniserve.kv.base import KVManager, MoveResult, Tier
 from omniserve.plan import (
     HostEvent,
     HostEventKind,
@@ -22,6 +22,8 @@ from omniserve.plan import (
 )
 from omniserve.request import SLO, FinishReason, Request, RequestOutput, ServiceClass
 from omniserve.sched.base import Scheduler, SchedulerLimits, SchedulerStats
+from omniserve.sched.checkpoints import Checkpoints
+from omniserve.sched.load import Forecast
 from omniserve.sched.residents import HostResidents
 from omniserve.sched.state import Phase, RequestQueue, RequestState
 
@@ -33,21 +35,25 @@ LS, BE = ServiceClass.LS, ServiceClass.BE
 class RequestLifecycle(Scheduler):
     """Book-keeping shared by all policies.
 
-    Invariants, between calls: a state is in exactly one of ``waiting[class]``, ``device[class]``, ``residents.queue``
+    Invariants, between calls: a state is in exactly one of ``waiting[kind]``, ``device[kind]``, ``residents.queue``
     and ``moving``, by its phase; a WAITING state holds no block; only HOST and MOVING states hold a slot.
     """
 
-    def __init__(self, *, limits: SchedulerLimits, kv: KVManager) -> None:
+    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
         self.limits = limits
         self.kv = kv
+        self.forecast = forecast
+        self._classes = {spec.name: (rank, ServiceClass(spec.kind)) for rank, spec in enumerate(limits.classes)}
         self.states: dict[str, RequestState] = {}
         self.waiting = {c: RequestQueue() for c in ServiceClass}
         self.device = {c: RequestQueue() for c in ServiceClass}
         self.residents = HostResidents(
             num_slots=limits.num_host_slots,
             num_layers=limits.num_layers,
-            max_seats=limits.max_piggyback_slots,
         )
+        self.checkpoints: Checkpoints | None = None
+        if limits.checkpoint_blocks > 0 and limits.num_host_slots > 0:
+            self.checkpoints = Checkpoints(kv, limits.block_size, max_blocks_per_step=limits.checkpoint_blocks)
         self.moving: dict[int, tuple[RequestState, KVMove]] = {}
         self.abandoned_moves: set[int] = set()
         self.draining: dict[int, RequestState] = {}
@@ -56,22 +62,28 @@ class RequestLifecycle(Scheduler):
         self._orders = itertools.count()
         self._step_ids = itertools.count()
         self._counters: Counter[str] = Counter()
-        self._output_tokens: Counter[ServiceClass] = Counter()
-        self._prompt_tokens: Counter[ServiceClass] = Counter()
+        self._output_tokens: Counter[str] = Counter()
+        self._prompt_tokens: Counter[str] = Counter()
+        self._rejected: Counter[str] = Counter(dict.fromkeys(self._classes, 0))
 
     # -- arrivals and ends ---------------------------------------------------------------------------------------
 
-    def add(self, request_id: str, request: Request, slo: SLO, now_s: float) -> None:
+    def add(
+        self, request_id: str, request: Request, slo: SLO, now_s: float, *, arrival_s: float | None = None
+    ) -> float | None:
+        rank, kind = self._classes[request.service_class]
         state = RequestState(
             request_id=request_id,
             request=request,
             slo=slo,
-            order=next(self._orders),
-            arrival_s=now_s,
+            kind=kind,
+            place=(rank, next(self._orders)),
+            arrival_s=now_s if arrival_s is None else arrival_s,
             token_ids=list(request.prompt_token_ids),
         )
         self.states[request_id] = state
-        self.waiting[state.service_class].add(state)
+        self.waiting[state.kind].add(state)
+        return None
 
     def abort(self, request_id: str, now_s: float) -> RequestOutput | None:
         state = self.states.get(request_id)
@@ -85,9 +97,9 @@ class RequestLifecycle(Scheduler):
         del self.states[state.request_id]
         phase, state.phase = state.phase, Phase.FINISHED
         if phase is Phase.WAITING:
-            self.waiting[state.service_class].remove(state)
+            self.waiting[state.kind].remove(state)
         elif phase is Phase.DEVICE:
-            self.device[state.service_class].remove(state)
+            self.device[state.kind].remove(state)
             self.kv.free(state.request_id)
         elif phase is Phase.MOVING:
             state.phase = Phase.DRAINING
@@ -132,8 +144,10 @@ class RequestLifecycle(Scheduler):
             self.preempt(state)
 
     def _finish_move(self, event: HostEvent) -> None:
+        if self.checkpoints is not None and self.checkpoints.on_move(event):
+            return
         succeeded = event.kind is HostEventKind.MOVE_DONE
-        self.kv.finish_move(event.move_id, succeeded=succeeded)
+        result = self.kv.finish_move(event.move_id, succeeded=succeeded)
         if event.move_id in self.abandoned_moves:
             self.abandoned_moves.remove(event.move_id)
             return
@@ -142,6 +156,10 @@ class RequestLifecycle(Scheduler):
         if state.phase is Phase.DRAINING:
             state.phase = Phase.FINISHED
             self._leave_host(state)
+            return
+        if result is MoveResult.LOST:
+            self.residents.release_slot(state)
+            self._requeue(state)
             return
         if succeeded:
             self._counters["swaps_out" if on_host else "swaps_in"] += 1
@@ -153,14 +171,14 @@ class RequestLifecycle(Scheduler):
         else:
             self.residents.release_slot(state)
             state.phase = Phase.DEVICE
-            self.device[state.service_class].add(state)
+            self.device[state.kind].add(state)
 
     # -- how a request changes place -----------------------------------------------------------------------------
 
     def preempt(self, state: RequestState) -> None:
         """Drop a request's KV; it waits, in arrival order, to be recomputed. Its tokens are kept."""
         if state.phase is Phase.DEVICE:
-            self.device[state.service_class].remove(state)
+            self.device[state.kind].remove(state)
             self.kv.free(state.request_id)
         elif state.phase is Phase.HOST:
             self.residents.queue.remove(state)
@@ -173,7 +191,7 @@ class RequestLifecycle(Scheduler):
         self._counters["preemptions"] += 1
         state.num_computed_tokens = 0
         state.phase = Phase.WAITING
-        self.waiting[state.service_class].add(state)
+        self.waiting[state.kind].add(state)
 
     def start_move(self, state: RequestState, direction: MoveDirection, *, reserve_blocks: int = 0) -> KVMove | None:
         """Begin to move a DEVICE or HOST request that stands at a token boundary; None if there is no room."""
@@ -181,11 +199,12 @@ class RequestLifecycle(Scheduler):
         to_host = direction is MoveDirection.TO_HOST
         if to_host and (not self.host_is_up or self.residents.num_free_slots == 0):
             return None
-        move = self.kv.start_move(state.request_id, direction, reserve_blocks=reserve_blocks)
+        keep_tokens = 0 if to_host or self.checkpoints is None else state.num_computed_tokens
+        move = self.kv.start_move(state.request_id, direction, reserve_blocks=reserve_blocks, keep_tokens=keep_tokens)
         if move is None:
             return None
         if to_host:
-            self.device[state.service_class].remove(state)
+            self.device[state.kind].remove(state)
             self.residents.take_slot(state)
         else:
             self.residents.queue.remove(state)
@@ -253,14 +272,15 @@ class RequestLifecycle(Scheduler):
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.states or self.moving or self.abandoned_moves or self.draining)
+        is_copying = self.checkpoints is not None and self.checkpoints.busy
+        return bool(self.states or self.moving or self.abandoned_moves or self.draining or is_copying)
 
     def stats(self) -> SchedulerStats:
-        running = {c: len(self.device[c]) for c in ServiceClass}
-        for state in itertools.chain(self.residents.queue, (state for state, _ in self.moving.values())):
-            running[state.service_class] += 1
+        waiting, running = dict.fromkeys(self._classes, 0), dict.fromkeys(self._classes, 0)
+        for state in self.states.values():
+            (waiting if state.phase is Phase.WAITING else running)[state.service_class] += 1
         return SchedulerStats(
-            waiting={c: len(self.waiting[c]) for c in ServiceClass},
+            waiting=waiting,
             running=running,
             host_requests=len(self.residents.queue),
             output_tokens=dict(self._output_tokens),
@@ -269,6 +289,8 @@ class RequestLifecycle(Scheduler):
             preemptions=self._counters["preemptions"],
             swaps_out=self._counters["swaps_out"],
             swaps_in=self._counters["swaps_in"],
+            checkpoints=self.checkpoints.num_blocks_copied if self.checkpoints is not None else 0,
+            rejected=dict(self._rejected),
         )
 
     def check_integrity(self) -> None:
@@ -280,8 +302,8 @@ class RequestLifecycle(Scheduler):
         self.kv.check_integrity()
         for state in self.states.values():
             homes = {
-                Phase.WAITING: state in self.waiting[state.service_class],
-                Phase.DEVICE: state in self.device[state.service_class],
+                Phase.WAITING: state in self.waiting[state.kind],
+                Phase.DEVICE: state in self.device[state.kind],
                 Phase.HOST: state in self.residents.queue,
                 Phase.MOVING: any(other is state for other, _ in self.moving.values()),
             }

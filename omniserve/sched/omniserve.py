@@ -1,57 +1,153 @@
-"""``omniserve``: LS first, BE in what is left, BE decodes that find no device memory on the host tier.
+"""``omniserve``: LS first, BE in what is left of the time, BE decodes that find no room on the host tier.
 
-Paper: omniserve 3.3.2 (order), 3.3.5 (offload), 3.3.6 (piggyback control), 3.2.4 (delayed swap-in).
+Paper: omniserve 3.3.2 (order), 3.3.3 (admission), 3.3.4 (chunk sizes), 3.3.5 (offload), 3.3.6 (piggyback control),
+3.2.4 (delayed swap-in). Without a forecast nothing bounds a step's time, and nobody is rejected.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
 from omniserve.kv.base import KVManager, Tier
-from omniserve.plan import KVMove, MoveDirection, StepPlan
+from omniserve.plan import (
+    Bound,
+    Decision,
+    KVMove,
+    LeftOut,
+    MoveDirection,
+    PiggybackEntry,
+    PiggybackJoin,
+    StepPlan,
+)
+from omniserve.request import SLO, Request
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
+from omniserve.sched.bounds import TimeBound, tpot_bound, ttft_left_s
+from omniserve.sched.load import Forecast, StepLoad, largest
+from omniserve.sched.piggyback import PiggybackPlan, choose, fill, seat_bucket
 from omniserve.sched.policy import BE, LS, RequestScheduler
+from omniserve.sched.sliding_max import SlidingMax
 from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.ttft import MIN_LS_CHUNK, TTFTForecast
 
 # An LS prompt that lacks memory waits this long for swap-outs to end; then BE requests are recomputed instead.
 LS_PATIENCE_S = 0.02
+# BE work that a step without LS work has at least, whatever the bound: an idle machine works.
+MIN_BE_CHUNK = 16
+# BE KV comes back only into memory that LS requests have not used for so many times min_residence_s.
+_PEAK_WINDOWS = 2
 
 
 @SCHEDULERS.register("omniserve")
 class OmniServeScheduler(RequestScheduler):
     """LS decode, LS chunked prefill, BE chunked prefill, BE decode, then piggyback rows, lowest layer first."""
 
-    def __init__(self, *, limits: SchedulerLimits, kv: KVManager) -> None:
-        super().__init__(limits=limits, kv=kv)
+    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
+        super().__init__(limits=limits, kv=kv, forecast=forecast)
+        self._ttft = TTFTForecast(forecast, limits) if forecast is not None else None
         self._moves: list[KVMove] = []
-        self._light_steps = 0
+        self._left_out: list[LeftOut] = []
+        self._ls_peak = SlidingMax(_PEAK_WINDOWS * limits.min_residence_s)
+        self._light_since_s: float | None = None
+        self._tight_since_s: float | None = None
         rows = limits.max_piggyback_rows
         self._max_rows = rows if rows is not None else limits.max_piggyback_slots * (limits.num_layers + 1)
 
+    def add(
+        self, request_id: str, request: Request, slo: SLO, now_s: float, *, arrival_s: float | None = None
+    ) -> float | None:
+        predicted_s = None
+        rank, kind = self._classes[request.service_class]
+        if self._ttft is not None and kind is LS:
+            waited_s = 0.0 if arrival_s is None else max(0.0, now_s - arrival_s)
+            self._ttft.note(len(request.prompt_token_ids), slo.ttft_s)
+            predicted_s = self._predict_ttft(rank, request, slo, waited_s, now_s)
+        super().add(request_id, request, slo, now_s, arrival_s=arrival_s)
+        self.states[request_id].predicted_ttft_s = predicted_s
+        return predicted_s
+
     def schedule(self, now_s: float) -> StepPlan:
-        batch = Batch(self.kv, self.limits.max_step_tokens)
-        self._moves = []
-        self._run_ls(batch)
-        self._admit_ls(batch, now_s)
-        self._prefill_be(batch)
-        self._decode_be(batch)
-        self._swap_back()
-        entries = self.residents.plan_entries(self._host_blocks, self._max_rows) if self.host_is_up else []
-        joins = self.residents.plan_joins(self._max_rows - len(entries))
-        return self.make_plan(batch, now_s, entries=entries, joins=joins, moves=self._moves)
+        load = self.forecast.load(host_works=self.residents.is_busy) if self.forecast is not None else None
+        batch = Batch(self.kv, self.limits.max_step_tokens, load)
+        self._moves, self._left_out = [], []
+        decoding = self._decode_ls(batch)
+        s_d = tpot_bound(decoding, now_s, self.limits.slack) if load is not None else TimeBound()
+        unfinished = self._prefill_ls(batch, s_d, now_s)
+        ls_s = load.seconds() if load is not None else None
+        bound = self._best_effort_bound(batch, s_d, decoding, unfinished, now_s)
+        device_bound_s = max(0.0, bound.seconds - self._reserve_for_results(batch))
+        tokens_before = batch.tokens_left
+        self._prefill_be(batch, device_bound_s, now_s)
+        self._decode_be(batch, device_bound_s, now_s)
+        self._swap_back(batch, device_bound_s, now_s)
+        entries, joins = self._piggyback(batch, bound.seconds, tokens_before - batch.tokens_left)
+        if self.checkpoints is not None and self.host_is_up:
+            self._moves += self.checkpoints.plan(self.device[BE], reserve_blocks=self._host_headroom())
+        decision = Decision(
+            predicted_s=load.seconds() if load is not None else None,
+            predicted_ls_s=ls_s,
+            bound_s=bound.seconds if bound.seconds < math.inf else None,
+            bound_by=bound.by,
+            left_out=tuple(self._left_out),
+        )
+        return self.make_plan(batch, now_s, entries=entries, joins=joins, moves=self._moves, decision=decision)
+
+    def _leave_out(self, work: str, states: Sequence[RequestState] | int, first: str, bound: Bound | None) -> None:
+        count = states if isinstance(states, int) else len(states)
+        if count > 0:
+            self._left_out.append(
+                LeftOut(work=work, num_requests=count, first_request_id=first, bound=bound or Bound.ORDER)
+            )
 
     # -- latency-sensitive ---------------------------------------------------------------------------------------
 
-    def _run_ls(self, batch: Batch) -> None:
-        for decodes in (True, False):
-            for state in self.device[LS]:
-                if state.phase is Phase.DEVICE and state.decodes is decodes and state not in batch:
-                    self.run_or_preempt(batch, state, (BE, LS))
+    def _decode_ls(self, batch: Batch) -> list[RequestState]:
+        """Schedule all LS decodes; return those that are in."""
+        for state in self.device[LS]:
+            if state.phase is Phase.DEVICE and state.decodes:
+                self.run_or_preempt(batch, state, (BE, LS))
+        return [state for state in self.device[LS] if state in batch]
 
-    def _admit_ls(self, batch: Batch, now_s: float) -> None:
-        for state in self.waiting[LS]:
-            self._make_room_for_ls(batch, state, now_s)
-            if not self.admit(batch, state):
-                break
+    def _prefill_ls(self, batch: Batch, s_d: TimeBound, now_s: float) -> list[RequestState]:
+        """Schedule LS prefill under S_d (3.3.4), best class and oldest first; return whose prefill is not over then."""
+        admitted = [state for state in self.device[LS] if not state.decodes]
+        bound_s, min_tokens, is_full, memory_is_short = s_d.seconds, MIN_LS_CHUNK, False, False
+        unfinished: list[RequestState] = []
+        waiting = iter(self.waiting[LS])
+        for state in heapq.merge(admitted, waiting, key=lambda s: s.place):
+            if is_full or (memory_is_short and state.phase is Phase.WAITING):
+                unfinished.append(state)
+                continue
+            if self._prefill_one(batch, state, bound_s, min_tokens, now_s):
+                min_tokens = 0
+                if batch.samples(state):
+                    # Nobody behind it may make its first token late, if it can still be in time.
+                    left_s = ttft_left_s(state, now_s)
+                    if batch.load is not None and left_s >= batch.load.seconds():
+                        bound_s = min(bound_s, left_s)
+                else:
+                    unfinished.append(state)
+                continue
+            unfinished.append(state)
+            if batch.refused_by in (Bound.TIME, Bound.TOKENS):
+                is_full = True
+            else:
+                memory_is_short = True
+        kept_out = [state for state in unfinished if state not in batch]
+        if kept_out:
+            self._leave_out("LS prefill", kept_out, kept_out[0].request_id, batch.refused_by)
+        return unfinished
+
+    def _prefill_one(self, batch: Batch, state: RequestState, bound_s: float, min_tokens: int, now_s: float) -> bool:
+        if state.phase is Phase.DEVICE:
+            return self.run_or_preempt(batch, state, (BE, LS), bound_s=bound_s, min_tokens=min_tokens)
+        if state.request_id not in self.states or not batch.chunk_size(state, bound_s=bound_s, min_tokens=min_tokens):
+            return False
+        self._make_room_for_ls(batch, state, now_s)
+        return self.admit(batch, state, bound_s=bound_s, min_tokens=min_tokens)
 
     def _make_room_for_ls(self, batch: Batch, state: RequestState, now_s: float) -> None:
         """Free device memory for an LS prompt: by moving BE KV to the host while that is quick, else by dropping it."""
@@ -61,7 +157,7 @@ class OmniServeScheduler(RequestScheduler):
             return
         if state.blocked_since_s is None:
             state.blocked_since_s = now_s
-        still_missing = self._offload_until(shortage - self._blocks_moving_out(), batch)
+        still_missing = self._offload_until(shortage - self._blocks_moving_out(), batch, now_s)
         out_of_patience = now_s - state.blocked_since_s >= LS_PATIENCE_S
         if still_missing <= 0 and not out_of_patience:
             return
@@ -73,67 +169,271 @@ class OmniServeScheduler(RequestScheduler):
                 if move.direction is MoveDirection.TO_HOST and move not in self._moves:
                     self.abandon_move(move_id)
 
+    def _predict_ttft(self, rank: int, request: Request, slo: SLO, waited_s: float, now_s: float) -> float:
+        """Return the time to first token that a new request would have (3.3.3).
+
+        Raises:
+            RequestRejected: It is longer than the objective.
+        """
+        assert self._ttft is not None
+        ahead = [s for s in itertools.chain(self.device[LS], self.waiting[LS]) if not s.decodes and s.place[0] <= rank]
+        decoding = [s for s in self.device[LS] if s.decodes]
+        has_best_effort = bool(len(self.waiting[BE]) or len(self.device[BE]))
+        blocks = {s.request_id: self.kv.num_blocks(s.request_id) for s in self.device[LS]}
+        free = self.kv.num_free(Tier.DEVICE) + self._blocks_moving_out()
+        free += sum(self.kv.num_blocks(s.request_id) for s in self.device[BE])
+        prediction = self._ttft.predict(
+            ahead, decoding, len(request.prompt_token_ids), slo=slo, has_best_effort=has_best_effort,
+            host_works=self.residents.is_busy, blocks=blocks, num_free=free, now_s=now_s,
+        )  # fmt: skip
+        if self.limits.admission and slo.ttft_s is not None and not prediction.meets(slo.ttft_s, waited_s):
+            self._rejected[request.service_class] += 1
+            raise prediction.rejection(slo.ttft_s, waited_s)
+        return waited_s + prediction.expected_s
+
+    # -- bounds --------------------------------------------------------------------------------------------------
+
+    def _best_effort_bound(
+        self,
+        batch: Batch,
+        s_d: TimeBound,
+        decoding: Sequence[RequestState],
+        unfinished: Sequence[RequestState],
+        now_s: float,
+    ) -> TimeBound:
+        """Return what BE work may lengthen the step to: nobody's TPOT or TTFT may suffer, nor a newcomer's (3.3.4)."""
+        if batch.load is None or self._ttft is None:
+            return TimeBound()
+        ls_s = batch.load.seconds()
+        bound = s_d
+        for state in self.device[LS]:
+            if state in batch and batch.samples(state) and state.first_token_s is None:
+                bound = bound.or_tighter(max(ttft_left_s(state, now_s), ls_s), f"ttft of {state.request_id}")
+        if unfinished:
+            for state, rest_s in self._ttft.rest(unfinished, batch, decoding, s_d.seconds):
+                left_s = ttft_left_s(state, now_s) - rest_s
+                bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {state.request_id}")
+        bound = bound.or_tighter(self._ttft.newcomer_bound_s(decoding, s_d.seconds), "ttft of a new request")
+        if batch.load.is_empty:
+            # No LS work: the machine is never left idle because its smallest step is too long for a newcomer.
+            trial = batch.load.copy()
+            trial.add_chunk(0, MIN_BE_CHUNK, samples=True)
+            bound = TimeBound(max(bound.seconds, trial.seconds()), bound.by)
+        return bound
+
+    def _reserve_for_results(self, batch: Batch) -> float:
+        """Return d w, the time that device BE work leaves for results that wait (3.3.4, erratum in the design)."""
+        if batch.load is None:
+            return 0.0
+        ready = self.residents.num_ready
+        if not any(ready):
+            return 0.0
+        entries = self.residents.num_at_token_boundary if self.host_is_up else 0
+        seats = seat_bucket(max(entries, *ready), self.limits.max_piggyback_slots)
+        trial = batch.load.copy()
+        fill(trial, entries, ready, seats=seats, max_rows=self._max_rows)
+        return trial.seconds() - batch.load.seconds()
+
     # -- best-effort ---------------------------------------------------------------------------------------------
 
-    def _prefill_be(self, batch: Batch) -> None:
+    def _prefill_be(self, batch: Batch, bound_s: float, now_s: float) -> None:
+        refused: list[RequestState] = []
         for state in self.device[BE]:
-            if not state.decodes:
-                batch.add(state)  # it holds all its blocks since its first chunk
+            if not state.decodes and not self._add_be(batch, state, bound_s):
+                refused.append(state)  # it holds all its blocks since its first chunk
+        if refused:
+            self._leave_out("BE prefill", refused, refused[0].request_id, batch.refused_by)
+            if batch.refused_by is Bound.TIME:
+                return
         if self.waiting[LS]:
             return  # a BE prompt must not take the memory that an LS one waits for
         for state in self.waiting[BE]:
             reserve = self._reserve_blocks(state)
-            if self.admit(batch, state, reserve_blocks=reserve):
+            min_tokens = 0 if batch.chunks else MIN_BE_CHUNK
+            if self.admit(batch, state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve):
                 continue
-            if batch.tokens_left:
+            self._leave_out("BE prefill", len(self.waiting[BE]), state.request_id, batch.refused_by)
+            if batch.refused_by is Bound.MEMORY:
                 shortage = self.blocks_for(state) + reserve - self.kv.num_free(Tier.DEVICE)
-                self._offload_until(shortage - self._blocks_moving_out(), batch)
+                self._offload_until(shortage - self._blocks_moving_out(), batch, now_s)
             break
 
-    def _decode_be(self, batch: Batch) -> None:
-        for state in self.device[BE]:
-            if batch.tokens_left == 0:
+    def _add_be(self, batch: Batch, state: RequestState, bound_s: float) -> bool:
+        return batch.add(state, bound_s=bound_s, min_tokens=0 if batch.chunks else MIN_BE_CHUNK)
+
+    def _decode_be(self, batch: Batch, bound_s: float, now_s: float) -> None:
+        decodes = [state for state in self.device[BE] if state.decodes and state not in batch]
+        within = self._num_within(batch, decodes, bound_s)
+        for number, state in enumerate(decodes):
+            if batch.tokens_left == 0 or number >= within:
+                bound = Bound.TOKENS if batch.tokens_left == 0 else Bound.TIME
+                rest = [s for s in decodes[number:] if s.phase is Phase.DEVICE and s not in batch]
+                if rest:
+                    self._leave_out("BE decode", rest, rest[0].request_id, bound)
+                self._offload_for_time(rest if bound is Bound.TIME else [], batch, now_s)
                 return
-            if state.phase is not Phase.DEVICE or not state.decodes or state in batch:
+            if state.phase is not Phase.DEVICE:
                 continue
             while not batch.add(state, reserve_blocks=self._reserve_blocks(state)):
-                if self._offload(state):
+                if self._offload(state, now_s):
                     break
                 # The host tier is full or absent: the youngest gives way, until it is this one's turn to wait.
                 victim = self.youngest_victim(batch, state, (BE,))
                 if victim is None:
+                    self._leave_out("BE decode", 1, state.request_id, Bound.MEMORY)
                     break
                 self.preempt(victim)
+        self._tight_since_s = None
+
+    def _num_within(self, batch: Batch, decodes: Sequence[RequestState], bound_s: float) -> int:
+        """Return how many decodes, from the first on, the bound lets in (3.3.5); one at least if nothing else runs."""
+        most = min(len(decodes), batch.tokens_left)
+        if batch.load is None or self.forecast is None or bound_s == math.inf or most == 0:
+            return len(decodes)
+        load, shape = batch.load, self.forecast.shape
+        contexts = list(itertools.accumulate(state.num_computed_tokens for state in decodes[:most]))
+        loads = list(itertools.accumulate(shape.load(state.num_computed_tokens, 1) for state in decodes[:most]))
+
+        def seconds(count: int) -> float:
+            trial = load.copy()
+            trial.add_decodes(count, contexts[count - 1], loads[count - 1], num_sampled=count)
+            return trial.seconds()
+
+        within = largest(seconds, most, bound_s)
+        return max(within, 0 if batch.chunks else 1)
 
     def _reserve_blocks(self, state: RequestState) -> int:
         """Blocks that a BE request leaves free for LS: none if it has the device to itself, else it might never run."""
         others = len(self.device[LS]) + len(self.waiting[LS]) + sum(s is not state for s in self.device[BE])
         return self.limits.ls_reserve_blocks if others else 0
 
-    def _offload(self, state: RequestState) -> bool:
+    # -- moves between tiers -------------------------------------------------------------------------------------
+
+    def _offload(self, state: RequestState, now_s: float) -> bool:
         """Start to move a decoding BE request to the host tier (3.3.5); False if there is no room."""
-        # Two blocks for each resident to grow into, so that a full host tier does not drop what it just received.
-        headroom = 2 * (self.residents.num_slots_used + 1)
-        move = self.start_move(state, MoveDirection.TO_HOST, reserve_blocks=headroom)
+        move = self.start_move(state, MoveDirection.TO_HOST, reserve_blocks=self._host_headroom())
         if move is None:
             return False
+        state.moved_s = now_s
         self._moves.append(move)
         return True
 
-    def _offload_until(self, shortage: int, batch: Batch) -> int:
-        """Offload decoding BE requests, youngest first, until they free ``shortage`` blocks; return what is missing."""
-        for state in reversed(self.device[BE]):
+    def _host_headroom(self) -> int:
+        """Two blocks for each resident to grow into, so that a full host tier does not drop what it just received."""
+        return 2 * (self.residents.num_slots_used + 1)
+
+    def _offload_until(self, shortage: int, batch: Batch, now_s: float) -> int:
+        """Offload decoding BE requests until they free ``shortage`` blocks; return what is missing.
+
+        The youngest goes first; those that came from the host a moment ago only when nobody else is left.
+        """
+        stayed: list[RequestState] = []
+        moved: list[RequestState] = []
+        if shortage > 0:
+            for state in reversed(self.device[BE]):
+                if state.decodes and state not in batch:
+                    (stayed if now_s - state.moved_s >= self.limits.min_residence_s else moved).append(state)
+        for state in itertools.chain(stayed, moved):
             if shortage <= 0:
                 break
-            if state.decodes and state not in batch and self._offload(state):
-                shortage -= self.kv.num_blocks(state.request_id)
+            blocks = self.kv.num_blocks(state.request_id)
+            if self._offload(state, now_s):
+                shortage -= blocks
         return shortage
+
+    def _offload_for_time(self, kept_out: Sequence[RequestState], batch: Batch, now_s: float) -> None:
+        """Offload a decode that the bound has kept out for a while (3.3.5), if the host tier has cores of its own."""
+        if not kept_out or batch.load is None or self.forecast is None or not self.host_is_up:
+            self._tight_since_s = None
+            return
+        if self._tight_since_s is None:
+            self._tight_since_s = now_s
+        if now_s - self._tight_since_s < self.limits.swap_in_delay_s:
+            return
+        alone, shared = self.forecast.load(), self.forecast.load(host_works=True)
+        for load in (alone, shared):
+            load.add_decodes(1, 0, 1.0, num_sampled=1)
+        if shared.seconds() > 1.05 * alone.seconds():
+            return  # the host tier's threads would take from the device tier what they give
+        for state in reversed(kept_out):
+            if now_s - state.moved_s >= self.limits.min_residence_s and self._offload(state, now_s):
+                return
 
     def _blocks_moving_out(self) -> int:
         outgoing = (move for _, move in self.moving.values() if move.direction is MoveDirection.TO_HOST)
         return sum(len(move.src_block_ids) for move in outgoing)
 
+    def _swap_back(self, batch: Batch, bound_s: float, now_s: float) -> None:
+        """Move a BE request to the device once load has been light for a while, at a token boundary (3.2.4).
+
+        Light is: nobody waits, memory is left beyond what LS requests took lately, and the step has time for one decode
+        more. A request that has just moved stays where it is. So a load that goes up and down moves nobody to and fro.
+        """
+        ls_blocks = sum(self.kv.num_blocks(state.request_id) for state in self.device[LS])
+        ls_may_take = self._ls_peak.push(now_s, ls_blocks) - ls_blocks
+        # Each device request may need one more block soon; twice that keeps the next step from undoing the move.
+        margin = max(self.limits.ls_reserve_blocks, ls_may_take) + 2 * sum(len(q) for q in self.device.values())
+        nobody_waits = not any(self.waiting.values())
+        has_time = batch.load is None or not self._left_out
+        if not (nobody_waits and has_time) or self._moves or self.kv.num_free(Tier.DEVICE) <= margin:
+            self._light_since_s = None
+            return
+        if self._light_since_s is None:
+            self._light_since_s = now_s
+        if now_s - self._light_since_s < self.limits.swap_in_delay_s:
+            return
+        for state in self.residents.queue:
+            if state.away is not None or now_s - state.moved_s < self.limits.min_residence_s:
+                continue
+            position = state.num_computed_tokens
+            if batch.load is not None and batch.load.seconds_with(position, 1, samples=True) > bound_s:
+                return
+            move = self.start_move(state, MoveDirection.TO_DEVICE, reserve_blocks=margin)
+            if move is not None:
+                state.moved_s = now_s
+                self._moves.append(move)
+                return
+
     # -- host tier -----------------------------------------------------------------------------------------------
+
+    def _piggyback(
+        self, batch: Batch, bound_s: float, device_tokens: int
+    ) -> tuple[list[PiggybackEntry], list[PiggybackJoin]]:
+        """Choose entries and joins: as many seats and rows as pay, lowest layer first (3.3.6)."""
+        ready = self.residents.num_ready
+        num_entries = self.residents.num_at_token_boundary if self.host_is_up else 0
+        most_seats = self.limits.max_piggyback_slots
+        if not num_entries and not any(ready):
+            return [], []
+        if batch.load is None:
+            chosen = PiggybackPlan(most_seats, self._max_rows)
+        else:
+            if not batch.chunks:
+                trial = batch.load.copy()
+                fill(trial, num_entries, ready, seats=1, max_rows=1)
+                bound_s = max(bound_s, trial.seconds())
+            chosen = choose(
+                batch.load, num_entries, ready, bound_s=bound_s, max_seats=most_seats, max_rows=self._max_rows,
+                device_tokens=device_tokens,
+            )  # fmt: skip
+        allowed = min(chosen.seats, chosen.rows)
+        entries = self.residents.plan_entries(self._host_blocks, min(num_entries, allowed)) if allowed else []
+        joins = self.residents.plan_joins(chosen.rows - len(entries), chosen.seats) if chosen.seats else []
+        bound = Bound.TIME if chosen.rows < min(self._max_rows, sum(ready) + num_entries) else Bound.SEATS
+        if num_entries > len(entries):
+            self._leave_out("piggyback entry", num_entries - len(entries), "", bound)
+        if sum(ready) > len(joins):
+            self._leave_out("piggyback join", sum(ready) - len(joins), "", bound)
+        if batch.load is not None:
+            self._put(batch.load, entries, joins)
+        return entries, joins
+
+    def _put(self, load: StepLoad, entries: Iterable[PiggybackEntry], joins: Iterable[PiggybackJoin]) -> None:
+        """Tell the load what was really taken: an entry without host blocks stays out."""
+        per_layer = [0] * self.limits.num_layers
+        for join in joins:
+            per_layer[join.layer] += 1
+        fill(load, sum(1 for _ in entries), per_layer, seats=self.limits.max_piggyback_slots, max_rows=self._max_rows)
 
     def _host_blocks(self, state: RequestState) -> tuple[int, ...] | None:
         """Blocks for a resident's newest token; if the host pool is full, the youngest resident is recomputed."""
@@ -141,21 +441,3 @@ class OmniServeScheduler(RequestScheduler):
         if blocks is None and next(reversed(self.residents.queue)) is state:
             self.preempt(state)
         return blocks
-
-    def _swap_back(self) -> None:
-        """Move a BE request to the device once memory has been light for a while, at a token boundary (3.2.4)."""
-        # Each device request may need one more block soon; twice that keeps the next step from undoing the move.
-        margin = self.limits.ls_reserve_blocks + 2 * sum(len(queue) for queue in self.device.values())
-        nobody_waits = not any(self.waiting.values())
-        if not nobody_waits or self._moves or self.kv.num_free(Tier.DEVICE) <= margin:
-            self._light_steps = 0
-            return
-        self._light_steps += 1
-        if self._light_steps <= self.limits.swap_in_delay_steps:
-            return
-        for state in self.residents.queue:
-            if state.away is None:
-                move = self.start_move(state, MoveDirection.TO_DEVICE, reserve_blocks=margin)
-                if move is not None:
-                    self._moves.append(move)
-                return

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from omniserve.kv.base import Tier
-from omniserve.plan import KVMove, PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.plan import Bound, Decision, KVMove, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.request import ServiceClass
 from omniserve.sched.batch import Batch
 from omniserve.sched.lifecycle import RequestLifecycle
+from omniserve.sched.piggyback import seat_bucket
 from omniserve.sched.state import Phase, RequestQueue, RequestState
 
 LS, BE = ServiceClass.LS, ServiceClass.BE
@@ -20,31 +21,50 @@ LS, BE = ServiceClass.LS, ServiceClass.BE
 class RequestScheduler(RequestLifecycle):
     """The tools of a policy: let requests into a batch, make room for them, close the plan."""
 
-    def admit(self, batch: Batch, state: RequestState, *, reserve_blocks: int = 0) -> bool:
-        """Schedule a WAITING request's first chunk; False if budget, blocks or the request limit do not let it in."""
+    def admit(
+        self,
+        batch: Batch,
+        state: RequestState,
+        *,
+        bound_s: float = math.inf,
+        min_tokens: int = 0,
+        reserve_blocks: int = 0,
+    ) -> bool:
+        """Schedule a WAITING request's first chunk; False if budget, bound, blocks or the request limit keep it out."""
         # BE requests never use up the seats of LS ones.
-        classes = (LS,) if state.service_class is LS else (LS, BE)
-        num_admitted = sum(len(self.device[c]) for c in classes)
-        if num_admitted >= self.limits.max_num_requests or not batch.add(state, reserve_blocks=reserve_blocks):
+        kinds = (LS,) if state.kind is LS else (LS, BE)
+        num_admitted = sum(len(self.device[kind]) for kind in kinds)
+        if num_admitted >= self.limits.max_num_requests:
+            batch.refused_by = Bound.REQUESTS
             return False
-        self.waiting[state.service_class].remove(state)
+        if not batch.add(state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve_blocks):
+            return False
+        self.waiting[state.kind].remove(state)
         state.phase = Phase.DEVICE
         state.blocked_since_s = None
-        self.device[state.service_class].add(state)
+        self.device[state.kind].add(state)
         return True
 
-    def run_or_preempt(self, batch: Batch, state: RequestState, victims: Iterable[ServiceClass]) -> bool:
+    def run_or_preempt(
+        self,
+        batch: Batch,
+        state: RequestState,
+        victims: Iterable[ServiceClass],
+        *,
+        bound_s: float = math.inf,
+        min_tokens: int = 0,
+    ) -> bool:
         """Schedule a DEVICE request; if blocks are short, recompute others (youngest first) until it fits.
 
         Args:
-            victims: Classes that may lose a request, first to last; of the request's own class only younger ones do.
+            victims: Kinds that may lose a request, first to last; of the request's own kind only those behind it do.
 
         Returns:
-            False if it is not scheduled: the budget is used up, or the request itself had to give way.
+            False if it is not scheduled: the budget or the bound is used up, or the request itself had to give way.
         """
-        if batch.tokens_left == 0:
-            return False
-        while not batch.add(state):
+        while not batch.add(state, bound_s=bound_s, min_tokens=min_tokens):
+            if batch.refused_by is not Bound.MEMORY:
+                return False
             victim = self.youngest_victim(batch, state, victims)
             if victim is None:
                 self.preempt(state)
@@ -53,15 +73,15 @@ class RequestScheduler(RequestLifecycle):
         return True
 
     def make_room(self, num_blocks: int, batch: Batch, victims: Iterable[ServiceClass]) -> bool:
-        """Recompute requests of the given classes, youngest first, until ``num_blocks`` device blocks are free.
+        """Recompute requests of the given kinds, last of a queue first, until ``num_blocks`` device blocks are free.
 
         Returns:
             False, and nobody was preempted, if even all of them together would not free enough.
         """
         shortage = num_blocks - self.kv.num_free(Tier.DEVICE)
         chosen = []
-        for service_class in victims:
-            for victim in reversed(self.device[service_class]):
+        for kind in victims:
+            for victim in reversed(self.device[kind]):
                 if shortage <= 0:
                     break
                 if victim not in batch:
@@ -73,21 +93,19 @@ class RequestScheduler(RequestLifecycle):
             self.preempt(victim)
         return True
 
-    def youngest_victim(
-        self, batch: Batch, state: RequestState, classes: Iterable[ServiceClass]
-    ) -> RequestState | None:
+    def youngest_victim(self, batch: Batch, state: RequestState, kinds: Iterable[ServiceClass]) -> RequestState | None:
         """Return whom ``run_or_preempt`` would preempt for ``state``; None if nobody is left."""
-        for service_class in classes:
-            for victim in reversed(self.device[service_class]):
-                same_class = victim.service_class is state.service_class
-                if victim in batch or victim is state or (same_class and victim.order < state.order):
+        for kind in kinds:
+            for victim in reversed(self.device[kind]):
+                same_kind = victim.kind is state.kind
+                if victim in batch or victim is state or (same_kind and victim.place < state.place):
                     continue
                 return victim
         return None
 
     def in_arrival_order(self, queues: Iterable[RequestQueue]) -> Iterable[RequestState]:
-        """Merge queues, oldest request first."""
-        return heapq.merge(*queues, key=lambda state: state.order)
+        """Merge queues, oldest request first, whatever its class."""
+        return sorted(itertools.chain(*queues), key=lambda state: state.order)
 
     def blocks_for(self, state: RequestState) -> int:
         """Return how many blocks all known tokens of a request need."""
@@ -101,6 +119,7 @@ class RequestScheduler(RequestLifecycle):
         entries: Sequence[PiggybackEntry] = (),
         joins: Sequence[PiggybackJoin] = (),
         moves: Sequence[KVMove] = (),
+        decision: Decision | None = None,
     ) -> StepPlan:
         """Close a batch into a StepPlan with the smallest bucket of seats that holds its piggyback rows."""
         for request_id in itertools.chain((c.request_id for c in batch.chunks), (e.request_id for e in entries)):
@@ -118,9 +137,5 @@ class RequestScheduler(RequestLifecycle):
             num_piggyback_slots=seat_bucket(most, self.limits.max_piggyback_slots),
             moves=tuple(moves),
             cancels=cancels,
+            decision=decision,
         )
-
-
-def seat_bucket(count: int, largest: int) -> int:
-    """Return P for ``count`` rows: 0, or the smallest power of two that holds them, at most ``largest``."""
-    return min(1 << (count - 1).bit_length(), largest) if count else 0

@@ -18,12 +18,10 @@ class HostResidents:
     Args:
         num_slots: Slots of the host tier.
         num_layers: L.
-        max_seats: Largest P.
     """
 
-    def __init__(self, *, num_slots: int, num_layers: int, max_seats: int) -> None:
+    def __init__(self, *, num_slots: int, num_layers: int) -> None:
         self.num_layers = num_layers
-        self._max_seats = max_seats
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._epochs = [0] * num_slots
         self._by_slot: dict[int, RequestState] = {}
@@ -67,14 +65,34 @@ class HostResidents:
             self._ready[event.layer].add(state)
         return state
 
-    def plan_joins(self, max_rows: int) -> list[PiggybackJoin]:
-        """Pick waiting results for this step, lowest layer first (3.3.6), oldest request first inside a layer."""
+    @property
+    def is_busy(self) -> bool:
+        """True while the host tier attends for somebody."""
+        return any(state.away is not None and not state.away.ready for state in self._by_slot.values())
+
+    @property
+    def num_ready(self) -> list[int]:
+        """Results that wait to join, by layer."""
+        return [len(queue) for queue in self._ready]
+
+    @property
+    def num_at_token_boundary(self) -> int:
+        """Residents whose next token may enter."""
+        return sum(state.away is None and state.slot >= 0 for state in self.queue)
+
+    def plan_joins(self, max_rows: int, seats: int) -> list[PiggybackJoin]:
+        """Pick waiting results for this step, lowest layer first (3.3.6), oldest request first inside a layer.
+
+        Args:
+            max_rows: Most joins.
+            seats: Most joins of one layer.
+        """
         joins: list[PiggybackJoin] = []
         for layer, queue in enumerate(self._ready):
             if len(queue) == 0:
                 continue
             for seat, state in enumerate(queue):
-                if seat == self._max_seats:
+                if seat == seats:
                     break
                 if len(joins) >= max_rows:
                     return joins
@@ -97,11 +115,11 @@ class HostResidents:
 
         Args:
             allocate: Returns the request's host blocks for its newest token, or None if the request cannot go on now.
-            max_entries: Most entries, besides P.
+            max_entries: Most entries.
         """
         entries: list[PiggybackEntry] = []
         for state in self.queue:
-            if len(entries) >= min(self._max_seats, max_entries):
+            if len(entries) >= max_entries:
                 break
             if state.away is not None or state.slot < 0:
                 continue

@@ -31,8 +31,8 @@ class SarathiScheduler(RequestScheduler):
                     break
         return self.make_plan(batch, now_s)
 
-    def _run_admitted(self, batch: Batch, service_class: ServiceClass, victims: tuple[ServiceClass, ...]) -> None:
+    def _run_admitted(self, batch: Batch, kind: ServiceClass, victims: tuple[ServiceClass, ...]) -> None:
         for decodes in (True, False):
-            for state in self.device[service_class]:
+            for state in self.device[kind]:
                 if state.phase is Phase.DEVICE and state.decodes is decodes and state not in batch:
                     self.run_or_preempt(batch, state, victims)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -43,7 +44,10 @@ class RequestState:
     request_id: str
     request: Request
     slo: SLO
-    order: int
+    kind: ServiceClass
+    """How the request is treated, whatever its class is called."""
+    place: tuple[int, int]
+    """(rank of its class, arrival number): who comes first among its kind."""
     arrival_s: float
     token_ids: list[int]
     phase: Phase = Phase.WAITING
@@ -55,14 +59,23 @@ class RequestState:
     blocked_since_s: float | None = None
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
+    predicted_ttft_s: float | None = None
+    moved_s: float = -math.inf
+    """When it last began to move to another tier."""
     max_num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.max_num_tokens = len(self.token_ids) + self.request.sampling.max_tokens
 
     @property
-    def service_class(self) -> ServiceClass:
-        return ServiceClass(self.request.service_class)
+    def service_class(self) -> str:
+        """The name of its class."""
+        return self.request.service_class
+
+    @property
+    def order(self) -> int:
+        """Arrival number."""
+        return self.place[1]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -123,30 +136,31 @@ class RequestState:
                 first_scheduled_s=self.first_scheduled_s,
                 first_token_s=self.first_token_s,
                 finished_s=now_s if reason is not None else None,
+                predicted_ttft_s=self.predicted_ttft_s,
             ),
         )
 
 
-_ORDER = attrgetter("order")
+_PLACE = attrgetter("place")
 
 
 class RequestQueue:
-    """Requests in arrival order, whatever order they were put in."""
+    """Requests of one kind by class and then arrival, whatever order they were put in."""
 
     def __init__(self) -> None:
         self._states: list[RequestState] = []
 
     def add(self, state: RequestState) -> None:
-        bisect.insort(self._states, state, key=_ORDER)
+        bisect.insort(self._states, state, key=_PLACE)
 
     def remove(self, state: RequestState) -> None:
-        index = bisect.bisect_left(self._states, state.order, key=_ORDER)
+        index = bisect.bisect_left(self._states, state.place, key=_PLACE)
         if index == len(self._states) or self._states[index] is not state:
             raise KeyError(state.request_id)
         del self._states[index]
 
     def __iter__(self) -> Iterator[RequestState]:
-        """Oldest first, over a snapshot: the queue may change meanwhile."""
+        """Best class first, oldest first in it, over a snapshot: the queue may change meanwhile."""
         return iter(tuple(self._states))
 
     def __reversed__(self) -> Iterator[RequestState]:

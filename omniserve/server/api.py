@@ -14,12 +14,13 @@ from omniserve.errors import EngineStopped
 from omniserve.server.answers import AnswerShape, collect
 from omniserve.server.chat import ChatShape
 from omniserve.server.completions import CompletionShape
-from omniserve.server.errors import ApiError, engine_gone
+from omniserve.server.errors import ApiError, engine_gone, milliseconds
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
 from omniserve.server.service import Service, new_call_id
 from omniserve.server.streaming import ClientGone, EventStream, or_disconnect
 
 _MAX_BODY_BYTES = 32 << 20
+_PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
 _CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
 
 
@@ -101,16 +102,20 @@ async def _generate(
     handed_over = False
     try:
         await or_disconnect(http.receive, generation.start())
+        predicted_ms = milliseconds(generation.predicted_ttft_s)
+        headers = {} if predicted_ms is None else {_PREDICTED_TTFT_HEADER: str(predicted_ms)}
         if request.stream:
             handed_over = True
             return EventStream(
                 generation,
                 shape,
+                headers=headers,
                 include_usage=request.include_usage,
                 on_close=lambda: service.end(generation),
             )
         deltas = await or_disconnect(http.receive, collect(generation))
-        return Response(shape.answer(deltas, generation.usage.as_dict()), media_type="application/json")
+        body = shape.answer(deltas, generation.usage.as_dict())
+        return Response(body, headers=headers, media_type="application/json")
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:

@@ -53,6 +53,8 @@ class Choice:
         self.request = request
         self.times = Times(arrival_s)
         self.finish_reason: str | None = None
+        self.predicted_ttft_s: float | None = None
+        """What the engine predicted when it accepted the request; from its arrival."""
         self._detokenizer = codec.detokenizer(stop)
         self._logprobs: list[TokenLogprob] = []
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,17 @@ from omniserve.server import wire
 from omniserve.server.engine_process import EngineMaker, run_engine_process
 from omniserve.stats import EngineStats
 
-Event = tuple[str, RequestOutput | Exception | None]
-"""Request id and an output, the error that ended the request, or None: it was accepted."""
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The engine took a request."""
+
+    predicted_ttft_s: float | None
+    """From its arrival; None without prediction."""
+
+
+Event = tuple[str, Accepted | RequestOutput | Exception]
+"""Request id and that it was accepted, an output, or the error that ended it."""
 
 # How long a message that a dying engine sent may still be on its way.
 _LAST_WORDS_S = 0.5
@@ -89,8 +99,13 @@ class EngineClient:
         self._ready = True
         return ready.result()
 
-    def submit(self, request: Request, queue: asyncio.Queue[Event]) -> None:
-        """Send a request; its events go into ``queue``: None once accepted, then outputs, or one exception.
+    def submit(self, request: Request, arrival_s: float, queue: asyncio.Queue[Event]) -> None:
+        """Send a request; its events go into ``queue``: that it was accepted, then outputs, or one exception.
+
+        Args:
+            request: With an id.
+            arrival_s: When it came; ``time.monotonic``, which is one clock for all processes of a machine.
+            queue: Gets the events.
 
         Raises:
             EngineStopped: The engine is gone.
@@ -99,7 +114,7 @@ class EngineClient:
             raise EngineStopped(self.failure or "the engine has stopped")
         assert request.request_id is not None
         self._queues[request.request_id] = queue
-        self._send("add", wire.encode_request(request))
+        self._send("add", wire.encode_request(request), arrival_s)
 
     def abort(self, request_id: str) -> None:
         """End a request; nothing more is heard of it. Unknown and finished ones are ignored."""
@@ -166,8 +181,8 @@ class EngineClient:
                 return
             match message[0]:
                 case "step":
-                    for request_id in message[1]:
-                        self._deliver(request_id, None)
+                    for request_id, predicted_ttft_s in message[1]:
+                        self._deliver(request_id, Accepted(predicted_ttft_s))
                     for data in message[2]:
                         self._deliver(data[0], wire.decode_output(data))
                 case "refused":
@@ -185,11 +200,11 @@ class EngineClient:
                 case kind:
                     raise AssertionError(f"unknown message {kind!r} from the engine")
 
-    def _deliver(self, request_id: str, item: RequestOutput | Exception | None) -> None:
+    def _deliver(self, request_id: str, item: Accepted | RequestOutput | Exception) -> None:
         queue = self._queues.get(request_id)
         if queue is None:
             return  # aborted meanwhile
-        if isinstance(item, Exception) or (item is not None and item.finished):
+        if isinstance(item, Exception) or (isinstance(item, RequestOutput) and item.finished):
             del self._queues[request_id]
         queue.put_nowait((request_id, item))
 

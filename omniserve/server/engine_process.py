@@ -17,7 +17,7 @@ import zmq
 
 from omniserve.config import EngineConfig
 from omniserve.errors import OmniServeError, RequestRejected
-from omniserve.request import Request, RequestOutput, SamplingParams, ServiceClass
+from omniserve.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.server import wire
 from omniserve.spec import ModelSpec
 from omniserve.stats import EngineStats
@@ -43,7 +43,8 @@ class EngineLike(Protocol):
     def has_unfinished(self) -> bool: ...
     @property
     def last_plan_was_empty(self) -> bool: ...
-    def add(self, request: Request) -> str: ...
+    def add(self, request: Request, *, arrival_s: float | None = None) -> str: ...
+    def predicted_ttft_s(self, request_id: str) -> float | None: ...
     def abort(self, request_id: str) -> bool: ...
     def step(self) -> list[RequestOutput]: ...
     def wait(self, timeout_s: float) -> None: ...
@@ -51,6 +52,8 @@ class EngineLike(Protocol):
     def close(self) -> None: ...
 
 
+# An id and the TTFT that was predicted.
+_Accepted = tuple[str, float | None]
 Progress = Callable[[str], None]
 EngineMaker = Callable[[Progress], EngineLike]
 """Makes the engine in its process; has to be picklable. Tells its progress in short sentences."""
@@ -133,22 +136,23 @@ def _start(make_engine: EngineMaker, link: _Link) -> EngineLike | None:
         max_model_len=engine.max_model_len,
         kv_pool_tokens=config.device_kv_bytes // spec.kv_block_bytes(config.block_size) * config.block_size,
         eos_token_ids=tuple(spec.eos_token_ids),
-        slos=config.slos,
+        classes=config.classes,
     )
     link.send("ready", wire.encode_info(info))
     return engine
 
 
 def _warm_up(engine: EngineLike) -> None:
-    """Run a request of each class, so that compiling is over before the first user comes."""
+    """Run a request of each kind of class, so that compiling is over before the first user comes."""
     limit = engine.max_model_len
     num_prompt = max(1, min(_WARM_UP_TOKENS, limit // 2))
-    for service_class in ServiceClass:
+    for name in {spec.kind: spec.name for spec in engine.config.classes}.values():
         engine.add(
             Request(
                 prompt_token_ids=[i % engine.spec.vocab_size for i in range(num_prompt)],
                 sampling=SamplingParams(max_tokens=max(1, min(4, limit - num_prompt)), ignore_eos=True),
-                service_class=service_class,
+                service_class=name,
+                slo=SLO(),  # so that it is not refused
             )
         )
     while engine.has_unfinished:
@@ -159,7 +163,7 @@ def _warm_up(engine: EngineLike) -> None:
 
 def _serve(engine: EngineLike, link: _Link) -> None:
     while True:
-        accepted: list[str] = []
+        accepted: list[_Accepted] = []
         command = link.receive(block=not engine.has_unfinished)
         while command is not None:
             if command[0] == "close":
@@ -173,11 +177,12 @@ def _serve(engine: EngineLike, link: _Link) -> None:
             engine.wait(_HOST_WAIT_S)
 
 
-def _obey(engine: EngineLike, link: _Link, command: wire.Message, accepted: list[str]) -> None:
+def _obey(engine: EngineLike, link: _Link, command: wire.Message, accepted: list[_Accepted]) -> None:
     match command:
-        case ("add", data):
+        case ("add", data, arrival_s):
             try:
-                accepted.append(engine.add(wire.decode_request(data)))
+                request_id = engine.add(wire.decode_request(data), arrival_s=arrival_s)
+                accepted.append((request_id, engine.predicted_ttft_s(request_id)))
             except (ValueError, RequestRejected) as error:
                 link.send("refused", data[0], wire.encode_error(error))
         case ("abort", request_id):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -20,6 +21,7 @@ class ApiError(Exception):
         param: The request's field at fault.
         code: OpenAI's machine-readable code.
         retry_after_s: Goes out as the Retry-After header, rounded up to whole seconds.
+        details: More fields of the error object, which OpenAI does not have.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -37,13 +40,15 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.details = details or {}
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
         kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
         if kind is None:
             kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error | dict(self.details)}
 
     def response(self) -> Response:
         """Return the HTTP response."""
@@ -64,12 +69,23 @@ def from_engine(error: Exception) -> ApiError:
     if isinstance(error, RequestRejected):
         # A client that knows nothing better waits a second.
         retry_after_s = 1.0 if error.retry_after_s is None else error.retry_after_s
-        return ApiError(str(error), status=429, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+        details = {
+            "predicted_ttft_ms": milliseconds(error.predicted_ttft_s),
+            "required_ttft_ms": milliseconds(error.required_ttft_s),
+        }
+        return ApiError(
+            str(error), status=429, code="rate_limit_exceeded", retry_after_s=retry_after_s, details=details
+        )
     if isinstance(error, EngineStopped):
         return ApiError(str(error), status=500, code="engine_stopped")
     if isinstance(error, ValueError):
         return ApiError(str(error))
     raise error
+
+
+def milliseconds(seconds: float | None) -> float | None:
+    """Return a time as answers tell it."""
+    return None if seconds is None else round(seconds * 1e3, 3)
 
 
 def shutting_down() -> ApiError:

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from omniserve.errors import EngineStopped
-from omniserve.request import SLO, FinishReason, Request, RequestOutput, SamplingParams, ServiceClass
+from omniserve.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
 from omniserve.server.choice import Choice, Delta
-from omniserve.server.engine_client import EngineClient, Event
+from omniserve.server.engine_client import Accepted, EngineClient, Event
 from omniserve.server.errors import ApiError, engine_gone, from_engine
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.text import TextCodec
@@ -25,7 +25,7 @@ class Job:
     """When the call came; monotonic seconds."""
     prompts: Sequence[Sequence[int]]
     samplings: Sequence[SamplingParams]
-    service_class: ServiceClass
+    service_class: str
     slo: SLO
     """The call's own or its class's default."""
 
@@ -79,7 +79,7 @@ class Generation:
         waiting = set(self._choices)
         try:
             for choice in self._choices.values():
-                self._client.submit(choice.request, self._queue)
+                self._client.submit(choice.request, self._job.arrival_s, self._queue)
         except EngineStopped as error:
             raise engine_gone(str(error)) from None
         while waiting:
@@ -89,11 +89,18 @@ class Generation:
                 if refusal.status == 429:
                     self._metrics.rejected(self._job.service_class)
                 raise refusal
-            if event is None:
+            if isinstance(event, Accepted):
                 waiting.discard(request_id)
+                self._choices[request_id].predicted_ttft_s = event.predicted_ttft_s
             else:
                 self._events.append((request_id, event))
         self._started = True
+
+    @property
+    def predicted_ttft_s(self) -> float | None:
+        """The largest of its choices' predictions, once started; None without prediction."""
+        predictions = [choice.predicted_ttft_s for choice in self._choices.values()]
+        return max((seconds for seconds in predictions if seconds is not None), default=None)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """Yield new text until every choice has finished; what is there at one time comes together.
@@ -113,7 +120,7 @@ class Generation:
                 if isinstance(event, Exception):
                     raise from_engine(event)
                 choice = self._choices[request_id]
-                if event is None or choice.finish_reason is not None:
+                if isinstance(event, Accepted) or choice.finish_reason is not None:
                     continue  # steps go on for a moment after a stop string was found here
                 delta = self._advance(request_id, choice, event)
                 if delta is not None:

@@ -7,16 +7,24 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omniserve.config import EngineConfig
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from omniserve.engine import Engine
+    from omniserve.latency import Profile
 
 BUILTIN_MODEL_NAME = "omniserve-builtin"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+# The others predict nothing, so measuring for them would delay the start for nothing.
+_PREDICTING_SCHEDULERS = ("omniserve",)
+# Share of the time limit of measuring after which progress is told again.
+_TELL_EACH = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,28 +36,44 @@ class EngineLoader:
         dtype: One of DTYPES; ``auto`` takes the model's own.
         device: One of DEVICES; ``auto`` takes a GPU if there is one.
         config: The engine's settings.
+        profile: Latency profile to read; None takes the cached one, or measures.
+        profile_time_limit_s: Of measuring.
+        with_profile: False makes an engine without a latency model.
     """
 
     model: str
     dtype: str
     device: str
     config: EngineConfig
+    profile: Path | None = None
+    profile_time_limit_s: float = 30.0
+    with_profile: bool = True
 
     def __call__(self, progress: Callable[[str], None]) -> Engine:
-        """Load and patch the model; tell ``progress`` about it.
+        """Load the model, find or make its latency profile, and make the engine; tell ``progress`` about it.
+
+        Raises:
+            OSError: There is no such model, or no such profile.
+            UnsupportedModelError: No layer family fits the model.
+            ValueError: The settings or the profile do not fit it or this machine.
+        """
+        model = self.load_model(progress)
+        from omniserve.engine import Engine
+
+        return Engine(model, self.config, profile=self._find_profile(model, progress))
+
+    def load_model(self, progress: Callable[[str], None]) -> PreTrainedModel:
+        """Load the model alone.
 
         Raises:
             OSError: There is no such model.
-            UnsupportedModelError: No layer family fits it.
-            ValueError: The settings do not fit it or this machine.
+            ValueError: The device is not there.
         """
         progress("importing torch")
         import torch
         from tqdm import tqdm
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging as transformers_logging
-
-        from omniserve.engine import Engine
 
         device = self.device
         if device == "auto":
@@ -65,7 +89,24 @@ class EngineLoader:
         model = AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype, device_map=device)
         model.eval()
         progress(f"{model.num_parameters() / 1e6:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, {device}")
-        return Engine(model, self.config)
+        return model
+
+    def _find_profile(self, model: PreTrainedModel, progress: Callable[[str], None]) -> Profile | None:
+        if not self.with_profile or (self.profile is None and self.config.scheduler not in _PREDICTING_SCHEDULERS):
+            return None
+        from omniserve.profiling import find_or_make_profile
+
+        told_at = -_TELL_EACH
+
+        def tell(what: str, spent: float) -> None:
+            nonlocal told_at
+            if min(spent, 1.0) >= told_at + _TELL_EACH:
+                told_at = min(spent, 1.0)
+                progress(f"measuring latencies, {told_at:.0%} of the time limit: {what}")
+
+        return find_or_make_profile(
+            model, self.config, path=self.profile, time_limit_s=self.profile_time_limit_s, progress=tell
+        )
 
 
 def builtin_model_path() -> str:

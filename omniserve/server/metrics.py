@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from omniserve.request import FinishReason, ServiceClass
+from omniserve.request import FinishReason
 from omniserve.server.choice import Choice
 from omniserve.stats import EngineStats
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
+_TTFT_ERROR_BUCKETS_S = (-4, -1, -0.5, -0.25, -0.1, -0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 4, 16)
 _TPOT_BUCKETS_S = (0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.4, 0.8, 1.6, 5)
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of its own."""
+    """All metrics of one server, in a registry of its own.
 
-    def __init__(self) -> None:
+    Args:
+        class_names: The engine's classes of requests.
+    """
+
+    def __init__(self, class_names: Iterable[str]) -> None:
         registry = self._registry = CollectorRegistry()
         by_class = ["service_class"]
         self._requests = Counter(
@@ -31,6 +36,15 @@ class ServerMetrics:
             "omniserve_requests_rejected", "Requests refused because of load", by_class, registry=registry
         )
         self._ttft = _histogram(registry, "ttft", "HTTP request to first token", _TTFT_BUCKETS_S)
+        self._predicted_ttft = _histogram(
+            registry,
+            "ttft_predicted",
+            "What admission control predicted for HTTP request to first token",
+            _TTFT_BUCKETS_S,
+        )
+        self._ttft_error = _histogram(
+            registry, "ttft_prediction_error", "Time to first token minus its prediction", _TTFT_ERROR_BUCKETS_S
+        )
         self._tpot = _histogram(registry, "tpot", "Time per output token after the first", _TPOT_BUCKETS_S)
         self._e2e = _histogram(registry, "e2e", "HTTP request to last token", _E2E_BUCKETS_S)
         self._slo = Counter(
@@ -39,14 +53,14 @@ class ServerMetrics:
             [*by_class, "objective", "met"],
             registry=registry,
         )
-        for service_class in ServiceClass:  # a series that is 0 is there from the start
+        for service_class in class_names:  # a series that is 0 is there from the start
             self._rejected.labels(service_class)
             for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
                 self._requests.labels(service_class, reason)
         self._engine = _EngineCollector()
         registry.register(self._engine)
 
-    def rejected(self, service_class: ServiceClass) -> None:
+    def rejected(self, service_class: str) -> None:
         """Count a request that was refused because of load."""
         self._rejected.labels(service_class).inc()
 
@@ -59,6 +73,9 @@ class ServerMetrics:
             return
         ttft_s = times.first_token_s - times.arrival_s
         self._ttft.labels(service_class).observe(ttft_s)
+        if choice.predicted_ttft_s is not None:
+            self._predicted_ttft.labels(service_class).observe(choice.predicted_ttft_s)
+            self._ttft_error.labels(service_class).observe(ttft_s - choice.predicted_ttft_s)
         tpot_s = None
         if times.num_tokens > 1:
             tpot_s = (times.last_token_s - times.first_token_s) / (times.num_tokens - 1)
@@ -93,6 +110,8 @@ class _EngineCollector(Collector):
         yield _gauge("kv_blocks", "KV blocks in all", blocks, by_tier)
         yield _gauge("host_requests", "Requests whose KV is on the host tier", {"": s.host_requests}, [])
         yield _gauge("host_healthy", "1 while the host tier has a living thread", {"": int(s.host_healthy)}, [])
+        yield _gauge("latency_error", "Mean |predicted - measured| / measured of steps", {"": s.latency_error}, [])
+        yield _gauge("latency_drift", "Measured over predicted time of steps, uncorrected", {"": s.latency_drift}, [])
         yield _counter("output_tokens", "Output tokens", s.output_tokens, by_class)
         yield _counter("prompt_tokens", "Prompt tokens", s.prompt_tokens, by_class)
         yield _counter("swaps", "Requests whose KV moved", {"out": s.swaps_out, "in": s.swaps_in}, ["direction"])
@@ -103,6 +122,7 @@ class _EngineCollector(Collector):
             ("piggyback_rows", "Piggyback rows that joined, over all layers", s.piggyback_rows),
             ("host_output_tokens", "Output tokens whose attention the host tier computed", s.host_output_tokens),
             ("preemptions", "Requests whose KV was dropped, to be recomputed", s.preemptions),
+            ("checkpoints", "KV blocks of running requests copied to the host tier", s.checkpoints),
             ("host_failures", "Host attention tasks and moves that failed", s.host_failures),
         ):
             yield _counter(name, help_text, {"": value}, [])

@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from omniserve.request import SLO, ServiceClass
+from omniserve.request import SLO
 from omniserve.server.errors import ApiError
 from omniserve.server.refused import refuse_unsupported
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 
-_SERVICE_CLASSES = {"flex": ServiceClass.BE}
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -76,7 +75,8 @@ class GenerationRequest(BaseModel):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Annotated[list[str], BeforeValidator(_stop_strings)] = []
-    service_tier: Literal["auto", "default", "priority", "scale", "fast", "flex"] = "auto"
+    service_tier: str = "auto"
+    """Names a class of requests (see ``class_of_tier``)."""
 
     # Not OpenAI's, but what other open servers take through extra_body.
     top_k: int = Field(0, ge=-1)
@@ -92,10 +92,6 @@ class GenerationRequest(BaseModel):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-
-    @property
-    def service_class(self) -> ServiceClass:
-        return _SERVICE_CLASSES.get(self.service_tier, ServiceClass.LS)
 
     @property
     def answered_tier(self) -> str:

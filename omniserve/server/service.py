@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 
 from omniserve.request import SamplingParams
+from omniserve.server.classes import class_of_tier
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
 from omniserve.server.generation import Generation, Job
@@ -37,7 +38,7 @@ class Service:
         self.info = info
         self.codec = codec
         self.model_name = model_name
-        self.metrics = ServerMetrics()
+        self.metrics = ServerMetrics([spec.name for spec in info.classes])
         self._running: set[Generation] = set()
         self._draining = False
         self._idle = asyncio.Event()
@@ -94,6 +95,7 @@ class Service:
         Raises:
             ApiError: The request does not fit the model.
         """
+        spec = class_of_tier(request.service_tier, self.info.classes)
         prompts = await self.prompts(request)
         if len(prompts) * request.n > _MAX_CHOICES_PER_CALL:
             raise ApiError(f"prompts times n is more than {_MAX_CHOICES_PER_CALL}; send several requests", param="n")
@@ -104,8 +106,8 @@ class Service:
                 arrival_s=arrival_s,
                 prompts=prompts,
                 samplings=_samplings(request, max_tokens),
-                service_class=request.service_class,
-                slo=request.slo_or_none or self.info.slos[request.service_class],
+                service_class=spec.name,
+                slo=request.slo_or_none or spec.slo,
             ),
             client=self.client,
             codec=self.codec,

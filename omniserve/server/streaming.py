@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -55,6 +55,7 @@ class EventStream(Response):
     Args:
         generation: Started already, so that a refusal had its own status.
         shape: Makes the chunks.
+        headers: More of the answer's headers.
         include_usage: Send a last chunk with the token counts.
         on_close: Called when the stream is over, however it ended.
     """
@@ -62,9 +63,15 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, generation: Generation, shape: AnswerShape, *, include_usage: bool, on_close: Callable[[], None]
+        self,
+        generation: Generation,
+        shape: AnswerShape,
+        *,
+        headers: Mapping[str, str],
+        include_usage: bool,
+        on_close: Callable[[], None],
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]  # of the empty body that Response was made with
         self._generation = generation
         self._shape = shape

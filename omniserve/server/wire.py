@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import msgpack
@@ -11,25 +11,25 @@ import msgpack
 from omniserve.errors import RequestRejected
 from omniserve.request import (
     SLO,
+    ClassSpec,
     FinishReason,
     Request,
     RequestOutput,
     RequestTimes,
     SamplingParams,
-    ServiceClass,
     TokenLogprob,
 )
 from omniserve.stats import EngineStats
 
-# API -> engine: ("add", request), ("abort", request_id), ("stats", number), ("close",)
+# API -> engine: ("add", request, arrival_s), ("abort", request_id), ("stats", number), ("close",)
 # engine -> API: ("progress", text), ("ready", info), ("failed", text)     while it starts
-#                ("step", accepted ids, outputs), ("refused", request_id, error), ("stats", number, stats),
-#                ("fatal", text)
+#                ("step", [(accepted id, predicted_ttft_s or None)], outputs), ("refused", request_id, error),
+#                ("stats", number, stats), ("fatal", text)
 Message = tuple[Any, ...]
 
 _SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))
+_TIMES_FIELDS = tuple(f.name for f in dataclasses.fields(RequestTimes))
 _STATS_FIELDS = tuple(f.name for f in dataclasses.fields(EngineStats))
-_CLASS_FIELDS = ("waiting", "running", "output_tokens", "prompt_tokens")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,8 @@ class EngineInfo:
     kv_pool_tokens: int
     """Tokens that the device KV pool holds: no request can be longer."""
     eos_token_ids: tuple[int, ...]
-    slos: Mapping[ServiceClass, SLO]
+    classes: tuple[ClassSpec, ...]
+    """Highest priority first."""
 
 
 def pack(message: Message) -> bytes:
@@ -56,9 +57,8 @@ def unpack(data: bytes) -> Message:
 
 def encode_request(request: Request) -> Message:
     """Return a request as plain data."""
-    slo = None if request.slo is None else (request.slo.ttft_s, request.slo.tpot_s)
     sampling = tuple(getattr(request.sampling, name) for name in _SAMPLING_FIELDS)
-    return request.request_id, request.prompt_token_ids, str(request.service_class), slo, sampling
+    return request.request_id, request.prompt_token_ids, str(request.service_class), _encode_slo(request.slo), sampling
 
 
 def decode_request(data: Message) -> Request:
@@ -72,7 +72,7 @@ def decode_request(data: Message) -> Request:
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
         service_class=service_class,
-        slo=None if slo is None else SLO(ttft_s=slo[0], tpot_s=slo[1]),
+        slo=_decode_slo(slo),
         sampling=SamplingParams(**dict(zip(_SAMPLING_FIELDS, sampling, strict=True))),
     )
 
@@ -101,7 +101,7 @@ def decode_output(data: Message) -> RequestOutput:
     request_id, service_class, token_ids, logprobs, finish_reason, stop_reason, prompt, output, host, times = data
     return RequestOutput(
         request_id=request_id,
-        service_class=ServiceClass(service_class),
+        service_class=service_class,
         new_token_ids=token_ids,
         new_logprobs=tuple(TokenLogprob(token_id=i, logprob=lp, top=top) for i, lp, top in logprobs),
         finish_reason=None if finish_reason is None else FinishReason(finish_reason),
@@ -109,43 +109,58 @@ def decode_output(data: Message) -> RequestOutput:
         num_prompt_tokens=prompt,
         num_output_tokens=output,
         num_host_tokens=host,
-        times=None
-        if times is None
-        else RequestTimes(arrival_s=times[0], first_scheduled_s=times[1], first_token_s=times[2], finished_s=times[3]),
+        times=None if times is None else RequestTimes(**dict(zip(_TIMES_FIELDS, times, strict=True))),
     )
 
 
 def encode_error(error: ValueError | RequestRejected) -> Message:
     """Return why a request was refused as plain data."""
     if isinstance(error, RequestRejected):
-        return "rejected", str(error), error.retry_after_s
+        return "rejected", str(error), (error.retry_after_s, error.predicted_ttft_s, error.required_ttft_s)
     return "invalid", str(error), None
 
 
 def decode_error(data: Message) -> ValueError | RequestRejected:
     """Return the error again."""
-    kind, message, retry_after_s = data
-    return RequestRejected(message, retry_after_s=retry_after_s) if kind == "rejected" else ValueError(message)
+    kind, message, seconds = data
+    if kind == "invalid":
+        return ValueError(message)
+    retry_after_s, predicted_ttft_s, required_ttft_s = seconds
+    return RequestRejected(
+        message,
+        retry_after_s=retry_after_s,
+        predicted_ttft_s=predicted_ttft_s,
+        required_ttft_s=required_ttft_s,
+    )
 
 
 def encode_stats(stats: EngineStats) -> dict[str, Any]:
     """Return statistics as plain data."""
-    values = {name: getattr(stats, name) for name in _STATS_FIELDS}
-    return values | {name: {str(c): n for c, n in values[name].items()} for name in _CLASS_FIELDS}
+    return {name: getattr(stats, name) for name in _STATS_FIELDS}
 
 
 def decode_stats(data: dict[str, Any]) -> EngineStats:
     """Return the statistics again."""
-    return EngineStats(**(data | {name: {ServiceClass(c): n for c, n in data[name].items()} for name in _CLASS_FIELDS}))
+    return EngineStats(**data)
 
 
 def encode_info(info: EngineInfo) -> dict[str, Any]:
     """Return the engine's description as plain data."""
     values = {f.name: getattr(info, f.name) for f in dataclasses.fields(EngineInfo)}
-    return values | {"slos": {str(c): (slo.ttft_s, slo.tpot_s) for c, slo in info.slos.items()}}
+    return values | {"classes": [(spec.name, str(spec.kind), _encode_slo(spec.slo)) for spec in info.classes]}
 
 
 def decode_info(data: dict[str, Any]) -> EngineInfo:
     """Return the engine's description again."""
-    slos = {ServiceClass(c): SLO(ttft_s=slo[0], tpot_s=slo[1]) for c, slo in data["slos"].items()}
-    return EngineInfo(**(data | {"slos": slos}))
+    classes = tuple(
+        ClassSpec(name=name, kind=kind, slo=SLO(ttft_s=slo[0], tpot_s=slo[1])) for name, kind, slo in data["classes"]
+    )
+    return EngineInfo(**(data | {"classes": classes}))
+
+
+def _encode_slo(slo: SLO | None) -> Message | None:
+    return None if slo is None else (slo.ttft_s, slo.tpot_s)
+
+
+def _decode_slo(data: Message | None) -> SLO | None:
+    return None if data is None else SLO(ttft_s=data[0], tpot_s=data[1])

@@ -91,8 +91,14 @@ def test_what_can_never_fit_is_refused_at_add(
 def test_an_empty_prompt_and_a_wrong_class_are_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         Request(prompt_token_ids=[])
-    with pytest.raises(ValueError, match="'LS' or 'BE'"):
-        Request(prompt_token_ids=[1], service_class="fast")
+    with pytest.raises(ValueError, match="name of a class"):
+        Request(prompt_token_ids=[1], service_class="")
+
+
+def test_a_class_that_the_engine_does_not_have_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(ValueError, match=r"no class 'fast'; this engine has LS, BE"):
+        engine.add(Request(prompt_token_ids=[1], service_class="fast"))
 
 
 def test_an_id_is_unique_among_unfinished_requests(make_engine: MakeEngine) -> None:

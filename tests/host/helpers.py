@@ -135,7 +135,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def host_threads() -> list[Path]:
     """Folders in /proc of this process's host tier threads."""
-    return [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("omni-host")]
+    threads = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            if (task / "comm").read_text().startswith("omni-host"):
+                threads.append(task)
+        except FileNotFoundError:
+            continue  # some other thread ended in between
+    return threads
 
 
 def cpu_ticks(task: Path) -> int:

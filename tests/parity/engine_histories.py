@@ -87,7 +87,10 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
         "max_piggyback_slots": rng.choice([1, 4, 8]),
         "max_piggyback_rows": rng.choice([None, None, 5]),
         "ls_reserve_fraction": rng.choice([0.0, 0.1]),
-        "swap_in_delay_steps": rng.choice([0, 3]),
+        "swap_in_delay_s": rng.choice([0.0, 0.01]),
+        "min_residence_s": rng.choice([0.0, 0.02]),
+        "slack": rng.choice(["step", "deadline"]),
+        "checkpoint_kv": rng.choice([False, True]) and fixed.get("kv") != "paged",
         "host_threads": rng.choice([1, 2, 3]),
         "compile": False,
     }

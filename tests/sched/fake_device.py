@@ -56,6 +56,8 @@ class FakeDevice:
         """(tier, token slot) -> token id."""
         self.running: list[HostEvent] = []
         self.moves: dict[int, KVMove] = {}
+        self._seen: dict[int, list[int | None]] = {}
+        """Move id -> what its source held when it began."""
         self.abandoned: Set[int] = frozenset()
         """The scheduler's abandoned moves: they read blocks that others write, and write blocks that nobody reads."""
         self.bound: dict[int, PiggybackEntry] = {}
@@ -75,7 +77,7 @@ class FakeDevice:
         busy: dict[str, set[int]] = {"device": set(), "host": set()}
         for move in self.moves.values():
             out = move.direction is MoveDirection.TO_HOST
-            if move.move_id not in self.abandoned:
+            if move.move_id not in self.abandoned and not move.is_checkpoint:
                 busy["device" if out else "host"] |= set(move.src_block_ids)
             busy["host" if out else "device"] |= set(move.dst_block_ids)
         for event in self.running:
@@ -90,11 +92,13 @@ class FakeDevice:
         busy = self._busy_slots()
         for move in plan.moves:
             self.moves[move.move_id] = move
+            self._seen[move.move_id] = self._source(move)
         tokens: dict[str, SampledToken] = {}
         ids = [c.request_id for c in plan.chunks] + [e.request_id for e in plan.entries]
         assert len(ids) == len(set(ids)), "a request is scheduled twice"
         for chunk in plan.chunks:
-            moving = {m.request_id for m in self.moves.values() if m.move_id not in self.abandoned}
+            moves = [m for m in self.moves.values() if not m.is_checkpoint]
+            moving = {m.request_id for m in moves if m.move_id not in self.abandoned}
             assert chunk.request_id not in moving, "a moving request is scheduled"
             assert not busy["device"] & set(chunk.block_ids), "a block is used while a copy is under way"
             for offset, token in enumerate(chunk.token_ids):
@@ -153,16 +157,24 @@ class FakeDevice:
                 failed = self.is_down or self.rng.random() < self.failure_rate
                 if not failed:
                     self._copy(move)
+                del self._seen[move.move_id]
                 kind = HostEventKind.MOVE_FAILED if failed else HostEventKind.MOVE_DONE
                 events.append(HostEvent(kind=kind, move_id=move.move_id))
         self.rng.shuffle(events)
         return events
 
+    def _source(self, move: KVMove) -> list[int | None]:
+        tier = "device" if move.direction is MoveDirection.TO_HOST else "host"
+        size = self.block_size
+        return [self.kv.get((tier, block * size + offset)) for block in move.src_block_ids for offset in range(size)]
+
     def _copy(self, move: KVMove) -> None:
-        source, target = ("device", "host") if move.direction is MoveDirection.TO_HOST else ("host", "device")
-        for src, dst in zip(move.src_block_ids, move.dst_block_ids, strict=True):
-            for offset in range(self.block_size):
-                value = self.kv.get((source, src * self.block_size + offset))
-                self.kv.pop((target, dst * self.block_size + offset), None)
-                if value is not None:
-                    self.kv[target, dst * self.block_size + offset] = value
+        """Copy a token only if it stood there all the time: a real copy may read it early or late."""
+        tier = "host" if move.direction is MoveDirection.TO_HOST else "device"
+        targets = (
+            block * self.block_size + offset for block in move.dst_block_ids for offset in range(self.block_size)
+        )
+        for slot, before, now in zip(targets, self._seen[move.move_id], self._source(move), strict=True):
+            self.kv.pop((tier, slot), None)
+            if before is not None and before == now:
+                self.kv[tier, slot] = before

@@ -6,16 +6,20 @@ import random
 
 import pytest
 
+from omniserve.errors import RequestRejected
 from omniserve.kv import KV_MANAGERS
-from omniserve.plan import HostEvent, HostEventKind
-from omniserve.request import SLO, FinishReason, Request, SamplingParams
-from omniserve.sched import SCHEDULERS, SchedulerLimits
+from omniserve.latency import features_of
+from omniserve.plan import Bound, HostEvent, HostEventKind, StepPlan
+from omniserve.request import SLO, FinishReason, Request, SamplingParams, ServiceClass
+from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
+from omniserve.sched.policy import RequestScheduler
 from tests.sched.fake_device import FakeDevice, expected_tokens
+from tests.sched.predictor import forecast
 
 BLOCK = 4
 
 
-def make(scheduler: str, rng: random.Random, *, failure_rate: float = 0.0):
+def make(scheduler: str, rng: random.Random, *, failure_rate: float = 0.0, has_forecast: bool = False):
     num_device_blocks = rng.randint(16, 40)
     num_host_blocks = rng.choice([0, 12, 30, 80])
     kv = KV_MANAGERS.get("tiered")(
@@ -31,7 +35,9 @@ def make(scheduler: str, rng: random.Random, *, failure_rate: float = 0.0):
         max_piggyback_slots=rng.choice([1, 4]),
         max_piggyback_rows=rng.choice([None, 2]),
         ls_reserve_blocks=rng.choice([0, 3]),
-        swap_in_delay_steps=rng.choice([0, 4]),
+        checkpoint_blocks=rng.choice([0, 1, 4]),
+        swap_in_delay_s=rng.choice([0.0, 0.02]),
+        min_residence_s=rng.choice([0.0, 0.1]),
     )
     device = FakeDevice(
         block_size=BLOCK,
@@ -40,9 +46,21 @@ def make(scheduler: str, rng: random.Random, *, failure_rate: float = 0.0):
         rng=rng,
         failure_rate=failure_rate,
     )
-    policy = SCHEDULERS.get(scheduler)(limits=limits, kv=kv)
+    oracle = draw_forecast(rng, limits.num_layers) if has_forecast else None
+    policy = SCHEDULERS.get(scheduler)(limits=limits, kv=kv, forecast=oracle)
     device.abandoned = policy.abandoned_moves
     return policy, device
+
+
+def draw_forecast(rng: random.Random, num_layers: int) -> Forecast:
+    return forecast(
+        num_layers, base=rng.choice([0.5, 5.0]), row=rng.choice([0.1, 1.0]), key=rng.choice([0.001, 0.05]),
+        shared=rng.choice([1.0, 2.0]),
+    )  # fmt: skip
+
+
+def draw_slo(rng: random.Random) -> SLO:
+    return SLO(ttft_s=rng.choice([None, 0.05, 0.5]), tpot_s=rng.choice([None, 0.01, 0.03]))
 
 
 def draw_request(rng: random.Random) -> Request:
@@ -53,9 +71,11 @@ def draw_request(rng: random.Random) -> Request:
     )
 
 
-def run_history(scheduler: str, seed: int, *, failure_rate: float = 0.0, tier_down: bool = False) -> dict[str, int]:
+def run_history(
+    scheduler: str, seed: int, *, failure_rate: float = 0.0, tier_down: bool = False, has_forecast: bool = False
+) -> dict[str, int]:
     rng = random.Random(seed)
-    sched, device = make(scheduler, rng, failure_rate=failure_rate)
+    sched, device = make(scheduler, rng, failure_rate=failure_rate, has_forecast=has_forecast)
     speed = rng.choice([0.01, 0.05, 0.5, 1.0])
     requests = {f"r{i}": draw_request(rng) for i in range(rng.randint(5, 30))}
     arrivals = list(requests)
@@ -63,10 +83,18 @@ def run_history(scheduler: str, seed: int, *, failure_rate: float = 0.0, tier_do
     got: dict[str, list[int]] = {request_id: [] for request_id in requests}
     reasons: dict[str, FinishReason] = {}
     now_s = 0.0
+    num_rejected = num_bounded = 0
     for step in range(20_000):
         if arrivals and rng.random() < 0.5:
             request_id = arrivals.pop(0)
-            sched.add(request_id, requests[request_id], SLO(), now_s)
+            slo = draw_slo(rng) if has_forecast else SLO()
+            try:
+                sched.add(request_id, requests[request_id], slo, now_s, arrival_s=now_s - rng.choice([0.0, 0.01]))
+            except RequestRejected as error:
+                assert requests[request_id].service_class == "LS" and slo.ttft_s is not None
+                assert error.predicted_ttft_s is not None and error.predicted_ttft_s > 0.8 * slo.ttft_s
+                num_rejected += 1
+                del requests[request_id]
         if not arrivals and not sched.has_unfinished:
             break
         if rng.random() < 0.02:
@@ -80,7 +108,9 @@ def run_history(scheduler: str, seed: int, *, failure_rate: float = 0.0, tier_do
             events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
         sched.notify(events)
         plan = sched.schedule(now_s)
-        now_s += 0.005
+        if has_forecast:
+            num_bounded += check_decision(sched, plan)
+        now_s += 0.005 if plan.decision is None or not plan.decision.predicted_s else plan.decision.predicted_s
         for output in sched.update(plan, device.execute(plan), now_s):
             got[output.request_id] += output.new_token_ids
             if output.finish_reason is not None:
@@ -98,7 +128,34 @@ def run_history(scheduler: str, seed: int, *, failure_rate: float = 0.0, tier_do
     assert usage.device_used == usage.host_used == 0
     stats = sched.stats()
     return {"joins": device.num_joins, "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
-            "swaps_in": stats.swaps_in}  # fmt: skip
+            "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,
+            "bounded": num_bounded}  # fmt: skip
+
+
+def check_decision(sched: RequestScheduler, plan: StepPlan) -> bool:
+    """Check what ``omniserve`` promises of a step; return whether its bound kept anything out."""
+    decision = plan.decision
+    assert decision is not None and sched.forecast is not None
+    assert decision.predicted_s is not None and decision.predicted_ls_s is not None
+    kinds = {chunk.request_id: sched.states[chunk.request_id].kind for chunk in plan.chunks}
+    has_ls = ServiceClass.LS in kinds.values()
+    has_be = ServiceClass.BE in kinds.values() or plan.entries or plan.joins
+    # The prediction is of just this plan (what is unknown here is whether the tier was at work already).
+    features = [features_of(plan, sched.forecast.shape, host_works=works) for works in (False, True)]
+    seconds = [sched.forecast.predictor.step_s(f) if not plan.is_empty else 0.0 for f in features]
+    assert any(abs(decision.predicted_s - s) < 1e-9 for s in seconds), (decision.predicted_s, seconds)
+    if has_ls and has_be and decision.bound_s is not None:
+        assert decision.predicted_s <= decision.bound_s + 1e-9, "best-effort work beyond the bound"
+    if has_be:
+        for left_out in decision.left_out:
+            if left_out.work == "LS prefill":
+                # Piggyback rows are no device rows: they take none of the token budget.
+                tokens = {Bound.TOKENS} if ServiceClass.BE not in kinds.values() else set()
+                allowed = {Bound.MEMORY, Bound.REQUESTS, Bound.TIME} | tokens
+                assert left_out.bound in allowed, "an LS prompt gave way to BE work"
+                if left_out.bound is Bound.TIME:
+                    assert decision.predicted_s <= (decision.bound_s or 0.0) + 1e-9
+    return any(left_out.bound is Bound.TIME for left_out in decision.left_out)
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS.names())
@@ -106,8 +163,14 @@ def test_every_request_gets_its_tokens_over_random_histories(scheduler: str) -> 
     totals = [run_history(scheduler, seed) for seed in range(60)]
     assert sum(t["preemptions"] for t in totals) > 0, "the histories never ran out of memory"
     if scheduler == "omniserve":
-        for key in ("joins", "swaps_out", "swaps_in"):
+        for key in ("joins", "swaps_out", "swaps_in", "checkpoints"):
             assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
+
+
+def test_bounded_steps_lose_nothing_and_keep_their_bounds() -> None:
+    totals = [run_history("omniserve", 3000 + seed, has_forecast=True) for seed in range(150)]
+    for key in ("joins", "swaps_out", "swaps_in", "preemptions", "rejected", "bounded"):
+        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 
 @pytest.mark.parametrize("seed", range(40))

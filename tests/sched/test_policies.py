@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,8 @@ from omniserve.kv import TieredKVManager
 from omniserve.plan import HostEvent, HostEventKind, MoveDirection, StepPlan
 from omniserve.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.sched import SCHEDULERS, SchedulerLimits
-from omniserve.sched.policy import RequestScheduler, seat_bucket
+from omniserve.sched.piggyback import seat_bucket
+from omniserve.sched.policy import RequestScheduler
 from tests.sched.fake_device import FakeDevice
 
 BLOCK = 4
@@ -20,7 +22,7 @@ class Bench:
     """A scheduler on a fake device with a virtual clock; ``step`` runs one step with all host work done before it."""
 
     def __init__(
-        self, policy: str, *, device_blocks: int = 8, host_blocks: int = 0, seed: int = 0, **limits: int
+        self, policy: str, *, device_blocks: int = 8, host_blocks: int = 0, seed: int = 0, **limits: Any
     ) -> None:
         self.now_s = 0.0
         self.limits = SchedulerLimits(
@@ -138,7 +140,7 @@ def test_be_decodes_that_find_no_memory_go_to_the_host_and_finish_there() -> Non
 
 
 def test_kv_comes_back_only_after_memory_was_light_for_a_while() -> None:
-    bench = Bench("omniserve", device_blocks=16, host_blocks=64, swap_in_delay_steps=10)
+    bench = Bench("omniserve", device_blocks=16, host_blocks=64, swap_in_delay_s=0.1, min_residence_s=0.0)
     bench.add("ls", prompt=40, output=1)
     for i in range(2):
         bench.add(f"be{i}", prompt=12, output=300)

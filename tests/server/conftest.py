@@ -23,8 +23,8 @@ START_TIMEOUT_S = 60
 class RunningServer:
     """A server subprocess that has said where it listens."""
 
-    def __init__(self, command: list[str]) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    def __init__(self, command: list[str], **environment: str) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.log: list[str] = []
         self._listening = threading.Event()
@@ -87,10 +87,11 @@ def start_server(tokenizer_folder) -> Iterator[Callable[..., RunningServer]]:
     """Start servers with the fake engine; what still runs at the end is killed."""
     started: list[RunningServer] = []
 
-    def start(*, shutdown_timeout_s: float = 20, fail: str | None = None) -> RunningServer:
+    def start(*flags: str, shutdown_timeout_s: float = 20, fail: str | None = None) -> RunningServer:
         script = Path(__file__).with_name("serve_fake.py")
-        command = [sys.executable, str(script), str(tokenizer_folder), str(shutdown_timeout_s)]
-        started.append(RunningServer(command + ([] if fail is None else [fail])))
+        command = [sys.executable, str(script), "--tokenizer", str(tokenizer_folder), *flags]
+        command += ["--shutdown-timeout", str(shutdown_timeout_s), *([] if fail is None else ["--fail", fail])]
+        started.append(RunningServer(command))
         return started[-1]
 
     yield start

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from omniserve.config import EngineConfig
 from omniserve.errors import RequestRejected
-from omniserve.request import FinishReason, Request, RequestOutput, RequestTimes, ServiceClass, TokenLogprob
+from omniserve.request import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprob
 from omniserve.spec import AttentionSpec, ModelSpec
 from omniserve.stats import EngineStats
 
@@ -16,14 +16,19 @@ from omniserve.stats import EngineStats
 REJECT, REJECT_WITHOUT_HINT, REFUSE, RAISE_IN_STEP, DIE, BAD_OUTPUT = 390, 391, 392, 393, 394, 395
 # While a prompt that begins with this one runs, steps take SLOW_STEP_S.
 SLOW = 396
+# Its TTFT is predicted as the age that it has when it reaches the engine.
+AGE = 397
 SLOW_STEP_S = 0.05
+# What a prompt token is predicted to take, if the request has a TTFT objective.
+SECONDS_PER_TOKEN = 0.25
 
 
 @dataclass
 class _Running:
     request: Request
+    arrival_s: float
+    predicted_ttft_s: float | None
     output: list[int] = field(default_factory=list)
-    arrival_s: float = field(default_factory=time.monotonic)
 
 
 class FakeEngine:
@@ -31,12 +36,13 @@ class FakeEngine:
 
     Args:
         vocab_size, eos_token_id: Of the tokenizer beside it.
+        config: Only its classes and the size of its KV pool have an effect.
     """
 
     last_plan_was_empty = False
 
-    def __init__(self, vocab_size: int, eos_token_id: int, max_model_len: int = 512) -> None:
-        self.config = EngineConfig(device_kv_bytes=4 << 20, block_size=16)
+    def __init__(self, vocab_size: int, eos_token_id: int, config: EngineConfig, max_model_len: int = 512) -> None:
+        self.config = config
         self.max_model_len = max_model_len
         self.spec = ModelSpec(
             num_layers=1,
@@ -58,18 +64,28 @@ class FakeEngine:
     def has_unfinished(self) -> bool:
         return bool(self._running)
 
-    def add(self, request: Request) -> str:
+    def add(self, request: Request, *, arrival_s: float | None = None) -> str:
         first = request.prompt_token_ids[0]
         if first == REJECT:
-            raise RequestRejected("too many requests for their objectives", retry_after_s=2.5)
+            raise RequestRejected(
+                "too many requests for their objectives", retry_after_s=2.5, predicted_ttft_s=3.25, required_ttft_s=0.5
+            )
         if first == REJECT_WITHOUT_HINT:
             raise RequestRejected("too many requests")
         if first == REFUSE:
             raise ValueError("the fake engine does not like this prompt")
         self._num_added += 1
         request_id = request.request_id or f"warm-up-{self._num_added}"
-        self._running[request_id] = _Running(request)
+        now_s = time.monotonic()
+        arrival_s = now_s if arrival_s is None else arrival_s
+        predicted_s = None
+        if request.slo is not None and request.slo.ttft_s is not None:
+            predicted_s = now_s - arrival_s if first == AGE else len(request.prompt_token_ids) * SECONDS_PER_TOKEN
+        self._running[request_id] = _Running(request, arrival_s, predicted_s)
         return request_id
+
+    def predicted_ttft_s(self, request_id: str) -> float | None:
+        return self._running[request_id].predicted_ttft_s
 
     def abort(self, request_id: str) -> bool:
         return self._running.pop(request_id, None) is not None
@@ -104,26 +120,27 @@ class FakeEngine:
             logprobs = (TokenLogprob(token_id=token, logprob=-0.5, top=top),)
         return RequestOutput(
             request_id=request_id,
-            service_class=ServiceClass(entry.request.service_class),
+            service_class=entry.request.service_class,
             new_token_ids=(token,),
             new_logprobs=logprobs,
             finish_reason=reason,
             stop_reason=stop_reason,
             num_prompt_tokens=len(prompt),
             num_output_tokens=len(entry.output),
-            times=RequestTimes(arrival_s=entry.arrival_s),
+            times=RequestTimes(arrival_s=entry.arrival_s, predicted_ttft_s=entry.predicted_ttft_s),
         )
 
     def wait(self, timeout_s: float) -> None:
         time.sleep(timeout_s)
 
     def stats(self) -> EngineStats:
-        running = {c: sum(e.request.service_class == c for e in self._running.values()) for c in ServiceClass}
+        names = [spec.name for spec in self.config.classes]
+        running = {name: sum(e.request.service_class == name for e in self._running.values()) for name in names}
         return EngineStats(
-            waiting=dict.fromkeys(ServiceClass, 0),
+            waiting=dict.fromkeys(names, 0),
             running=running,
-            output_tokens=dict.fromkeys(ServiceClass, 5),
-            prompt_tokens=dict.fromkeys(ServiceClass, 6),
+            output_tokens=dict.fromkeys(names, 5),
+            prompt_tokens=dict.fromkeys(names, 6),
             device_blocks_used=len(self._running),
             device_blocks_total=100,
             host_blocks_used=3,
@@ -134,6 +151,9 @@ class FakeEngine:
             swaps_out=13,
             swaps_in=14,
             host_failures=15,
+            checkpoints=16,
+            latency_error=0.125,
+            latency_drift=1.25,
         )
 
     def close(self) -> None:
@@ -146,10 +166,11 @@ class FakeLoader:
 
     vocab_size: int = 400
     eos_token_id: int = 0
+    config: EngineConfig = field(default_factory=EngineConfig)
     fail: str | None = None
 
     def __call__(self, progress) -> FakeEngine:
         progress("faking")
         if self.fail is not None:
             raise ValueError(self.fail)
-        return FakeEngine(self.vocab_size, self.eos_token_id)
+        return FakeEngine(self.vocab_size, self.eos_token_id, self.config)

@@ -1,17 +1,26 @@
-"""Run the server with the fake engine: serve_fake.py TOKENIZER_FOLDER SHUTDOWN_TIMEOUT_S [FAIL_MESSAGE]."""
+"""Run the server with the fake engine; --class is the real server's."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import sys
 
 from fake_engine import FakeLoader
 
 from omniserve.server.cli import ServerOptions
+from omniserve.server.engine_flags import add_engine_flags, config_from
 from omniserve.server.serve import run
 
 if __name__ == "__main__":
-    folder, timeout_s, *fail = sys.argv[1:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokenizer")
+    parser.add_argument("--shutdown-timeout", type=float)
+    parser.add_argument("--fail", help="the engine does not start, with this message")
+    add_engine_flags(parser)
+    args = parser.parse_args()
     options = ServerOptions(
-        tokenizer=folder, model_name="fake", port=0, shutdown_timeout_s=float(timeout_s), log_level="info"
+        tokenizer=args.tokenizer, model_name="fake", port=0, shutdown_timeout_s=args.shutdown_timeout, log_level="info"
     )
-    sys.exit(run(options, FakeLoader(fail=fail[0] if fail else None)))
+    config = dataclasses.replace(config_from(args), device_kv_bytes=4 << 20, block_size=16)
+    sys.exit(run(options, FakeLoader(config=config, fail=args.fail)))

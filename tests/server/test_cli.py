@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 
 from omniserve.config import EngineConfig
-from omniserve.request import SLO, ServiceClass
+from omniserve.request import SLO, ClassSpec
 from omniserve.server.cli import parse_args
 
 
@@ -17,23 +18,38 @@ def parse(*arguments):
 
 def test_defaults_are_those_of_engine_config():
     options, loader = parse()
-    assert loader.config == EngineConfig(slos=dict(EngineConfig().slos))
+    assert loader.config == EngineConfig()
     assert (options.host, options.port, options.model_name) == ("127.0.0.1", 8000, "some/model")
     assert (loader.model, loader.dtype, loader.device) == ("some/model", "auto", "auto")
+    assert (loader.profile, loader.with_profile) == (None, True)
+
+
+def test_classes_replace_the_default_ones_in_their_order():
+    flags = "--class chat:LS:0.5:0.05 --class LS:LS::0.2 --class batch:BE --ls-ttft-slo 3"
+    assert parse(*flags.split())[1].config.classes == (
+        ClassSpec(name="chat", kind="LS", slo=SLO(ttft_s=0.5, tpot_s=0.05)),
+        ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=3, tpot_s=0.2)),
+        ClassSpec(name="batch", kind="BE"),
+    )
+    one, other = parse("--ls-tpot-slo", "0.02")[1].config.classes
+    assert one.slo == SLO(ttft_s=1.0, tpot_s=0.02)
+    assert other == ClassSpec(name="BE", kind="BE")
 
 
 def test_every_flag_arrives():
     options, loader = parse(
-        *"--dtype bfloat16 --device cpu --host 0.0.0.0 --port 0 --scheduler fcfs --kv paged --attention x".split(),
+        *"--dtype bfloat16 --device cpu --host 0.0.0.0 --port 0".split(),
+        *"--scheduler fcfs --kv my.kv:Manager --attention x".split(),
         *"--device-kv-gib 0.5 --host-kv-gib 0 --block-size 16 --max-model-len 99 --max-step-tokens 64".split(),
         *"--host-kv-dtype int8".split(),
         *"--max-num-requests 7 --max-host-requests 8 --max-piggyback-slots 9 --device-threads 2".split(),
         *"--host-threads 3 --no-compile --ls-ttft-slo 0.25 --ls-tpot-slo 0.05 --shutdown-timeout 1.5".split(),
-        *"--log-level error --served-model-name nick".split(),
+        *"--log-level error --served-model-name nick --swap-in-delay 0.5 --latency-model bros --slack deadline".split(),
+        *"--trace-steps steps.jsonl --no-admission --checkpoint-kv --profile p.json --profile-time-limit 5".split(),
     )
     assert loader.config == EngineConfig(
         scheduler="fcfs",
-        kv="paged",
+        kv="my.kv:Manager",
         attention="x",
         device_kv_bytes=1 << 29,
         host_kv_bytes=0,
@@ -46,10 +62,20 @@ def test_every_flag_arrives():
         max_piggyback_slots=9,
         device_threads=2,
         host_threads=3,
+        swap_in_delay_s=0.5,
+        latency_model="bros",
+        slack="deadline",
+        trace_steps="steps.jsonl",
+        admission=False,
+        checkpoint_kv=True,
         compile=False,
-        slos={ServiceClass.LS: SLO(ttft_s=0.25, tpot_s=0.05), ServiceClass.BE: EngineConfig().slos[ServiceClass.BE]},
+        classes=(
+            ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=0.25, tpot_s=0.05)),
+            ClassSpec(name="BE", kind="BE"),
+        ),
     )
     assert (loader.dtype, loader.device) == ("bfloat16", "cpu")
+    assert (loader.profile, loader.profile_time_limit_s, loader.with_profile) == (Path("p.json"), 5, True)
     assert (options.host, options.port, options.model_name) == ("0.0.0.0", 0, "nick")
     assert (options.shutdown_timeout_s, options.log_level) == (1.5, "error")
 
@@ -72,6 +98,20 @@ def test_loader_can_travel_to_another_process():
         ("--dtype int8", "--dtype: invalid choice: 'int8'"),
         ("--ls-ttft-slo 0", "--ls-ttft-slo must be a positive number of seconds"),
         ("--scheduller fcfs", "unrecognized arguments"),
+        ("--slack none", "--slack must be step or deadline"),
+        ("--swap-in-delay -1", "--swap-in-delay: must be a number >= 0"),
+        ("--profile-time-limit 0", "--profile-time-limit: must be > 0"),
+        ("--profile x --no-profile", "not allowed with argument"),
+        ("--class chat", "--class: must be NAME:KIND or NAME:KIND:TTFT:TPOT, got 'chat'"),
+        ("--class chat:LS:1", "--class: must be NAME:KIND or NAME:KIND:TTFT:TPOT"),
+        ("--class chat:XX", "must be 'LS' or 'BE', got 'XX'"),
+        ("--class :LS", "must be a non-empty string"),
+        ("--class chat:LS:x:1", "could not convert"),
+        ("--class chat:LS:0:1", "must be a positive number of seconds"),
+        ("--class a:LS --class a:BE", "--class must have different names"),
+        ("--class a:LS", "one of kind BE"),
+        ("--class a:BE --class b:LS", "--class of kind LS must come before"),
+        ("--class a:LS --class b:BE --ls-ttft-slo 1", "--ls-tpot-slo need a class named LS"),
     ],
 )
 def test_wrong_flag(capsys, arguments, message):

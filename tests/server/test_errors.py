@@ -62,7 +62,7 @@ BAD_FIELDS = [
     (COMPLETIONS, {"prompt": "a", "logprobs": True}, "logprobs", "valid integer"),
     (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
     (CHAT, {"messages": USER, "stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
-    (COMPLETIONS, {"prompt": "a", "service_tier": "gold"}, "service_tier", "'flex'; got 'gold'"),
+    (COMPLETIONS, {"prompt": "a", "service_tier": "gold"}, "service_tier", "'flex', 'LS', 'BE'; got 'gold'"),
     (COMPLETIONS, {"prompt": "a", "slo": {"ttft_s": 0}}, "slo.ttft_s", "greater than 0"),
     (COMPLETIONS, {"prompt": "a", "slo": {"ttft": 1}}, "slo.ttft", "unknown field"),
     (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "drop it"),
@@ -131,21 +131,33 @@ def test_unknown_paths_methods_and_models(server, client):
         assert caught.value.code == "model_not_found"
 
 
-@pytest.mark.parametrize(("first_token", "retry_after"), [(REJECT, "3"), (REJECT_WITHOUT_HINT, "1")])
+@pytest.mark.parametrize(
+    ("first_token", "retry_after", "predicted_ms", "required_ms"),
+    [(REJECT, "3", 3250, 500), (REJECT_WITHOUT_HINT, "1", None, None)],
+)
 @pytest.mark.parametrize("stream", [False, True])
-def test_rejection_under_load(server, client, first_token, retry_after, stream):
+def test_rejection_under_load(server, client, first_token, retry_after, predicted_ms, required_ms, stream):
     before = server.metric('omniserve_requests_rejected_total{service_class="BE"}')
     with pytest.raises(openai.RateLimitError, match="too many requests") as caught:
         client.completions.create(
             model="fake", prompt=[first_token], stream=stream, extra_body={"service_tier": "flex"}
         )
     assert caught.value.response.headers["retry-after"] == retry_after
+    error = caught.value.response.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert (error["predicted_ttft_ms"], error["required_ttft_ms"]) == (predicted_ms, required_ms)
     assert server.metric('omniserve_requests_rejected_total{service_class="BE"}') == before + 1
 
 
 def test_one_refused_prompt_frees_the_others(server, client):
     with pytest.raises(openai.BadRequestError, match="does not like this prompt"):
         client.completions.create(model="fake", prompt=[[5], [REFUSE], [6]], max_tokens=400)
+    server.wait_for_metric('omniserve_requests_running{service_class="LS"}', 0)
+
+
+def test_one_rejected_prompt_frees_the_others(server, client):
+    with pytest.raises(openai.RateLimitError, match="too many requests"):
+        client.completions.create(model="fake", prompt=[[5], [REJECT], [6]], max_tokens=400)
     server.wait_for_metric('omniserve_requests_running{service_class="LS"}', 0)
 
 

@@ -72,6 +72,9 @@ def test_metrics(server, client):
         'swaps_total{direction="out"}': 13,
         'swaps_total{direction="in"}': 14,
         "host_failures_total": 15,
+        "checkpoints_total": 16,
+        "latency_error": 0.125,
+        "latency_drift": 1.25,
         "host_healthy": 1,
     }.items():
         assert value(name) == expected, name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -37,12 +38,23 @@ def model_folder(tmp_path_factory):
     return folder
 
 
+def start(model_folder, cache_folder, *more_flags):
+    flags = "--port 0 --device cpu --no-compile --served-model-name tiny --device-kv-gib 0.001 --host-kv-gib 0.01"
+    flags += " --block-size 16 --device-threads 1 --host-threads 1 --profile-time-limit 2"
+    command = [sys.executable, "-m", "omniserve.server", "--model", str(model_folder), *flags.split(), *more_flags]
+    return RunningServer(command, XDG_CACHE_HOME=str(cache_folder))
+
+
 @pytest.fixture(scope="module")
-def server(model_folder):
-    flags = "--port 0 --dtype float32 --device cpu --no-compile --served-model-name tiny"
-    flags += " --device-kv-gib 0.001 --host-kv-gib 0.01 --block-size 16 --device-threads 1 --host-threads 1"
-    command = [sys.executable, "-m", "omniserve.server", "--model", str(model_folder), *flags.split()]
-    server = RunningServer(command)
+def cache_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def server(model_folder, cache_folder):
+    flags = ("--dtype", "float32", "--trace-steps", str(cache_folder / "steps"))
+    # No load of these tests is to be too much for a slow machine.
+    server = start(model_folder, cache_folder, *flags, "--ls-ttft-slo", "1000", "--ls-tpot-slo", "1000")
     yield server.wait_until_ready()
     assert server.stop() == 0, "".join(server.log)
 
@@ -132,3 +144,43 @@ def test_too_long_for_the_pool_says_so(server):
 
     with pytest.raises(openai.BadRequestError, match="set max_tokens to at most"):
         server.client().completions.create(model="tiny", prompt="x", max_tokens=256)
+
+
+def test_time_to_first_token_is_predicted(server):
+    response = server.client().completions.with_raw_response.create(model="tiny", prompt="x", max_tokens=4)
+    assert float(response.headers["x-omniserve-predicted-ttft-ms"]) > 0
+    assert server.metric('omniserve_ttft_prediction_error_seconds_count{service_class="LS"}') >= 1
+    assert server.metric("omniserve_latency_error") > 0
+
+
+def test_objective_that_cannot_be_met_is_rejected(server):
+    import openai
+
+    with pytest.raises(openai.RateLimitError, match="first token") as caught:
+        server.client().completions.create(model="tiny", prompt=["x", "y"], extra_body={"slo": {"ttft_s": 1e-6}})
+    error = caught.value.response.json()["error"]
+    assert error["predicted_ttft_ms"] > error["required_ttft_ms"] == 0.001
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+
+
+def test_trace_is_explained(server, cache_folder):
+    """While the engine goes on writing it."""
+    for tier in ("default", "flex"):
+        server.client().completions.create(
+            model="tiny", prompt="x", max_tokens=8, extra_body={"service_tier": tier, "slo": {"tpot_s": 1e-9}}
+        )
+    command = [sys.executable, "-m", "omniserve.explain", str(cache_folder / "steps")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "predicted: accuracy" in result.stdout
+    for line in ("  LS     tpot", "  BE     tpot", "Missed objectives by main cause\n  class"):
+        assert line in result.stdout, result.stdout
+
+
+def test_profile_of_something_else_ends_the_start(server, model_folder, cache_folder):
+    [profile] = (cache_folder / "omniserve" / "profiles").glob("*.json")
+    other = start(model_folder, cache_folder, "--dtype", "bfloat16", "--profile", str(profile))
+    assert other.wait() == 1
+    log = "".join(other.log)
+    assert "cannot start: " in log and "made for something else" in log and "float32" in log
+    assert "Traceback" not in log

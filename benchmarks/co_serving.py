@@ -1,0 +1,281 @@
+"""LS requests beside batch work over HTTP: attainment of objectives, BE throughput, and what admission control does.
+
+    python -m benchmarks.co_serving --record benchmarks/results/co_serving.json
+    python -m benchmarks.co_serving --quick
+
+`frontier`: a Poisson stream of LS requests (1/s, 128 tokens in, 32 out) and 64 BE requests (512 in, 64 out) that all
+come at once, under each policy and pair of objectives; the stream alone under `sarathi` (nothing can do better); the
+BE requests alone. LS figures are of the requests that overlap BE work. BE tokens/s count input and output, from the
+first request to the last token. `overload`: LS requests at twice the rate that the server completes, with and without
+admission control. Policies alternate; each one has a server of its own, and a fresh one every repeat. A random-weight
+bf16 model in SmolLM-135M's shape, or the built-in one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.client import LoadRequest, RequestRecord, poisson_times_s, run_load
+from benchmarks.common.models import SMOLLM_135M, saved_random_llama
+from benchmarks.common.record import write_record
+from benchmarks.common.server import ServerFailed, ServerProcess
+from benchmarks.common.stats import percentile
+
+LS_TIER, BE_TIER = "priority", "flex"
+SECTIONS = ("frontier", "overload")
+OBJECTIVES = {"tight": (0.3, 0.06), "loose": (1.0, 0.25)}
+DRAIN_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The sizes of a load."""
+
+    ls_rate: float
+    ls_prompt: int
+    ls_output: int
+    seconds: float
+    be_requests: int
+    be_prompt: int
+    be_output: int
+    vocab_size: int
+    objectives: dict[str, tuple[float, float]]
+
+
+def ls_stream(load: Load, seed: int, slo: tuple[float, float], rate: float) -> list[LoadRequest]:
+    """Return a Poisson stream of LS requests."""
+    rng = random.Random(seed)
+    return [
+        LoadRequest(
+            send_at_s=at_s, prompt=[rng.randrange(1, load.vocab_size) for _ in range(load.ls_prompt)],
+            max_tokens=load.ls_output, service_tier=LS_TIER, slo=slo,
+        )
+        for at_s in poisson_times_s(rate, load.seconds, rng)
+    ]  # fmt: skip
+
+
+def be_pile(load: Load, seed: int) -> list[LoadRequest]:
+    """Return the BE requests."""
+    rng = random.Random(seed + 10_000)
+    return [
+        LoadRequest(
+            send_at_s=0.0, prompt=[rng.randrange(1, load.vocab_size) for _ in range(load.be_prompt)],
+            max_tokens=load.be_output, service_tier=BE_TIER,
+        )
+        for _ in range(load.be_requests)
+    ]  # fmt: skip
+
+
+def run(server: ServerProcess, requests: Sequence[LoadRequest], seconds: float) -> list[RequestRecord]:
+    """Send a load and wait for its end.
+
+    Raises:
+        ServerFailed: A request ended with another error than a rejection, or never.
+    """
+
+    async def watch(_: float, __: Sequence[RequestRecord]) -> None:
+        server.check_alive()
+
+    records, _ = asyncio.run(
+        run_load(server.base_url, requests, must_finish=lambda _: True, cutoff_s=seconds + DRAIN_S, watch=watch)
+    )
+    for record in records:
+        if not record.finished and not record.rejected:
+            raise ServerFailed(f"a request did not finish: {record.error}\n{server.log_tail()}")
+    return records
+
+
+def summary(records: Sequence[RequestRecord], slo: tuple[float, float] | None) -> dict[str, Any]:
+    """Return what one load came to; LS requests are those that were sent before the BE work was over."""
+    be = [record for record in records if record.service_tier == BE_TIER]
+    be_end_s = max((record.last_token_s or 0.0 for record in be), default=float("inf"))
+    ls = [record for record in records if record.service_tier == LS_TIER and record.send_at_s < be_end_s]
+    result: dict[str, Any] = {}
+    if be:
+        tokens = sum(record.num_prompt_tokens + record.num_output_tokens for record in be)
+        result |= {"be_tokens_per_s": tokens / be_end_s, "be_end_s": be_end_s}
+    admitted = [record for record in ls if not record.rejected]
+    if not admitted or slo is None:
+        return result
+    ttfts = [(record.first_token_s or float("inf")) - record.send_at_s for record in admitted]
+    tpots = [record.tpot_s or 0.0 for record in admitted]
+    met = [ttft <= slo[0] and tpot <= slo[1] for ttft, tpot in zip(ttfts, tpots, strict=True)]
+    errors = [
+        ttft - record.predicted_ttft_s
+        for ttft, record in zip(ttfts, admitted, strict=True)
+        if record.predicted_ttft_s is not None
+    ]
+    return result | {
+        "ls_requests": len(ls),
+        "rejected": len(ls) - len(admitted),
+        "attained": sum(met) / len(met),
+        "ttft_attained": sum(ttft <= slo[0] for ttft in ttfts) / len(ttfts),
+        "tpot_attained": sum(tpot <= slo[1] for tpot in tpots) / len(tpots),
+        "goodput_per_s": sum(met) / (max(record.last_token_s or 0.0 for record in admitted)),
+        "ttft_p50_s": percentile(ttfts, 50),
+        "ttft_p99_s": percentile(ttfts, 99),
+        "tpot_p50_s": percentile(tpots, 50),
+        "tpot_p99_s": percentile(tpots, 99),
+        "ttft_prediction_error_p50_s": statistics.median(map(abs, errors)) if errors else None,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the frontier's table."""
+
+    name: str
+    scheduler: str
+    objective: str | None
+    has_ls: bool = True
+    has_be: bool = True
+    flags: tuple[str, ...] = ()
+
+
+def frontier_rows(objectives: dict[str, tuple[float, float]]) -> list[Row]:
+    """Return what the frontier compares."""
+    rows = [Row(name="BE alone, omniserve", scheduler="omniserve", objective=None, has_ls=False)]
+    for objective in objectives:
+        rows += [
+            Row(name=f"omniserve, {objective}", scheduler="omniserve", objective=objective),
+            Row(
+                name=f"omniserve, {objective}, deadline", scheduler="omniserve", objective=objective,
+                flags=("--slack", "deadline"),
+            ),
+        ]  # fmt: skip
+    first = next(iter(objectives))
+    rows += [
+        Row(name="LS alone, sarathi", scheduler="sarathi", objective=first, has_be=False),
+        Row(name="sarathi", scheduler="sarathi", objective=first),
+        Row(name="fcfs", scheduler="fcfs", objective=first),
+    ]
+    return rows
+
+
+def measure_row(row: Row, load: Load, flags: Sequence[str], seed: int) -> dict[str, Any]:
+    """Run one row on a server of its own."""
+    slo = load.objectives[row.objective] if row.objective is not None else None
+    requests: list[LoadRequest] = []
+    if row.has_ls and slo is not None:
+        requests += ls_stream(load, seed, slo, load.ls_rate)
+    if row.has_be:
+        requests += be_pile(load, seed)
+    arguments = [*flags, "--scheduler", row.scheduler, *row.flags]
+    with ServerProcess(arguments, Path(".cache/co_serving.log")) as server:
+        server.wait_until_healthy()
+        warm_up(server, load)
+        return summary(run(server, requests, load.seconds), slo)
+
+
+def warm_up(server: ServerProcess, load: Load) -> None:
+    """Send a few requests of both kinds, so that nothing is measured in its first run."""
+    ls = ls_stream(load, 77, (60.0, 60.0), 4.0)[:4]
+    run(server, [*ls, *be_pile(load, 77)[:4]], 10.0)
+
+
+def measure_overload(load: Load, flags: Sequence[str], seed: int) -> dict[str, Any]:
+    """Return attainment at twice the rate that the server completes, with and without admission control."""
+    slo = next(iter(load.objectives.values()))
+    results: dict[str, Any] = {}
+    rate = 0.0
+    for name, more in (("without admission control", ["--no-admission"]), ("with admission control", [])):
+        with ServerProcess([*flags, *more], Path(".cache/co_serving.log")) as server:
+            server.wait_until_healthy()
+            warm_up(server, load)
+            if not rate:
+                burst = ls_stream(load, seed, (600.0, 600.0), 1000.0)[:48]
+                rate = 2 * len(burst) / max(record.last_token_s or 0.0 for record in run(server, burst, 10.0))
+            results[name] = summary(run(server, ls_stream(load, seed, slo, rate), load.seconds), slo)
+    return {"rate_per_s": rate, **results}
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Return one line a row."""
+    lines = [
+        f"{'':34s}{'BE tokens/s':>12s}{'attained':>10s}{'TTFT':>7s}{'TPOT':>7s}{'rejected':>10s}"
+        f"{'TTFT p50/p99 ms':>18s}{'TPOT p50/p99 ms':>18s}"
+    ]
+    for name, result in results.items():
+        be = f"{result['be_tokens_per_s']:.0f}" if "be_tokens_per_s" in result else ""
+        if "attained" not in result:
+            lines.append(f"{name:34s}{be:>12s}")
+            continue
+        ttft = f"{1e3 * result['ttft_p50_s']:.0f}/{1e3 * result['ttft_p99_s']:.0f}"
+        tpot = f"{1e3 * result['tpot_p50_s']:.1f}/{1e3 * result['tpot_p99_s']:.1f}"
+        rejected = f"{result['rejected']}/{result['ls_requests']}"
+        lines.append(
+            f"{name:34s}{be:>12s}{result['attained']:10.1%}{result['ttft_attained']:7.0%}"
+            f"{result['tpot_attained']:7.0%}{rejected:>10s}{ttft:>18s}{tpot:>18s}"
+        )
+    return "\n".join(lines)
+
+
+def median_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians of all figures over the repeats."""
+    return {
+        key: statistics.median([run[key] for run in runs])
+        for key in runs[0]
+        if all(isinstance(run.get(key), (int, float)) for run in runs)
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("smollm", "builtin"), default="smollm")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--only", nargs="+", default=[], help="parts of names of frontier rows; others are left out")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of an LS stream")
+    parser.add_argument("--quick", action="store_true", help="one short run of each row")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", type=Path, default=Path(".cache/co_serving.json"))
+    parser.add_argument("server_args", nargs="*", help="more flags of every server, after --")
+    args = parser.parse_args()
+    if args.quick:
+        args.repeats, args.seconds = 1, 15.0
+    if args.model == "smollm":
+        flags = ["--model", str(saved_random_llama("smollm-135m-shape", **SMOLLM_135M)), "--device-kv-gib", "2"]
+        load = Load(
+            ls_rate=1.0, ls_prompt=128, ls_output=32, seconds=args.seconds, be_requests=64, be_prompt=512,
+            be_output=64, vocab_size=SMOLLM_135M["vocab_size"], objectives=OBJECTIVES,
+        )  # fmt: skip
+    else:  # a tenth of the time a token, so ten times the load
+        flags = ["--device-kv-gib", "0.5"]
+        load = Load(
+            ls_rate=8.0, ls_prompt=128, ls_output=32, seconds=args.seconds, be_requests=640, be_prompt=300,
+            be_output=64, vocab_size=1000, objectives={"tight": (0.1, 0.02), "loose": (0.3, 0.05)},
+        )  # fmt: skip
+    flags += args.server_args
+    results: dict[str, Any] = {}
+    if "frontier" in args.sections:
+        rows = frontier_rows(load.objectives)
+        rows = [row for row in rows if not args.only or any(part in row.name for part in args.only)]
+        if not rows:
+            parser.error(f"--only {args.only} leaves no row")
+        runs: dict[str, list[dict[str, Any]]] = {row.name: [] for row in rows}
+        for repeat in range(args.repeats):
+            for row in rows:
+                runs[row.name].append(measure_row(row, load, flags, args.seed + repeat))
+                print(table({f"{row.name} ({repeat})": runs[row.name][-1]}).splitlines()[-1], flush=True)
+        medians = {name: median_of(samples) for name, samples in runs.items()}
+        print(f"medians of {args.repeats}\n{table(medians)}")
+        results["frontier"] = {"medians": medians, "runs": runs}
+    if "overload" in args.sections:
+        overload = results["overload"] = measure_overload(load, flags, args.seed)
+        print(f"overload, {overload['rate_per_s']:.1f} LS requests/s")
+        print(table({name: result for name, result in overload.items() if isinstance(result, dict)}))
+    write_record(
+        args.record, name="co_serving", config=vars(args) | {"load": load, "flags": flags}, seed=args.seed,
+        results=results,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""How well each latency model predicts an engine's steps: fitted on one load, tested on another.
+
+    python -m benchmarks.latency_model --trace azure.csv --record benchmarks/results/latency_model.json
+
+A model is profiled, each latency model is fitted to 100 steps of a synthetic load, and predicts 1,000 steps of another:
+a piece of a trace, or a synthetic load of other lengths and rates. ``device``: the host tier is off; ``tiers``: device
+memory is short, and best-effort requests decode on the host. ``learning`` is the same model behind CorrectedModel,
+which sees each step after predicting it, as in the engine. ``noise``: identical steps, predicted by their median: no
+model of a step's load can do better on this machine while it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from benchmarks.common.models import SMOLLM_135M, random_llama
+from benchmarks.common.record import write_record
+from benchmarks.common.step_loads import trace_load
+from omniserve import Engine, EngineConfig, Request, SamplingParams
+from omniserve.latency import LATENCY_MODELS, Accuracy, CorrectedModel, Predictor, Profile, StepSample, accuracy_of
+from omniserve.profiling import Arrival, measure_steps, mixed_load, profile_model
+from omniserve.profiling.summary import summarise
+from omniserve.server.loading import builtin_model_path
+
+MODELS = {
+    "built-in": lambda: AutoModelForCausalLM.from_pretrained(builtin_model_path(), dtype="auto").eval(),
+    "SmolLM-135M": lambda: random_llama(**SMOLLM_135M),
+}
+FIT_SEED, TEST_SEED = 11, 5
+BLOCKS = {"device": (160, 0), "tiers": (32, 256)}
+NUM_FIT = 100
+NOISE_REPEATS = 40
+
+
+def tested_load(trace: Path | None, num_steps: int, vocab_size: int) -> list[Arrival]:
+    if trace is None:
+        return mixed_load(
+            TEST_SEED, num_steps=num_steps, vocab_size=vocab_size, max_prompt=300, max_output=96, mean_active=8
+        )
+    return trace_load(
+        trace, TEST_SEED, num_steps=num_steps, vocab_size=vocab_size, max_prompt=400, max_output=96, mean_active=10
+    )
+
+
+def measure(engine: Engine, load: Sequence[Arrival], count: int, limit_s: float, what: str) -> list[StepSample]:
+    """Return up to ``count`` samples, as many as there are within ``limit_s``."""
+    deadline_s = time.monotonic() + limit_s
+    with tqdm(total=count, desc=what, leave=False) as bar:
+        return measure_steps(
+            engine, load, max_samples=count, go_on=lambda: time.monotonic() < deadline_s, on_sample=bar.update
+        )
+
+
+def noise_floor(engine: Engine) -> dict[str, Accuracy]:
+    """Return the accuracy of the median of identical steps: a prompt of 128 tokens; 8 decodes."""
+    prompts = [
+        Arrival(at_step=i, request=Request(prompt_token_ids=[1] * 128, sampling=SamplingParams(max_tokens=1)))
+        for i in range(NOISE_REPEATS)
+    ]
+    decoding = SamplingParams(max_tokens=NOISE_REPEATS, ignore_eos=True)
+    decodes = [Arrival(at_step=0, request=Request(prompt_token_ids=[1] * 8, sampling=decoding)) for _ in range(8)]
+    floors: dict[str, Accuracy] = {}
+    for name, load in (("prompt of 128", prompts), ("8 decodes", decodes)):
+        samples = measure(engine, load, NOISE_REPEATS, 60.0, name)
+        median = statistics.median(sample.seconds for sample in samples)
+        errors = sorted(abs(median - sample.seconds) / sample.seconds for sample in samples)
+        floors[name] = Accuracy(mean=1 - statistics.mean(errors), p90=1 - errors[int(0.9 * (len(errors) - 1))])
+    return floors
+
+
+def learning_accuracy(model: Predictor, samples: Sequence[StepSample]) -> Accuracy:
+    """Return the accuracy of predictions made before each step by a CorrectedModel that has seen those before it."""
+    corrected = CorrectedModel(model)
+    errors = []
+    for sample in samples:
+        errors.append(abs(corrected.step_s(sample.features) - sample.seconds) / sample.seconds)
+        corrected.observe(sample.features, sample.seconds)
+    errors.sort()
+    return Accuracy(mean=1 - statistics.mean(errors), p90=1 - errors[int(0.9 * (len(errors) - 1))])
+
+
+def prediction_us(model: Predictor, samples: Sequence[StepSample]) -> float:
+    """Return the median microseconds of a prediction."""
+    times = []
+    for _ in range(20):
+        began_s = time.perf_counter()
+        for sample in samples:
+            model.step_s(sample.features)
+        times.append((time.perf_counter() - began_s) / len(samples))
+    return 1e6 * statistics.median(times)
+
+
+def compare(profile: Profile, fit: Sequence[StepSample], test: Sequence[StepSample]) -> dict[str, Any]:
+    """Fit each latency model, test it, and print a line for it."""
+    results: dict[str, Any] = {}
+    for name in sorted(LATENCY_MODELS.names(), key="omniserve".__eq__):
+        model = LATENCY_MODELS.get(name).from_profile(dataclasses.replace(profile, steps=tuple(fit[:NUM_FIT])))
+        result = {
+            "fitted": accuracy_of(model, fit[:NUM_FIT]),
+            "tested": accuracy_of(model, test),
+            "learning": learning_accuracy(model, test),
+            "us": prediction_us(model, test),
+        }
+        results[name] = result
+        print(
+            f"    {name:<10} tested {result['tested']}  learning {result['learning']}  "
+            f"(on its own steps {result['fitted']}; {result['us']:.1f} us a prediction)"
+        )
+    return results
+
+
+def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Profile a model and compare the latency models on it."""
+    model = MODELS[name]()
+    print(f"{name}")
+    base = EngineConfig(device_kv_bytes=512 << 20, host_kv_bytes=512 << 20)
+    with tqdm(total=1.0, desc="profile", bar_format="{desc} {percentage:.0f}%", leave=False) as bar:
+        profile = profile_model(
+            model, base, time_limit_s=args.profile_time, progress=lambda what, spent: bar.update(spent - bar.n)
+        )
+    print("    " + summarise(profile).replace("\n", "\n    "))
+    spec = model.__dict__["omniserve"].spec
+    block_bytes = spec.kv_block_bytes(base.block_size)
+    results: dict[str, Any] = {"profile": profile}
+    for load, (device_blocks, host_blocks) in BLOCKS.items():
+        config = dataclasses.replace(
+            base, device_kv_bytes=device_blocks * block_bytes, host_kv_bytes=host_blocks * block_bytes
+        )
+        with Engine(model, config) as engine:
+            noise = noise_floor(engine)
+            fit_load = mixed_load(
+                FIT_SEED, num_steps=10 * NUM_FIT, vocab_size=spec.vocab_size, max_prompt=600, max_output=48
+            )
+            fit = measure(engine, fit_load, NUM_FIT, args.load_time, "fit")
+            test = measure(
+                engine, tested_load(args.trace, 10 * args.steps, spec.vocab_size), args.steps, args.load_time, "test"
+            )
+        print(f"  {load}: {len(fit)} steps to fit, {len(test)} to test, ", end="")
+        print(f"{1e3 * statistics.mean(s.seconds for s in test):.1f} ms each on average")
+        for what, floor in noise.items():
+            print(f"    noise      {floor}  ({what})")
+        results[load] = {"noise": noise, "models": compare(profile, fit, test), "fit": fit, "test": test}
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--trace", type=Path, help="CSV with arrival_s, input_tokens, output_tokens to test on")
+    parser.add_argument("--steps", type=int, default=1000, help="to test on (default: %(default)s)")
+    parser.add_argument("--profile-time", type=float, default=60.0, help="seconds of profiling (default: %(default)s)")
+    parser.add_argument("--load-time", type=float, default=600.0, help="most seconds of a load (default: %(default)s)")
+    parser.add_argument("--record", type=Path, default=Path(".cache/latency_model.json"))
+    args = parser.parse_args()
+    results = {name: run(name, args) for name in args.models}
+    write_record(args.record, name="latency_model", config=vars(args), seed=TEST_SEED, results=results)
+    print(f"record: {args.record}")
+
+
+if __name__ == "__main__":
+    main()

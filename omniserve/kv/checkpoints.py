@@ -1,0 +1,148 @@
+"""Host copies of blocks that device requests still hold, so that a later move to the host copies only the rest.
+
+Paper: conserve 4.4 (incremental checkpoints of append-only KV), at the granularity of a block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from omniserve.kv.block_pool import BlockPool
+from omniserve.plan import KVMove
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    blocks: list[int] = field(default_factory=list)  # copies of the request's first blocks, in order
+    flight: KVMove | None = None  # the copy under way, of the blocks that follow
+
+
+class HostCheckpoints:
+    """Checkpoints by request, the oldest first: the first blocks of each, and at most one copy under way behind them.
+
+    A checkpoint only ever loses blocks at its end, and a copy whose checkpoint has changed meanwhile is of no use: it
+    stays under way, *unused*, and its target blocks are held until it is over.
+
+    Args:
+        pool: The host's blocks.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._checkpoints: dict[str, _Checkpoint] = {}
+        self._flights: dict[int, KVMove] = {}  # all copies under way, of use or not
+
+    def num_blocks(self, request_id: str) -> int:
+        """Return how many of the request's first blocks have a copy."""
+        checkpoint = self._checkpoints.get(request_id)
+        return len(checkpoint.blocks) if checkpoint is not None else 0
+
+    def is_copying(self, request_id: str) -> bool:
+        """Tell whether a copy that the request's checkpoint waits for is under way."""
+        checkpoint = self._checkpoints.get(request_id)
+        return checkpoint is not None and checkpoint.flight is not None
+
+    def begin_copy(self, request_id: str, move: KVMove) -> None:
+        """Note that ``move``, whose target blocks are taken from the pool, copies the blocks after the last copied."""
+        checkpoint = self._checkpoints.setdefault(request_id, _Checkpoint())
+        assert checkpoint.flight is None, f"request {request_id} is being checkpointed already"
+        checkpoint.flight = self._flights[move.move_id] = move
+
+    def end_copy(self, move_id: int, *, succeeded: bool) -> bool | None:
+        """Take a copy's blocks into its checkpoint if it succeeded, else free them.
+
+        Returns:
+            Whether the checkpoint has grown; None if the copy was not of use any more.
+
+        Raises:
+            KeyError: No such copy is under way.
+        """
+        move = self._flights.pop(move_id)
+        checkpoint = self._checkpoints.get(move.request_id)
+        if checkpoint is None or checkpoint.flight is not move:
+            self._pool.give_back(move.dst_block_ids)
+            return None
+        checkpoint.flight = None
+        if succeeded:
+            checkpoint.blocks += move.dst_block_ids
+        else:
+            self._pool.give_back(move.dst_block_ids)
+            self._forget_if_empty(move.request_id)
+        return succeeded
+
+    def __contains__(self, move_id: int) -> bool:
+        """Tell whether a copy of this id is under way."""
+        return move_id in self._flights
+
+    def last_block(self, request_id: str) -> int | None:
+        """Return the last copied block, None if there is none: the pool can go on behind it."""
+        checkpoint = self._checkpoints.get(request_id)
+        return checkpoint.blocks[-1] if checkpoint is not None and checkpoint.blocks else None
+
+    def keep(self, request_id: str, blocks: list[int]) -> None:
+        """Make ``blocks``, copies of the request's first ones, its checkpoint; it has none yet."""
+        assert request_id not in self._checkpoints, f"request {request_id} has a checkpoint already"
+        if blocks:
+            self._checkpoints[request_id] = _Checkpoint(blocks)
+
+    def take(self, request_id: str) -> list[int]:
+        """Forget the request's checkpoint and return its blocks, which are the caller's now."""
+        checkpoint = self._checkpoints.pop(request_id, None)
+        return checkpoint.blocks if checkpoint is not None else []
+
+    def drop(self, request_id: str) -> None:
+        """Forget the request's checkpoint and free its blocks."""
+        self._pool.give_back(self.take(request_id))
+
+    def num_reclaimable(self, spare: str) -> int:
+        """Return how many blocks ``reclaim`` could free."""
+        return sum(len(c.blocks) for request_id, c in self._checkpoints.items() if request_id != spare)
+
+    def reclaim(self, num_blocks: int, spare: str) -> None:
+        """Free so many blocks, or all there are: of the oldest checkpoint first, each from its end.
+
+        Args:
+            spare: The request whose checkpoint is left alone.
+        """
+        for request_id, checkpoint in list(self._checkpoints.items()):
+            if num_blocks <= 0:
+                return
+            if request_id == spare or not checkpoint.blocks:
+                continue
+            start = max(0, len(checkpoint.blocks) - num_blocks)
+            cut = checkpoint.blocks[start:]
+            del checkpoint.blocks[start:]
+            checkpoint.flight = None  # what it copies would not follow the last copied block any more
+            self._pool.give_back(cut)
+            self._forget_if_empty(request_id)
+            num_blocks -= len(cut)
+
+    def owned_blocks(self) -> Iterator[int]:
+        """Yield all blocks that are held here, those of copies under way included; for checks."""
+        yield from itertools.chain.from_iterable(c.blocks for c in self._checkpoints.values())
+        yield from itertools.chain.from_iterable(move.dst_block_ids for move in self._flights.values())
+
+    def check(self, table_lengths: dict[str, int]) -> None:
+        """Verify that each checkpoint is of a request that rests on the device and within its table.
+
+        Args:
+            table_lengths: Length of the table of each such request.
+
+        Raises:
+            AssertionError: With the checkpoint that does not fit.
+        """
+        for request_id, checkpoint in self._checkpoints.items():
+            length = len(checkpoint.blocks)
+            if checkpoint.flight is not None:
+                assert self._flights.get(checkpoint.flight.move_id) is checkpoint.flight, (request_id, checkpoint)
+                assert checkpoint.flight.request_id == request_id, (request_id, checkpoint)
+                length += len(checkpoint.flight.src_block_ids)
+            held = table_lengths.get(request_id, 0)
+            assert 0 < length <= held, f"checkpoint of {length} blocks, but {request_id} has {held} on the device"
+
+    def _forget_if_empty(self, request_id: str) -> None:
+        checkpoint = self._checkpoints[request_id]
+        if not checkpoint.blocks and checkpoint.flight is None:
+            del self._checkpoints[request_id]

@@ -1,0 +1,29 @@
+"""Latency models: how long a step will take, before it is run. No torch: policies use them on a virtual clock.
+
+Importing this registers the built-in models in LATENCY_MODELS; scikit-learn is imported when one is fitted.
+"""
+
+from omniserve.latency import bros, conserve, omniserve
+from omniserve.latency.accuracy import Accuracy, accuracy_of
+from omniserve.latency.base import LATENCY_MODELS, LatencyModel, Predictor
+from omniserve.latency.correction import CorrectedModel
+from omniserve.latency.features import BatchFeatures, ModelShape, features_of
+from omniserve.latency.profile import Profile, ProfileMismatch, StepSample
+
+__all__ = [
+    "LATENCY_MODELS",
+    "Accuracy",
+    "BatchFeatures",
+    "CorrectedModel",
+    "LatencyModel",
+    "ModelShape",
+    "Predictor",
+    "Profile",
+    "ProfileMismatch",
+    "StepSample",
+    "accuracy_of",
+    "bros",
+    "conserve",
+    "features_of",
+    "omniserve",
+]

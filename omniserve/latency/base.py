@@ -1,0 +1,57 @@
+"""The contracts of what predicts a step's time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Self
+
+from omniserve.latency.features import BatchFeatures
+from omniserve.latency.profile import Profile, StepSample
+from omniserve.registry import Registry
+
+
+class Predictor(ABC):
+    """Predicts seconds from BatchFeatures, as a sum of terms of which none is negative.
+
+    A prediction is a few microseconds of plain float arithmetic, and it does not fall when load is added.
+    """
+
+    term_names: tuple[str, ...]
+    """What the terms stand for, in the order of ``terms``."""
+    layer_terms: slice
+    """Which of them the layers share evenly; the others belong to the step as a whole."""
+    num_layers: int
+    """Of the model."""
+
+    @abstractmethod
+    def terms(self, features: BatchFeatures) -> tuple[float, ...]:
+        """Return the terms of a step in seconds, one for each of ``term_names``."""
+
+    def step_s(self, features: BatchFeatures) -> float:
+        """Return the seconds of the step."""
+        return sum(self.terms(features))
+
+    def layer_s(self, features: BatchFeatures) -> float:
+        """Return the seconds of one layer of the step."""
+        return sum(self.terms(features)[self.layer_terms]) / self.num_layers
+
+
+class LatencyModel(Predictor):
+    """A predictor made of measurements. Immutable: ``fit`` returns another one."""
+
+    @classmethod
+    @abstractmethod
+    def from_profile(cls, profile: Profile) -> Self:
+        """Make a model of what was measured."""
+
+    @abstractmethod
+    def fit(self, samples: Sequence[StepSample]) -> Self:
+        """Return the model fitted to measured steps (a hundred are plenty).
+
+        Raises:
+            ValueError: There are no samples.
+        """
+
+
+LATENCY_MODELS: Registry[type[LatencyModel]] = Registry("latency model", package="omniserve.latency")

@@ -1,0 +1,104 @@
+"""CorrectedModel: a latency model that learns from each measured step, slowly and within bounds."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from omniserve.latency.base import Predictor
+from omniserve.latency.features import BatchFeatures
+
+logger = logging.getLogger(__name__)
+
+BOUNDS = (0.7, 1.5)
+"""A term that is off by more than this is not drift: the profile is of another machine."""
+
+
+class CorrectedModel(Predictor):
+    """Multiplies each term of a model by a factor that measured steps move.
+
+    A step's relative error, clipped, is shared among its terms in proportion to their part of the step (normalised
+    least mean squares), so what the load consists of is what is corrected. One odd step moves a factor by at most
+    ``rate``.
+
+    Args:
+        model: What is corrected.
+        rate: Share of an error that one step takes away, in (0, 1).
+        bounds: Smallest and largest factor, around 1.
+    """
+
+    MAX_ERROR = 0.3
+    """Larger errors count as this: a garbage collection is not a trend."""
+    MAX_LOG_RATIO = math.log(3)
+    """The same for ``drift``: a step that compiled something took a hundred times its time."""
+    MEMORY = 0.02
+    """Weight of a new step in ``drift`` and ``error``."""
+    NEW = 50
+    """Steps before the first warning."""
+
+    def __init__(self, model: Predictor, *, rate: float = 0.02, bounds: tuple[float, float] = BOUNDS) -> None:
+        if not 0 < rate < 1:
+            raise ValueError(f"rate must be in (0, 1), got {rate}")
+        if not 0 < bounds[0] <= 1 <= bounds[1]:
+            raise ValueError(f"bounds must be around 1, got {bounds}")
+        self.model = model
+        self.term_names, self.layer_terms, self.num_layers = model.term_names, model.layer_terms, model.num_layers
+        self._rate = rate
+        self._low, self._high = bounds
+        self._factors = [1.0] * len(model.term_names)
+        self._log_ratio = 0.0
+        self._num_steps = 0
+        self.error = 0.0
+        """Running mean of |predicted - measured| / measured, with the correction."""
+        self.has_drifted = False
+        """``drift`` has left the bounds, which was logged."""
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """One for each of ``term_names``."""
+        return tuple(self._factors)
+
+    @property
+    def drift(self) -> float:
+        """Measured over predicted without correction, a running geometric mean: 1 for a profile that still holds."""
+        return math.exp(self._log_ratio)
+
+    def terms(self, features: BatchFeatures) -> tuple[float, ...]:
+        """Return the corrected terms, seconds."""
+        return tuple([factor * term for factor, term in zip(self._factors, self.model.terms(features), strict=True)])
+
+    def observe(self, features: BatchFeatures, seconds: float) -> None:
+        """Learn from a measured step.
+
+        Args:
+            features: What the step was.
+            seconds: What it took, > 0.
+        """
+        raw = self.model.terms(features)
+        total = sum(raw)
+        if total <= 0 or seconds <= 0:
+            return
+        corrected = [factor * term for factor, term in zip(self._factors, raw, strict=True)]
+        predicted = sum(corrected)
+        error = max(-self.MAX_ERROR, min(self.MAX_ERROR, (seconds - predicted) / predicted))
+        shares = [term / predicted for term in corrected]
+        gain = self._rate * error / sum(share * share for share in shares)
+        for i, share in enumerate(shares):
+            moved = self._factors[i] * (1.0 + max(-self._rate, min(self._rate, gain * share)))
+            self._factors[i] = max(self._low, min(self._high, moved))
+        self._num_steps += 1
+        weight = max(self.MEMORY, 1.0 / self._num_steps)
+        self.error += weight * (min(1.0, abs(seconds - predicted) / seconds) - self.error)
+        ratio = max(-self.MAX_LOG_RATIO, min(self.MAX_LOG_RATIO, math.log(seconds / total)))
+        self._log_ratio += weight * (ratio - self._log_ratio)
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._num_steps < self.NEW or self.has_drifted or self._low <= self.drift <= self._high:
+            return
+        self.has_drifted = True
+        logger.warning(
+            "steps take %.2f times what the latency profile says, beyond the %.2f to %.2f that is corrected; "
+            "make a new profile with `python -m omniserve.profile`",
+            self.drift, self._low, self._high,
+        )  # fmt: skip

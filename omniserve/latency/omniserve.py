@@ -1,0 +1,187 @@
+"""``omniserve``: dense and attention modules apart, layer by layer, and the step's own overhead.
+
+Paper: omniserve 3.3.1.
+
+What the paper leaves out and a small batch consists of: the head, and an overhead per step, request and row
+(scheduling, tensors of the plan, sampling, launches). Modules are measured alone, and measured steps then scale each
+term: a module between others finds other caches than one in a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Self
+
+from omniserve.latency.base import LATENCY_MODELS, LatencyModel
+from omniserve.latency.curve import Curve
+from omniserve.latency.features import BatchFeatures
+from omniserve.latency.profile import STATES, Profile, StepSample, Table
+from omniserve.latency.regression import fit_terms
+
+# A measured module weighs as much as this many steps against what the steps say of it.
+_PRIOR_STEPS = 10.0
+# And that there is no overhead, as this many: steps of one kind of load cannot tell overheads apart.
+_NO_OVERHEAD_STEPS = 3.0
+# Up to so many rows the halves mostly read weights; what more rows add is mostly arithmetic.
+_FEW_ROWS = 16
+# (a, per row or request, per call) of an attention module.
+Attention = tuple[float, float, float]
+
+
+@LATENCY_MODELS.register("omniserve")
+class OmniServeModel(LatencyModel):
+    """``layers * (f_D(n) + f_PA(c_PA) + f_DA(c_DA, g) + w + gamma_T(n)) + head(rows) + overhead + gamma_P(n)``.
+
+    f_D is interpolated, its first 16 rows being one term and the others another; f_PA = a c_PA + h rows + b and
+    f_DA = a c_DA + h g + b are regressions (h of f_PA is storing K and V, which the paper's GPU hides). Each has a set
+    for either state of the cores.
+
+    Args:
+        profile: The measurements.
+        scales: What each term is multiplied by; None: 1 for modules, and no overhead.
+    """
+
+    term_names = (
+        "dense, few rows", "dense, more rows", "prefill attention", "decode attention",
+        "dense, few rows, shared cores", "dense, more rows, shared cores",
+        "prefill attention, shared cores", "decode attention, shared cores",
+        "piggyback", "piggyback layers", "tensor parallel",
+        "pipeline parallel", "head", "step overhead", "request overhead", "row overhead",
+    )  # fmt: skip
+    layer_terms = slice(0, 11)
+    _PRIOR = (1.0,) * 9 + (0.0,) + (1.0,) * 3 + (0.0,) * 3
+    """1: a measured module; 0: an overhead that only whole steps show."""
+
+    def __init__(self, profile: Profile, scales: Sequence[float] | None = None) -> None:
+        self._profile = profile
+        self.num_layers = profile.shape.num_layers
+        self._dense = [Curve(profile.dense[state]) for state in STATES]
+        self._few_rows = [curve(_FEW_ROWS) for curve in self._dense]
+        self._head = [Curve(profile.head[state]) for state in STATES]
+        self._prefill = [_fit_attention(profile.prefill_attention[state], _prefill_loads(profile)) for state in STATES]
+        self._decode = [_fit_attention(profile.decode_attention[state], _decode_loads(profile)) for state in STATES]
+        self._piggyback = _fit_table(profile.piggyback, lambda seats, rows: (1.0, seats, rows > 0, rows), 4)
+        self._host = _fit_table(
+            profile.host_attention, lambda requests, context, threads: (context / threads, requests / threads, 1.0), 3
+        )
+        self.scales = tuple(scales) if scales is not None else self._PRIOR
+        """What measured steps say each module's time must be multiplied by, and the overheads in seconds."""
+
+    @classmethod
+    def from_profile(cls, profile: Profile) -> Self:
+        model = cls(profile)
+        return model.fit(profile.steps) if profile.steps else model
+
+    def fit(self, samples: Sequence[StepSample]) -> Self:
+        """Return the model with its terms scaled, and its overheads found, by measured steps.
+
+        First all scales are multiplied by one factor, then each may differ from that. So where samples say little (no
+        step with shared cores, say), a module is taken to be as much slower within a step as the others.
+        """
+        if not samples:
+            raise ValueError("fitting needs measured steps, got none")
+        rows = [self._quantities(sample.features) for sample in samples]
+        seconds = [sample.seconds for sample in samples]
+        common = median(s / self.step_s(sample.features) for s, sample in zip(seconds, samples, strict=True))
+        scales = fit_terms(
+            rows,
+            seconds,
+            prior=[common * scale for scale in self.scales],
+            prior_weight=_PRIOR_STEPS,
+            ridge=_NO_OVERHEAD_STEPS,
+        )
+        return type(self)(self._profile, scales)
+
+    def terms(self, features: BatchFeatures) -> tuple[float, ...]:
+        return tuple([scale * x for scale, x in zip(self.scales, self._quantities(features), strict=True)])
+
+    def piggyback_layer_s(self, features: BatchFeatures, seats: int, rows: int) -> float:
+        """Return w: the seconds that ``rows`` tokens in ``seats`` seats add to one layer of a step.
+
+        Args:
+            features: The step without them.
+            seats: P, with which the halves have as many rows more.
+            rows: Occupied seats.
+        """
+        n, shared = features.rows, features.host_works
+        more_dense = self._dense_s(n + seats, shared) - self._dense_s(n, shared)
+        per_pass, per_seat, per_call, per_row = self._piggyback
+        measured = per_pass + per_seat * seats + (per_call + per_row * rows if rows else 0.0)
+        return more_dense + self.scales[8] * measured + (self.scales[9] if rows else 0.0)
+
+    def _dense_s(self, rows: int, shared: bool) -> float:
+        """Return the seconds of a layer's halves, scaled."""
+        seconds = self._dense[shared](rows)
+        few = min(seconds, self._few_rows[shared])
+        return self.scales[4 * shared] * few + self.scales[4 * shared + 1] * (seconds - few)
+
+    def host_layer_s(self, requests: int, context: int, threads: int) -> float:
+        """Return the seconds that the host tier needs for one layer's tasks of some requests.
+
+        Args:
+            requests: Tasks.
+            context: Keys of all of them together.
+            threads: Host threads that work on them.
+        """
+        if requests <= 0:
+            return 0.0
+        a, per_request, per_call = self._host
+        return (a * context + per_request * requests) / threads + per_call
+
+    def _quantities(self, features: BatchFeatures) -> tuple[float, ...]:
+        """Return what the scales multiply: unscaled seconds of each module, and counts for the overheads."""
+        f = features
+        layers, shared = self.num_layers, f.host_works
+        n = f.prefill_tokens + f.decode_requests + f.seats
+        dense = self._dense[shared](n)
+        few_rows = min(dense, self._few_rows[shared])
+        few, more = f.dense_layers * few_rows, f.dense_layers * (dense - few_rows)
+        prefill = decode = piggyback = 0.0
+        if f.prefill_tokens:
+            a, h, b = self._prefill[shared]
+            prefill = layers * (a * f.prefill_load + h * f.prefill_tokens + b)
+        if f.decode_requests:
+            a, h, b = self._decode[shared]
+            decode = layers * (a * f.decode_load + h * f.decode_requests + b)
+        if f.seats:
+            per_pass, per_seat, per_call, per_row = self._piggyback
+            # The seats are there wherever a half runs; each row passes a layer once.
+            piggyback = f.dense_layers * (per_pass + per_seat * f.seats)
+            piggyback += per_call * f.piggyback_layers + per_row * f.piggyback_rows
+        idle = (0.0, 0.0, 0.0, 0.0)
+        modules = (*idle, few, more, prefill, decode) if shared else (few, more, prefill, decode, *idle)
+        return (
+            *modules,
+            piggyback,
+            float(f.piggyback_layers),
+            layers * self._profile.tensor_parallel(n),
+            self._profile.pipeline_parallel(n),
+            self._head[shared](f.sampled_rows),
+            1.0,
+            float(f.prefill_requests + f.decode_requests),
+            float(n),
+        )
+
+
+Loads = Callable[[float, float], tuple[float, float]]
+
+
+def _prefill_loads(profile: Profile) -> Loads:
+    return lambda chunk, context: (profile.shape.load(int(context), int(chunk)), chunk)
+
+
+def _decode_loads(profile: Profile) -> Loads:
+    """Requests of equal context, each row seeing its request's keys up to itself."""
+    return lambda requests, context: (requests * profile.shape.load(int(context / requests) - 1, 1), requests)
+
+
+def _fit_attention(table: Table, loads: Loads) -> Attention:
+    a, h, b = fit_terms([(*loads(first, second), 1.0) for first, second, _ in table], [row[-1] for row in table])
+    return a, h, b
+
+
+def _fit_table(table: Table, quantities: Callable[..., tuple[float, ...]], width: int) -> tuple[float, ...]:
+    if not table:
+        return (0.0,) * width  # no host tier
+    return tuple(fit_terms([quantities(*row[:-1]) for row in table], [row[-1] for row in table]))

@@ -1,0 +1,103 @@
+"""ModuleBench: the engine's modules alone.
+
+Legend: T rows, D hidden, N query heads, K KV heads, H head size, R rows of the head.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+
+from omniserve.config import EngineConfig
+from omniserve.kv.storage import DeviceKVStorage
+from omniserve.ops.attention import resolve_attention
+from omniserve.patching import PatchedModel
+from omniserve.plan import DeviceChunk, StepPlan
+from omniserve.step_inputs import make_step_inputs
+
+
+class ModuleBench:
+    """Runs the modules of a patched model alone, all layers in turn.
+
+    Args:
+        model: The model.
+        config: Says block size, attention and most rows of a step.
+        max_tokens: Most tokens of KV.
+    """
+
+    def __init__(self, model: PatchedModel, config: EngineConfig, max_tokens: int) -> None:
+        self.model, self.config = model, config
+        self.num_blocks = -(-max_tokens // config.block_size)
+        self.storage = DeviceKVStorage(
+            model.spec,
+            num_blocks=self.num_blocks,
+            block_size=config.block_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self.storage.k_LBKSH.zero_()
+        self.storage.v_LBKSH.zero_()
+        self._attend = resolve_attention(config.attention, model.device)
+        # Scattered like those of an engine that has been running for a while.
+        self._blocks = random.Random(0).sample(range(self.num_blocks), self.num_blocks)
+
+    def dense(self, num_rows: int) -> Callable[[], object]:
+        """Return a pass through pre- and post-attention of all layers; queries stand in for attention's result."""
+        ids = torch.arange(num_rows, device=self.model.device) % self.model.spec.vocab_size
+        positions = torch.arange(num_rows, device=self.model.device) % self.model.spec.max_model_len
+        embedded = self.model.embed(ids, positions)
+        cos, sin = self.model.rotary(positions) or (None, None)
+
+        def run() -> None:
+            hidden_TD = embedded
+            for layer in range(self.model.num_layers):
+                q_TNH, _, _ = self.model.pre_attention(layer, hidden_TD, cos, sin)
+                hidden_TD = self.model.post_attention(layer, q_TNH.reshape(num_rows, -1), hidden_TD)
+
+        return run
+
+    def head(self, num_rows: int) -> Callable[[], object]:
+        """Return final norm, logits and greedy choice of some rows."""
+        hidden_RD = torch.zeros(num_rows, self.model.spec.hidden_size, dtype=self.model.dtype, device=self.model.device)
+        return lambda: self.model.logits(hidden_RD).max(dim=-1)[1].tolist()
+
+    def attention(self, chunks: list[tuple[int, int]]) -> Callable[[], object]:
+        """Return storing K and V and attending in all layers, for chunks of (rows, context before them)."""
+        plan_chunks, first = [], 0
+        for i, (count, start) in enumerate(chunks):
+            blocks = -(-(start + count) // self.config.block_size)
+            plan_chunks.append(
+                DeviceChunk(
+                    request_id=str(i),
+                    token_ids=(0,) * count,
+                    start=start,
+                    block_ids=tuple(self._blocks[first : first + blocks]),
+                    samples=False,
+                )
+            )
+            first += blocks
+        spec = self.model.spec
+        inputs = make_step_inputs(
+            StepPlan(step_id=0, chunks=tuple(plan_chunks)),
+            block_size=self.config.block_size,
+            num_layers=spec.num_layers,
+            device=self.model.device,
+        )
+        rows = inputs.num_device_rows
+        q_TNH, k_TKH, v_TKH = (
+            torch.randn(rows, heads, spec.head_size, device=self.model.device).to(self.model.dtype)
+            for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        )
+
+        def run() -> None:
+            for layer in range(spec.num_layers):
+                k_cache, v_cache = self.storage.k_layers[layer], self.storage.v_layers[layer]
+                torch.ops.omniserve.store_kv.default(k_TKH, v_TKH, k_cache, v_cache, inputs.slot_mapping)
+                self._attend(
+                    q_TNH, k_cache, v_cache, inputs.block_table_RM, inputs.query_start_R1, inputs.seq_lens_R,
+                    spec.attention[layer], lengths=inputs.lengths,
+                )  # fmt: skip
+
+        return run

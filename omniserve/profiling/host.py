@@ -1,0 +1,243 @@
+"""The host tier alone: its attention, moves of KV, and what piggyback rows add to a layer of a step.
+
+Legend: T device rows, P seats, D hidden, N query heads, K KV heads, H head size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from omniserve.config import EngineConfig
+from omniserve.cores import CoreSplit
+from omniserve.host.tier import HostTier
+from omniserve.kv.storage import DeviceKVStorage
+from omniserve.latency.profile import AlphaBeta, Fingerprint, Table
+from omniserve.latency.regression import fit_terms
+from omniserve.patching import PatchedModel
+from omniserve.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.profiling.timer import Progress, Timer
+
+_HOST_END = 0.62  # share of the time limit at which this is over
+_MAX_POOL_BYTES = 256 << 20
+_MAX_LAYERS = 8  # tasks of so many layers are timed, one layer after the other
+_WAIT_S = 0.01
+_PATIENCE_S = 60.0
+_DEVICE_ROWS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostTimes:
+    """Fields of a Profile; see there."""
+
+    piggyback: Table = ()
+    host_attention: Table = ()
+    copy_to_host: AlphaBeta = field(default_factory=AlphaBeta)
+    copy_to_device: AlphaBeta = field(default_factory=AlphaBeta)
+
+
+class _HostBench:
+    """A host tier that nobody else uses."""
+
+    def __init__(self, model: PatchedModel, config: EngineConfig, threads: int) -> None:
+        self.model, self.config = model, config
+        self.spec = model.spec
+        self.tier = HostTier(
+            spec=model.spec,
+            dtype=model.dtype,
+            block_size=config.block_size,
+            kv_bytes=min(config.host_kv_bytes, _MAX_POOL_BYTES),
+            num_slots=config.max_host_requests,
+            num_threads=threads,
+            cores=config.host_cores,
+            pin_memory=model.device.type == "cuda",
+            kv_dtype=config.host_kv_dtype,
+        )
+        self.tier.pool_LBK2SH.zero_()  # pages that nobody has written are all one page, in every cache
+        self._epoch = 0
+
+    def rows(self, count: int, heads: int) -> torch.Tensor:
+        """Return random rows ``[count, heads, H]``."""
+        return torch.randn(count, heads, self.spec.head_size).to(self.model.dtype)
+
+    def bind(self, num_requests: int, context: int) -> torch.Tensor:
+        """Bind slots to tokens at the end of ``context`` keys each; return the slots."""
+        blocks = -(-context // self.config.block_size)
+        for slot in range(num_requests):
+            self._epoch += 1
+            first = slot * blocks
+            self.tier.begin_token(slot, self._epoch, context - 1, tuple(range(first, first + blocks)))
+        return torch.arange(num_requests)
+
+    def wait_for(self, count: int, kind: HostEventKind) -> None:
+        """Wait until so much has been done.
+
+        Raises:
+            RuntimeError: Something failed, or nothing happens any more.
+        """
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while count > 0:
+            for event in self.tier.poll():
+                if event.kind is not kind:
+                    raise RuntimeError(f"the host tier failed while it was measured: {event}")
+                count -= 1
+            if count > 0:
+                self.tier.wait(_WAIT_S)
+                if time.monotonic() > deadline_s:
+                    raise RuntimeError(f"the host tier did not answer for {_PATIENCE_S:.0f} s while it was measured")
+
+    def attention(self, num_requests: int, context: int) -> float:
+        """Return the seconds of one layer's tasks: ``num_requests`` of them with ``context`` keys each."""
+        slots = self.bind(num_requests, context)
+        q, k, v = (
+            self.rows(num_requests, heads)
+            for heads in (self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads)
+        )
+        layers = min(self.spec.num_layers, _MAX_LAYERS)
+        began_s = time.perf_counter()
+        for layer in range(layers):
+            self.tier.submit(layer, slots, q, k, v)
+            self.wait_for(num_requests, HostEventKind.ATTENTION_DONE)
+        return (time.perf_counter() - began_s) / layers
+
+    def grid(self) -> list[tuple[int, int]]:
+        """Return (requests, context of each), smallest load first."""
+        longest = min(self.config.max_model_len or self.spec.max_model_len, self.spec.max_model_len)
+        requests = [r for r in (1, 4, 16, 64) if r <= self.config.max_host_requests]
+        lengths = sorted({max(1, longest // part) for part in (64, 8, 2)})
+        fits = [
+            (r, n) for r in requests for n in lengths if r * -(-n // self.config.block_size) <= self.tier.num_blocks
+        ]
+        return sorted(fits, key=lambda point: point[0] * point[1])
+
+    def piggyback(self, num_seats: int, num_rows: int, timer: Timer) -> float:
+        """Return the seconds of a layer's work for piggyback rows, besides the halves."""
+        device, dtype, spec = self.model.device, self.model.dtype, self.spec
+        slots = self.bind(num_rows, 1)
+        seats_P = torch.full((num_seats,), -1, dtype=torch.int64)
+        seats_P[:num_rows] = slots
+        on_device_P = seats_P.to(device)
+        width = spec.num_heads * spec.head_size
+        attn_TD = torch.zeros(_DEVICE_ROWS, width, dtype=dtype, device=device)
+        hidden_TD = torch.zeros(_DEVICE_ROWS + num_seats, spec.hidden_size, dtype=dtype, device=device)
+        store_SD = torch.zeros(self.config.max_host_requests, spec.hidden_size, dtype=dtype, device=device)
+        results_SD = self.tier.results_SD.to(device)
+        q, k, v = (
+            self.rows(num_seats, heads).to(device) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        )
+
+        def run() -> None:
+            ops = torch.ops.omniserve
+            rows_P = on_device_P if num_rows else torch.full((num_seats,), -1, dtype=torch.int64, device=device)
+            ops.piggyback_concat.default(attn_TD, results_SD, rows_P)
+            ops.residual_fetch.default(store_SD, rows_P, hidden_TD)
+            if num_rows:
+                ops.residual_store.default(hidden_TD, store_SD, on_device_P)
+                self.tier.submit(0, seats_P, q.cpu(), k.cpu(), v.cpu())
+
+        seconds = timer.time(run)
+        self.wait_for(num_rows, HostEventKind.ATTENTION_DONE)
+        return seconds
+
+    def move(self, storage: DeviceKVStorage, num_blocks: int, direction: MoveDirection, move_id: int) -> float:
+        """Return the seconds of moving some blocks, all layers."""
+        ids = tuple(range(num_blocks))
+        move = KVMove(request_id="", move_id=move_id, direction=direction, src_block_ids=ids, dst_block_ids=ids)
+        began_s = time.perf_counter()
+        self.tier.start_move(move, storage.k_LBKSH, storage.v_LBKSH)
+        self.wait_for(1, HostEventKind.MOVE_DONE)
+        return time.perf_counter() - began_s
+
+
+@contextmanager
+def _host_bench(model: PatchedModel, config: EngineConfig, threads: int) -> Iterator[_HostBench]:
+    bench = _HostBench(model, config, threads)
+    try:
+        yield bench
+    finally:
+        bench.tier.close()
+
+
+def measure_host(
+    model: PatchedModel, config: EngineConfig, fingerprint: Fingerprint, timer: Timer, progress: Progress
+) -> HostTimes:
+    """Measure the host tier's attention and moves, and the piggyback overhead w; nothing if there is no host tier.
+
+    Raises:
+        RuntimeError: The host tier failed.
+    """
+    if not fingerprint.host_threads:
+        return HostTimes()
+    cores = CoreSplit(
+        device=model.device, device_threads=fingerprint.device_threads, host_threads=fingerprint.host_threads
+    )
+    cores.apply(host_works=True)
+    attention: list[tuple[float, ...]] = []
+    counts = sorted({1, fingerprint.host_threads})
+    for threads in counts:
+        with _host_bench(model, config, threads) as bench:
+            kind = f"host attention, {threads} threads"
+            for _ in _rounds(timer, _HOST_END - 0.06):
+                for requests, context in bench.grid():
+                    progress("host attention", timer.spent)
+                    timer.add(kind, (requests, context), bench.attention(requests, context))
+            attention += [(r, r * context, threads, t) for (r, context), t in timer.typicals(kind)]
+            if threads == counts[-1]:
+                progress("piggyback rows", timer.spent)
+                _measure_piggyback(bench, timer)
+                progress("moves", timer.spent)
+                to_host, to_device = _measure_moves(bench, timer)
+    return HostTimes(
+        piggyback=tuple((seats, rows, t) for (seats, rows), t in timer.typicals("piggyback")),
+        host_attention=tuple(attention),
+        copy_to_host=to_host,
+        copy_to_device=to_device,
+    )
+
+
+def _rounds(timer: Timer, end: float, *, least: int = 1, most: int = 7) -> Iterator[int]:
+    """Yield numbers of rounds, at least ``least``, then until the share of time is over."""
+    for number in range(most):
+        if number >= least and timer.spent > end:
+            return
+        yield number
+
+
+def _measure_piggyback(bench: _HostBench, timer: Timer) -> None:
+    largest = min(bench.config.max_piggyback_slots, bench.config.max_host_requests, bench.tier.num_blocks)
+    for _ in _rounds(timer, _HOST_END, least=3, most=25):
+        for seats in sorted({1, min(8, largest), largest}):
+            for rows in sorted({0, 1, seats}):
+                timer.add("piggyback", (seats, rows), bench.piggyback(seats, rows, timer))
+
+
+def _measure_moves(bench: _HostBench, timer: Timer) -> tuple[AlphaBeta, AlphaBeta]:
+    block_bytes = bench.spec.kv_block_bytes(bench.config.block_size)
+    num_blocks = min(16, bench.tier.num_blocks)
+    storage = DeviceKVStorage(
+        bench.spec,
+        num_blocks=num_blocks,
+        block_size=bench.config.block_size,
+        dtype=bench.model.dtype,
+        device=bench.model.device,
+    )
+    storage.k_LBKSH.zero_()
+    storage.v_LBKSH.zero_()
+    move_id = 0
+    for _ in _rounds(timer, _HOST_END, least=2, most=7):
+        for direction in MoveDirection:
+            for blocks in sorted({1, max(1, num_blocks // 4), num_blocks}):
+                seconds = bench.move(storage, blocks, direction, move_id)
+                timer.add(f"move {direction}", (blocks, 0), seconds)
+                move_id += 1
+
+    def fitted(direction: MoveDirection) -> AlphaBeta:
+        points = list(timer.typicals(f"move {direction}"))
+        alpha, beta = fit_terms([(1.0, blocks * block_bytes) for (blocks, _), _ in points], [t for _, t in points])
+        return AlphaBeta(alpha, beta)
+
+    return fitted(MoveDirection.TO_HOST), fitted(MoveDirection.TO_DEVICE)

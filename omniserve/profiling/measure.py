@@ -1,0 +1,72 @@
+"""profile_model: the whole measurement, within a time limit."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from omniserve.config import EngineConfig
+from omniserve.fingerprint import fingerprint_of
+from omniserve.latency.features import ModelShape
+from omniserve.latency.profile import Profile
+from omniserve.patching import PatchedModel, patch
+from omniserve.profiling.host import measure_host
+from omniserve.profiling.modules import measure_modules
+from omniserve.profiling.steps import measure_mixed_steps
+from omniserve.profiling.timer import Progress, Timer
+
+
+def profile_model(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    *,
+    time_limit_s: float = 60.0,
+    progress: Progress = lambda what, spent: None,
+) -> Profile:
+    """Measure a model on its device.
+
+    Args:
+        model: A Hugging Face causal language model; it is patched in place if it is not yet.
+        config: The settings it will be served with.
+        time_limit_s: Measuring ends about so long after compiling. The smallest set of points is measured however
+            long it takes.
+        progress: Told what goes on.
+
+    Raises:
+        UnsupportedModelError: No layer family fits the model.
+        ValueError: The settings do not fit it, or the limit is not positive.
+    Paper: omniserve 3.3.1.
+    """
+    if not time_limit_s > 0:
+        raise ValueError(f"time_limit_s must be > 0, got {time_limit_s}")
+    if "omniserve" not in model.__dict__:
+        patch(model, compile=config.compile)
+    patched: PatchedModel = model.__dict__["omniserve"]
+    fingerprint = fingerprint_of(model, config)
+    progress("compiling", 0.0)
+    patched.warm_up()
+    timer = Timer(patched.device, time_limit_s)
+    threads_before = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            modules = measure_modules(patched, config, fingerprint, timer, progress)
+            host = measure_host(patched, config, fingerprint, timer, progress)
+        rows, seconds = modules.dense["alone"][-1]
+        row_s = patched.num_layers * seconds / rows
+        steps = measure_mixed_steps(model, config, timer, progress, row_s=row_s)
+    finally:
+        torch.set_num_threads(threads_before)
+    return Profile(
+        fingerprint=fingerprint,
+        shape=ModelShape.of(patched.spec),
+        seconds=timer.seconds,
+        dense=modules.dense,
+        head=modules.head,
+        prefill_attention=modules.prefill_attention,
+        decode_attention=modules.decode_attention,
+        piggyback=host.piggyback,
+        host_attention=host.host_attention,
+        copy_to_host=host.copy_to_host,
+        copy_to_device=host.copy_to_device,
+        steps=steps,
+    )

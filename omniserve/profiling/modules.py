@@ -1,0 +1,189 @@
+"""Dense halves, head and device attention: Algorithm 1 over rows, grids over loads. Paper: omniserve 3.3.1."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from omniserve.config import EngineConfig
+from omniserve.cores import CoreSplit
+from omniserve.latency.curve import explore
+from omniserve.latency.profile import STATES, Fingerprint, Points, Table
+from omniserve.patching import PatchedModel
+from omniserve.profiling.bench import ModuleBench
+from omniserve.profiling.timer import Point, Progress, Timer
+
+# Shares of the time limit at which each part is over.
+_CURVES_END, _POWERS_END, _MODULES_END = 0.2, 0.3, 0.5
+_MAX_POOL_BYTES = 512 << 20
+_MAX_CONTEXT = 4096
+_FIRST_SAMPLES = 3
+_MUST_MEASURE = 4  # points of each grid, however slow the machine
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleTimes:
+    """Fields of a Profile; see there."""
+
+    dense: dict[str, Points]
+    head: dict[str, Points]
+    prefill_attention: dict[str, Table]
+    decode_attention: dict[str, Table]
+
+
+class _Sampler:
+    """Takes samples of a module in a state of the cores; a module is made ready once."""
+
+    def __init__(self, bench: ModuleBench, timer: Timer, cores: CoreSplit) -> None:
+        self._bench, self._timer, self._cores = bench, timer, cores
+        self._runs: dict[tuple[str, Point], Callable[[], object]] = {}
+
+    def sample(self, state: str, module: str, point: Point) -> None:
+        """Take one sample."""
+        self._cores.apply(host_works=state == "shared")
+        if (module, point) not in self._runs:
+            self._runs[module, point] = self._make(module, point)
+            self._runs[module, point]()  # the first call pays for memory and, on a GPU, for choosing kernels
+        self._timer.add(f"{module}, {state}", point, self._timer.time(self._runs[module, point]))
+
+    def _make(self, module: str, point: Point) -> Callable[[], object]:
+        first, second = point
+        if module == "dense":
+            return self._bench.dense(first)
+        if module == "head":
+            return self._bench.head(first)
+        return self._bench.attention([(first, second)] if module == "prefill" else [(1, second - 1)] * first)
+
+    def latency(self, state: str, module: str) -> Callable[[int], float]:
+        """Return the latency over rows, for ``explore``."""
+
+        def latency(rows: int) -> float:
+            for _ in range(_FIRST_SAMPLES):
+                self.sample(state, module, (rows, 0))
+            return self._timer.typical(f"{module}, {state}", (rows, 0))
+
+        return latency
+
+
+def measure_modules(
+    model: PatchedModel, config: EngineConfig, fingerprint: Fingerprint, timer: Timer, progress: Progress
+) -> ModuleTimes:
+    """Measure what runs on the device tier, in both states of the cores."""
+    longest, total = _context_limits(model, config)
+    cores = CoreSplit(
+        device=model.device, device_threads=fingerprint.device_threads, host_threads=fingerprint.host_threads
+    )
+    # With a GPU, or without a host tier, sharing changes nothing: one set of measurements serves as both.
+    states = STATES if fingerprint.shared_threads != fingerprint.device_threads else STATES[:1]
+    sampler = _Sampler(ModuleBench(model, config, total), timer, cores)
+    most_rows = {
+        "dense": config.max_step_tokens + config.max_piggyback_slots,
+        "head": min(config.max_num_requests, config.max_step_tokens),
+    }
+    curves = [(state, module) for state in states for module in most_rows]
+    for number, (state, module) in enumerate(curves):
+        end = _CURVES_END * (number + 1) / len(curves)
+        progress(f"{module}, {state}", timer.spent)
+        explore(sampler.latency(state, module), 1, most_rows[module], go_on=lambda end=end: timer.spent < end)  # type: ignore[misc]
+
+    _measure_powers_of_two(sampler, states, most_rows, timer, progress)
+    grids = {"prefill": _prefill_grid(longest, config), "decode": _decode_grid(longest, total, config)}
+    grid_points = [(module, point, i) for module, grid in grids.items() for i, point in enumerate(grid)]
+    grid_points.sort(key=lambda entry: entry[2])  # the smallest of both first: a slow machine leaves out the largest
+    for module, point, i in grid_points:
+        if i >= _MUST_MEASURE and timer.spent > _MODULES_END:
+            continue
+        progress(f"{module} attention", timer.spent)
+        for state in states:
+            sampler.sample(state, module, point)
+    _repeat(sampler, timer, progress)
+    return _collect(timer, states, model.num_layers)
+
+
+def _measure_powers_of_two(
+    sampler: _Sampler, states: tuple[str, ...], most_rows: dict[str, int], timer: Timer, progress: Progress
+) -> None:
+    """Add the sizes that kernels are made for, small ones first: between 1 and 16 rows Algorithm 1 asks nothing."""
+    for exponent in range(1, max(most_rows.values()).bit_length()):
+        for module, most in most_rows.items():
+            if 2**exponent >= most or timer.spent > _POWERS_END:
+                continue
+            progress(f"{module}, {2**exponent} rows", timer.spent)
+            for state in states:
+                sampler.latency(state, module)(2**exponent)
+
+
+def _repeat(sampler: _Sampler, timer: Timer, progress: Progress) -> None:
+    """Measure every point again, in random order, as often as there is time."""
+    known = [
+        (state, module, point)
+        for state in STATES
+        for module in ("dense", "head", "prefill", "decode")
+        for point, _ in timer.typicals(f"{module}, {state}")
+    ]
+    rng = random.Random(0)
+    while timer.spent < _MODULES_END:
+        rng.shuffle(known)
+        for state, module, point in known:
+            if timer.spent >= _MODULES_END:
+                return
+            progress("all modules again", timer.spent)
+            sampler.sample(state, module, point)
+
+
+def _collect(timer: Timer, states: tuple[str, ...], num_layers: int) -> ModuleTimes:
+    def curve(module: str, layers: int) -> dict[str, Points]:
+        return _both(
+            {s: tuple((rows, t / layers) for (rows, _), t in timer.typicals(f"{module}, {s}")) for s in states}
+        )
+
+    def table(module: str) -> dict[str, Table]:
+        return _both(
+            {
+                # Of decode attention the context of all requests together is kept.
+                s: tuple(
+                    (a, b if module == "prefill" else a * b, t / num_layers)
+                    for (a, b), t in timer.typicals(f"{module}, {s}")
+                )
+                for s in states
+            }
+        )
+
+    return ModuleTimes(
+        dense=curve("dense", num_layers),
+        head=curve("head", 1),
+        prefill_attention=table("prefill"),
+        decode_attention=table("decode"),
+    )
+
+
+def _both(measured: dict[str, T]) -> dict[str, T]:
+    return {state: measured.get(state, measured[STATES[0]]) for state in STATES}
+
+
+def _context_limits(model: PatchedModel, config: EngineConfig) -> tuple[int, int]:
+    """Return the longest context to measure, and how many tokens of KV there may be in all."""
+    spec = model.spec
+    blocks = max(1, min(config.device_kv_bytes, _MAX_POOL_BYTES) // spec.kv_block_bytes(config.block_size))
+    longest = min(config.max_model_len or spec.max_model_len, _MAX_CONTEXT, blocks * config.block_size)
+    return longest, blocks * config.block_size
+
+
+def _prefill_grid(longest: int, config: EngineConfig) -> list[Point]:
+    """Return (chunk, context before it), smallest load first."""
+    most = min(config.max_step_tokens, longest)
+    chunks = sorted({max(2, most // part) for part in (32, 8, 2, 1)})
+    grid = {(chunk, start) for chunk in chunks for start in (0, longest // 8, longest // 2) if chunk + start <= longest}
+    return sorted(grid, key=lambda point: point[0] * (point[0] + point[1]))
+
+
+def _decode_grid(longest: int, total: int, config: EngineConfig) -> list[Point]:
+    """Return (requests, context of each), smallest load first."""
+    requests = [r for r in (1, 4, 16, 64, 256) if r <= min(config.max_num_requests, config.max_step_tokens)]
+    lengths = sorted({max(1, longest // part) for part in (64, 8, 2, 1)})
+    fits = {(r, n) for r in requests for n in lengths if r * -(-n // config.block_size) * config.block_size <= total}
+    return sorted(fits, key=lambda point: point[0] * point[1])

@@ -1,0 +1,187 @@
+"""Measured steps: a load of both classes drives an engine, and each step gives a sample of (features, seconds)."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from omniserve.config import EngineConfig
+from omniserve.engine import Engine
+from omniserve.latency import BatchFeatures, ModelShape, StepSample, features_of
+from omniserve.patching import PatchedModel
+from omniserve.plan import StepPlan
+from omniserve.profiling.timer import Progress, Timer
+from omniserve.request import Request, SamplingParams, ServiceClass
+
+_IDLE_WAIT_S = 0.02
+_MAX_SAMPLES, _WANTED_SAMPLES = 200, 100  # of each of the two loads
+_LEAST_MAX_PROMPT, _MAX_PROMPT, _MAX_OUTPUT = 64, 1024, 64
+_MEAN_ACTIVE = 12.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A request and when it comes. Time is counted in steps, so that a load has one shape on any machine."""
+
+    at_step: int
+    request: Request
+
+
+def mixed_load(
+    seed: int, *, num_steps: int, vocab_size: int, max_prompt: int, max_output: int, mean_active: float = _MEAN_ACTIVE
+) -> list[Arrival]:
+    """Draw a load of both classes.
+
+    Lengths are log-normal. LS requests arrive at a rate that changes every 20 to 60 steps between little and much; BE
+    requests come in batches.
+
+    Args:
+        seed: Same seed, same load.
+        num_steps: The last arrival comes before this step.
+        vocab_size: Tokens are drawn from it.
+        max_prompt: Longest prompt, in tokens.
+        max_output: Longest output.
+        mean_active: Requests of each class that are there at a time, on average, if none waits.
+    """
+    rng = random.Random(seed)
+    arrivals: list[Arrival] = []
+
+    def draw(service_class: ServiceClass, at_step: int) -> int:
+        prompt = min(max_prompt, max(1, round(rng.lognormvariate(0, 1.0) * max_prompt / 8)))
+        output = min(max_output, max(1, round(rng.lognormvariate(0, 0.8) * max_output / 4)))
+        tokens = rng.choices(range(vocab_size), k=prompt)
+        sampling = SamplingParams(max_tokens=output, ignore_eos=True)
+        request = Request(prompt_token_ids=tokens, sampling=sampling, service_class=service_class)
+        arrivals.append(Arrival(at_step=at_step, request=request))
+        return output
+
+    mean_output = max_output / 4 * 1.3
+    level, until = 1.0, 0
+    next_batch = 0
+    for step in range(num_steps):
+        if step >= until:
+            level, until = rng.choice((0.1, 0.5, 1.0, 2.0)), step + rng.randint(20, 60)
+        # At most a few at once: a Poisson draw's tail is of no use here.
+        for _ in range(4):
+            if rng.random() < level * mean_active / mean_output / 4:
+                draw(ServiceClass.LS, step)
+        if step >= next_batch:
+            size = rng.randint(1, round(2 * mean_active))
+            outputs = [draw(ServiceClass.BE, step) for _ in range(size)]
+            next_batch = step + max(1, round(sum(outputs) / mean_active))
+    return arrivals
+
+
+def measure_steps(
+    engine: Engine,
+    arrivals: Iterable[Arrival],
+    *,
+    max_samples: int,
+    keep: Callable[[BatchFeatures], bool] = lambda features: True,
+    go_on: Callable[[], bool] = lambda: True,
+    on_sample: Callable[[], object] = lambda: None,
+) -> list[StepSample]:
+    """Drive an engine with a load and return a sample of each step, the first few (of cold caches) left out.
+
+    What is unfinished in the end is aborted.
+
+    Args:
+        engine: Without unfinished requests; nobody else steps it.
+        arrivals: In the order of their steps.
+        max_samples: Ends after so many, or when the load does.
+        keep: Which steps are wanted.
+        go_on: Asked before each step; False ends the run.
+        on_sample: Called after each sample, for progress.
+    """
+    shape = ModelShape.of(engine.spec)
+    samples: list[StepSample] = []
+    num_steps = 0
+
+    def record(plan: StepPlan, host_works: bool, seconds: float) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        features = features_of(plan, shape, host_works=host_works)
+        if num_steps > 5 and keep(features):
+            samples.append(StepSample(features=features, seconds=seconds))
+            on_sample()
+
+    waiting = list(reversed(list(arrivals)))
+    ids: list[str] = []
+    engine.on_step = record
+    step = 0
+    try:
+        while len(samples) < max_samples and go_on() and (waiting or engine.has_unfinished):
+            if not engine.has_unfinished:
+                step = max(step, waiting[-1].at_step)
+            while waiting and waiting[-1].at_step <= step:
+                ids.append(engine.add(waiting.pop().request))
+            engine.step()
+            if engine.last_plan_was_empty:
+                engine.wait(_IDLE_WAIT_S)
+            else:
+                step += 1
+    finally:
+        engine.on_step = None
+        for request_id in ids:
+            engine.abort(request_id)
+        while engine.has_unfinished:  # slots and moves that are still being given back
+            engine.step()
+            engine.wait(_IDLE_WAIT_S)
+    return samples
+
+
+def measure_mixed_steps(
+    model: PreTrainedModel, config: EngineConfig, timer: Timer, progress: Progress, *, row_s: float
+) -> tuple[StepSample, ...]:
+    """Measure whole steps of an engine in what is left of the time: first device only, then with the host tier.
+
+    The pools are small, so that best-effort requests do move to the host. On a slow device prompts are short, so that
+    there is time for enough steps.
+
+    Args:
+        model: The model.
+        config: Its settings.
+        timer: Knows the time that is left.
+        progress: Told of each step.
+        row_s: Seconds that a row of a large step takes.
+    """
+    patched: PatchedModel = model.__dict__["omniserve"]
+    spec = patched.spec
+    longest = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
+    max_output = max(1, min(longest // 4, _MAX_OUTPUT))
+    rows_a_step = timer.left_s / (2 * _WANTED_SAMPLES) / row_s
+    # A request of either class brings about max_prompt / 5 rows, and is there for about max_output / 3 steps.
+    max_prompt = int(5 * rows_a_step * max_output / 3 / (2 * _MEAN_ACTIVE))
+    max_prompt = max(1, min(longest // 2, _MAX_PROMPT, max(max_prompt, _LEAST_MAX_PROMPT)))
+    block_bytes = spec.kv_block_bytes(config.block_size)
+    blocks_each = -(-(max_prompt + max_output) // config.block_size)
+    roomy = min(config.device_kv_bytes, round(2 * _MEAN_ACTIVE) * blocks_each * block_bytes)
+    tight = min(config.device_kv_bytes, max(2 * blocks_each, round(_MEAN_ACTIVE * blocks_each / 4)) * block_bytes)
+    host_bytes = min(config.host_kv_bytes, 2 * roomy)
+    has_tier = config.kv != "paged" and host_bytes >= spec.host_block_bytes(config.block_size, config.host_kv_dtype)
+    pools = [(roomy, 0), (tight, host_bytes)] if has_tier else [(roomy, 0)]
+    samples: list[StepSample] = []
+    began = timer.spent
+    for number, (device_bytes, host_bytes) in enumerate(pools):
+        end = began + (1.0 - began) * (number + 1) / len(pools)
+        small = dataclasses.replace(config, device_kv_bytes=device_bytes, host_kv_bytes=host_bytes)
+        load = mixed_load(
+            number,
+            num_steps=4 * _MAX_SAMPLES,
+            vocab_size=spec.vocab_size,
+            max_prompt=min(max_prompt, device_bytes // block_bytes * config.block_size // 2),
+            max_output=max_output,
+        )
+        with Engine(model, small) as engine:
+            samples += measure_steps(
+                engine,
+                load,
+                max_samples=_MAX_SAMPLES,
+                go_on=lambda end=end: timer.spent < end,  # type: ignore[misc]
+                on_sample=lambda: progress("whole steps", timer.spent),
+            )
+    return tuple(samples)

@@ -1,0 +1,74 @@
+"""Timer: samples of everything that is measured, and how much of the time limit is left."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import torch
+
+Progress = Callable[[str, float], None]
+"""Told what is being measured, and the share of the time limit that has passed."""
+Point = tuple[int, int]
+
+
+class Timer:
+    """Times calls and keeps the samples of each point.
+
+    Args:
+        device: A GPU is waited for before and after each call.
+        limit_s: The time limit of the whole measurement, which begins now.
+    """
+
+    def __init__(self, device: torch.device, limit_s: float) -> None:
+        self._device = device
+        self._limit_s = limit_s
+        self._began_s = time.perf_counter()
+        self._samples: defaultdict[tuple[str, Point], list[float]] = defaultdict(list)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been."""
+        return time.perf_counter() - self._began_s
+
+    @property
+    def spent(self) -> float:
+        """Share of the limit that has passed."""
+        return self.seconds / self._limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the limit; 0 after it."""
+        return max(0.0, self._limit_s - self.seconds)
+
+    def time(self, run: Callable[[], object]) -> float:
+        """Return the seconds of one call."""
+        self._wait_for_device()
+        began_s = time.perf_counter()
+        run()
+        self._wait_for_device()
+        return time.perf_counter() - began_s
+
+    def add(self, kind: str, point: Point, seconds: float) -> None:
+        """Keep a sample."""
+        self._samples[kind, point].append(seconds)
+
+    def typical(self, kind: str, point: Point) -> float:
+        """Return the lower quartile of a point's samples, of which there is at least one."""
+        return _lower_quartile(self._samples[kind, point])
+
+    def typicals(self, kind: str) -> Iterator[tuple[Point, float]]:
+        """Yield each point of a kind with the lower quartile of its samples, points in ascending order."""
+        for key in sorted(self._samples):
+            if key[0] == kind:
+                yield key[1], _lower_quartile(self._samples[key])
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _lower_quartile(samples: list[float]) -> float:
+    """What disturbs a measurement only makes it longer: of few samples the median may still be a disturbed one."""
+    return sorted(samples)[(len(samples) - 1) // 4]

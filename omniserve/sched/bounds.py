@@ -1,0 +1,57 @@
+"""How long a step may be: the tightest objective of the requests in it, and of those that may come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from omniserve.sched.state import RequestState
+
+HEADROOM = 0.05
+"""Share of a TPOT that is kept for what no latency model knows (the way to the client, a busy machine)."""
+TTFT_HEADROOM = 0.15
+"""The same of a TTFT, which is a few steps and not the mean of many: nothing averages out."""
+MAX_LENT_STEPS = 4.0
+"""With ``slack="deadline"``, no step may be longer than this many TPOTs: a stream must not stutter."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeBound:
+    """A bound in seconds, and whose it is."""
+
+    seconds: float = math.inf
+    by: str = ""
+
+    def or_tighter(self, seconds: float, by: str) -> TimeBound:
+        """Return the tighter of this bound and another."""
+        return TimeBound(seconds, by) if seconds < self.seconds else self
+
+
+def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str) -> TimeBound:
+    """Return S_d, the decoding objective of a step (omniserve 3.3.4), of the requests that decode in it.
+
+    Args:
+        decoding: Requests that get their next token from the step.
+        now_s: When the step begins.
+        slack: ``step``: a step is never longer than the shortest TPOT. ``deadline``: each token has a deadline,
+            first token + i TPOT, so that a request ahead of its schedule lends its lead, and one behind gets it back.
+    """
+    bound = TimeBound()
+    for state in decoding:
+        tpot_s = state.slo.tpot_s
+        if tpot_s is None:
+            continue
+        seconds = tpot_s = (1 - HEADROOM) * tpot_s
+        if slack == "deadline" and state.first_token_s is not None:
+            due_s = state.first_token_s + state.num_output_tokens * tpot_s
+            seconds = min(max(due_s - now_s, 0.0), MAX_LENT_STEPS * tpot_s)
+        bound = bound.or_tighter(seconds, f"tpot of {state.request_id}")
+    return bound
+
+
+def ttft_left_s(state: RequestState, now_s: float) -> float:
+    """Return the seconds until a request's first token is due; infinite without an objective."""
+    if state.slo.ttft_s is None:
+        return math.inf
+    return state.arrival_s + (1 - TTFT_HEADROOM) * state.slo.ttft_s - now_s

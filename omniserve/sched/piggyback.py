@@ -1,0 +1,109 @@
+"""How many piggyback rows a step takes, and in how many seats. Paper: omniserve 3.3.6."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omniserve.sched.load import StepLoad
+
+
+def seat_bucket(count: int, largest: int) -> int:
+    """Return P for ``count`` rows: 0, or the smallest power of two that holds them, at most ``largest``."""
+    return min(1 << (count - 1).bit_length(), largest) if count else 0
+
+
+@dataclass(frozen=True, slots=True)
+class PiggybackPlan:
+    """What to take."""
+
+    seats: int = 0
+    """Most rows a layer."""
+    rows: int = 0
+    """Most rows over all layers, counted from the lowest layer up; entries come before joins."""
+
+
+def fill(load: StepLoad, num_entries: int, ready: Sequence[int], *, seats: int, max_rows: int) -> int:
+    """Put piggyback rows into a load, lowest layer first, and return how many they are.
+
+    Args:
+        load: The step without any.
+        num_entries: Tokens that may enter at layer 0.
+        ready: Results that wait, by layer.
+        seats: Most rows of one layer.
+        max_rows: Most rows in all.
+    """
+    entries = min(num_entries, seats, max_rows)
+    rows, layers, halves, at_last, most = entries, int(entries > 0), int(entries > 0), 0, entries
+    for layer, count in enumerate(ready):
+        taken = min(count, seats, max_rows - rows)
+        if taken <= 0:
+            continue
+        rows += taken
+        layers += 1
+        most = max(most, taken)
+        is_last = layer == len(ready) - 1
+        halves += 1 if is_last else 2  # post-attention here, pre-attention one layer on
+        at_last = taken if is_last else at_last
+    load.set_piggyback(seat_bucket(most, seats), rows, layers, at_last_layer=at_last, halves=halves)
+    return rows
+
+
+def choose(
+    load: StepLoad, num_entries: int, ready: Sequence[int], *, bound_s: float, max_seats: int, max_rows: int,
+    device_tokens: int,
+) -> PiggybackPlan:  # fmt: skip
+    """Return the piggyback rows that bring most best-effort work a second within the bound.
+
+    Every seat costs a row of the dense halves in each layer, taken or not, so as many seats as the fullest layer wants
+    are not always best. With the seats chosen, rows are taken from the lowest layer up until the bound is reached.
+
+    Args:
+        load: The step without piggyback rows; it is not changed.
+        num_entries: Tokens that may enter at layer 0.
+        ready: Results that wait, by layer.
+        bound_s: Longest step.
+        max_seats: Largest P.
+        max_rows: Most rows in all.
+        device_tokens: Best-effort tokens among the step's device rows.
+    """
+    most = seat_bucket(min(max(num_entries, max(ready, default=0)), max_rows), max_seats)
+    best, best_rate = PiggybackPlan(), -1.0
+    seats = most
+    while seats:
+        rows, seconds = _within(load, num_entries, ready, seats, max_rows, bound_s)
+        if rows:
+            # A row passes one layer: so many of them are a token.
+            rate = (device_tokens + rows / (len(ready) + 1)) / seconds
+            if rate > best_rate:
+                best, best_rate = PiggybackPlan(seats, rows), rate
+        seats = 1 << (seats - 1).bit_length() - 1 if seats > 1 else 0
+    return best
+
+
+def _within(
+    load: StepLoad, num_entries: int, ready: Sequence[int], seats: int, max_rows: int, bound_s: float
+) -> tuple[int, float]:
+    """Return the most rows within the bound, and the step's seconds with them."""
+
+    def seconds(rows: int) -> float:
+        twin = load.copy()
+        fill(twin, num_entries, ready, seats=seats, max_rows=rows)
+        return twin.seconds()
+
+    trial = load.copy()
+    rows = fill(trial, num_entries, ready, seats=seats, max_rows=max_rows)
+    all_s = trial.seconds()
+    if all_s <= bound_s or rows == 0:
+        return rows, all_s
+    if bound_s == math.inf or seconds(1) > bound_s:
+        return 0, all_s
+    low, high = 1, rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if seconds(middle) <= bound_s:
+            low = middle
+        else:
+            high = middle
+    return low, seconds(low)

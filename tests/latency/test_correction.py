@@ -1,0 +1,105 @@
+"""CorrectedModel: learns drift within bounds, not from outliers; says so once when the bounds are left."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from omniserve.latency import CorrectedModel, accuracy_of
+from omniserve.latency.omniserve import OmniServeModel
+from tests.latency.samples import draw_steps, make_profile
+
+MODEL = OmniServeModel(make_profile())
+
+
+def drifted(factor: float):
+    return lambda features: factor * MODEL.step_s(features)
+
+
+def observe(model: CorrectedModel, steps) -> None:
+    for step in steps:
+        model.observe(step.features, step.seconds)
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.3])
+def test_it_follows_a_machine_that_drifted(factor: float) -> None:
+    model = CorrectedModel(MODEL)
+    observe(model, draw_steps(1, 1500, drifted(factor), noise=0.05))
+    assert accuracy_of(model, draw_steps(2, 200, drifted(factor))).mean > 0.98
+    assert model.drift == pytest.approx(factor, rel=0.03)
+    assert model.error < 0.05
+    assert not model.has_drifted
+
+
+def test_what_slowed_down_is_what_is_corrected() -> None:
+    dense = MODEL.term_names.index("dense, more rows")
+    attention = MODEL.term_names.index("prefill attention")
+
+    def slow_dense(features):
+        return MODEL.step_s(features) + 0.3 * MODEL.terms(features)[dense]
+
+    model = CorrectedModel(MODEL)
+    observe(model, draw_steps(1, 2000, slow_dense))
+    assert model.factors[dense] > 1.2
+    assert model.factors[attention] < model.factors[dense]
+
+
+def test_factors_stay_within_their_bounds() -> None:
+    model = CorrectedModel(MODEL, rate=0.2)
+    observe(model, draw_steps(1, 500, drifted(30.0)))
+    assert max(model.factors) == 1.5
+    observe(model, draw_steps(2, 1000, drifted(0.01)))
+    assert min(model.factors) == 0.7
+
+
+def test_one_odd_step_moves_little() -> None:
+    model = CorrectedModel(MODEL)
+    steps = draw_steps(1, 300, drifted(1.0))
+    observe(model, steps)
+    model.observe(steps[0].features, 100 * steps[0].seconds)
+    assert max(abs(factor - 1) for factor in model.factors) <= 0.0201
+    assert accuracy_of(model, steps).mean > 0.97
+
+
+def test_rare_outliers_do_not_raise_the_predictions_much() -> None:
+    rng = random.Random(0)
+    model = CorrectedModel(MODEL)
+    for step in draw_steps(1, 1000, drifted(1.0), noise=0.02):
+        model.observe(step.features, step.seconds * (20 if rng.random() < 0.01 else 1))
+    assert accuracy_of(model, draw_steps(2, 200, drifted(1.0))).mean > 0.95
+
+
+def test_leaving_the_bounds_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = CorrectedModel(MODEL)
+    steps = draw_steps(1, 400, drifted(3.0))
+    observe(model, steps[:40])
+    assert not caplog.records, "too early to tell"
+    observe(model, steps[40:])
+    assert model.has_drifted
+    assert len(caplog.records) == 1
+    assert "omniserve.profile" in caplog.text
+    assert model.drift == pytest.approx(3.0, rel=0.05)
+
+
+def test_steps_without_time_or_work_are_left_out() -> None:
+    model = CorrectedModel(MODEL)
+    step = draw_steps(1, 1, drifted(1.0))[0]
+    model.observe(step.features, 0.0)
+    assert model.factors == (1.0,) * len(MODEL.term_names)
+
+
+def test_its_terms_are_the_models_times_the_factors() -> None:
+    model = CorrectedModel(MODEL)
+    observe(model, draw_steps(1, 200, drifted(1.2)))
+    features = draw_steps(3, 1, drifted(1.0))[0].features
+    expected = [f * t for f, t in zip(model.factors, MODEL.terms(features), strict=True)]
+    assert list(model.terms(features)) == pytest.approx(expected)
+    assert model.step_s(features) == pytest.approx(sum(expected))
+    assert model.layer_s(features) == pytest.approx(sum(expected[MODEL.layer_terms]) / MODEL.num_layers)
+
+
+@pytest.mark.parametrize(("settings", "word"), [({"rate": 0.0}, "rate"), ({"bounds": (1.1, 1.5)}, "bounds")])
+def test_bad_settings_are_refused(settings: dict[str, object], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        CorrectedModel(MODEL, **settings)  # type: ignore[arg-type]

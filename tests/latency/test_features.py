@@ -1,0 +1,81 @@
+"""Features of a plan: sums over its chunks, windows, piggyback rows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omniserve.latency import BatchFeatures, ModelShape, features_of
+from omniserve.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, StepPlan
+
+WINDOWED = ModelShape(num_layers=6, windows=((0, 2), (5, 4)))
+
+
+def chunk(index: int, start: int, count: int, *, samples: bool = True) -> DeviceChunk:
+    return DeviceChunk(request_id=str(index), token_ids=(1,) * count, start=start, block_ids=(), samples=samples)
+
+
+def join(index: int, layer: int) -> PiggybackJoin:
+    return PiggybackJoin(request_id=str(index), position=9, slot=index, epoch=1, layer=layer)
+
+
+def entry(index: int) -> PiggybackEntry:
+    return PiggybackEntry(request_id=str(index), token_id=1, position=9, slot=index, epoch=1, block_ids=(0,))
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30), st.booleans()), min_size=1, max_size=8))
+def test_features_of_a_plan_are_those_of_its_chunks_added_one_by_one(chunks: list[tuple[int, int, bool]]) -> None:
+    plan = StepPlan(step_id=0, chunks=tuple(chunk(i, s, c, samples=y) for i, (s, c, y) in enumerate(chunks)))
+    added = BatchFeatures()
+    for start, count, samples in chunks:
+        added = WINDOWED.with_chunk(added, start, count, samples=samples)
+    whole = features_of(plan, WINDOWED)
+    assert (whole.prefill_load, whole.decode_load) == pytest.approx((added.prefill_load, added.decode_load))
+    for name in set(BatchFeatures.__slots__) - {"prefill_load", "decode_load"}:
+        assert getattr(whole, name) == getattr(added, name), name
+
+
+@given(st.integers(0, 30), st.integers(1, 30), st.integers(0, 12))
+def test_load_counts_the_keys_that_each_row_sees(start: int, count: int, window: int) -> None:
+    shape = ModelShape(num_layers=1, windows=((window, 1),))
+    seen = [position + 1 if window == 0 else min(position + 1, window) for position in range(start, start + count)]
+    assert shape.load(start, count) == sum(seen)
+
+
+def test_load_is_the_mean_over_the_layers() -> None:
+    assert WINDOWED.load(9, 1) == pytest.approx((2 * 10 + 4 * 5) / 6)
+
+
+def test_a_chunk_of_one_row_is_a_decode() -> None:
+    features = features_of(StepPlan(step_id=0, chunks=(chunk(0, 7, 1), chunk(1, 0, 3))), WINDOWED)
+    assert (features.decode_requests, features.prefill_requests, features.prefill_tokens) == (1, 1, 3)
+    assert (features.rows, features.device_rows, features.decode_context) == (4, 4, 7)
+
+
+def test_piggyback_rows_seats_and_their_layers() -> None:
+    plan = StepPlan(
+        step_id=0,
+        chunks=(chunk(0, 7, 1),),
+        entries=(entry(1),),
+        joins=(join(2, 3), join(3, 3), join(4, 5)),
+        num_piggyback_slots=4,
+    )
+    features = features_of(plan, WINDOWED)
+    assert (features.seats, features.rows, features.piggyback_rows) == (4, 5, 4)
+    assert features.piggyback_layers == 3  # 0, 3, 5
+    assert features.sampled_rows == 2  # the device row, and the one that joins the last layer
+    assert features.host_works
+    assert features.dense_layers == 6
+
+
+def test_without_device_rows_only_the_halves_that_somebody_is_at_run() -> None:
+    plan = StepPlan(step_id=0, entries=(entry(1),), joins=(join(2, 3), join(4, 5)), num_piggyback_slots=4)
+    # Pre-attention of 0 and 4, post-attention of 3 and 5.
+    assert features_of(plan, WINDOWED).dense_layers == 2.0
+
+
+def test_a_tier_that_works_beside_a_step_without_rows_of_its_own_is_told() -> None:
+    plan = StepPlan(step_id=0, chunks=(chunk(0, 7, 1),))
+    assert not features_of(plan, WINDOWED).host_works
+    assert features_of(plan, WINDOWED, host_works=True).host_works

@@ -1,0 +1,166 @@
+"""Real measurements of a tiny model: models made of them predict something, and profiles are found again."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from omniserve import Engine, EngineConfig, patch
+from omniserve.latency import LATENCY_MODELS, Profile, ProfileMismatch
+from omniserve.latency.profile import STATES, path_in
+from omniserve.profiling import find_or_make_profile, fingerprint_of, measure_steps, mixed_load, profile_model
+from omniserve.profiling.summary import summarise
+from omniserve.request import ServiceClass
+from tests.parity.models import tiny_model
+
+BLOCK = 8
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return patch(tiny_model("llama"), compile=False)
+
+
+@pytest.fixture(scope="module")
+def config(model: PreTrainedModel) -> EngineConfig:
+    pool = 64 * model.omniserve.spec.kv_block_bytes(BLOCK)
+    return EngineConfig(
+        block_size=BLOCK, device_kv_bytes=pool, host_kv_bytes=pool, max_step_tokens=64, compile=False, host_threads=1
+    )
+
+
+@pytest.fixture(scope="module")
+def profile(model: PreTrainedModel, config: EngineConfig) -> Profile:
+    told: list[tuple[str, float]] = []
+    threads = torch.get_num_threads()
+    profile = profile_model(model, config, time_limit_s=2.0, progress=lambda *now: told.append(now))
+    assert torch.get_num_threads() == threads
+    assert len({what for what, _ in told}) > 5
+    assert [spent for _, spent in told] == sorted(spent for _, spent in told)
+    return profile
+
+
+@pytest.mark.parametrize("name", LATENCY_MODELS.names())
+def test_predictions_are_finite_and_positive(profile: Profile, name: str) -> None:
+    predictor = LATENCY_MODELS.get(name).from_profile(profile)
+    assert profile.steps
+    for step in profile.steps:
+        assert math.isfinite(predictor.step_s(step.features))
+        assert predictor.step_s(step.features) > 0
+
+
+def test_everything_is_measured(profile: Profile) -> None:
+    for state in STATES:
+        assert len(profile.dense[state]) > 5
+        assert len(profile.head[state]) > 5
+        assert len(profile.prefill_attention[state]) >= 4
+        assert len(profile.decode_attention[state]) >= 4
+    assert profile.piggyback
+    assert profile.host_attention
+    assert profile.copy_to_host.beta_s + profile.copy_to_host.alpha_s > 0
+    assert profile.copy_to_device.beta_s + profile.copy_to_device.alpha_s > 0
+
+
+def test_without_a_host_tier_nothing_of_it_is_measured(model: PreTrainedModel, config: EngineConfig) -> None:
+    alone = profile_model(model, dataclasses.replace(config, host_kv_bytes=0), time_limit_s=0.5)
+    assert alone.piggyback == alone.host_attention == ()
+    assert alone.fingerprint.host_threads == 0
+    assert alone.dense[STATES[0]] == alone.dense[STATES[1]]
+
+
+def test_the_summary_says_what_was_measured(profile: Profile) -> None:
+    text = summarise(profile)
+    assert profile.fingerprint.device in text
+    assert "dense, shared" in text
+    assert f"{len(profile.steps)} of a mixed load" in text
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
+def test_a_time_limit_must_be_positive(model: PreTrainedModel, config: EngineConfig, limit: float) -> None:
+    with pytest.raises(ValueError, match="time_limit_s"):
+        profile_model(model, config, time_limit_s=limit)
+
+
+def test_a_made_profile_is_kept_and_found_again(
+    model: PreTrainedModel, config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+    with caplog.at_level(logging.INFO, logger="omniserve.profiling"):
+        made = find_or_make_profile(
+            model, config, folder=tmp_path, time_limit_s=0.5, progress=lambda what, spent: told.append(what)
+        )
+        assert told
+        assert Profile.read(path_in(tmp_path, fingerprint_of(model, config))) == made
+        told.clear()
+        assert find_or_make_profile(model, config, folder=tmp_path) == made
+    assert not told, "it was measured again"
+    assert str(tmp_path) in caplog.text
+
+
+def test_a_profile_for_other_settings_is_not_found(
+    model: PreTrainedModel, config: EngineConfig, profile: Profile, tmp_path: Path
+) -> None:
+    profile.write(path_in(tmp_path, profile.fingerprint))
+    other = dataclasses.replace(config, device_threads=1)
+    made = find_or_make_profile(model, other, folder=tmp_path, time_limit_s=0.5)
+    assert made.fingerprint != profile.fingerprint
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_given_file_is_read_or_refused(
+    model: PreTrainedModel, config: EngineConfig, profile: Profile, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.json"
+    profile.write(path)
+    assert find_or_make_profile(model, config, path=path) == profile
+    with pytest.raises(ProfileMismatch, match="host_kv_dtype"):
+        find_or_make_profile(model, dataclasses.replace(config, host_kv_dtype="int8"), path=path)
+    with pytest.raises(OSError):
+        find_or_make_profile(model, config, path=tmp_path / "absent.json")
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.json"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_said(
+    model: PreTrainedModel, config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    profile = find_or_make_profile(model, config, folder=tmp_path / "file" / "folder", time_limit_s=0.2)
+    assert profile.dense
+    assert "not kept" in caplog.text
+
+
+def test_pools_and_policies_change_no_fingerprint_but_threads_and_models_do(
+    model: PreTrainedModel, config: EngineConfig
+) -> None:
+    mark = fingerprint_of(model, config)
+    same = dataclasses.replace(config, scheduler="sarathi", device_kv_bytes=config.device_kv_bytes * 2)
+    assert fingerprint_of(model, same) == mark
+    assert fingerprint_of(model, dataclasses.replace(config, device_threads=1)) != mark or mark.device_threads == 1
+    assert fingerprint_of(tiny_model("llama", num_layers=4), config).differences(mark) != []
+
+
+def test_measured_steps_end_as_told_and_leave_the_engine_empty(model: PreTrainedModel, config: EngineConfig) -> None:
+    load = mixed_load(3, num_steps=60, vocab_size=64, max_prompt=40, max_output=20)
+    with Engine(model, config) as engine:
+        samples = measure_steps(engine, load, max_samples=25)
+        assert len(samples) == 25
+        assert not engine.has_unfinished
+        assert engine.on_step is None
+        assert engine.stats().device_blocks_used == 0
+    assert min(sample.seconds for sample in samples) > 0
+
+
+def test_a_load_is_the_same_for_a_seed_and_has_both_classes() -> None:
+    first, again, other = (
+        mixed_load(seed, num_steps=200, vocab_size=64, max_prompt=40, max_output=20) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert {arrival.request.service_class for arrival in first} == set(ServiceClass)
+    assert [a.at_step for a in first] == sorted(a.at_step for a in first)
+    assert all(len(a.request.prompt_token_ids) <= 40 and a.request.sampling.max_tokens <= 20 for a in first)

@@ -1,0 +1,183 @@
+"""Which blocks are checkpointed in a step, and that a request goes on meanwhile."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from omniserve.kv import Tier, TieredKVManager
+from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
+from omniserve.request import SLO, Request, SamplingParams, ServiceClass
+from omniserve.sched.batch import Batch
+from omniserve.sched.checkpoints import Checkpoints
+from omniserve.sched.state import Phase, RequestState
+from tests.sched.fake_device import FakeDevice
+
+BLOCK = 4
+
+
+class Bench:
+    """Requests on the device of a fake machine; ``step`` computes all their tokens, copies beside them."""
+
+    def __init__(self, *, max_blocks: int = 100, host_blocks: int = 32) -> None:
+        self.kv = TieredKVManager(num_device_blocks=32, num_host_blocks=host_blocks, block_size=BLOCK)
+        self.checkpoints = Checkpoints(self.kv, BLOCK, max_blocks_per_step=max_blocks)
+        self.device = FakeDevice(block_size=BLOCK, num_layers=1, max_tokens=1000, rng=random.Random(0))
+        self.states: list[RequestState] = []
+
+    def add(self, num_tokens: int) -> RequestState:
+        number = len(self.states)
+        request = Request(
+            prompt_token_ids=[100 * number + position for position in range(num_tokens)],
+            sampling=SamplingParams(max_tokens=100),
+            service_class="BE",
+        )
+        state = RequestState(
+            request_id=f"be{number}",
+            request=request,
+            slo=SLO(),
+            kind=ServiceClass.BE,
+            place=(1, number),
+            arrival_s=0.0,
+            token_ids=list(request.prompt_token_ids),
+            phase=Phase.DEVICE,
+        )
+        self.states.append(state)
+        return state
+
+    def step(self, moves: list[KVMove]) -> None:
+        batch = Batch(self.kv, 1000)
+        for state in self.states:
+            if state.phase is Phase.DEVICE:
+                assert batch.add(state)
+        output = self.device.execute(StepPlan(step_id=0, chunks=batch.chunks, moves=tuple(moves)))
+        for chunk in batch.chunks:
+            state = next(state for state in self.states if state.request_id == chunk.request_id)
+            state.num_computed_tokens = state.num_tokens
+            state.token_ids.append(output.tokens[state.request_id].token_id)
+
+    def plan(self, *, reserve_blocks: int = 0) -> list[tuple[str, int]]:
+        """Return who is copied and how many blocks; the copies begin with the next step that is computed."""
+        self.moves = self.checkpoints.plan(self.states, reserve_blocks=reserve_blocks)
+        return [(move.request_id, len(move.src_block_ids)) for move in self.moves]
+
+
+def done(move: KVMove) -> HostEvent:
+    return HostEvent(kind=HostEventKind.MOVE_DONE, move_id=move.move_id)
+
+
+def test_a_request_goes_on_while_its_full_blocks_are_copied() -> None:
+    bench = Bench()
+    state = bench.add(10)
+    assert bench.plan() == [], "nothing has been computed yet"
+    bench.step([])
+    copied: list[int] = []
+    for _ in range(10):
+        bench.plan()
+        copied += [block for move in bench.moves for block in move.dst_block_ids]
+        bench.step(bench.moves)
+        for event in bench.device.poll(0.5):
+            assert bench.checkpoints.on_move(event)
+    assert state.num_computed_tokens == 20
+    while bench.checkpoints.busy:
+        for event in bench.device.poll(0.5):
+            assert bench.checkpoints.on_move(event)
+    num_blocks = bench.kv.num_checkpointed("be0")
+    assert num_blocks >= 3 and len(copied) == num_blocks == bench.checkpoints.num_blocks_copied
+    slots = [block * BLOCK + offset for block in copied for offset in range(BLOCK)]
+    assert [bench.device.kv["host", slot] for slot in slots] == state.token_ids[: num_blocks * BLOCK]
+
+
+def test_the_youngest_come_first_and_a_step_copies_so_many_blocks() -> None:
+    bench = Bench(max_blocks=5)
+    for num_tokens in (8, 13, 8):
+        bench.add(num_tokens)
+    bench.step([])
+    assert bench.plan() == [("be2", 2), ("be1", 3)]
+    for move in bench.moves:
+        bench.checkpoints.on_move(done(move))
+    assert bench.plan() == [("be0", 2)]
+
+
+def test_blocks_still_under_way_count_against_the_next_step() -> None:
+    bench = Bench(max_blocks=3)
+    bench.add(20)
+    bench.add(8)
+    bench.step([])
+    assert bench.plan() == [("be1", 2), ("be0", 1)]
+    first, second = bench.moves
+    assert bench.plan() == []
+    bench.checkpoints.on_move(done(second))
+    assert bench.plan() == [("be0", 1)]
+    bench.checkpoints.on_move(done(first))
+    assert bench.plan() == [], "one copy of a request at a time"
+
+
+def test_the_reserve_of_the_host_pool_is_left_free() -> None:
+    bench = Bench(host_blocks=6)
+    bench.add(40)
+    bench.step([])
+    assert bench.plan(reserve_blocks=4) == [("be0", 2)]
+    assert bench.kv.num_free(Tier.HOST) == 4
+
+
+def test_who_is_not_on_the_device_is_passed_over() -> None:
+    bench = Bench()
+    moving, waiting, _ = bench.add(8), bench.add(8), bench.add(8)
+    bench.step([])
+    assert bench.kv.start_move("be0", MoveDirection.TO_HOST) is not None
+    moving.phase = Phase.MOVING
+    bench.kv.free("be1")
+    waiting.phase = Phase.WAITING
+    assert bench.plan() == [("be2", 2)]
+
+
+def test_a_copy_of_a_request_that_has_ended_keeps_the_machine_busy_and_counts_for_nothing() -> None:
+    bench = Bench()
+    bench.add(8)
+    bench.step([])
+    bench.plan()
+    bench.kv.free("be0")
+    assert bench.checkpoints.busy and bench.kv.usage().host_used == 2
+    assert bench.checkpoints.on_move(done(bench.moves[0]))
+    assert not bench.checkpoints.busy and bench.kv.usage().host_used == 0
+    assert bench.checkpoints.num_blocks_copied == 0
+
+
+def test_a_failed_copy_is_planned_again() -> None:
+    bench = Bench()
+    bench.add(8)
+    bench.step([])
+    assert bench.plan() == [("be0", 2)]
+    assert bench.checkpoints.on_move(HostEvent(kind=HostEventKind.MOVE_FAILED, move_id=bench.moves[0].move_id))
+    assert bench.checkpoints.num_blocks_copied == 0
+    assert bench.plan() == [("be0", 2)]
+
+
+def test_an_event_of_another_move_is_left_to_others() -> None:
+    bench = Bench()
+    bench.add(8)
+    bench.step([])
+    move = bench.kv.start_move("be0", MoveDirection.TO_HOST)
+    assert move is not None and not bench.checkpoints.on_move(done(move))
+    assert bench.kv.tier("be0") is Tier.DEVICE, "it has not been finished"
+
+
+def test_the_fake_device_tears_a_copy_of_a_block_that_is_still_written() -> None:
+    bench = Bench()
+    state = bench.add(6)
+    bench.step([])
+    move = bench.kv.start_checkpoint("be0", 8, max_blocks=2)
+    assert move is not None
+    state.token_ids.append(999)
+    bench.step([move])
+    (event,) = bench.device.poll(1.0)
+    assert event.kind is HostEventKind.MOVE_DONE
+    held = [("host", block * BLOCK + offset) in bench.device.kv for block in move.dst_block_ids for offset in range(4)]
+    assert held == [True] * 6 + [False] * 2
+
+
+def test_a_bound_of_no_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_blocks_per_step must be >= 1, got 0"):
+        Checkpoints(TieredKVManager(num_device_blocks=4, num_host_blocks=4, block_size=4), 4, max_blocks_per_step=0)

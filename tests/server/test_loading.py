@@ -1,0 +1,57 @@
+"""Which latency profile the engine is made with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import omniserve.engine
+import omniserve.profiling
+from omniserve.config import EngineConfig
+from omniserve.server.loading import EngineLoader
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Make an engine of stand-ins; return its profile, the arguments that it was found with, and what was told."""
+
+    def load(scheduler="omniserve", **options):
+        seen, told = {}, []
+
+        def find(model, config, *, path, time_limit_s, progress):
+            seen.update(model=model, config=config, path=path, time_limit_s=time_limit_s)
+            for what, spent in (("dense", 0.0), ("dense", 0.09), ("head", 0.5), ("head", 1.2), ("head", 1.4)):
+                progress(what, spent)
+            return "the profile"
+
+        monkeypatch.setattr(EngineLoader, "load_model", lambda self, progress: "the model")
+        monkeypatch.setattr(omniserve.profiling, "find_or_make_profile", find)
+        monkeypatch.setattr(omniserve.engine, "Engine", lambda model, config, *, profile: profile)
+        config = EngineConfig(scheduler=scheduler)
+        profile = EngineLoader(model="m", dtype="auto", device="cpu", config=config, **options)(told.append)
+        assert seen.get("model", "the model") == "the model" and seen.get("config", config) is config
+        return profile, seen, told
+
+    return load
+
+
+def test_profile_is_found_or_made_and_each_tenth_of_it_told(load):
+    profile, seen, told = load(profile_time_limit_s=7)
+    assert (profile, seen["path"], seen["time_limit_s"]) == ("the profile", None, 7)
+    assert told == [
+        "measuring latencies, 0% of the time limit: dense",
+        "measuring latencies, 50% of the time limit: head",
+        "measuring latencies, 100% of the time limit: head",
+    ]
+
+
+def test_named_profile_is_used_whatever_the_scheduler(load):
+    for scheduler in ("omniserve", "fcfs"):
+        profile, seen, _ = load(scheduler, profile=Path("some.json"))
+        assert (profile, seen["path"]) == ("the profile", Path("some.json"))
+
+
+@pytest.mark.parametrize(("scheduler", "options"), [("fcfs", {}), ("omniserve", {"with_profile": False})])
+def test_nothing_is_measured_for_who_needs_no_profile(load, scheduler, options):
+    assert load(scheduler, **options) == (None, {}, [])
