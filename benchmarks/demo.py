@@ -49,6 +49,9 @@ class Settings:
     """LS requests a second."""
     ls_prompt_chars: int
     ls_output_tokens: int
+    ls_ttft_slo: float
+    ls_tpot_slo: float
+    """Objectives of the LS requests in seconds; only ``omniserve`` minds them."""
     be_requests: int
     be_prompt_chars: int
     be_output_tokens: int
@@ -161,6 +164,9 @@ def run_scheduler(settings: Settings, scheduler: str, log_path: Path, progress: 
         "--scheduler", scheduler,
         "--device-kv-gib", str(settings.device_kv_gib),
         "--host-kv-gib", str(settings.host_kv_gib),
+        "--ls-ttft-slo", str(settings.ls_ttft_slo),
+        "--ls-tpot-slo", str(settings.ls_tpot_slo),
+        "--no-admission",  # every request is to be measured
         *settings.server_args,
     ]  # fmt: skip
     progress.set_postfix_str(f"{scheduler}: the server starts")
@@ -213,6 +219,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Settings, P
     parser.add_argument("--ls-rate", type=float, default=3.0)
     parser.add_argument("--ls-prompt-chars", type=int, default=400)
     parser.add_argument("--ls-output-tokens", type=int, default=32)
+    parser.add_argument("--ls-ttft-slo", type=float, default=0.1, help="seconds")
+    parser.add_argument("--ls-tpot-slo", type=float, default=0.012, help="seconds")
     parser.add_argument("--be-requests", type=int, default=256)
     parser.add_argument("--be-prompt-chars", type=int, default=1200)
     parser.add_argument("--be-output-tokens", type=int, default=128)

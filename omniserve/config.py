@@ -33,7 +33,7 @@ class EngineConfig:
     """Name in DEVICE_ATTENTION; ``auto`` takes the best that this device has."""
 
     device_kv_bytes: int = 1 * GIB
-    """Memory for the device tier's KV pool."""
+    """Memory for the device tier's KV pool; without a GPU it is taken from main memory, all of it, at the start."""
     host_kv_bytes: int = 1 * GIB
     """Memory for the host tier's KV pool; 0 switches the host tier off."""
     host_kv_dtype: str = "auto"

@@ -116,7 +116,10 @@ class Engine:
         if profile is not None:
             profile.require(fingerprint_of(model, config))
             self._latency = CorrectedModel(LATENCY_MODELS.get(config.latency_model).from_profile(profile))
-        forecast = Forecast(self._latency, self._shape) if self._latency is not None else None
+        forecast: Forecast | None = None
+        if profile is not None and self._latency is not None:
+            threads = profile.fingerprint.device_threads, profile.fingerprint.shared_threads
+            forecast = Forecast(self._latency, self._shape, host_has_own_cores=threads[0] == threads[1])
         self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self._limits(), kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         self.runner = ModelRunner(

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import demo
+from benchmarks import co_serving, demo
 from benchmarks.common.client import LoadRequest, RequestRecord, poisson_times_s, run_load
 from benchmarks.common.record import write_record
 from benchmarks.common.server import ServerFailed, ServerProcess
 from benchmarks.common.stats import LatencySummary, percentile, summarize
+from benchmarks.common.step_loads import trace_load
 
 TOKEN_GAP_S = 0.02
 
@@ -194,3 +195,37 @@ def test_demo_table_has_a_line_for_each_phase() -> None:
     starving = dataclasses.replace(latencies, num_started=1, tpot_p50_s=math.nan, tpot_p99_s=math.nan)
     line = demo.table([dataclasses.replace(phase, ls=starving)]).splitlines()[2]
     assert line.split()[5:9] == [">12.5", ">50.0", "-", "-"]
+
+
+def test_a_trace_becomes_a_load_in_steps(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    rows = [(i * 0.5, rng.randint(1, 4000), rng.randint(1, 900)) for i in range(400)]
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n" + "\n".join(",".join(map(str, row)) for row in rows))
+    sizes = {"num_steps": 500, "vocab_size": 50, "max_prompt": 64, "max_output": 16, "mean_active": 4.0}
+    load = trace_load(path, 1, **sizes)
+    assert load == trace_load(path, 1, **sizes) != trace_load(path, 2, **sizes)
+    assert [a.at_step for a in load] == sorted(a.at_step for a in load) and 0 < load[-1].at_step < 500
+    prompts = [len(arrival.request.prompt_token_ids) for arrival in load]
+    assert max(prompts) == 64 and min(prompts) >= 1 and len({a.request.service_class for a in load}) == 2
+    path.write_text("arrival_s,input_tokens\n0,1\n")
+    with pytest.raises(ValueError, match="no column output_tokens"):
+        trace_load(path, 1, **sizes)
+
+
+def test_attainment_counts_admitted_requests_beside_best_effort_work() -> None:
+    def ls(sent: float, first: float, last: float, **more: Any) -> RequestRecord:
+        times = {"first_token_s": first, "last_token_s": last} if not more.get("rejected") else {}
+        more = {"finished": True} | more
+        return RequestRecord(service_tier="priority", send_at_s=sent, num_output_tokens=11, **times, **more)
+
+    be = RequestRecord(
+        service_tier="flex", send_at_s=0.0, first_token_s=1.0, last_token_s=5.0, num_prompt_tokens=90,
+        num_output_tokens=10,
+    )  # fmt: skip
+    records = [be, ls(0.0, 0.2, 0.7), ls(1.0, 1.4, 1.9), ls(2.0, 2.1, 4.1), ls(3.0, 0, 0, rejected=True), ls(6, 9, 20)]
+    result = co_serving.summary(records, (0.3, 0.06))
+    assert result["be_tokens_per_s"] == 20.0
+    assert (result["ls_requests"], result["rejected"]) == (4, 1)  # the one at 6 s came after the BE work
+    assert result["attained"] == pytest.approx(1 / 3)
+    assert result["ttft_attained"] == result["tpot_attained"] == pytest.approx(2 / 3)

@@ -33,13 +33,13 @@ class DeviceKVStorage:
         shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, spec.head_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # empty, not zeros: a block is never read past what was written (tests poison it), and a page of CPU memory
-        # that is never touched costs nothing.
+        # empty, not zeros: a block is never read past what was written (tests poison it).
         self.k_LBKSH = torch.empty(shape, dtype=dtype, device=device)
         self.v_LBKSH = torch.empty(shape, dtype=dtype, device=device)
         if device.type == "cpu":
-            ask_for_huge_pages(self.k_LBKSH)
-            ask_for_huge_pages(self.v_LBKSH)
+            for pool in (self.k_LBKSH, self.v_LBKSH):
+                ask_for_huge_pages(pool)
+                pool.zero_()  # touched now: the first pages of a block in all layers would take a step 0.1 s
         # Indexing a layer costs microseconds, so the views are made once.
         self.k_layers = tuple(self.k_LBKSH.unbind(0))
         self.v_layers = tuple(self.v_LBKSH.unbind(0))

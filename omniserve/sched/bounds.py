@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 from omniserve.sched.state import RequestState
 
-HEADROOM = 0.05
-"""Share of a TPOT that is kept for what no latency model knows (the way to the client, a busy machine)."""
-TTFT_HEADROOM = 0.15
-"""The same of a TTFT, which is a few steps and not the mean of many: nothing averages out."""
+LS_HEADROOM = 0.03
+"""Share of a TPOT that LS prefill leaves for what no latency model knows (the way to the client, a busy machine)."""
+BE_HEADROOM = 0.1
+"""The same for BE work. It is more, so that decodes run ahead of their schedules and can lend their lead to prompts."""
+TTFT_HEADROOM = 0.2
+"""Share of a TTFT that BE work leaves: a TTFT is a few steps and not the mean of many, so nothing averages out."""
+ADMISSION_HEADROOM = 0.05
+"""Share of a TTFT that admission control leaves."""
 MAX_LENT_STEPS = 4.0
 """With ``slack="deadline"``, no step may be longer than this many TPOTs: a stream must not stutter."""
 
@@ -28,7 +32,7 @@ class TimeBound:
         return TimeBound(seconds, by) if seconds < self.seconds else self
 
 
-def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str) -> TimeBound:
+def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str, headroom: float) -> TimeBound:
     """Return S_d, the decoding objective of a step (omniserve 3.3.4), of the requests that decode in it.
 
     Args:
@@ -36,13 +40,14 @@ def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str) -> Ti
         now_s: When the step begins.
         slack: ``step``: a step is never longer than the shortest TPOT. ``deadline``: each token has a deadline,
             first token + i TPOT, so that a request ahead of its schedule lends its lead, and one behind gets it back.
+        headroom: Share of the TPOT that is kept.
     """
     bound = TimeBound()
     for state in decoding:
         tpot_s = state.slo.tpot_s
         if tpot_s is None:
             continue
-        seconds = tpot_s = (1 - HEADROOM) * tpot_s
+        seconds = tpot_s = (1 - headroom) * tpot_s
         if slack == "deadline" and state.first_token_s is not None:
             due_s = state.first_token_s + state.num_output_tokens * tpot_s
             seconds = min(max(due_s - now_s, 0.0), MAX_LENT_STEPS * tpot_s)

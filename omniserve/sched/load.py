@@ -17,6 +17,8 @@ class Forecast:
 
     predictor: Predictor
     shape: ModelShape
+    host_has_own_cores: bool = False
+    """The host tier's threads take nothing from the device tier."""
 
     def load(self, *, host_works: bool = False) -> StepLoad:
         """Return an empty step."""

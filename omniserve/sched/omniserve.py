@@ -15,7 +15,6 @@ from omniserve.kv.base import KVManager, Tier
 from omniserve.plan import (
     Bound,
     Decision,
-    KVMove,
     LeftOut,
     MoveDirection,
     PiggybackEntry,
@@ -25,20 +24,18 @@ from omniserve.plan import (
 from omniserve.request import SLO, Request
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
-from omniserve.sched.bounds import TimeBound, tpot_bound, ttft_left_s
+from omniserve.sched.bounds import BE_HEADROOM, LS_HEADROOM, TimeBound, tpot_bound, ttft_left_s
 from omniserve.sched.load import Forecast, StepLoad, largest
 from omniserve.sched.piggyback import PiggybackPlan, choose, fill, seat_bucket
 from omniserve.sched.policy import BE, LS, RequestScheduler
-from omniserve.sched.sliding_max import SlidingMax
 from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.tier_moves import TierMoves
 from omniserve.sched.ttft import MIN_LS_CHUNK, TTFTForecast
 
 # An LS prompt that lacks memory waits this long for swap-outs to end; then BE requests are recomputed instead.
 LS_PATIENCE_S = 0.02
 # BE work that a step without LS work has at least, whatever the bound: an idle machine works.
 MIN_BE_CHUNK = 16
-# BE KV comes back only into memory that LS requests have not used for so many times min_residence_s.
-_PEAK_WINDOWS = 2
 
 
 @SCHEDULERS.register("omniserve")
@@ -48,11 +45,8 @@ class OmniServeScheduler(RequestScheduler):
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
         super().__init__(limits=limits, kv=kv, forecast=forecast)
         self._ttft = TTFTForecast(forecast, limits) if forecast is not None else None
-        self._moves: list[KVMove] = []
+        self._moves = TierMoves(self)
         self._left_out: list[LeftOut] = []
-        self._ls_peak = SlidingMax(_PEAK_WINDOWS * limits.min_residence_s)
-        self._light_since_s: float | None = None
-        self._tight_since_s: float | None = None
         rows = limits.max_piggyback_rows
         self._max_rows = rows if rows is not None else limits.max_piggyback_slots * (limits.num_layers + 1)
 
@@ -72,20 +66,22 @@ class OmniServeScheduler(RequestScheduler):
     def schedule(self, now_s: float) -> StepPlan:
         load = self.forecast.load(host_works=self.residents.is_busy) if self.forecast is not None else None
         batch = Batch(self.kv, self.limits.max_step_tokens, load)
-        self._moves, self._left_out = [], []
+        self._moves.begin_step(now_s)
+        self._left_out = []
         decoding = self._decode_ls(batch)
-        s_d = tpot_bound(decoding, now_s, self.limits.slack) if load is not None else TimeBound()
+        s_d, s_be = (tpot_bound(decoding, now_s, self.limits.slack, share) for share in (LS_HEADROOM, BE_HEADROOM))
         unfinished = self._prefill_ls(batch, s_d, now_s)
         ls_s = load.seconds() if load is not None else None
-        bound = self._best_effort_bound(batch, s_d, decoding, unfinished, now_s)
+        bound = self._best_effort_bound(batch, s_be, decoding, unfinished, now_s)
         device_bound_s = max(0.0, bound.seconds - self._reserve_for_results(batch))
         tokens_before = batch.tokens_left
-        self._prefill_be(batch, device_bound_s, now_s)
-        self._decode_be(batch, device_bound_s, now_s)
-        self._swap_back(batch, device_bound_s, now_s)
+        self._prefill_be(batch, device_bound_s)
+        self._decode_be(batch, device_bound_s)
+        self._moves.swap_back(batch, device_bound_s, nothing_left_out=not self._left_out)
         entries, joins = self._piggyback(batch, bound.seconds, tokens_before - batch.tokens_left)
+        moves = self._moves.moves
         if self.checkpoints is not None and self.host_is_up:
-            self._moves += self.checkpoints.plan(self.device[BE], reserve_blocks=self._host_headroom())
+            moves = [*moves, *self.checkpoints.plan(self.device[BE], reserve_blocks=self._moves.host_headroom)]
         decision = Decision(
             predicted_s=load.seconds() if load is not None else None,
             predicted_ls_s=ls_s,
@@ -93,7 +89,7 @@ class OmniServeScheduler(RequestScheduler):
             bound_by=bound.by,
             left_out=tuple(self._left_out),
         )
-        return self.make_plan(batch, now_s, entries=entries, joins=joins, moves=self._moves, decision=decision)
+        return self.make_plan(batch, now_s, entries=entries, joins=joins, moves=moves, decision=decision)
 
     def _leave_out(self, work: str, states: Sequence[RequestState] | int, first: str, bound: Bound | None) -> None:
         count = states if isinstance(states, int) else len(states)
@@ -157,7 +153,7 @@ class OmniServeScheduler(RequestScheduler):
             return
         if state.blocked_since_s is None:
             state.blocked_since_s = now_s
-        still_missing = self._offload_until(shortage - self._blocks_moving_out(), batch, now_s)
+        still_missing = self._moves.offload_until(shortage - self._moves.blocks_moving_out, batch)
         out_of_patience = now_s - state.blocked_since_s >= LS_PATIENCE_S
         if still_missing <= 0 and not out_of_patience:
             return
@@ -166,7 +162,7 @@ class OmniServeScheduler(RequestScheduler):
             for move_id, (_, move) in reversed(tuple(self.moving.items())):
                 if self.make_room(needed, batch, (BE,)):
                     break
-                if move.direction is MoveDirection.TO_HOST and move not in self._moves:
+                if move.direction is MoveDirection.TO_HOST and move not in self._moves.moves:
                     self.abandon_move(move_id)
 
     def _predict_ttft(self, rank: int, request: Request, slo: SLO, waited_s: float, now_s: float) -> float:
@@ -180,10 +176,10 @@ class OmniServeScheduler(RequestScheduler):
         decoding = [s for s in self.device[LS] if s.decodes]
         has_best_effort = bool(len(self.waiting[BE]) or len(self.device[BE]))
         blocks = {s.request_id: self.kv.num_blocks(s.request_id) for s in self.device[LS]}
-        free = self.kv.num_free(Tier.DEVICE) + self._blocks_moving_out()
+        free = self.kv.num_free(Tier.DEVICE) + self._moves.blocks_moving_out
         free += sum(self.kv.num_blocks(s.request_id) for s in self.device[BE])
         prediction = self._ttft.predict(
-            ahead, decoding, len(request.prompt_token_ids), slo=slo, has_best_effort=has_best_effort,
+            ahead, decoding, len(request.prompt_token_ids), slo=slo, waited_s=waited_s, has_best_effort=has_best_effort,
             host_works=self.residents.is_busy, blocks=blocks, num_free=free, now_s=now_s,
         )  # fmt: skip
         if self.limits.admission and slo.ttft_s is not None and not prediction.meets(slo.ttft_s, waited_s):
@@ -196,7 +192,7 @@ class OmniServeScheduler(RequestScheduler):
     def _best_effort_bound(
         self,
         batch: Batch,
-        s_d: TimeBound,
+        s_be: TimeBound,
         decoding: Sequence[RequestState],
         unfinished: Sequence[RequestState],
         now_s: float,
@@ -205,15 +201,15 @@ class OmniServeScheduler(RequestScheduler):
         if batch.load is None or self._ttft is None:
             return TimeBound()
         ls_s = batch.load.seconds()
-        bound = s_d
+        bound = s_be
         for state in self.device[LS]:
             if state in batch and batch.samples(state) and state.first_token_s is None:
                 bound = bound.or_tighter(max(ttft_left_s(state, now_s), ls_s), f"ttft of {state.request_id}")
         if unfinished:
-            for state, rest_s in self._ttft.rest(unfinished, batch, decoding, s_d.seconds):
+            for state, rest_s in self._ttft.rest(unfinished, batch, decoding, s_be.seconds):
                 left_s = ttft_left_s(state, now_s) - rest_s
                 bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {state.request_id}")
-        bound = bound.or_tighter(self._ttft.newcomer_bound_s(decoding, s_d.seconds), "ttft of a new request")
+        bound = bound.or_tighter(self._ttft.newcomer_bound_s(decoding, s_be.seconds), "ttft of a new request")
         if batch.load.is_empty:
             # No LS work: the machine is never left idle because its smallest step is too long for a newcomer.
             trial = batch.load.copy()
@@ -236,14 +232,14 @@ class OmniServeScheduler(RequestScheduler):
 
     # -- best-effort ---------------------------------------------------------------------------------------------
 
-    def _prefill_be(self, batch: Batch, bound_s: float, now_s: float) -> None:
-        refused: list[RequestState] = []
-        for state in self.device[BE]:
-            if not state.decodes and not self._add_be(batch, state, bound_s):
-                refused.append(state)  # it holds all its blocks since its first chunk
-        if refused:
-            self._leave_out("BE prefill", refused, refused[0].request_id, batch.refused_by)
-            if batch.refused_by is Bound.TIME:
+    def _prefill_be(self, batch: Batch, bound_s: float) -> None:
+        """Schedule BE prefill up to the bound; a prompt that is cut short ends it: no crumbs follow."""
+        admitted = [state for state in self.device[BE] if not state.decodes]
+        for number, state in enumerate(admitted):
+            if not self._add_be(batch, state, bound_s):  # it holds all its blocks since its first chunk
+                self._leave_out("BE prefill", len(admitted) - number, state.request_id, batch.refused_by)
+                return
+            if not batch.samples(state):
                 return
         if self.waiting[LS]:
             return  # a BE prompt must not take the memory that an LS one waits for
@@ -251,17 +247,19 @@ class OmniServeScheduler(RequestScheduler):
             reserve = self._reserve_blocks(state)
             min_tokens = 0 if batch.chunks else MIN_BE_CHUNK
             if self.admit(batch, state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve):
-                continue
+                if batch.samples(state):
+                    continue
+                return
             self._leave_out("BE prefill", len(self.waiting[BE]), state.request_id, batch.refused_by)
             if batch.refused_by is Bound.MEMORY:
                 shortage = self.blocks_for(state) + reserve - self.kv.num_free(Tier.DEVICE)
-                self._offload_until(shortage - self._blocks_moving_out(), batch, now_s)
-            break
+                self._moves.offload_until(shortage - self._moves.blocks_moving_out, batch)
+            return
 
     def _add_be(self, batch: Batch, state: RequestState, bound_s: float) -> bool:
         return batch.add(state, bound_s=bound_s, min_tokens=0 if batch.chunks else MIN_BE_CHUNK)
 
-    def _decode_be(self, batch: Batch, bound_s: float, now_s: float) -> None:
+    def _decode_be(self, batch: Batch, bound_s: float) -> None:
         decodes = [state for state in self.device[BE] if state.decodes and state not in batch]
         within = self._num_within(batch, decodes, bound_s)
         for number, state in enumerate(decodes):
@@ -270,12 +268,12 @@ class OmniServeScheduler(RequestScheduler):
                 rest = [s for s in decodes[number:] if s.phase is Phase.DEVICE and s not in batch]
                 if rest:
                     self._leave_out("BE decode", rest, rest[0].request_id, bound)
-                self._offload_for_time(rest if bound is Bound.TIME else [], batch, now_s)
+                self._moves.offload_for_time(rest if bound is Bound.TIME else [])
                 return
             if state.phase is not Phase.DEVICE:
                 continue
             while not batch.add(state, reserve_blocks=self._reserve_blocks(state)):
-                if self._offload(state, now_s):
+                if self._moves.offload(state):
                     break
                 # The host tier is full or absent: the youngest gives way, until it is this one's turn to wait.
                 victim = self.youngest_victim(batch, state, (BE,))
@@ -283,7 +281,7 @@ class OmniServeScheduler(RequestScheduler):
                     self._leave_out("BE decode", 1, state.request_id, Bound.MEMORY)
                     break
                 self.preempt(victim)
-        self._tight_since_s = None
+        self._moves.offload_for_time([])
 
     def _num_within(self, batch: Batch, decodes: Sequence[RequestState], bound_s: float) -> int:
         """Return how many decodes, from the first on, the bound lets in (3.3.5); one at least if nothing else runs."""
@@ -306,93 +304,6 @@ class OmniServeScheduler(RequestScheduler):
         """Blocks that a BE request leaves free for LS: none if it has the device to itself, else it might never run."""
         others = len(self.device[LS]) + len(self.waiting[LS]) + sum(s is not state for s in self.device[BE])
         return self.limits.ls_reserve_blocks if others else 0
-
-    # -- moves between tiers -------------------------------------------------------------------------------------
-
-    def _offload(self, state: RequestState, now_s: float) -> bool:
-        """Start to move a decoding BE request to the host tier (3.3.5); False if there is no room."""
-        move = self.start_move(state, MoveDirection.TO_HOST, reserve_blocks=self._host_headroom())
-        if move is None:
-            return False
-        state.moved_s = now_s
-        self._moves.append(move)
-        return True
-
-    def _host_headroom(self) -> int:
-        """Two blocks for each resident to grow into, so that a full host tier does not drop what it just received."""
-        return 2 * (self.residents.num_slots_used + 1)
-
-    def _offload_until(self, shortage: int, batch: Batch, now_s: float) -> int:
-        """Offload decoding BE requests until they free ``shortage`` blocks; return what is missing.
-
-        The youngest goes first; those that came from the host a moment ago only when nobody else is left.
-        """
-        stayed: list[RequestState] = []
-        moved: list[RequestState] = []
-        if shortage > 0:
-            for state in reversed(self.device[BE]):
-                if state.decodes and state not in batch:
-                    (stayed if now_s - state.moved_s >= self.limits.min_residence_s else moved).append(state)
-        for state in itertools.chain(stayed, moved):
-            if shortage <= 0:
-                break
-            blocks = self.kv.num_blocks(state.request_id)
-            if self._offload(state, now_s):
-                shortage -= blocks
-        return shortage
-
-    def _offload_for_time(self, kept_out: Sequence[RequestState], batch: Batch, now_s: float) -> None:
-        """Offload a decode that the bound has kept out for a while (3.3.5), if the host tier has cores of its own."""
-        if not kept_out or batch.load is None or self.forecast is None or not self.host_is_up:
-            self._tight_since_s = None
-            return
-        if self._tight_since_s is None:
-            self._tight_since_s = now_s
-        if now_s - self._tight_since_s < self.limits.swap_in_delay_s:
-            return
-        alone, shared = self.forecast.load(), self.forecast.load(host_works=True)
-        for load in (alone, shared):
-            load.add_decodes(1, 0, 1.0, num_sampled=1)
-        if shared.seconds() > 1.05 * alone.seconds():
-            return  # the host tier's threads would take from the device tier what they give
-        for state in reversed(kept_out):
-            if now_s - state.moved_s >= self.limits.min_residence_s and self._offload(state, now_s):
-                return
-
-    def _blocks_moving_out(self) -> int:
-        outgoing = (move for _, move in self.moving.values() if move.direction is MoveDirection.TO_HOST)
-        return sum(len(move.src_block_ids) for move in outgoing)
-
-    def _swap_back(self, batch: Batch, bound_s: float, now_s: float) -> None:
-        """Move a BE request to the device once load has been light for a while, at a token boundary (3.2.4).
-
-        Light is: nobody waits, memory is left beyond what LS requests took lately, and the step has time for one decode
-        more. A request that has just moved stays where it is. So a load that goes up and down moves nobody to and fro.
-        """
-        ls_blocks = sum(self.kv.num_blocks(state.request_id) for state in self.device[LS])
-        ls_may_take = self._ls_peak.push(now_s, ls_blocks) - ls_blocks
-        # Each device request may need one more block soon; twice that keeps the next step from undoing the move.
-        margin = max(self.limits.ls_reserve_blocks, ls_may_take) + 2 * sum(len(q) for q in self.device.values())
-        nobody_waits = not any(self.waiting.values())
-        has_time = batch.load is None or not self._left_out
-        if not (nobody_waits and has_time) or self._moves or self.kv.num_free(Tier.DEVICE) <= margin:
-            self._light_since_s = None
-            return
-        if self._light_since_s is None:
-            self._light_since_s = now_s
-        if now_s - self._light_since_s < self.limits.swap_in_delay_s:
-            return
-        for state in self.residents.queue:
-            if state.away is not None or now_s - state.moved_s < self.limits.min_residence_s:
-                continue
-            position = state.num_computed_tokens
-            if batch.load is not None and batch.load.seconds_with(position, 1, samples=True) > bound_s:
-                return
-            move = self.start_move(state, MoveDirection.TO_DEVICE, reserve_blocks=margin)
-            if move is not None:
-                state.moved_s = now_s
-                self._moves.append(move)
-                return
 
     # -- host tier -----------------------------------------------------------------------------------------------
 

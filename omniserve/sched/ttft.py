@@ -16,7 +16,7 @@ from omniserve.errors import RequestRejected
 from omniserve.request import SLO, ServiceClass
 from omniserve.sched.base import SchedulerLimits
 from omniserve.sched.batch import Batch
-from omniserve.sched.bounds import TTFT_HEADROOM, tpot_bound
+from omniserve.sched.bounds import ADMISSION_HEADROOM, LS_HEADROOM, TTFT_HEADROOM, tpot_bound
 from omniserve.sched.load import Forecast, StepLoad
 from omniserve.sched.state import Phase, RequestState
 
@@ -29,7 +29,7 @@ _LOOK_AT = 8  # unfinished prompts whose deadlines are looked at, of those first
 
 
 def prefill_time(
-    decodes: StepLoad, prompts: Sequence[tuple[int, int]], *, bound_s: float, max_tokens: int
+    decodes: StepLoad, prompts: Sequence[tuple[int, int]], *, bound_s: float, first_bound_s: float, max_tokens: int
 ) -> tuple[float, int]:
     """Return how long it takes until the last of some prompts is computed, in seconds and in steps.
 
@@ -37,18 +37,23 @@ def prefill_time(
         decodes: What each step decodes beside them.
         prompts: (tokens computed already, tokens to compute) of each, in order; the second is at least 1.
         bound_s: Longest step.
+        first_bound_s: The same for the first one, which may have more time than the others.
         max_tokens: Most prompt tokens of a step, at least 1.
     """
     together = decodes.copy()
     for start, count in prompts:
         together.add_chunk(start, count, samples=True)
     total_s, total = together.seconds(), sum(count for _, count in prompts)
-    if total <= max_tokens and total_s <= bound_s:
+    if total <= max_tokens and total_s <= first_bound_s:
         return total_s, 1
     start, count = prompts[-1]
     middle = start + count // 2
-    chunk = decodes.largest_chunk(middle, max_tokens, bound_s, samples_at=-1)
-    num_steps = -(-total // max(chunk, min(MIN_LS_CHUNK, max_tokens)))
+    least = min(MIN_LS_CHUNK, max_tokens)
+    chunk = max(least, decodes.largest_chunk(middle, max_tokens, bound_s, samples_at=-1))
+    first = chunk
+    if first_bound_s != bound_s:
+        first = max(least, decodes.largest_chunk(middle, max_tokens, first_bound_s, samples_at=-1))
+    num_steps = 1 + -(-max(total - first, 1) // chunk)
     # What all of it costs in one step, and what each further step costs again: its decodes and its overhead.
     again = decodes.copy()
     again.add_chunk(middle, 1, samples=False)
@@ -87,13 +92,13 @@ class TTFTPrediction:
 
     def meets(self, required_s: float, waited_s: float) -> bool:
         """Return whether the objective can be kept, with some headroom."""
-        return waited_s + self.soonest_s <= (1 - TTFT_HEADROOM) * required_s
+        return waited_s + self.soonest_s <= (1 - ADMISSION_HEADROOM) * required_s
 
     def rejection(self, required_s: float, waited_s: float) -> RequestRejected:
         """Return the error for a request whose objective cannot be kept."""
         predicted_s = waited_s + self.soonest_s
         text = f"the first token would take {predicted_s:.3g} s, and the request asks for {required_s:.3g} s; "
-        if self.idle_s > (1 - TTFT_HEADROOM) * required_s:
+        if self.idle_s > (1 - ADMISSION_HEADROOM) * required_s:
             text += (
                 f"its {self.num_prompt_tokens} prompt tokens alone take {self.idle_s:.3g} s here: "
                 "shorten the prompt, relax slo.ttft_s or send it as best effort"
@@ -101,7 +106,7 @@ class TTFTPrediction:
             retry_after_s = None
         else:
             # The work in front of it shrinks by a second a second, if nothing else is admitted.
-            retry_after_s = max(predicted_s - (1 - TTFT_HEADROOM) * required_s, 0.0)
+            retry_after_s = max(predicted_s - (1 - ADMISSION_HEADROOM) * required_s, 0.0)
             text += f"try again in {retry_after_s:.3g} s, relax slo.ttft_s or send it as best effort"
         return RequestRejected(
             text, retry_after_s=retry_after_s, predicted_ttft_s=predicted_s, required_ttft_s=required_s
@@ -135,6 +140,7 @@ class TTFTForecast:
         num_prompt_tokens: int,
         *,
         slo: SLO,
+        waited_s: float,
         has_best_effort: bool,
         host_works: bool,
         blocks: Mapping[str, int],
@@ -148,6 +154,7 @@ class TTFTForecast:
             decoding: Requests that decode meanwhile.
             num_prompt_tokens: Its prompt.
             slo: Its objectives.
+            waited_s: How long ago it came.
             has_best_effort: There is BE work to fill steps with.
             host_works: The host tier is at work.
             blocks: Device blocks by request id, of LS requests.
@@ -155,11 +162,14 @@ class TTFTForecast:
             now_s: Now.
         """
         decodes = self._decodes(decoding, host_works)
-        bound_s = tpot_bound(decoding, now_s, "step").seconds
+        bound_s = tpot_bound(decoding, now_s, "step", LS_HEADROOM).seconds
+        first_bound_s = max(bound_s, tpot_bound(decoding, now_s, self._limits.slack, LS_HEADROOM).seconds)
         max_tokens = max(1, self._limits.max_step_tokens - len(decoding))
         prompts = [(state.num_computed_tokens, state.num_uncomputed_tokens) for state in ahead]
         prompts.append((0, num_prompt_tokens))
-        prefill_s, num_steps = prefill_time(decodes, prompts, bound_s=bound_s, max_tokens=max_tokens)
+        prefill_s, num_steps = prefill_time(
+            decodes, prompts, bound_s=bound_s, first_bound_s=first_bound_s, max_tokens=max_tokens
+        )
         needed = self._blocks(num_prompt_tokens)
         needed += sum(self._blocks(state.num_tokens) for state in ahead if state.phase is Phase.WAITING)
         running = [(state, blocks[state.request_id]) for state in (*ahead, *decoding) if state.request_id in blocks]
@@ -168,13 +178,17 @@ class TTFTForecast:
         if has_best_effort:
             full = decodes.copy()
             full.add_chunk(0, max_tokens, samples=False)
-            filled_s = num_steps * min(bound_s, full.seconds())
+            filled_s = (num_steps - 1) * min(bound_s, full.seconds()) + min(first_bound_s, full.seconds())
             if slo.ttft_s is not None:
-                filled_s = min(filled_s, (1 - TTFT_HEADROOM) * slo.ttft_s)
+                filled_s = min(filled_s, (1 - TTFT_HEADROOM) * slo.ttft_s - waited_s)
             expected_s = max(soonest_s, filled_s)
         idle = self._forecast.load()
         idle_s, _ = prefill_time(
-            idle, [(0, num_prompt_tokens)], bound_s=math.inf, max_tokens=self._limits.max_step_tokens
+            idle,
+            [(0, num_prompt_tokens)],
+            bound_s=math.inf,
+            first_bound_s=math.inf,
+            max_tokens=self._limits.max_step_tokens,
         )
         return TTFTPrediction(soonest_s, expected_s, idle_s, num_prompt_tokens)
 
@@ -197,7 +211,12 @@ class TTFTForecast:
             prompts.append((start, state.num_tokens - start))
         last = len(prompts) - 1
         return [
-            (unfinished[i], prefill_time(decodes, prompts[: i + 1], bound_s=bound_s, max_tokens=max_tokens)[0])
+            (
+                unfinished[i],
+                prefill_time(decodes, prompts[: i + 1], bound_s=bound_s, first_bound_s=bound_s, max_tokens=max_tokens)[
+                    0
+                ],
+            )
             for i in {0, last}
         ]
 
@@ -218,7 +237,11 @@ class TTFTForecast:
         if self._newcomer[0] != key:
             max_tokens = max(1, self._limits.max_step_tokens - len(decoding))
             seconds, _ = prefill_time(
-                self._decodes(decoding, False), [(0, num_tokens)], bound_s=bound_s, max_tokens=max_tokens
+                self._decodes(decoding, False),
+                [(0, num_tokens)],
+                bound_s=bound_s,
+                first_bound_s=bound_s,
+                max_tokens=max_tokens,
             )
             self._newcomer = (key, seconds)
         return max(ttft_s - self._newcomer[1], _NEWCOMER_FLOOR * ttft_s)

@@ -6,14 +6,18 @@ request's fp32 greedy tokens must be those of Hugging Face's ``generate`` on the
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from omniserve import Engine, EngineConfig, FinishReason, Request, SamplingParams
+from omniserve import SLO, Engine, EngineConfig, FinishReason, Request, RequestRejected, SamplingParams
+from omniserve.fingerprint import fingerprint_of
 from omniserve.kv import Tier
+from omniserve.latency import ModelShape, Profile
+from tests.latency.samples import make_profile
 from tests.parity.models import VOCAB_SIZE
 
 BLOCK = 8
@@ -69,6 +73,7 @@ class Tally:
     swaps_in: int = 0
     failures: int = 0
     aborted: int = 0
+    rejected: int = 0
     finished: int = 0
 
 
@@ -95,6 +100,15 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
         "compile": False,
     }
     return EngineConfig(**{**settings, **fixed})  # type: ignore[arg-type]
+
+
+def draw_profile(rng: random.Random, model: PreTrainedModel, config: EngineConfig) -> Profile | None:
+    """Return a profile of a made-up machine for half of the histories: what it says need not be true."""
+    if rng.random() < 0.5:
+        return None
+    return dataclasses.replace(
+        make_profile(), fingerprint=fingerprint_of(model, config), shape=ModelShape.of(model.omniserve.spec)
+    )
 
 
 def poison(engine: Engine) -> None:
@@ -128,7 +142,8 @@ def run_history(
     rng = random.Random(seed)
     tally = tally if tally is not None else Tally()
     config = draw_config(rng, model, scheduler, **fixed)
-    with Engine(model, config) as engine:
+    profile = draw_profile(rng, model, config)
+    with Engine(model, config, profile=profile) as engine:
         tier = engine.host_tier
         if faults and tier is not None:
             tier.inject(delay_s=rng.choice([0.0, 0.0005, 0.003]), shuffle_seed=rng.choice([None, seed]))
@@ -142,13 +157,17 @@ def run_history(
             while arrivals and rng.random() < burst:
                 index = arrivals.pop()
                 max_tokens = rng.randint(1, reference.max_tokens)
-                request_id = engine.add(
-                    Request(
-                        prompt_token_ids=reference.prompts[index],
-                        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-                        service_class=rng.choice(["LS", "BE", "BE", "BE"]),
-                    )
+                request = Request(
+                    prompt_token_ids=reference.prompts[index],
+                    sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+                    service_class=rng.choice(["LS", "BE", "BE", "BE"]),
+                    slo=SLO(ttft_s=rng.choice([None, 0.01, 10.0]), tpot_s=rng.choice([None, 0.002, 0.05])),
                 )
+                try:
+                    request_id = engine.add(request)
+                except RequestRejected:
+                    tally.rejected += 1
+                    continue
                 which[request_id], got[request_id] = (index, max_tokens), []
             if not arrivals and not engine.has_unfinished:
                 break

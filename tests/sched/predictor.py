@@ -34,4 +34,5 @@ class LinearPredictor(Predictor):
 def forecast(num_layers: int = 2, **milliseconds: float) -> Forecast:
     """Return a forecast for a model without windows."""
     predictor = LinearPredictor(num_layers=num_layers, **milliseconds)
-    return Forecast(predictor, ModelShape(num_layers=num_layers, windows=((0, num_layers),)))
+    shape = ModelShape(num_layers=num_layers, windows=((0, num_layers),))
+    return Forecast(predictor, shape, host_has_own_cores=predictor.shared == 1.0)

@@ -106,14 +106,14 @@ def test_best_effort_work_fills_the_step_up_to_the_shortest_tpot() -> None:
     bench.add("be", prompt=300)
     plan = bench.step()
     assert plan.decision is not None and plan.decision.bound_by == "tpot of ls1"
-    assert plan.decision.bound_s == pytest.approx(0.038)
+    assert plan.decision.bound_s == pytest.approx(0.036)
     # 5 ms and 1 ms a row, a few for attention: about 30 rows of the prompt fit.
     assert 24 <= bench.tokens(plan)["BE"] <= 31
-    assert 0.95 * 0.038 <= (plan.decision.predicted_s or 0) <= 0.038
+    assert 0.95 * 0.036 <= (plan.decision.predicted_s or 0) <= 0.036
 
 
 def test_a_long_ls_prompt_is_cut_under_the_tpot_of_those_that_decode() -> None:
-    bench = Clock()
+    bench = Clock(slack="step")
     bench.add("ls1", output=50, tpot=0.040)
     bench.step()
     bench.add("ls2", prompt=200, output=2)
@@ -136,11 +136,11 @@ def test_an_ls_prompt_goes_on_although_decoding_alone_is_over_the_bound() -> Non
 def test_best_effort_work_leaves_a_prompt_the_time_to_its_first_token() -> None:
     bench = Clock(max_step_tokens=512)
     bench.add("be", prompt=900)
-    bench.add("ls", prompt=100, ttft=0.5, waited=0.2)
+    bench.add("ls", prompt=100, ttft=0.5, waited=0.18)
     plan = bench.step()
     assert plan.decision is not None and plan.decision.bound_by == "ttft of ls"
-    assert bench.tokens(plan)["LS"] == 100 and bench.tokens(plan)["BE"] > 40
-    assert bench.first_s["ls"] <= 0.3
+    assert bench.tokens(plan)["LS"] == 100 and bench.tokens(plan)["BE"] > 30
+    assert bench.first_s["ls"] <= 0.32
 
 
 def test_without_ls_work_a_step_leaves_room_for_a_newcomer() -> None:
@@ -148,14 +148,14 @@ def test_without_ls_work_a_step_leaves_room_for_a_newcomer() -> None:
     bench.add("be", prompt=900)
     plan = bench.step()
     assert plan.decision is not None and plan.decision.bound_by == "ttft of a new request"
-    assert plan.decision.bound_s == pytest.approx(0.17)  # half of 85 %: nobody has come yet
+    assert plan.decision.bound_s == pytest.approx(0.16)  # half of 80 %: nobody has come yet
     bench.add("ls", prompt=100, output=1, ttft=0.4, waited=bench.now_s)
     while "ls" in bench.scheduler.states:
         bench.step()
     assert bench.first_s["ls"] <= 0.4
     plan = bench.step()
     assert plan.decision is not None
-    assert plan.decision.bound_s == pytest.approx(0.34 - 0.155, abs=0.005)  # now prompts of 100 tokens are known
+    assert plan.decision.bound_s == pytest.approx(0.32 - 0.155, abs=0.005)  # now prompts of 100 tokens are known
 
 
 def test_an_idle_machine_works_whatever_the_bound() -> None:
@@ -187,7 +187,7 @@ def test_a_prompt_that_would_miss_its_ttft_is_rejected_at_once_and_told_when_to_
         bench.add("ls9", prompt=100, ttft=0.5)
     error = caught.value
     assert error.predicted_ttft_s == pytest.approx(0.91, abs=0.02) and error.required_ttft_s == 0.5
-    assert error.retry_after_s == pytest.approx(error.predicted_ttft_s - 0.85 * 0.5)
+    assert error.retry_after_s == pytest.approx(error.predicted_ttft_s - 0.95 * 0.5)
     assert "ls9" not in bench.scheduler.states and bench.scheduler.stats().rejected == {"LS": 1, "BE": 0}
     until_s = bench.now_s + error.retry_after_s
     while bench.now_s < until_s:
@@ -253,6 +253,21 @@ def test_a_request_ahead_of_its_schedule_lends_its_lead() -> None:
         times = bench.token_s["ls"]
         assert (times[-1] - times[0]) / 49 <= 0.040
     assert chunks["deadline"] > 2 * chunks["step"]
+
+
+def test_best_effort_work_lets_decodes_run_ahead_so_that_a_prompt_fits_into_one_step() -> None:
+    bench = Clock()
+    bench.add("be", prompt=900)
+    bench.add("ls1", output=60, tpot=0.040)
+    for _ in range(30):
+        bench.step()
+    assert 24 <= len(bench.token_s["ls1"]) <= 30
+    bench.add("ls2", prompt=50, output=2)
+    assert bench.tokens(bench.step())["LS"] == 51
+    while len(bench.token_s["ls1"]) < 60:
+        bench.step()
+    times = bench.token_s["ls1"]
+    assert (times[-1] - times[0]) / 59 <= 0.040
 
 
 def test_classes_are_a_list_of_priorities() -> None:
