@@ -14,8 +14,6 @@ BE_HEADROOM = 0.1
 """The same for BE work. It is more, so that decodes run ahead of their schedules and can lend their lead to prompts."""
 TTFT_HEADROOM = 0.2
 """Share of a TTFT that BE work leaves: a TTFT is a few steps and not the mean of many, so nothing averages out."""
-ADMISSION_HEADROOM = 0.05
-"""Share of a TTFT that admission control leaves."""
 MAX_LENT_STEPS = 4.0
 """With ``slack="deadline"``, no step may be longer than this many TPOTs: a stream must not stutter."""
 

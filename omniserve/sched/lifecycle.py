@@ -247,6 +247,9 @@ class RequestLifecycle(Scheduler):
                 self._append(state, output, now_s, outputs)
         return outputs
 
+    def on_first_token(self, state: RequestState, now_s: float) -> None:
+        """A request's first token was sampled, which ends its TTFT; for policies that learn from that."""
+
     def _append(self, state: RequestState, output: StepOutput, now_s: float, outputs: list[RequestOutput]) -> None:
         if (message := output.failed.get(state.request_id)) is not None:
             logger.error("request %s failed: %s", state.request_id, message)
@@ -258,6 +261,7 @@ class RequestLifecycle(Scheduler):
         if state.first_token_s is None:
             state.first_token_s = now_s
             self._prompt_tokens[state.service_class] += state.num_prompt_tokens
+            self.on_first_token(state, now_s)
         self._output_tokens[state.service_class] += 1
         reason, stop_reason = state.finish_reason(
             sampled.token_id, self.limits.eos_token_ids, self.limits.max_model_len

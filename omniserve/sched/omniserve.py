@@ -22,6 +22,7 @@ from omniserve.plan import (
     StepPlan,
 )
 from omniserve.request import SLO, Request
+from omniserve.sched.admission import AdmissionMargin
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import BE_HEADROOM, LS_HEADROOM, TimeBound, tpot_bound, ttft_left_s
@@ -45,6 +46,7 @@ class OmniServeScheduler(RequestScheduler):
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
         super().__init__(limits=limits, kv=kv, forecast=forecast)
         self._ttft = TTFTForecast(forecast, limits) if forecast is not None else None
+        self._margin = AdmissionMargin()
         self._moves = TierMoves(self)
         self._left_out: list[LeftOut] = []
         rows = limits.max_piggyback_rows
@@ -53,15 +55,22 @@ class OmniServeScheduler(RequestScheduler):
     def add(
         self, request_id: str, request: Request, slo: SLO, now_s: float, *, arrival_s: float | None = None
     ) -> float | None:
-        predicted_s = None
+        predicted_s = soonest_s = None
         rank, kind = self._classes[request.service_class]
         if self._ttft is not None and kind is LS:
             waited_s = 0.0 if arrival_s is None else max(0.0, now_s - arrival_s)
             self._ttft.note(len(request.prompt_token_ids), slo.ttft_s)
-            predicted_s = self._predict_ttft(rank, request, slo, waited_s, now_s)
+            predicted_s, soonest_s = self._predict_ttft(rank, request, slo, waited_s, now_s)
         super().add(request_id, request, slo, now_s, arrival_s=arrival_s)
-        self.states[request_id].predicted_ttft_s = predicted_s
+        state = self.states[request_id]
+        state.predicted_ttft_s, state.soonest_ttft_s = predicted_s, soonest_s
         return predicted_s
+
+    def on_first_token(self, state: RequestState, now_s: float) -> None:
+        if state.soonest_ttft_s is not None and state.slo.ttft_s is not None:
+            self._margin.learn(
+                predicted_s=state.soonest_ttft_s, actual_s=now_s - state.arrival_s, required_s=state.slo.ttft_s
+            )
 
     def schedule(self, now_s: float) -> StepPlan:
         load = self.forecast.load(host_works=self.residents.is_busy) if self.forecast is not None else None
@@ -165,8 +174,10 @@ class OmniServeScheduler(RequestScheduler):
                 if move.direction is MoveDirection.TO_HOST and move not in self._moves.moves:
                     self.abandon_move(move_id)
 
-    def _predict_ttft(self, rank: int, request: Request, slo: SLO, waited_s: float, now_s: float) -> float:
-        """Return the time to first token that a new request would have (3.3.3).
+    def _predict_ttft(
+        self, rank: int, request: Request, slo: SLO, waited_s: float, now_s: float
+    ) -> tuple[float, float]:
+        """Return the time to first token that a new request would have (3.3.3): as expected, and at the soonest.
 
         Raises:
             RequestRejected: It is longer than the objective.
@@ -182,10 +193,11 @@ class OmniServeScheduler(RequestScheduler):
             ahead, decoding, len(request.prompt_token_ids), slo=slo, waited_s=waited_s, has_best_effort=has_best_effort,
             host_works=self.residents.is_busy, blocks=blocks, num_free=free, now_s=now_s,
         )  # fmt: skip
-        if self.limits.admission and slo.ttft_s is not None and not prediction.meets(slo.ttft_s, waited_s):
+        margin = self._margin.share
+        if self.limits.admission and slo.ttft_s is not None and not prediction.meets(slo.ttft_s, waited_s, margin):
             self._rejected[request.service_class] += 1
-            raise prediction.rejection(slo.ttft_s, waited_s)
-        return waited_s + prediction.expected_s
+            raise prediction.rejection(slo.ttft_s, waited_s, margin)
+        return waited_s + prediction.expected_s, waited_s + prediction.soonest_s
 
     # -- bounds --------------------------------------------------------------------------------------------------
 
@@ -209,7 +221,8 @@ class OmniServeScheduler(RequestScheduler):
             for state, rest_s in self._ttft.rest(unfinished, batch, decoding, s_be.seconds):
                 left_s = ttft_left_s(state, now_s) - rest_s
                 bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {state.request_id}")
-        bound = bound.or_tighter(self._ttft.newcomer_bound_s(decoding, s_be.seconds), "ttft of a new request")
+        newcomer_s = self._ttft.newcomer_bound_s(decoding, s_be.seconds, self._margin.share)
+        bound = bound.or_tighter(newcomer_s, "ttft of a new request")
         if batch.load.is_empty:
             # No LS work: the machine is never left idle because its smallest step is too long for a newcomer.
             trial = batch.load.copy()

@@ -60,6 +60,8 @@ class RequestState:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     predicted_ttft_s: float | None = None
+    soonest_ttft_s: float | None = None
+    """What was predicted if BE work gives way entirely."""
     moved_s: float = -math.inf
     """When it last began to move to another tier."""
     max_num_tokens: int = field(init=False)

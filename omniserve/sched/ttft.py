@@ -16,7 +16,7 @@ from omniserve.errors import RequestRejected
 from omniserve.request import SLO, ServiceClass
 from omniserve.sched.base import SchedulerLimits
 from omniserve.sched.batch import Batch
-from omniserve.sched.bounds import ADMISSION_HEADROOM, LS_HEADROOM, TTFT_HEADROOM, tpot_bound
+from omniserve.sched.bounds import LS_HEADROOM, TTFT_HEADROOM, tpot_bound
 from omniserve.sched.load import Forecast, StepLoad
 from omniserve.sched.state import Phase, RequestState
 
@@ -90,15 +90,15 @@ class TTFTPrediction:
     """If nobody else were there."""
     num_prompt_tokens: int
 
-    def meets(self, required_s: float, waited_s: float) -> bool:
-        """Return whether the objective can be kept, with some headroom."""
-        return waited_s + self.soonest_s <= (1 - ADMISSION_HEADROOM) * required_s
+    def meets(self, required_s: float, waited_s: float, margin: float) -> bool:
+        """Return whether the objective can be kept, less a margin (a share of it)."""
+        return waited_s + self.soonest_s <= (1 - margin) * required_s
 
-    def rejection(self, required_s: float, waited_s: float) -> RequestRejected:
-        """Return the error for a request whose objective cannot be kept."""
+    def rejection(self, required_s: float, waited_s: float, margin: float) -> RequestRejected:
+        """Return the error for a request whose objective, less the margin, cannot be kept."""
         predicted_s = waited_s + self.soonest_s
         text = f"the first token would take {predicted_s:.3g} s, and the request asks for {required_s:.3g} s; "
-        if self.idle_s > (1 - ADMISSION_HEADROOM) * required_s:
+        if self.idle_s > (1 - margin) * required_s:
             text += (
                 f"its {self.num_prompt_tokens} prompt tokens alone take {self.idle_s:.3g} s here: "
                 "shorten the prompt, relax slo.ttft_s or send it as best effort"
@@ -106,7 +106,7 @@ class TTFTPrediction:
             retry_after_s = None
         else:
             # The work in front of it shrinks by a second a second, if nothing else is admitted.
-            retry_after_s = max(predicted_s - (1 - ADMISSION_HEADROOM) * required_s, 0.0)
+            retry_after_s = max(predicted_s - (1 - margin) * required_s, 0.0)
             text += f"try again in {retry_after_s:.3g} s, relax slo.ttft_s or send it as best effort"
         return RequestRejected(
             text, retry_after_s=retry_after_s, predicted_ttft_s=predicted_s, required_ttft_s=required_s
@@ -167,6 +167,9 @@ class TTFTForecast:
         max_tokens = max(1, self._limits.max_step_tokens - len(decoding))
         prompts = [(state.num_computed_tokens, state.num_uncomputed_tokens) for state in ahead]
         prompts.append((0, num_prompt_tokens))
+        # Who is ahead decodes beside what is left, which comes in small chunks then.
+        contexts = [state.num_tokens for state in ahead if state.max_num_tokens > state.num_tokens + 1]
+        decodes.add_decodes(len(contexts), sum(contexts), float(sum(contexts)), num_sampled=len(contexts))
         prefill_s, num_steps = prefill_time(
             decodes, prompts, bound_s=bound_s, first_bound_s=first_bound_s, max_tokens=max_tokens
         )
@@ -220,16 +223,17 @@ class TTFTForecast:
             for i in {0, last}
         ]
 
-    def newcomer_bound_s(self, decoding: Sequence[RequestState], bound_s: float) -> float:
+    def newcomer_bound_s(self, decoding: Sequence[RequestState], bound_s: float, margin: float) -> float:
         """Return the longest step after which a request that arrives as it begins can still keep its TTFT.
 
         The newcomer is like the most demanding of the LS requests that came lately; before any came, its prefill is
-        expected to take half of the classes' shortest TTFT.
+        expected to take half of the classes' shortest TTFT. It must be admitted, too: ``margin`` is the share of its
+        TTFT that admission leaves.
         """
         ttft_s = min((t for _, t in self._recent if t is not None), default=self._default_ttft_s)
         if ttft_s == math.inf:
             return math.inf
-        ttft_s *= 1 - TTFT_HEADROOM
+        ttft_s *= 1 - max(TTFT_HEADROOM, margin)
         if not self._recent:
             return ttft_s / 2
         num_tokens = max(count for count, _ in self._recent)

@@ -25,12 +25,14 @@ BLOCK = 4
 
 
 class Clock:
-    """A scheduler on a fake device, whose steps take just what the forecast says."""
+    """A scheduler on a fake device, whose steps take just what the forecast says, or ``slower`` times that."""
 
     def __init__(
-        self, *, device_blocks: int = 400, host_blocks: int = 0, predict: dict[str, float] | None = None, **limits: Any
-    ) -> None:
+        self, *, device_blocks: int = 400, host_blocks: int = 0, predict: dict[str, float] | None = None,
+        slower: float = 1.0, **limits: Any,
+    ) -> None:  # fmt: skip
         self.now_s = 0.0
+        self.slower = slower
         self.limits = SchedulerLimits(
             **{"num_layers": 2, "block_size": BLOCK, "max_model_len": 1000, "num_host_slots": 8 if host_blocks else 0}
             | limits
@@ -70,7 +72,7 @@ class Clock:
         plan = self.scheduler.schedule(self.now_s)
         assert plan.decision is not None and plan.decision.predicted_s is not None
         self.moves += [(self.now_s, move.request_id) for move in plan.moves]
-        self.now_s += plan.decision.predicted_s or 0.001
+        self.now_s += self.slower * plan.decision.predicted_s or 0.001
         for output in self.scheduler.update(plan, self.device.execute(plan), self.now_s):
             self.first_s.setdefault(output.request_id, self.now_s)
             self.token_s[output.request_id] += [self.now_s] * len(output.new_token_ids)
@@ -186,13 +188,35 @@ def test_a_prompt_that_would_miss_its_ttft_is_rejected_at_once_and_told_when_to_
     with pytest.raises(RequestRejected) as caught:
         bench.add("ls9", prompt=100, ttft=0.5)
     error = caught.value
-    assert error.predicted_ttft_s == pytest.approx(0.91, abs=0.02) and error.required_ttft_s == 0.5
-    assert error.retry_after_s == pytest.approx(error.predicted_ttft_s - 0.95 * 0.5)
+    assert error.predicted_ttft_s == pytest.approx(0.92, abs=0.03) and error.required_ttft_s == 0.5
+    assert error.retry_after_s == pytest.approx(error.predicted_ttft_s - 0.8 * 0.5)
     assert "ls9" not in bench.scheduler.states and bench.scheduler.stats().rejected == {"LS": 1, "BE": 0}
     until_s = bench.now_s + error.retry_after_s
     while bench.now_s < until_s:
         bench.step()
     bench.add("ls9", prompt=100, ttft=0.5)
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.3])
+def test_the_admission_margin_learns_what_predictions_are_worth(slower: float) -> None:
+    bench, rng = Clock(slower=slower), random.Random(1)
+    required_s, arrives_s, sent_s, number = 0.5, 0.0, {}, 0
+    while number < 1000:
+        while arrives_s <= bench.now_s:
+            name, number = f"ls{number}", number + 1
+            try:
+                bench.add(name, prompt=rng.randint(20, 120), output=5, ttft=required_s, waited=bench.now_s - arrives_s)
+            except RequestRejected:
+                pass
+            else:
+                sent_s[name] = arrives_s
+            arrives_s += rng.expovariate(25.0)  # about twice what can be done
+        if bench.scheduler.has_unfinished:
+            bench.step()
+        else:
+            bench.now_s = arrives_s
+    met = [bench.first_s[name] - at_s <= required_s for name, at_s in sent_s.items() if name in bench.first_s]
+    assert len(met) < 700 and sum(met) / len(met) >= 0.94
 
 
 def test_a_prompt_that_can_never_be_in_time_is_told_so() -> None:
