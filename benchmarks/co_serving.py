@@ -4,8 +4,8 @@
     python -m benchmarks.co_serving --quick
 
 `frontier`: a Poisson stream of LS requests (1/s, 128 tokens in, 32 out) and 64 BE requests (512 in, 64 out) that all
-come at once, under each policy and pair of objectives; the stream alone under `sarathi` (nothing can do better); the
-BE requests alone. LS figures are of the requests that overlap BE work. BE tokens/s count input and output, from the
+come at once, under each policy and pair of objectives (`sarathi` with its usual budget of 512 tokens a step, and with
+such as keep the TPOT); the stream alone under `sarathi` (nothing can do better); the BE requests alone. LS figures are of the requests that overlap BE work. BE tokens/s count input and output, from the
 first request to the last token. `overload`: LS requests at twice the rate that the server completes, with and without
 admission control. Policies alternate; each one has a server of its own, and a fresh one every repeat. A random-weight
 bf16 model in SmolLM-135M's shape, or the built-in one.
@@ -48,6 +48,8 @@ class Load:
     be_output: int
     vocab_size: int
     objectives: dict[str, tuple[float, float]]
+    budgets: dict[str, int]
+    """Tokens a step with which a fixed budget keeps the objective's TPOT."""
 
 
 def ls_stream(load: Load, seed: int, slo: tuple[float, float], rate: float) -> list[LoadRequest]:
@@ -143,7 +145,7 @@ class Row:
     flags: tuple[str, ...] = ()
 
 
-def frontier_rows(objectives: dict[str, tuple[float, float]]) -> list[Row]:
+def frontier_rows(objectives: dict[str, tuple[float, float]], budgets: dict[str, int]) -> list[Row]:
     """Return what the frontier compares."""
     rows = [Row(name="BE alone, omniserve", scheduler="omniserve", objective=None, has_ls=False)]
     for objective in objectives:
@@ -158,8 +160,15 @@ def frontier_rows(objectives: dict[str, tuple[float, float]]) -> list[Row]:
     rows += [
         Row(name="LS alone, sarathi", scheduler="sarathi", objective=first, has_be=False),
         Row(name="sarathi", scheduler="sarathi", objective=first),
+        *(
+            Row(
+                name=f"sarathi, {tokens} tokens a step, {objective}", scheduler="sarathi", objective=objective,
+                flags=("--max-step-tokens", str(tokens)),
+            )
+            for objective, tokens in budgets.items()
+        ),
         Row(name="fcfs", scheduler="fcfs", objective=first),
-    ]
+    ]  # fmt: skip
     return rows
 
 
@@ -250,12 +259,14 @@ def main() -> None:
         load = Load(
             ls_rate=1.0, ls_prompt=128, ls_output=32, seconds=args.seconds, be_requests=64, be_prompt=512,
             be_output=64, vocab_size=SMOLLM_135M["vocab_size"], objectives=OBJECTIVES,
+            budgets={"tight": 48, "loose": 256},
         )  # fmt: skip
     else:  # a tenth of the time a token, so ten times the load
         flags = ["--device-kv-gib", "0.5"]
         load = Load(
             ls_rate=8.0, ls_prompt=128, ls_output=32, seconds=args.seconds, be_requests=640, be_prompt=300,
             be_output=64, vocab_size=1000, objectives={"tight": (0.1, 0.02), "loose": (0.3, 0.05)},
+            budgets={"tight": 256, "loose": 1024},
         )  # fmt: skip
     flags += args.server_args
     results: dict[str, Any] = {}
@@ -267,7 +278,7 @@ def main() -> None:
         )  # fmt: skip
 
     if "frontier" in args.sections:
-        rows = frontier_rows(load.objectives)
+        rows = frontier_rows(load.objectives, load.budgets)
         rows = [row for row in rows if not args.only or any(part in row.name for part in args.only)]
         if not rows:
             parser.error(f"--only {args.only} leaves no row")
