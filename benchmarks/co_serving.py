@@ -5,10 +5,11 @@
 
 `frontier`: a Poisson stream of LS requests (1/s, 128 tokens in, 32 out) and 64 BE requests (512 in, 64 out) that all
 come at once, under each policy and pair of objectives (`sarathi` with its usual budget of 512 tokens a step, and with
-such as keep the TPOT); the stream alone under `sarathi` (nothing can do better); the BE requests alone. LS figures are of the requests that overlap BE work. BE tokens/s count input and output, from the
-first request to the last token. `overload`: LS requests at twice the rate that the server completes, with and without
-admission control. Policies alternate; each one has a server of its own, and a fresh one every repeat. A random-weight
-bf16 model in SmolLM-135M's shape, or the built-in one.
+such as keep the TPOT); the stream alone under `sarathi` (nothing can do better); the BE requests alone. LS figures are
+of the requests that overlap BE work. BE tokens/s count input and output, from the first request to the last token.
+`overload`: LS requests at twice the rate that the server completes, with and without admission control. Policies
+alternate; each one has a server of its own, and a fresh one every repeat. A random-weight bf16 model in SmolLM-135M's
+shape, or the built-in one.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from omniserve.fingerprint import fingerprint_of
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape, features_of
+from omniserve.latency import LATENCY_MODELS, CorrectedModel, HostSpeed, ModelShape, features_of
 from omniserve.latency.profile import Profile
 from omniserve.ops.attention import resolve_attention
 from omniserve.outputs import OutputCollector
@@ -119,7 +119,12 @@ class Engine:
         forecast: Forecast | None = None
         if profile is not None and self._latency is not None:
             threads = profile.fingerprint.device_threads, profile.fingerprint.shared_threads
-            forecast = Forecast(self._latency, self._shape, host_has_own_cores=threads[0] == threads[1])
+            forecast = Forecast(
+                self._latency,
+                self._shape,
+                host_has_own_cores=threads[0] == threads[1],
+                host=HostSpeed.from_profile(profile),
+            )
         self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self._limits(), kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         self.runner = ModelRunner(
@@ -304,7 +309,7 @@ class Engine:
     def _host_events(self) -> list[HostEvent]:
         if self.host_tier is None:
             return []
-        events = self.host_tier.poll()
+        events = self.runner.take_events() + self.host_tier.poll()
         if self._host_was_healthy and not self.host_tier.healthy:
             self._host_was_healthy = False
             events.append(HostEvent(kind=HostEventKind.TIER_DOWN))

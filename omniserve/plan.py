@@ -126,6 +126,9 @@ class StepPlan:
     """P: seats for piggyback rows, one of a small set of buckets; 0 is plain continuous batching."""
     moves: tuple[KVMove, ...] = ()
     """Copies to start; they run beside the steps."""
+    pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()
+    """The second sub-batch of asymmetric pipelining: entries, then joins by layer, that pass all layers they have left
+    in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""
     cancels: tuple[int, ...] = ()
     """Host slots whose task nobody waits for any more (aborted requests); its event still comes."""
     decision: Decision | None = None
@@ -138,7 +141,7 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         """True when no row is computed (moves may still start)."""
-        return not (self.chunks or self.entries or self.joins)
+        return not (self.chunks or self.entries or self.joins or self.pipelined)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,9 +157,11 @@ class StepOutput:
     """What the runner made of a plan."""
 
     tokens: Mapping[str, SampledToken] = field(default_factory=dict)
-    """Request id -> new token, for every sampling chunk and every join at the last layer."""
+    """Request id -> new token, for every sampling chunk, every join at the last layer and all of ``pipelined``."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Request id -> message, for requests that cannot go on (non-finite logits, say)."""
+    lost: frozenset[str] = frozenset()
+    """Requests of ``pipelined`` whose host attention failed: they must be recomputed."""
 
 
 class HostEventKind(enum.StrEnum):

@@ -2,7 +2,7 @@
 
 Batch rows are ``[device rows | P piggyback seats]``. In layer l a seat holds, up to the attention, the token that came
 through layer l-1 (or, at layer 0, one that enters); from the attention on, a token whose attention at l came back from
-the host tier. Paper: omniserve 3.2, 4.
+the host tier. Between the layers a second sub-batch may run (``pipelining``). Paper: omniserve 3.2, 4.
 
 Legend: T rows, D hidden, N query heads, K KV heads, H head size, P seats, L layers.
 """
@@ -21,7 +21,8 @@ from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.ops.attention import DeviceAttention
 from omniserve.patching import PatchedModel
-from omniserve.plan import StepOutput, StepPlan
+from omniserve.pipelining import SecondBatch
+from omniserve.plan import HostEvent, PiggybackEntry, StepOutput, StepPlan
 from omniserve.sampling import Sampler
 from omniserve.step_inputs import SeatRows, StepInputs, make_step_inputs
 
@@ -75,6 +76,7 @@ class ModelRunner:
         self._cores = cores
         self.host_works = False
         """The host tier worked, or was given work, when the last step began."""
+        self._early_events: list[HostEvent] = []
         self._residuals_SD = torch.zeros(num_slots, model.spec.hidden_size, dtype=model.dtype, device=model.device)
         self._no_results = torch.empty(
             0, model.spec.num_heads * model.spec.head_size, dtype=model.dtype, device=model.device
@@ -82,11 +84,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Run one step; never waits for the host tier."""
+        """Run one step; waits for the host tier only if the plan has a second sub-batch."""
         self._hand_over(plan)
         if plan.is_empty:
             return StepOutput()
-        self.host_works = bool(plan.entries or plan.joins or (self._tier is not None and self._tier.busy))
+        has_host_rows = bool(plan.entries or plan.joins or plan.pipelined)
+        self.host_works = has_host_rows or (self._tier is not None and self._tier.busy)
         self._cores.apply(host_works=self.host_works)
         inputs = make_step_inputs(
             plan,
@@ -94,12 +97,33 @@ class ModelRunner:
             num_layers=self._model.num_layers,
             device=self._model.device,
         )
-        hidden_TD = self._run_layers(plan, inputs)
-        if not inputs.sampling_request_ids:
-            return StepOutput()
-        logits_RV = self._model.logits(hidden_TD[inputs.sampling_rows])
-        tokens, failed = self._sampler.sample(logits_RV, inputs.sampling_request_ids)
-        return StepOutput(tokens=tokens, failed=failed)
+        second = self._second_batch(plan)
+        hidden_TD = self._run_layers(plan, inputs, second)[inputs.sampling_rows]
+        request_ids, lost = list(inputs.sampling_request_ids), frozenset[str]()
+        if second is not None:
+            second_TD, second_ids, lost = second.result()
+            hidden_TD, request_ids = torch.cat([hidden_TD, second_TD]), request_ids + second_ids
+        if not request_ids:
+            return StepOutput(lost=lost)
+        tokens, failed = self._sampler.sample(self._model.logits(hidden_TD), request_ids)
+        return StepOutput(tokens=tokens, failed=failed, lost=lost)
+
+    def take_events(self) -> list[HostEvent]:
+        """Return, once, the host tier's events that came while a step waited for others."""
+        events, self._early_events = self._early_events, []
+        return events
+
+    def _second_batch(self, plan: StepPlan) -> SecondBatch | None:
+        if not plan.pipelined:
+            return None
+        assert self._tier is not None
+        return SecondBatch(
+            plan.pipelined,
+            model=self._model,
+            tier=self._tier,
+            residuals_SD=self._residuals_SD,
+            keep=self._early_events.append,
+        )
 
     def _hand_over(self, plan: StepPlan) -> None:
         """Tell the host tier what does not depend on this step's layers."""
@@ -109,10 +133,11 @@ class ModelRunner:
             self._tier.cancel(slot)
         for move in plan.moves:
             self._tier.start_move(move, self._storage.k_LBKSH, self._storage.v_LBKSH)
-        for entry in plan.entries:
+        pipelined = (row for row in plan.pipelined if isinstance(row, PiggybackEntry))
+        for entry in (*plan.entries, *pipelined):
             self._tier.begin_token(entry.slot, entry.epoch, entry.position, entry.block_ids)
 
-    def _run_layers(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
+    def _run_layers(self, plan: StepPlan, inputs: StepInputs, second: SecondBatch | None) -> Tensor:
         model = self._model
         num_device_rows, num_seats = inputs.num_device_rows, plan.num_piggyback_slots
         results_RD, result_rows = self._stage_results(inputs)
@@ -122,6 +147,8 @@ class ModelRunner:
         for layer, rotary in enumerate(self._rotary_per_layer(inputs, num_seats)):
             leaving = inputs.joining.get(layer - 1) if layer else inputs.entering
             joining = inputs.joining.get(layer)
+            if second is not None:
+                second.begin_layer(layer)
             # With device rows every layer runs; without, only those that somebody is at.
             if num_device_rows or leaving is not None:
                 q_TNH, k_TKH, v_TKH = model.pre_attention(layer, hidden_TD, *rotary)
@@ -139,6 +166,8 @@ class ModelRunner:
                     attn_TD = _piggyback_concat(attn_dev_TD, results_RD, rows_P)
                     _residual_fetch(self._residuals_SD, slots_P, hidden_TD)
                 hidden_TD = model.post_attention(layer, attn_TD, hidden_TD)
+            if second is not None:
+                second.end_layer(layer)
         self._send_deferred(away)
         return hidden_TD
 

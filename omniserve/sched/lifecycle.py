@@ -241,11 +241,23 @@ class RequestLifecycle(Scheduler):
         for join in plan.joins:
             state = self.states[join.request_id]
             if self.residents.advance(state):
-                state.num_computed_tokens += 1
-                state.num_host_tokens += 1
-                self._counters["host_output_tokens"] += 1
-                self._append(state, output, now_s, outputs)
+                self._append_from_host(state, output, now_s, outputs)
+        for row in plan.pipelined:
+            state = self.states[row.request_id]
+            self.residents.arrive(state)
+            if row.request_id in output.lost:
+                self.preempt(state)
+            else:
+                self._append_from_host(state, output, now_s, outputs)
         return outputs
+
+    def _append_from_host(
+        self, state: RequestState, output: StepOutput, now_s: float, outputs: list[RequestOutput]
+    ) -> None:
+        state.num_computed_tokens += 1
+        state.num_host_tokens += 1
+        self._counters["host_output_tokens"] += 1
+        self._append(state, output, now_s, outputs)
 
     def on_first_token(self, state: RequestState, now_s: float) -> None:
         """A request's first token was sampled, which ends its TTFT; for policies that learn from that."""

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from omniserve.kv.base import Tier
 from omniserve.plan import Bound, Decision, KVMove, PiggybackEntry, PiggybackJoin, StepPlan
@@ -16,6 +17,15 @@ from omniserve.sched.piggyback import seat_bucket
 from omniserve.sched.state import Phase, RequestQueue, RequestState
 
 LS, BE = ServiceClass.LS, ServiceClass.BE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRows:
+    """The rows of a step whose attention is the host tier's; see StepPlan."""
+
+    entries: Sequence[PiggybackEntry] = ()
+    joins: Sequence[PiggybackJoin] = ()
+    pipelined: Sequence[PiggybackEntry | PiggybackJoin] = ()
 
 
 class RequestScheduler(RequestLifecycle):
@@ -116,26 +126,26 @@ class RequestScheduler(RequestLifecycle):
         batch: Batch,
         now_s: float,
         *,
-        entries: Sequence[PiggybackEntry] = (),
-        joins: Sequence[PiggybackJoin] = (),
+        host_rows: HostRows = HostRows(),
         moves: Sequence[KVMove] = (),
         decision: Decision | None = None,
     ) -> StepPlan:
         """Close a batch into a StepPlan with the smallest bucket of seats that holds its piggyback rows."""
-        for request_id in itertools.chain((c.request_id for c in batch.chunks), (e.request_id for e in entries)):
-            state = self.states[request_id]
+        for chunk in batch.chunks:
+            state = self.states[chunk.request_id]
             if state.first_scheduled_s is None:
                 state.first_scheduled_s = now_s
-        per_layer = Counter(join.layer for join in joins)
-        most = max(len(entries), max(per_layer.values(), default=0))
+        per_layer = Counter(join.layer for join in host_rows.joins)
+        most = max(len(host_rows.entries), max(per_layer.values(), default=0))
         cancels, self._cancels = tuple(self._cancels), []
         return StepPlan(
             step_id=next(self._step_ids),
             chunks=batch.chunks,
-            entries=tuple(entries),
-            joins=tuple(joins),
+            entries=tuple(host_rows.entries),
+            joins=tuple(host_rows.joins),
             num_piggyback_slots=seat_bucket(most, self.limits.max_piggyback_slots),
             moves=tuple(moves),
+            pipelined=tuple(host_rows.pipelined),
             cancels=cancels,
             decision=decision,
         )

@@ -102,10 +102,8 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
     return EngineConfig(**{**settings, **fixed})  # type: ignore[arg-type]
 
 
-def draw_profile(rng: random.Random, model: PreTrainedModel, config: EngineConfig) -> Profile | None:
-    """Return a profile of a made-up machine for half of the histories: what it says need not be true."""
-    if rng.random() < 0.5:
-        return None
+def made_up_profile(model: PreTrainedModel, config: EngineConfig) -> Profile:
+    """Return a profile of a made-up machine: what it says need not be true."""
     return dataclasses.replace(
         make_profile(), fingerprint=fingerprint_of(model, config), shape=ModelShape.of(model.omniserve.spec)
     )
@@ -130,6 +128,7 @@ def run_history(
     scheduler: str = "omniserve",
     faults: bool = False,
     deaths: bool = False,
+    has_profile: bool | None = None,
     tally: Tally | None = None,
     **fixed: object,
 ) -> Tally:
@@ -138,11 +137,13 @@ def run_history(
     Args:
         faults: Host attention is late, out of order and fails now and then.
         deaths: Host threads die, at last all of them.
+        has_profile: There is a latency model; None: draw it.
     """
     rng = random.Random(seed)
     tally = tally if tally is not None else Tally()
     config = draw_config(rng, model, scheduler, **fixed)
-    profile = draw_profile(rng, model, config)
+    has_profile = rng.random() < 0.5 if has_profile is None else has_profile
+    profile = made_up_profile(model, config) if has_profile else None
     with Engine(model, config, profile=profile) as engine:
         tier = engine.host_tier
         if faults and tier is not None:

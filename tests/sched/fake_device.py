@@ -16,6 +16,7 @@ from omniserve.plan import (
     KVMove,
     MoveDirection,
     PiggybackEntry,
+    PiggybackJoin,
     SampledToken,
     StepOutput,
     StepPlan,
@@ -65,6 +66,7 @@ class FakeDevice:
         """Host slot -> layer its token is at."""
         self.done: set[int] = set()
         self.num_joins = 0
+        self.num_pipelined = 0
 
     def _slot(self, block_ids: tuple[int, ...], position: int) -> int:
         return block_ids[position // self.block_size] * self.block_size + position % self.block_size
@@ -94,7 +96,7 @@ class FakeDevice:
             self.moves[move.move_id] = move
             self._seen[move.move_id] = self._source(move)
         tokens: dict[str, SampledToken] = {}
-        ids = [c.request_id for c in plan.chunks] + [e.request_id for e in plan.entries]
+        ids = [c.request_id for c in plan.chunks] + [e.request_id for e in (*plan.entries, *plan.pipelined)]
         assert len(ids) == len(set(ids)), "a request is scheduled twice"
         for chunk in plan.chunks:
             moves = [m for m in self.moves.values() if not m.is_checkpoint]
@@ -122,7 +124,33 @@ class FakeDevice:
             assert not busy["host"] & set(entry.block_ids), "a host block is used twice"
             self.bound[entry.slot] = entry
             self._send(entry, 0)
-        return StepOutput(tokens=tokens)
+        lost = frozenset(row.request_id for row in plan.pipelined if not self._run_through(row, busy["host"], tokens))
+        return StepOutput(tokens=tokens, lost=lost)
+
+    def _run_through(
+        self, row: PiggybackEntry | PiggybackJoin, busy: set[int], tokens: dict[str, SampledToken]
+    ) -> bool:
+        """Compute a pipelined token through all its layers; False if its host attention fails."""
+        if isinstance(row, PiggybackEntry):
+            is_away = row.slot in self.away and self.bound[row.slot].epoch == row.epoch
+            assert not is_away, "a token enters while another one of its request is away"
+            self.away.pop(row.slot, None)  # what the slot's last owner left
+            self.done.discard(row.slot)
+            assert not busy & set(row.block_ids), "a host block is used twice"
+            self.bound[row.slot] = row
+        else:
+            assert row.slot in self.done and self.away[row.slot] == row.layer, "a join of what is not ready"
+            self.done.discard(row.slot)
+            del self.away[row.slot]
+        self.num_pipelined += 1
+        entry = self.bound[row.slot]
+        assert (entry.request_id, entry.epoch, entry.position) == (row.request_id, row.epoch, row.position)
+        if self.is_down or self.rng.random() < self.failure_rate:
+            return False
+        self.kv["host", self._slot(entry.block_ids, entry.position)] = entry.token_id
+        context = self._context("host", entry.block_ids, entry.position + 1)
+        tokens[row.request_id] = SampledToken(token_id=next_token(context))
+        return True
 
     def _send(self, entry: PiggybackEntry, layer: int) -> None:
         self.away[entry.slot] = layer

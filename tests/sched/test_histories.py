@@ -17,6 +17,12 @@ from tests.sched.fake_device import FakeDevice, expected_tokens
 from tests.sched.predictor import forecast
 
 BLOCK = 4
+# What the policies that use the host tier must have come to, or their histories say nothing.
+REACHED = {
+    "omniserve": ("joins", "swaps_out", "swaps_in", "checkpoints"),
+    "neo": ("pipelined", "swaps_out", "swaps_in"),
+    "apex": ("joins", "swaps_out", "swaps_in"),
+}
 
 
 def make(scheduler: str, rng: random.Random, *, failure_rate: float = 0.0, has_forecast: bool = False):
@@ -55,7 +61,7 @@ def make(scheduler: str, rng: random.Random, *, failure_rate: float = 0.0, has_f
 def draw_forecast(rng: random.Random, num_layers: int) -> Forecast:
     return forecast(
         num_layers, base=rng.choice([0.5, 5.0]), row=rng.choice([0.1, 1.0]), key=rng.choice([0.001, 0.05]),
-        shared=rng.choice([1.0, 2.0]),
+        shared=rng.choice([1.0, 2.0]), host_key=rng.choice([0.0001, 0.01]),
     )  # fmt: skip
 
 
@@ -127,7 +133,8 @@ def run_history(
     usage = sched.kv.usage()
     assert usage.device_used == usage.host_used == 0
     stats = sched.stats()
-    return {"joins": device.num_joins, "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
+    return {"joins": device.num_joins, "pipelined": device.num_pipelined,
+            "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
             "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,
             "bounded": num_bounded}  # fmt: skip
 
@@ -162,22 +169,26 @@ def check_decision(sched: RequestScheduler, plan: StepPlan) -> bool:
 def test_every_request_gets_its_tokens_over_random_histories(scheduler: str) -> None:
     totals = [run_history(scheduler, seed) for seed in range(60)]
     assert sum(t["preemptions"] for t in totals) > 0, "the histories never ran out of memory"
-    if scheduler == "omniserve":
-        for key in ("joins", "swaps_out", "swaps_in", "checkpoints"):
-            assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
-
-
-def test_bounded_steps_lose_nothing_and_keep_their_bounds() -> None:
-    totals = [run_history("omniserve", 3000 + seed, has_forecast=True) for seed in range(150)]
-    for key in ("joins", "swaps_out", "swaps_in", "preemptions", "rejected", "bounded"):
+    for key in REACHED.get(scheduler, ()):
         assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_failing_host_tasks_and_moves_lose_nothing(seed: int) -> None:
-    run_history("omniserve", 1000 + seed, failure_rate=0.1)
+@pytest.mark.parametrize("scheduler", REACHED)
+def test_bounded_steps_lose_nothing_and_keep_their_bounds(scheduler: str) -> None:
+    totals = [run_history(scheduler, 3000 + seed, has_forecast=True) for seed in range(150)]
+    for key in (*REACHED[scheduler], "preemptions", "rejected", "bounded"):
+        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
+    if scheduler == "apex":
+        assert sum(t["pipelined"] for t in totals) > 0, "the inequality never held"
 
 
+@pytest.mark.parametrize("scheduler", REACHED)
 @pytest.mark.parametrize("seed", range(40))
-def test_a_dead_host_tier_loses_nothing(seed: int) -> None:
-    run_history("omniserve", 2000 + seed, tier_down=True)
+def test_failing_host_tasks_and_moves_lose_nothing(scheduler: str, seed: int) -> None:
+    run_history(scheduler, 1000 + seed, failure_rate=0.1, has_forecast=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("scheduler", REACHED)
+@pytest.mark.parametrize("seed", range(40))
+def test_a_dead_host_tier_loses_nothing(scheduler: str, seed: int) -> None:
+    run_history(scheduler, 2000 + seed, tier_down=True, has_forecast=seed % 2 == 0)
