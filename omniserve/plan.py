@@ -24,6 +24,8 @@ class DeviceChunk:
     """Device blocks that cover ``[0, start + len(token_ids))``, in order."""
     samples: bool
     """The last row is the request's newest known token, so a new token is sampled from it."""
+    from_layer: int = 0
+    """Above 0: these very tokens left an earlier step before this layer, and go on there (``StepOutput.halted``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +131,8 @@ class StepPlan:
     pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()
     """The second sub-batch of asymmetric pipelining: entries, then joins by layer, that pass all layers they have left
     in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""
+    preemptible: frozenset[str] = frozenset()
+    """Requests whose device rows may be asked to leave between two layers (conserve 4.3)."""
     cancels: tuple[int, ...] = ()
     """Host slots whose task nobody waits for any more (aborted requests); its event still comes."""
     decision: Decision | None = None
@@ -160,6 +164,9 @@ class StepOutput:
     """Request id -> new token, for every sampling chunk, every join at the last layer and all of ``pipelined``."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Request id -> message, for requests that cannot go on (non-finite logits, say)."""
+    halted: Mapping[str, int] = field(default_factory=dict)
+    """Request id -> layer, for chunks that were asked to leave: the first layer that was not computed; 0: what was
+    computed is dropped."""
     lost: frozenset[str] = frozenset()
     """Requests of ``pipelined`` whose host attention failed: they must be recomputed."""
 

@@ -128,6 +128,7 @@ class RequestScheduler(RequestLifecycle):
         *,
         host_rows: HostRows = HostRows(),
         moves: Sequence[KVMove] = (),
+        preemptible: frozenset[str] = frozenset(),
         decision: Decision | None = None,
     ) -> StepPlan:
         """Close a batch into a StepPlan with the smallest bucket of seats that holds its piggyback rows."""
@@ -146,6 +147,7 @@ class RequestScheduler(RequestLifecycle):
             num_piggyback_slots=seat_bucket(most, self.limits.max_piggyback_slots),
             moves=tuple(moves),
             pipelined=tuple(host_rows.pipelined),
+            preemptible=preemptible,
             cancels=cancels,
             decision=decision,
         )

@@ -12,6 +12,7 @@ from omniserve import patch
 from omniserve.sched import SCHEDULERS
 from tests.parity.engine_histories import Reference, Tally, run_history
 from tests.parity.models import MODELS, tiny_model
+from tests.sched import preemptible
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -68,13 +69,23 @@ def test_dying_host_threads_change_no_token(scheduler: str, device: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
+def test_rows_that_leave_a_step_between_layers_change_no_token(family: str, device: str) -> None:
+    model, reference = model_and_reference(family, device)
+    tally = Tally()
+    for seed in range(500, 510):
+        run_history(model, reference, seed, scheduler=preemptible.NAME, tally=tally)
+    assert tally.halted > 0 and tally.preemptions > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_compiled_halves_in_the_engine_equal_hugging_face(device: str) -> None:
     model = tiny_model("llama", seed=1).to(device)
     reference = Reference(model, num_prompts=6, max_tokens=12)
     patch(model, compile=True)
     tally = Tally()
     for seed in range(400, 404):
-        run_history(model, reference, seed, compile=True, tally=tally)
+        run_history(model, reference, seed, has_profile=False, compile=True, tally=tally)
     assert tally.host_tokens > 0
 
 

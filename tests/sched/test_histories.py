@@ -13,6 +13,7 @@ from omniserve.plan import Bound, HostEvent, HostEventKind, StepPlan
 from omniserve.request import SLO, FinishReason, Request, SamplingParams, ServiceClass
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.sched.policy import RequestScheduler
+from tests.sched import preemptible
 from tests.sched.fake_device import FakeDevice, expected_tokens
 from tests.sched.predictor import forecast
 
@@ -25,7 +26,9 @@ REACHED = {
 }
 
 
-def make(scheduler: str, rng: random.Random, *, failure_rate: float = 0.0, has_forecast: bool = False):
+def make(
+    scheduler: str, rng: random.Random, *, failure_rate: float = 0.0, halt_rate: float = 0.0, has_forecast: bool = False
+):
     num_device_blocks = rng.randint(16, 40)
     num_host_blocks = rng.choice([0, 12, 30, 80])
     kv = KV_MANAGERS.get("tiered")(
@@ -51,6 +54,7 @@ def make(scheduler: str, rng: random.Random, *, failure_rate: float = 0.0, has_f
         max_tokens=limits.max_step_tokens,
         rng=rng,
         failure_rate=failure_rate,
+        halt_rate=halt_rate,
     )
     oracle = draw_forecast(rng, limits.num_layers) if has_forecast else None
     policy = SCHEDULERS.get(scheduler)(limits=limits, kv=kv, forecast=oracle)
@@ -78,10 +82,11 @@ def draw_request(rng: random.Random) -> Request:
 
 
 def run_history(
-    scheduler: str, seed: int, *, failure_rate: float = 0.0, tier_down: bool = False, has_forecast: bool = False
-) -> dict[str, int]:
+    scheduler: str, seed: int, *, failure_rate: float = 0.0, halt_rate: float = 0.0, tier_down: bool = False,
+    has_forecast: bool = False,
+) -> dict[str, int]:  # fmt: skip
     rng = random.Random(seed)
-    sched, device = make(scheduler, rng, failure_rate=failure_rate, has_forecast=has_forecast)
+    sched, device = make(scheduler, rng, failure_rate=failure_rate, halt_rate=halt_rate, has_forecast=has_forecast)
     speed = rng.choice([0.01, 0.05, 0.5, 1.0])
     requests = {f"r{i}": draw_request(rng) for i in range(rng.randint(5, 30))}
     arrivals = list(requests)
@@ -133,7 +138,8 @@ def run_history(
     usage = sched.kv.usage()
     assert usage.device_used == usage.host_used == 0
     stats = sched.stats()
-    return {"joins": device.num_joins, "pipelined": device.num_pipelined,
+    assert stats.layer_preemptions == device.num_halts
+    return {"halts": device.num_halts, "joins": device.num_joins, "pipelined": device.num_pipelined,
             "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
             "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,
             "bounded": num_bounded}  # fmt: skip
@@ -180,6 +186,12 @@ def test_bounded_steps_lose_nothing_and_keep_their_bounds(scheduler: str) -> Non
         assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
     if scheduler == "apex":
         assert sum(t["pipelined"] for t in totals) > 0, "the inequality never held"
+
+
+def test_rows_that_leave_a_step_between_layers_lose_nothing() -> None:
+    totals = [run_history(preemptible.NAME, 4000 + seed, halt_rate=0.4) for seed in range(60)]
+    for key in ("halts", "preemptions"):
+        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 
 @pytest.mark.parametrize("scheduler", REACHED)
