@@ -17,6 +17,8 @@ from tests.sched.fake_device import FakeDevice, expected_tokens
 from tests.sched.predictor import forecast
 
 BLOCK = 4
+PREDICTING = ("omniserve", "conserve", "bros")
+HOST_USERS = ("omniserve", "llumnix", "conserve", "bros")
 
 
 def make(scheduler: str, rng: random.Random, *, failure_rate: float = 0.0, has_forecast: bool = False):
@@ -108,7 +110,7 @@ def run_history(
             events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
         sched.notify(events)
         plan = sched.schedule(now_s)
-        if has_forecast:
+        if has_forecast and scheduler in PREDICTING:
             num_bounded += check_decision(sched, plan)
         now_s += 0.005 if plan.decision is None or not plan.decision.predicted_s else plan.decision.predicted_s
         for output in sched.update(plan, device.execute(plan), now_s):
@@ -133,7 +135,7 @@ def run_history(
 
 
 def check_decision(sched: RequestScheduler, plan: StepPlan) -> bool:
-    """Check what ``omniserve`` promises of a step; return whether its bound kept anything out."""
+    """Check what policies with a forecast promise of a step; return whether its bound kept anything out."""
     decision = plan.decision
     assert decision is not None and sched.forecast is not None
     assert decision.predicted_s is not None and decision.predicted_ls_s is not None
@@ -161,16 +163,32 @@ def check_decision(sched: RequestScheduler, plan: StepPlan) -> bool:
 @pytest.mark.parametrize("scheduler", SCHEDULERS.names())
 def test_every_request_gets_its_tokens_over_random_histories(scheduler: str) -> None:
     totals = [run_history(scheduler, seed) for seed in range(60)]
-    assert sum(t["preemptions"] for t in totals) > 0, "the histories never ran out of memory"
-    if scheduler == "omniserve":
-        for key in ("joins", "swaps_out", "swaps_in", "checkpoints"):
-            assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
+    reached = {"omniserve": ("joins", "swaps_out", "swaps_in", "checkpoints"),
+               "llumnix": ("joins", "swaps_out", "checkpoints"),
+               "conserve": ("swaps_out", "swaps_in", "checkpoints"),
+               "bros": ("swaps_out", "swaps_in", "checkpoints")}  # fmt: skip
+    for key in ("preemptions", *reached.get(scheduler, ())):
+        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
+
+
+@pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS.names() if name != "omniserve"])
+def test_a_forecast_and_objectives_lose_nothing(scheduler: str) -> None:
+    totals = [run_history(scheduler, 4000 + seed, has_forecast=True) for seed in range(40)]
+    assert sum(t["preemptions"] for t in totals) > 0
+    assert sum(t["rejected"] for t in totals) == 0, "only omniserve has admission control"
 
 
 def test_bounded_steps_lose_nothing_and_keep_their_bounds() -> None:
     totals = [run_history("omniserve", 3000 + seed, has_forecast=True) for seed in range(150)]
     for key in ("joins", "swaps_out", "swaps_in", "preemptions", "rejected", "bounded"):
         assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
+
+
+@pytest.mark.parametrize("scheduler", [name for name in HOST_USERS if name != "omniserve"])
+def test_other_users_of_the_host_tier_survive_its_failures(scheduler: str) -> None:
+    for seed in range(30):
+        run_history(scheduler, 1000 + seed, failure_rate=0.1)
+        run_history(scheduler, 2000 + seed, tier_down=True, has_forecast=True)
 
 
 @pytest.mark.parametrize("seed", range(40))
