@@ -128,12 +128,15 @@ class APEXScheduler(NEOScheduler):
         if any(state.away is not None and not state.away.ready for state in away):
             return HostRows()
         if away:
-            rows = HostRows(joins=residents.plan_joins(self.max_rows, seats))
+            rows = HostRows(joins=residents.plan_joins(self.max_piggyback_rows, seats))
         else:
             wanted = min(
-                residents.num_at_token_boundary, seats, self.max_rows, MIN_HOST_PER_DEVICE * max(1, len(batch.chunks))
+                residents.num_at_token_boundary,
+                seats,
+                self.max_piggyback_rows,
+                MIN_HOST_PER_DEVICE * max(1, len(batch.chunks)),
             )
-            rows = HostRows(entries=residents.plan_entries(self.host_blocks, wanted))
+            rows = HostRows(entries=residents.plan_entries(self.host_blocks_for, wanted))
         if batch.load is None or not (rows.entries or rows.joins):
             return rows
         trial = batch.load.copy()

@@ -278,6 +278,7 @@ class RequestLifecycle(Scheduler):
             return
         sampled: SampledToken = output.tokens[state.request_id]
         state.token_ids.append(sampled.token_id)
+        state.last_token_s = now_s
         if state.first_token_s is None:
             state.first_token_s = now_s
             self._prompt_tokens[state.service_class] += state.num_prompt_tokens

@@ -57,7 +57,7 @@ class NEOScheduler(OmniServeScheduler):
 
     def run_through(self, batch: Batch, states: Sequence[RequestState], count: int) -> HostRows:
         """Make a second sub-batch of the first ``count`` of ``states`` (those of them that get host blocks)."""
-        rows = second_batch.rows_of(self.residents, states[:count], self.host_blocks)
+        rows = second_batch.rows_of(self.residents, states[:count], self.host_blocks_for)
         if len(rows) < len(states):
             self.leave_out("pipelined row", len(states) - len(rows), "", Bound.TIME)
         if batch.load is not None:

@@ -16,7 +16,6 @@ from omniserve.plan import (
     Bound,
     Decision,
     LeftOut,
-    MoveDirection,
     StepPlan,
 )
 from omniserve.request import SLO, Request
@@ -31,8 +30,6 @@ from omniserve.sched.state import Phase, RequestState
 from omniserve.sched.tier_moves import TierMoves
 from omniserve.sched.ttft import MIN_LS_CHUNK, TTFTForecast
 
-# An LS prompt that lacks memory waits this long for swap-outs to end; then BE requests are recomputed instead.
-LS_PATIENCE_S = 0.02
 # BE work that a step without LS work has at least, whatever the bound: an idle machine works.
 MIN_BE_CHUNK = 16
 
@@ -50,8 +47,6 @@ class OmniServeScheduler(RequestScheduler):
         self._margin = AdmissionMargin()
         self._moves = TierMoves(self)
         self._left_out: list[LeftOut] = []
-        rows = limits.max_piggyback_rows
-        self.max_rows = rows if rows is not None else limits.max_piggyback_slots * (limits.num_layers + 1)
 
     def add(
         self, request_id: str, request: Request, slo: SLO, now_s: float, *, arrival_s: float | None = None
@@ -153,28 +148,8 @@ class OmniServeScheduler(RequestScheduler):
             return self.run_or_preempt(batch, state, (BE, LS), bound_s=bound_s, min_tokens=min_tokens)
         if state.request_id not in self.states or not batch.chunk_size(state, bound_s=bound_s, min_tokens=min_tokens):
             return False
-        self._make_room_for_ls(batch, state, now_s)
+        self._moves.make_room_for_ls(batch, state)
         return self.admit(batch, state, bound_s=bound_s, min_tokens=min_tokens)
-
-    def _make_room_for_ls(self, batch: Batch, state: RequestState, now_s: float) -> None:
-        """Free device memory for an LS prompt: by moving BE KV to the host while that is quick, else by dropping it."""
-        needed = self.blocks_for(state)
-        shortage = needed - self.kv.num_free(Tier.DEVICE)
-        if shortage <= 0:
-            return
-        if state.blocked_since_s is None:
-            state.blocked_since_s = now_s
-        still_missing = self._moves.offload_until(shortage - self._moves.blocks_moving_out, batch)
-        out_of_patience = now_s - state.blocked_since_s >= LS_PATIENCE_S
-        if still_missing <= 0 and not out_of_patience:
-            return
-        if not self.make_room(needed, batch, (BE,)) and out_of_patience:
-            # The host tier is too slow or stuck: what is on its way there must not hold up an LS request.
-            for move_id, (_, move) in reversed(tuple(self.moving.items())):
-                if self.make_room(needed, batch, (BE,)):
-                    break
-                if move.direction is MoveDirection.TO_HOST and move not in self._moves.moves:
-                    self.abandon_move(move_id)
 
     def _predict_ttft(
         self, rank: int, request: Request, slo: SLO, waited_s: float, now_s: float
@@ -242,7 +217,7 @@ class OmniServeScheduler(RequestScheduler):
         entries = self.residents.num_at_token_boundary if self.host_is_up else 0
         seats = seat_bucket(max(entries, *ready), self.limits.max_piggyback_slots)
         trial = batch.load.copy()
-        fill(trial, entries, ready, seats=seats, max_rows=self.max_rows)
+        fill(trial, entries, ready, seats=seats, max_rows=self.max_piggyback_rows)
         return trial.seconds() - batch.load.seconds()
 
     # -- best-effort ---------------------------------------------------------------------------------------------
@@ -259,7 +234,7 @@ class OmniServeScheduler(RequestScheduler):
         if self.waiting[LS]:
             return  # a BE prompt must not take the memory that an LS one waits for
         for state in self.waiting[BE]:
-            reserve = self._reserve_blocks(state)
+            reserve = self.reserve_for_ls(state)
             min_tokens = 0 if batch.chunks else MIN_BE_CHUNK
             if self.admit(batch, state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve):
                 if batch.samples(state):
@@ -287,15 +262,8 @@ class OmniServeScheduler(RequestScheduler):
                 return
             if state.phase is not Phase.DEVICE:
                 continue
-            while not batch.add(state, reserve_blocks=self._reserve_blocks(state)):
-                if self._moves.offload(state):
-                    break
-                # The host tier is full or absent: the youngest gives way, until it is this one's turn to wait.
-                victim = self.youngest_victim(batch, state, (BE,))
-                if victim is None:
-                    self.leave_out("BE decode", 1, state.request_id, Bound.MEMORY)
-                    break
-                self.preempt(victim)
+            if not self._moves.run_or_offload(batch, state) and state.phase is Phase.DEVICE:
+                self.leave_out("BE decode", 1, state.request_id, Bound.MEMORY)
         self._offload_for_time([])
 
     def _offload_for_time(self, kept_out: Sequence[RequestState]) -> None:
@@ -319,11 +287,6 @@ class OmniServeScheduler(RequestScheduler):
         within = largest(seconds, most, bound_s)
         return max(within, 0 if batch.chunks else 1)
 
-    def _reserve_blocks(self, state: RequestState) -> int:
-        """Blocks that a BE request leaves free for LS: none if it has the device to itself, else it might never run."""
-        others = len(self.device[LS]) + len(self.waiting[LS]) + sum(s is not state for s in self.device[BE])
-        return self.limits.ls_reserve_blocks if others else 0
-
     # -- host tier -----------------------------------------------------------------------------------------------
 
     def host_rows(self, batch: Batch, bound_s: float, device_tokens: int) -> HostRows:
@@ -340,20 +303,20 @@ class OmniServeScheduler(RequestScheduler):
         if not num_entries and not any(ready):
             return HostRows()
         if batch.load is None:
-            chosen = PiggybackPlan(most_seats, self.max_rows)
+            chosen = PiggybackPlan(most_seats, self.max_piggyback_rows)
         else:
             if not batch.chunks:
                 trial = batch.load.copy()
                 fill(trial, num_entries, ready, seats=1, max_rows=1)
                 bound_s = max(bound_s, trial.seconds())
             chosen = choose(
-                batch.load, num_entries, ready, bound_s=bound_s, max_seats=most_seats, max_rows=self.max_rows,
+                batch.load, num_entries, ready, bound_s=bound_s, max_seats=most_seats, max_rows=self.max_piggyback_rows,
                 device_tokens=device_tokens,
             )  # fmt: skip
         allowed = min(chosen.seats, chosen.rows)
-        entries = self.residents.plan_entries(self.host_blocks, min(num_entries, allowed)) if allowed else []
+        entries = self.residents.plan_entries(self.host_blocks_for, min(num_entries, allowed)) if allowed else []
         joins = self.residents.plan_joins(chosen.rows - len(entries), chosen.seats) if chosen.seats else []
-        bound = Bound.TIME if chosen.rows < min(self.max_rows, sum(ready) + num_entries) else Bound.SEATS
+        bound = Bound.TIME if chosen.rows < min(self.max_piggyback_rows, sum(ready) + num_entries) else Bound.SEATS
         if num_entries > len(entries):
             self.leave_out("piggyback entry", num_entries - len(entries), "", bound)
         if sum(ready) > len(joins):
@@ -368,11 +331,6 @@ class OmniServeScheduler(RequestScheduler):
         per_layer = [0] * self.limits.num_layers
         for join in rows.joins:
             per_layer[join.layer] += 1
-        fill(load, len(rows.entries), per_layer, seats=self.limits.max_piggyback_slots, max_rows=self.max_rows)
-
-    def host_blocks(self, state: RequestState) -> tuple[int, ...] | None:
-        """Blocks for a resident's newest token; if the host pool is full, the youngest resident is recomputed."""
-        blocks = self.kv.allocate(state.request_id, state.num_tokens)
-        if blocks is None and next(reversed(self.residents.queue)) is state:
-            self.preempt(state)
-        return blocks
+        fill(
+            load, len(rows.entries), per_layer, seats=self.limits.max_piggyback_slots, max_rows=self.max_piggyback_rows
+        )

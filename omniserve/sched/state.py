@@ -70,6 +70,7 @@ class RequestState:
     blocked_since_s: float | None = None
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
+    last_token_s: float | None = None
     predicted_ttft_s: float | None = None
     soonest_ttft_s: float | None = None
     """What was predicted if BE work gives way entirely."""
