@@ -20,7 +20,8 @@ one that does not (BLIND) runs once and is compared with all of them; --rerun-sl
 The table has medians over the repeats. `attained`: met both objectives, of the requests that were not rejected, or `of
 all`. `BE tok/s beside LS`: in the first --seconds, while LS requests come; `in all`: until the BE work was done, or cut
 off --drain-s later. `frontier`: no other policy is better in `attained of all` or `BE tok/s beside LS` without being
-worse in the other. What each figure counts: `benchmarks/common/co_summary.py`.
+worse in the other. `others busy`: cores that other processes took during the run: beside much more than 0, figures
+say little. What each figure counts: `benchmarks/common/co_summary.py`.
 
 With --url the server is somebody else's, measured by the same client, run after run; it gets token ids and
 `ignore_eos`.
@@ -167,8 +168,8 @@ def servers_of(args: argparse.Namespace) -> Servers:
     return Servers(url=None, wire=OMNISERVE_WIRE, arguments=tuple(arguments))
 
 
-def main() -> int:
-    args = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_arguments(arguments)
     try:
         if args.report is not None:
             report(joined_records(args.report), args.plot)

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import statistics
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from benchmarks.common.co_summary import medians, summarize_co_serving
 from benchmarks.common.loads import Arrivals, TraceSlice, backlog, poisson_stream
 from omniserve.sched import SCHEDULERS
 from omniserve.simulate.load import TraceRequest
+from tests.test_benchmarks_common import stub  # noqa: F401 (a fixture)
 
 # -- loads ----------------------------------------------------------------------------------------------------------
 
@@ -206,8 +208,8 @@ def run_of(policy: str, attained: float, be_rate: float, rate: float = 1.0, **mo
 
 
 def test_pareto_optimal_is_what_nothing_beats_in_both() -> None:
-    points = [(1.0, 100.0), (0.5, 300.0), (0.4, 300.0), (0.7, 200.0), (0.6, 150.0), (1.0, 100.0)]
-    assert pareto_optimal(points) == [True, True, False, True, False, True]
+    points = [(1.0, 100.0), (0.5, 300.0), (0.4, 300.0), (0.7, 200.0), (0.6, 150.0), (1.0, 100.0), (1.0, 99.0)]
+    assert pareto_optimal(points) == [True, True, False, True, False, True, False]
     assert pareto_optimal([]) == []
     assert all(pareto_optimal([(i, 8 - i) for i in range(9)]))
 
@@ -261,3 +263,39 @@ def test_plots_are_drawn_from_rows(tmp_path: Path) -> None:
     assert path.read_text().count("<svg") == 1
     with pytest.raises(ValueError, match="nothing to draw"):
         plot(*rows_of([{**runs[0], "summaries": [{"scale": 1.0, "be_tokens_per_s": math.pi}]}]), path)
+
+
+def test_any_server_of_the_api_can_be_measured(
+    stub: ThreadingHTTPServer,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record, url = tmp_path / "stub.json", f"http://127.0.0.1:{stub.server_port}/v1"
+    # A BE request takes 30 times the stub's sleep, at least: longer than LS requests come, however slow the machine is.
+    load = ["--rates", "20", "--seconds", "0.5", "--be-requests", "3", "--ls-output", "3", "--be-output", "30"]
+    status = coserve.main(["--url", url, "--name", "stub", *load, "--slo-scales", "1", "1000", "--record", str(record)])
+    assert status == 0
+    runs = json.loads(record.read_text())["results"]["runs"]
+    assert [(run["policy"], run["scales"]) for run in runs] == [("stub", [1.0, 1000.0])]  # it is told no objective
+    requests = runs[0]["requests"]
+    assert all(request["finished"] for request in requests) and "token_times_s" not in requests[0]
+    assert sum(request["service_tier"] == BE_TIER for request in requests) == 3
+    loose = runs[0]["summaries"][1]
+    assert loose["attained"] == 1.0 and loose["be_finished"] and "host_share" not in loose
+    table = capsys.readouterr().out
+    assert table.count("| stub") == 2
+    assert coserve.main(["--report", str(record)]) == 0
+    assert capsys.readouterr().out in table
+    assert coserve.main(["--url", url, "--name", "stub", "--rates", "0", "--be-requests", "0"]) == 2
+    assert "nothing to send" in capsys.readouterr().err
+
+
+def test_a_server_that_fails_is_reported_and_the_status_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "gone.json"
+    arguments = ["--url", "http://127.0.0.1:9", "--name", "gone", "--seconds", "0.1", "--record", str(record)]
+    assert coserve.main(arguments) == 1
+    assert "gone failed" in capsys.readouterr().err
+    results = json.loads(record.read_text())["results"]
+    assert results["runs"] == [] and "ConnectError" in results["failed"][0]["error"]

@@ -40,7 +40,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
     best = [id(row) for r, s in _groups(rows) for row, is_best in frontier_of(rows, r, s) if is_best]
     lines = [["policy", "LS/s", "SLO x", "attained of all", "attained", "TTFT", "TPOT", "rejected",
               "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "LS met/s", "BE tok/s beside LS", "BE tok/s in all",
-              "on host", "frontier"]]  # fmt: skip
+              "on host", "others busy", "frontier"]]  # fmt: skip
     for row in sorted(rows, key=lambda row: (row["rate"], row["scale"])):
         bound = ">" if row.get("ls_unfinished") else ""
         cut_off = "" if row.get("be_finished", True) else " (cut off)"
@@ -53,7 +53,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
             " / ".join(_form(row, name, ".1f", 1e3) for name in ("tpot_p50_s", "tpot_p99_s")),
             _form(row, "goodput_per_s", ".2f"), _form(row, BE_RATE, ".0f"),
             _form(row, "be_tokens_per_s", ".0f") + cut_off, _form(row, "host_share", ".0%"),
-            "*" if id(row) in best else "",
+            _form(row, "others_busy_cores", ".1f"), "*" if id(row) in best else "",
         ])  # fmt: skip
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     rules = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]

@@ -15,6 +15,7 @@ from benchmarks.common.client import Wire
 from benchmarks.common.co_load import CoServingLoad
 from benchmarks.common.co_summary import medians, summarize_co_serving
 from benchmarks.common.driving import drive
+from benchmarks.common.other_load import OtherLoad
 from benchmarks.common.server import OutsideServer, Server, ServerProcess, read_metrics
 
 WARM_UP_S = 120.0
@@ -98,6 +99,7 @@ def measure(run: Run, load: CoServingLoad, servers: Servers, seed: int, log_path
         httpx.HTTPError: The server does not answer.
     """
     slo = load.slo(run.told_scale)
+    others = OtherLoad()
     with servers.server(run.policy, log_path) as server:
         drive(server, load.warm_up((60.0, 60.0)), cutoff_s=WARM_UP_S, wire=servers.wire)
         before = read_metrics(server.base_url) if servers.has_metrics else {}
@@ -107,6 +109,8 @@ def measure(run: Run, load: CoServingLoad, servers: Servers, seed: int, log_path
         )  # fmt: skip
         after = read_metrics(server.base_url) if servers.has_metrics else {}
     counts = counters(before, after) if servers.has_metrics else {}
+    if servers.url is None:  # it has ended, and its CPU time is this process's
+        counts["others_busy_cores"] = others.cores()
     return dataclasses.asdict(run) | {
         "rate": load.mean_rate(run.point),
         "summaries": [
