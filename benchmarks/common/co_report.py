@@ -15,6 +15,9 @@ Row = Mapping[str, Any]
 ATTAINED, BE_RATE = "attained_of_all", "be_tokens_per_s_beside_ls"
 """The frontier's two figures: rejected requests are misses; both are of the time in which LS requests come."""
 
+SHARES = (-0.04, 1.08)
+"""Limits of an axis for shares: points at 0 and 1 are drawn whole."""
+
 
 def pareto_optimal(points: Sequence[tuple[float, float]]) -> list[bool]:
     """Return for each point if no other is at least as good in both figures and better in one."""
@@ -49,8 +52,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
             *(_form(row, name, ".1%") for name in (ATTAINED, "attained")),
             *(_form(row, name, ".0%") for name in ("ttft_attained", "tpot_attained")),
             f"{row['rejected']:g} of {row['ls_requests']:g}" if "rejected" in row else "",
-            " / ".join(bound + _form(row, name, ".0f", 1e3) for name in ("ttft_p50_s", "ttft_p99_s")),
-            " / ".join(_form(row, name, ".1f", 1e3) for name in ("tpot_p50_s", "tpot_p99_s")),
+            _pair(row, "ttft", ".0f", bound), _pair(row, "tpot", ".1f"),
             _form(row, "goodput_per_s", ".2f"), _form(row, BE_RATE, ".0f"),
             _form(row, "be_tokens_per_s", ".0f") + cut_off, _form(row, "host_share", ".0%"),
             _form(row, "others_busy_cores", ".1f"), "*" if id(row) in best else "",
@@ -102,7 +104,7 @@ def plot(rows: Sequence[Row], runs: Sequence[Row], path: Path) -> None:
                 own.sort(key=lambda row: row["rate"])
                 panel.plot([r["rate"] for r in own], [r[name] for r in own], "o-", color=colours[policy], markersize=4)
             panel.set(xlabel="LS requests/s", ylabel=label, title=f"objectives x {scale:g}")
-            panel.set_ylim(bottom=0)
+            panel.set_ylim(SHARES if name == ATTAINED else (0, None))
         for panel, rate in zip(line[len(against) :], rates, strict=True):
             _draw_frontier(panel, frontier_of(rows, rate, scale), frontier_of(runs, rate, scale), colours)
             panel.set_title(f"{rate:.3g} LS requests/s, objectives x {scale:g}")
@@ -124,8 +126,10 @@ def _draw_frontier(
         colour = colours[row["policy"]]
         face = colour if is_best else "none"
         panel.plot(row[BE_RATE], row[ATTAINED], "o", markeredgecolor=colour, markerfacecolor=face, markersize=8)
-        panel.annotate(row["policy"], (row[BE_RATE], row[ATTAINED]), (5, 5), textcoords="offset points", fontsize=7)
-    panel.set(xlabel="BE tokens/s beside LS", ylabel="LS requests that met their objectives", ylim=(-0.04, 1.08))
+        offset, side = ((-6, 4), "right") if row[BE_RATE] > best[-1][0] / 2 else ((6, 4), "left")
+        point = (row[BE_RATE], row[ATTAINED])
+        panel.annotate(row["policy"], point, offset, textcoords="offset points", ha=side, fontsize=7)
+    panel.set(xlabel="BE tokens/s beside LS", ylabel="LS requests that met their objectives", ylim=SHARES)
     panel.set_xlim(left=0)
     panel.margins(x=0.15)
 
@@ -137,3 +141,8 @@ def _groups(rows: Sequence[Row]) -> list[tuple[float, float]]:
 def _form(row: Row, name: str, form: str, factor: float = 1.0) -> str:
     value = row.get(name)
     return "" if value is None else format(factor * value, form)
+
+
+def _pair(row: Row, name: str, form: str, bound: str = "") -> str:
+    values = [_form(row, f"{name}_{percentile}_s", form, 1e3) for percentile in ("p50", "p99")]
+    return " / ".join(bound + value for value in values) if all(values) else ""
