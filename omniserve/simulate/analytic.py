@@ -204,7 +204,7 @@ def analytic_machine(
     link = AlphaBeta(50e-6, 1 / (count * device.pcie_bytes_per_s))
     nodes = tuple(_node(model, host, eff, link, is_local=number == 0) for number, host in enumerate(hosts))
     return Machine(
-        name=f"{count}x{device.name}" + (f" and {len(hosts)} hosts" if hosts else ""),
+        name=f"{count}x{device.name}" + (f" and {len(hosts)} x {hosts[0].name}" if hosts else ""),
         spec=model.spec,
         device=predictor,
         forecast=predictor,

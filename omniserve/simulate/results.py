@@ -59,6 +59,7 @@ class ClassResult:
     tpot_p50_s: float
     tpot_p99_s: float
     ttft_attainment: float
+    """NaN if none came, as the two below."""
     tpot_attainment: float
     attainment: float
     """Both objectives."""
@@ -75,7 +76,7 @@ class Result:
     """What a simulation found. Times are simulated seconds."""
 
     duration_s: float
-    """Of the load; rates are over it."""
+    """Of the load without its warm-up; rates are over it."""
     end_s: float
     """When the last LS request had ended, or the run was stopped."""
     num_steps: int
@@ -85,6 +86,7 @@ class Result:
     host_tier_busy: float
     """Share of the time that the hosts attended, their mean; 0 without a host tier."""
     preemptions: int
+    """Of the whole run, as are the moves."""
     swaps_out: int
     swaps_in: int
     num_too_long: int
@@ -92,6 +94,7 @@ class Result:
     wall_s: float
     """Real seconds of simulating."""
     requests: tuple[RequestResult, ...]
+    """That came after the warm-up."""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -119,7 +122,7 @@ def summarise(
     group = list(requests)
     ttfts = sorted(r.ttft_s for r in group if r.ttft_s is not None)
     tpots = sorted(r.tpot_s for r in group if r.tpot_s is not None)
-    count = max(1, len(group))
+    count = len(group)
     met = sum(r.meets_ttft(slo) and r.meets_tpot(slo) for r in group)
     return ClassResult(
         num_requests=len(group),
@@ -129,9 +132,9 @@ def summarise(
         ttft_p99_s=percentile(ttfts, 99),
         tpot_p50_s=percentile(tpots, 50),
         tpot_p99_s=percentile(tpots, 99),
-        ttft_attainment=sum(r.meets_ttft(slo) for r in group) / count,
-        tpot_attainment=sum(r.meets_tpot(slo) for r in group) / count,
-        attainment=met / count,
+        ttft_attainment=sum(r.meets_ttft(slo) for r in group) / count if count else math.nan,
+        tpot_attainment=sum(r.meets_tpot(slo) for r in group) / count if count else math.nan,
+        attainment=met / count if count else math.nan,
         goodput=met / duration_s,
         output_tokens_per_s=output_tokens / duration_s,
         prompt_tokens_per_s=prompt_tokens / duration_s,

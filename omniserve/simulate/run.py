@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from omniserve.config import EngineConfig
 from omniserve.errors import RequestRejected
 from omniserve.request import Request, RequestOutput, SamplingParams, ServiceClass
-from omniserve.sched.base import SchedulerStats
 from omniserve.simulate.engine import SimulatedEngine, StepRecord
 from omniserve.simulate.load import TraceRequest
 from omniserve.simulate.machine import Machine
@@ -30,9 +29,12 @@ class Load:
     best_effort: Sequence[TraceRequest] = ()
     """By arrival; with a backlog, only their lengths count."""
     backlog: int = 0
-    """Keep so many best-effort requests unfinished, as long as there are any: a pile of batch work. 0: they arrive."""
+    """Keep so many best-effort requests unfinished until the load ends, of ``best_effort`` over and over: a pile of
+    batch work that has no end. 0: they arrive."""
     duration_s: float | None = None
     """What is counted as the load's time; None: to the last arrival, or without arrivals to the end of all."""
+    warm_up_s: float = 0.0
+    """Of that, what is left out of all figures: pools and piles fill first. Requests that came then do not count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +66,12 @@ class SimulationConfig:
             raise ValueError(f"backlog must be >= 0, got {load.backlog}")
         if load.backlog and not load.best_effort:
             raise ValueError("a backlog needs best_effort requests to take from")
+        if load.backlog and load.duration_s is None:
+            raise ValueError("a backlog has no end of its own: give the load's duration_s")
         if load.duration_s is not None and not (math.isfinite(load.duration_s) and load.duration_s > 0):
             raise ValueError(f"duration_s must be a number of seconds > 0 or None, got {load.duration_s}")
+        if load.warm_up_s and not 0 < load.warm_up_s < (load.duration_s or 0.0):
+            raise ValueError(f"warm_up_s must be >= 0 and less than duration_s, got {load.warm_up_s}")
         if self.drain_s is not None and not self.drain_s >= 0:
             raise ValueError(f"drain_s must be >= 0 or None, got {self.drain_s}")
 
@@ -88,6 +94,16 @@ def simulate(
         RuntimeError: The scheduler left requests unfinished that nothing would ever go on with.
     """
     return _Run(config, progress, on_step).run()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Counters:
+    """What had been done at some time."""
+
+    output_tokens: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens: Mapping[str, int] = field(default_factory=dict)
+    host_output_tokens: int = 0
+    host_busy_s: float = 0.0
 
 
 class _Run:
@@ -116,14 +132,15 @@ class _Run:
                 f"none of the {self._too_long} requests fits: a request may have {self._engine.limits.max_model_len} "
                 f"tokens, and the device pool holds {self._engine.num_device_blocks * config.engine.block_size}"
             )
-        self._pile: list[tuple[float, str, Request]] = []
+        self._pile: Iterator[tuple[int, Request]] = iter(())
         if config.load.backlog:
-            self._pile, be = be[::-1], []
+            self._pile = enumerate(itertools.cycle([request for *_, request in be]))
+            be = []
         self._upcoming = sorted([*ls, *be], key=lambda arrival: arrival[0], reverse=True)
         self._results: dict[str, RequestResult] = {}
         self._unfinished = {self._ls_name: 0, self._be_name: 0}
-        self._at_end_of_load: SchedulerStats | None = None
-        self._busy_s_at_end_of_load = 0.0
+        self._warm: _Counters | None = None if config.load.warm_up_s else _Counters()
+        self._at_end_of_load: _Counters | None = None
 
     def run(self) -> Result:
         began_s = time.perf_counter()
@@ -135,8 +152,10 @@ class _Run:
         active_s, told_s = 0.0, 0.0
         while True:
             now_s = engine.now_s
+            if self._warm is None and now_s >= self._config.load.warm_up_s:
+                self._warm = self._count()
             if self._at_end_of_load is None and duration_s is not None and now_s >= duration_s:
-                self._note_end_of_load()
+                self._at_end_of_load = self._count()
             if now_s >= end_s or self._is_over(duration_s, now_s):
                 break
             if self._at_end_of_load is None:
@@ -165,7 +184,7 @@ class _Run:
                 told_s = engine.now_s
                 self._progress(told_s)
         if self._at_end_of_load is None:
-            self._note_end_of_load()
+            self._at_end_of_load = self._count()
         return self._result(duration_s or engine.now_s, time.perf_counter() - began_s)
 
     def _end_of_drain(self, duration_s: float | None) -> float:
@@ -195,9 +214,9 @@ class _Run:
         return arrivals
 
     def _refill(self) -> None:
-        while self._pile and self._unfinished[self._be_name] < self._config.load.backlog:
-            _, request_id, request = self._pile.pop()
-            self._add(self._engine.now_s, request_id, request)
+        while self._unfinished[self._be_name] < self._config.load.backlog:
+            number, request = next(self._pile)
+            self._add(self._engine.now_s, f"{self._be_name}-{number}", request)
 
     def _add(self, arrival_s: float, request_id: str, request: Request) -> None:
         result = self._results[request_id] = RequestResult(
@@ -222,42 +241,44 @@ class _Run:
                     result.num_host_tokens = output.num_host_tokens
                     self._unfinished[output.service_class] -= 1
 
-    def _note_end_of_load(self) -> None:
-        self._at_end_of_load = self._engine.stats()
-        if self._engine.tier is not None:
-            self._busy_s_at_end_of_load = self._engine.tier.busy_s
+    def _count(self) -> _Counters:
+        stats, tier = self._engine.stats(), self._engine.tier
+        return _Counters(
+            output_tokens=stats.output_tokens,
+            prompt_tokens=stats.prompt_tokens,
+            host_output_tokens=stats.host_output_tokens,
+            host_busy_s=tier.busy_s if tier is not None else 0.0,
+        )
 
-    def _result(self, duration_s: float, wall_s: float) -> Result:
-        stats = self._at_end_of_load
-        assert stats is not None
+    def _result(self, end_of_load_s: float, wall_s: float) -> Result:
+        warm, end = self._warm, self._at_end_of_load
+        assert warm is not None and end is not None
+        warm_up_s = self._config.load.warm_up_s
+        duration_s = end_of_load_s - warm_up_s
+        counted = [result for result in self._results.values() if result.arrival_s >= warm_up_s]
         classes: dict[str, ClassResult] = {}
         for name in (self._ls_name, self._be_name):
-            group = [result for result in self._results.values() if result.service_class == name]
             classes[name] = summarise(
-                group,
+                [result for result in counted if result.service_class == name],
                 self._config.engine.class_named(name).slo,
                 duration_s=duration_s,
-                output_tokens=stats.output_tokens.get(name, 0),
-                prompt_tokens=stats.prompt_tokens.get(name, 0),
+                output_tokens=end.output_tokens.get(name, 0) - warm.output_tokens.get(name, 0),
+                prompt_tokens=end.prompt_tokens.get(name, 0) - warm.prompt_tokens.get(name, 0),
             )
-        best_effort = stats.output_tokens.get(self._be_name, 0)
+        best_effort = classes[self._be_name].output_tokens_per_s * duration_s
         num_hosts = len(self._config.machine.hosts)
+        stats = self._engine.stats()
         return Result(
             duration_s=duration_s,
             end_s=self._engine.now_s,
             num_steps=self._engine.num_steps,
             classes=classes,
-            host_share=stats.host_output_tokens / best_effort if best_effort else 0.0,
-            host_tier_busy=self._busy_s_at_end_of_load / (duration_s * num_hosts) if num_hosts else 0.0,
+            host_share=(end.host_output_tokens - warm.host_output_tokens) / best_effort if best_effort else 0.0,
+            host_tier_busy=(end.host_busy_s - warm.host_busy_s) / (duration_s * num_hosts) if num_hosts else 0.0,
             preemptions=stats.preemptions,
             swaps_out=stats.swaps_out,
             swaps_in=stats.swaps_in,
             num_too_long=self._too_long,
             wall_s=wall_s,
-            requests=tuple(self._results.values()),
+            requests=tuple(counted),
         )
-
-
-def without_best_effort(load: Load) -> Load:
-    """Return the load with LS requests only: what they would see if they were alone."""
-    return dataclasses.replace(load, best_effort=(), backlog=0)

@@ -121,7 +121,7 @@ def test_best_effort_requests_decode_on_the_host_tier_when_memory_is_short() -> 
 
 
 def test_a_backlog_is_kept_full_until_the_load_ends() -> None:
-    pile = [TraceRequest(0.0, 20, 5)] * 500
+    pile = [TraceRequest(0.0, 20, 5)] * 50
     load = Load(best_effort=pile, backlog=6, duration_s=2.0)
     seen: list[int] = []
 
@@ -135,6 +135,18 @@ def test_a_backlog_is_kept_full_until_the_load_ends() -> None:
     assert result.end_s == pytest.approx(2.0, abs=0.02)
     assert 50 < len(result.requests) < 500
     assert result.classes["BE"].num_finished >= len(result.requests) - 6
+
+
+def test_a_warm_up_is_left_out() -> None:
+    arrivals = [TraceRequest(float(i), 16, 10) for i in range(10)]
+    load = Load(latency_sensitive=arrivals, duration_s=10.0, warm_up_s=4.0)
+    result = simulate(SimulationConfig(machine=constant(0.01), engine=engine(), load=load))
+    assert (result.duration_s, len(result.requests)) == (6.0, 6)
+    ls = result.classes["LS"]
+    assert ls.output_tokens_per_s == pytest.approx(10.0) and ls.prompt_tokens_per_s == pytest.approx(16.0)
+    with pytest.raises(ValueError, match="warm_up_s"):
+        late = dataclasses.replace(load, warm_up_s=10.0)
+        SimulationConfig(machine=constant(0.01), engine=engine(), load=late)
 
 
 def test_a_run_ends_after_its_drain_and_unfinished_requests_missed() -> None:
@@ -195,6 +207,7 @@ def test_thirty_simulated_minutes_finish() -> None:
     [
         ({"load": Load()}, "no requests"),
         ({"load": Load(latency_sensitive=[TraceRequest(0, 1, 1)], backlog=2)}, "backlog needs"),
+        ({"load": Load(best_effort=[TraceRequest(0, 1, 1)], backlog=2)}, "no end of its own"),
         ({"load": Load(latency_sensitive=[TraceRequest(0, 1, 1)], duration_s=0.0)}, "duration_s"),
         ({"load": Load(best_effort=[TraceRequest(0, 1, 1)], backlog=-1)}, "backlog must be"),
         ({"drain_s": -1.0}, "drain_s"),
