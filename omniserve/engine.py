@@ -161,24 +161,8 @@ class Engine:
         self._num_piggyback_rows = 0
 
     def _limits(self) -> SchedulerLimits:
-        config = self.config
-        return SchedulerLimits(
-            num_layers=self.spec.num_layers,
-            block_size=config.block_size,
-            max_model_len=self.max_model_len,
-            classes=self.config.classes,
-            eos_token_ids=self.spec.eos_token_ids,
-            max_step_tokens=config.max_step_tokens,
-            max_num_requests=config.max_num_requests,
-            num_host_slots=config.max_host_requests if self.host_tier is not None else 0,
-            max_piggyback_slots=config.max_piggyback_slots,
-            max_piggyback_rows=config.max_piggyback_rows,
-            ls_reserve_blocks=int(config.ls_reserve_fraction * self._num_device_blocks),
-            swap_in_delay_s=config.swap_in_delay_s,
-            min_residence_s=config.min_residence_s,
-            admission=config.admission,
-            checkpoint_blocks=max(1, -(-config.max_step_tokens // config.block_size)) if config.checkpoint_kv else 0,
-            slack=config.slack,
+        return SchedulerLimits.of(
+            self.config, self.spec, num_device_blocks=self._num_device_blocks, has_host_tier=self.host_tier is not None
         )
 
     # -- requests ------------------------------------------------------------------------------------------------

@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
+from omniserve.config import EngineConfig
 from omniserve.kv.base import KVManager
 from omniserve.plan import HostEvent, StepOutput, StepPlan
 from omniserve.registry import Registry
 from omniserve.request import SLO, ClassSpec, Request, RequestOutput, ServiceClass
 from omniserve.sched.load import Forecast
+from omniserve.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +42,35 @@ class SchedulerLimits:
     min_residence_s: float = 5.0
     admission: bool = True
     slack: str = "deadline"
+
+    @classmethod
+    def of(cls, config: EngineConfig, spec: ModelSpec, *, num_device_blocks: int, has_host_tier: bool) -> Self:
+        """Take them from an engine's settings and its model.
+
+        Args:
+            config: The settings.
+            spec: The model's sizes.
+            num_device_blocks: Blocks of the device pool.
+            has_host_tier: There is a host tier.
+        """
+        return cls(
+            num_layers=spec.num_layers,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len if config.max_model_len is not None else spec.max_model_len,
+            classes=config.classes,
+            eos_token_ids=spec.eos_token_ids,
+            max_step_tokens=config.max_step_tokens,
+            max_num_requests=config.max_num_requests,
+            num_host_slots=config.max_host_requests if has_host_tier else 0,
+            max_piggyback_slots=config.max_piggyback_slots,
+            max_piggyback_rows=config.max_piggyback_rows,
+            ls_reserve_blocks=int(config.ls_reserve_fraction * num_device_blocks),
+            swap_in_delay_s=config.swap_in_delay_s,
+            min_residence_s=config.min_residence_s,
+            admission=config.admission,
+            checkpoint_blocks=max(1, -(-config.max_step_tokens // config.block_size)) if config.checkpoint_kv else 0,
+            slack=config.slack,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
