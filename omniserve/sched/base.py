@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 from omniserve.config import EngineConfig
 from omniserve.kv.base import KVManager
@@ -99,6 +99,9 @@ class Scheduler(ABC):
         kv: The block ids; the scheduler is the only one that allocates and frees.
         forecast: What a step will take; None: there is no latency model.
     """
+
+    predicts: ClassVar[bool] = False
+    """It makes use of a latency model if there is one."""
 
     @abstractmethod
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None: ...

@@ -38,6 +38,7 @@ MIN_BE_CHUNK = 16
 class OmniServeScheduler(RequestScheduler):
     """LS decode, LS chunked prefill, BE chunked prefill, BE decode, then piggyback rows, lowest layer first."""
 
+    predicts = True
     offloads_for_time = True
     """BE decodes that the bound keeps out go to the host tier although memory is not short (3.3.5)."""
 

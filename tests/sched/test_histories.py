@@ -19,7 +19,6 @@ from tests.sched.fake_device import FakeDevice, expected_tokens
 from tests.sched.predictor import forecast
 
 BLOCK = 4
-PREDICTING = ("omniserve", "neo", "apex", "conserve", "bros")
 # What the policies that use the host tier must have come to, or their histories say nothing.
 REACHED = {
     "omniserve": ("joins", "swaps_out", "swaps_in", "checkpoints"),
@@ -125,7 +124,7 @@ def run_history(
             events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
         sched.notify(events)
         plan = sched.schedule(now_s)
-        if has_forecast and scheduler in PREDICTING:
+        if has_forecast and SCHEDULERS.get(scheduler).predicts:
             num_bounded += check_decision(sched, plan)
         now_s += 0.005 if plan.decision is None or not plan.decision.predicted_s else plan.decision.predicted_s
         for output in sched.update(plan, device.execute(plan), now_s):
