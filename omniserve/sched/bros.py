@@ -85,22 +85,17 @@ class Selection:
         self.chosen.append(Chosen(state, start, count))
         self.tokens_left -= count
 
-    def pop(self, index: int = -1) -> Chosen:
-        """Take one out again."""
-        chosen = self.chosen.pop(index)
-        self.tokens_left += chosen.count
-        return chosen
+    def keep(self, count: int) -> None:
+        """Drop all but the first ``count``."""
+        self.tokens_left += sum(one.count for one in self.chosen[count:])
+        del self.chosen[count:]
 
-    def put_back(self, index: int, chosen: Chosen) -> None:
-        self.chosen.insert(index, chosen)
-        self.tokens_left -= chosen.count
-
-    def seconds(self, count: int) -> float:
-        """Return C of the first ``count`` requests, in seconds."""
+    def seconds(self, chosen: Iterable[Chosen]) -> float:
+        """Return C, the predicted seconds of a step of these."""
         if self._forecast is None:
             return 0.0
         load = self._forecast.load()
-        for one in self.chosen[:count]:
+        for one in chosen:
             load.add_chunk(one.start, one.count, samples=one.start + one.count == one.state.num_tokens)
         return load.seconds()
 
@@ -109,10 +104,9 @@ class Selection:
         most = len(self.chosen)
         if most <= least or bound_s == math.inf:
             return False
-        kept = least + largest(lambda count: self.seconds(least + count), most - least, bound_s)
-        while len(self.chosen) > kept:
-            self.pop()
-        return kept < most
+        more = largest(lambda count: self.seconds(self.chosen[: least + count]), most - least, bound_s)
+        self.keep(least + more)
+        return least + more < most
 
 
 @SCHEDULERS.register("bros")
@@ -134,11 +128,13 @@ class BROSScheduler(RequestScheduler):
         self._parking.begin_step()
         step = Selection(self.forecast, self.limits.max_step_tokens, self._batch_size)
         residuals, lacks_memory = self._choose_ls(step, now_s)
-        bound, someone_is_late = self._bound(step, residuals)
-        kept_out = step.keep_within(bound.seconds, self._num_unbounded(step, residuals))
-        if not someone_is_late:
+        bound, late = self._bound(step, residuals)
+        # In whatever the bound: the most urgent, and those before all others that cannot be in time any more.
+        least = max(1, sum(1 for _ in itertools.takewhile(bool, late)))
+        kept_out = step.keep_within(bound.seconds, least)
+        if not any(late):
             self._choose_be(step, residuals[: len(step.chosen)], bound.seconds, admits=not lacks_memory)
-        retreats = kept_out or someone_is_late
+        retreats = kept_out or any(late)
         self._batch_size = self._base_size if retreats else min(2 * self._batch_size, self.limits.max_num_requests)
         load = self.forecast.load() if self.forecast is not None else None
         batch = Batch(self.kv, self.limits.max_step_tokens, load)
@@ -203,23 +199,17 @@ class BROSScheduler(RequestScheduler):
             residuals.append(residual_s)
         return residuals, lacks_memory
 
-    def _bound(self, step: Selection, residuals: Sequence[float]) -> tuple[TimeBound, bool]:
-        """Return T_res_min over those whom a step of the most urgent alone is short enough for, and if all are so."""
+    def _bound(self, step: Selection, residuals: Sequence[float]) -> tuple[TimeBound, list[bool]]:
+        """Return T_res_min of those who can be in time, and who cannot: the most urgent alone would take too long."""
         bound = TimeBound()
         if self.forecast is None or not residuals:
-            return bound, False
-        shortest_s = step.seconds(1)
-        for chosen, residual_s in zip(step.chosen, residuals, strict=True):
-            if residual_s >= shortest_s:
+            return bound, []
+        shortest_s = step.seconds(step.chosen[:1])
+        late = [residual_s < shortest_s for residual_s in residuals]
+        for chosen, residual_s, is_late in zip(step.chosen, residuals, late, strict=True):
+            if not is_late:
                 bound = bound.or_tighter(residual_s, f"residual time of {chosen.state.request_id}")
-        return bound, min(residuals) < shortest_s
-
-    def _num_unbounded(self, step: Selection, residuals: Sequence[float]) -> int:
-        """Return how many enter whatever the bound: the most urgent, and those in front that are late already."""
-        if not residuals:
-            return 0
-        shortest_s = step.seconds(1)
-        return max(1, sum(1 for _ in itertools.takewhile(lambda residual_s: residual_s < shortest_s, residuals)))
+        return bound, late
 
     def _place_ls(self, batch: Batch, chosen: Iterable[Chosen]) -> bool:
         """Put the chosen into the batch; return False if one of them found no memory after all."""
@@ -250,44 +240,57 @@ class BROSScheduler(RequestScheduler):
             admits: Requests without KV may enter.
         """
         num_ls = len(step.chosen)
-        candidates = self._best_effort([one.state for one in step.chosen], admits=admits)
+        candidates = self._best_effort(step.chosen, admits=admits)
+        tried = []
         for state in candidates:
+            tried.append(state)
             if step.is_full:
-                candidates = itertools.chain((state,), candidates)
                 break
             step.push(state)
-        packed = [one.state for one in step.chosen[num_ls:]]
         step.keep_within(bound_s, num_ls)
-        left_over = packed[len(step.chosen) - num_ls :]
-        for state in itertools.chain(left_over, candidates):
-            if num_ls == 0 or not self._replace(step, num_ls - 1, residuals[num_ls - 1], state, bound_s):
-                return
-            num_ls -= 1
+        left_over = tried[len(step.chosen) - num_ls :]
+        self._replace_ls(step, residuals, itertools.chain(left_over, candidates), bound_s)
 
-    def _best_effort(self, chosen: Iterable[RequestState], *, admits: bool) -> Iterator[RequestState]:
-        """Yield BE requests that have blocks, or find them beside those of the chosen LS requests."""
+    def _best_effort(self, chosen: Sequence[Chosen], *, admits: bool) -> Iterator[RequestState]:
+        """Yield BE requests that have KV, then those that find seats and blocks beside the chosen LS requests."""
+        new_ls = sum(one.state.phase is Phase.WAITING for one in chosen)
+        needed = sum(self.blocks_for(one.state) - self.kv.num_blocks(one.state.request_id) for one in chosen)
         yield from self.device[BE]
         if not admits or self.residents.queue:  # a parked request comes back before a new one enters
             return
-        needed = sum(self.blocks_for(state) - self.kv.num_blocks(state.request_id) for state in chosen)
         free = self.kv.num_free(Tier.DEVICE) - needed
-        for state in self.waiting[BE]:
+        seats = self.limits.max_num_requests - sum(map(len, self.device.values())) - new_ls
+        for state, _ in zip(self.waiting[BE], range(seats), strict=False):
             free -= self.blocks_for(state)
             if free < 0:
                 return
             yield state
 
-    def _replace(self, step: Selection, index: int, residual_s: float, state: RequestState, bound_s: float) -> bool:
-        """Put a BE request in the place of an LS one that can wait a step; False, and nothing has changed, if not."""
-        if residual_s == math.inf or state.num_uncomputed_tokens > step.tokens_left + step.chosen[index].count:
-            return False
-        replaced = step.pop(index)
-        step.push(state)
-        if step.seconds(len(step.chosen)) <= min(bound_s, residual_s - (self._average_s or 0.0)):
-            return True
-        step.pop()
-        step.put_back(index, replaced)
-        return False
+    def _replace_ls(
+        self, step: Selection, residuals: Sequence[float], candidates: Iterable[RequestState], bound_s: float
+    ) -> None:
+        """Put as many BE requests in the place of the least urgent LS ones as these can wait for, a step longer."""
+        num_ls, average_s, tokens = len(residuals), self._average_s or 0.0, step.tokens_left
+        new: list[Chosen] = []
+        for index, state in zip(reversed(range(num_ls)), candidates, strict=False):
+            tokens += step.chosen[index].count - state.num_uncomputed_tokens
+            if tokens < 0 or residuals[index] == math.inf:
+                break
+            new.append(Chosen(state, state.num_computed_tokens, state.num_uncomputed_tokens))
+        if not new:
+            return
+        packed = step.chosen[num_ls:]
+
+        def replaced(count: int) -> list[Chosen]:
+            return [*step.chosen[: num_ls - count], *packed, *new[:count]]
+
+        def excess_s(count: int) -> float:
+            seconds = step.seconds(replaced(count))
+            return max(seconds - bound_s, seconds + average_s - residuals[num_ls - count])
+
+        count = largest(excess_s, len(new), 0.0)
+        if count > 0:
+            step.chosen = replaced(count)
 
     def _place_be(self, batch: Batch, chosen: Iterable[Chosen], bound_s: float, *, complete: bool) -> None:
         """Put the chosen into the batch.

@@ -22,7 +22,7 @@ import itertools
 import math
 
 from omniserve.kv.base import KVManager
-from omniserve.plan import Bound, Decision, StepPlan
+from omniserve.plan import Decision, StepPlan
 from omniserve.request import SLO
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
@@ -88,16 +88,18 @@ class ConServeScheduler(RequestScheduler):
                 return
 
     def _serve_be(self, batch: Batch, bound_s: float) -> None:
-        for decodes in (True, False):
-            for state in self.device[BE]:
-                if state.phase is Phase.DEVICE and state.decodes is decodes and state not in batch:
-                    runs = self._parking.run(batch, state, (BE,), bound_s=bound_s)
-                    if not runs and batch.refused_by is not Bound.MEMORY:
-                        return  # nobody overtakes: who is first in line is the first to go on
+        """Add BE decodes, each that fits, then prompts in order until one is cut short: no crumbs follow."""
+        for state in self.device[BE]:
+            if state.phase is Phase.DEVICE and state.decodes:
+                self._parking.run(batch, state, (BE,), bound_s=bound_s)
+        for state in self.device[BE]:
+            if not state.decodes:
+                if not self._parking.run(batch, state, (BE,), bound_s=bound_s) or not batch.samples(state):
+                    return
         if self.waiting[LS] or self.residents.queue:
             return  # their memory is not for newcomers
         for state in self.waiting[BE]:
-            if not self.admit(batch, state, bound_s=bound_s):
+            if not self.admit(batch, state, bound_s=bound_s) or not batch.samples(state):
                 return
 
     def _best_size(self, forecast: Forecast) -> int:

@@ -59,6 +59,17 @@ def test_late_shuffled_and_failing_host_attention_changes_no_token(family: str, 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheduler", ["llumnix", "conserve", "bros"])
+def test_faults_change_no_token_of_other_users_of_the_host_tier(scheduler: str, device: str) -> None:
+    model, reference = model_and_reference("llama", device)
+    tally = Tally()
+    for seed in range(500, 504):
+        run_history(model, reference, seed, scheduler=scheduler, faults=True, deaths=seed % 2 == 0, tally=tally,
+                    checkpoint_kv=True)  # fmt: skip
+    assert tally.swaps_out > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scheduler", ["omniserve", "neo", "apex"])
 def test_dying_host_threads_change_no_token(scheduler: str, device: str) -> None:
     model, reference = model_and_reference("llama", device)

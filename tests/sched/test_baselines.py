@@ -74,8 +74,9 @@ def test_priority_recomputes_the_last_of_the_lowest_class_when_a_running_request
     bench.add("be0", prompt=7)
     bench.add("be1", prompt=7)
     bench.step()
-    bench.add("ls", prompt=7)
+    bench.add("ls", prompt=8)
     bench.step()
+    # The LS request, which came last, needs a third block first.
     assert names(bench.step()[0]) == ["ls", "be0"]
     assert bench.scheduler.num_preemptions == 1 and "be1" in bench.scheduler.states
 

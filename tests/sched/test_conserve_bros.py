@@ -43,10 +43,39 @@ def test_conserve_adds_best_effort_tokens_up_to_the_shortest_tpot() -> None:
     bench.add("be2", prompt=300)
     bench.add("be3", prompt=300)
     plan = bench.step()
-    assert names(plan) == ["ls1", "ls2", "be1", "be2"], "decodes before prompts, and nobody overtakes"
+    assert names(plan) == ["ls1", "ls2", "be1", "be2"], "decodes before prompts, and no crumbs"
     assert plan.decision is not None and plan.decision.bound_by == "tpot of ls2"
     assert 0.95 * 0.040 <= predicted_s(plan) <= 0.040
     assert 25 <= bench.tokens(plan)["BE"] <= 34  # 5 ms and 1 ms a row
+
+
+def test_conserve_passes_over_a_decode_that_does_not_fit() -> None:
+    bench = Clock(policy="conserve", predict={"key": 1.0})
+    bench.add("be1", prompt=60)
+    bench.add("be2", prompt=4)
+    while "be2" not in bench.first_s:
+        bench.step()
+    bench.add("ls", tpot=0.040, output=5)
+    bench.step()
+    assert names(bench.step()) == ["ls", "be2"], "60 keys of 1 ms each are too many"
+    while "ls" in bench.scheduler.states:
+        bench.step()
+    assert names(bench.step())[0] == "be1"
+
+
+@pytest.mark.parametrize("policy", ["conserve", "bros"])
+def test_who_was_parked_comes_back_before_anybody_new_enters(policy: str) -> None:
+    bench = Bench(policy, device_blocks=8, host_blocks=40, checkpoint_blocks=8)
+    bench.add("be-old", prompt=19, output=40)
+    for _ in range(3):
+        bench.step()
+    bench.add("ls", prompt=11, output=10)
+    bench.step()
+    assert len(bench.scheduler.residents.queue) + len(bench.scheduler.moving) == 1
+    bench.add("be-new", prompt=3, output=3)
+    order = [name for _ in range(20) for name in names(bench.step()[0]) if name.startswith("be")]
+    assert order[0] == "be-old" and "be-new" in order
+    assert bench.scheduler.num_preemptions == 0
 
 
 def test_conserve_leaves_out_best_effort_work_if_ls_work_alone_is_too_long() -> None:
