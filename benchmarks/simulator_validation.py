@@ -2,12 +2,12 @@
 
     python -m benchmarks.simulator_validation --record benchmarks/results/simulator_validation.json
 
-SmolLM-135M's shape with random weights, in one process, without HTTP. For each scheduler, without and with a host tier,
-the engine serves a load in real time and the simulator serves it on its clock: first with the profile as it is
-(``simulated``), then with each step's term as the engine's own online correction had it at the end of the run
-(``corrected``): what the machine's speed had drifted since it was profiled is then known to both. Last, its n-th step
-takes as long as the engine's n-th did (``replayed``): no latency model is in it, and what differs still is the
-simulator's loop and its host tier.
+SmolLM-135M's shape with random weights, in one process, without HTTP. For each scheduler, with enough device memory and
+with too little (best-effort requests then decode on the host, if the scheduler knows how), the engine serves a load in
+real time and the simulator serves it on its clock, three times: with the profile as it is (``simulated``); with its
+terms as the engine's own online correction had them at the end of the run (``corrected``), so that what the machine's
+speed has drifted since it was profiled is known to both; and with an n-th step that takes as long as the engine's n-th
+did (``replayed``): no latency model is in that, and what differs still is the simulator's loop and its host tier.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from omniserve.simulate.load import TraceRequest, lognormal_lengths, poisson, re
 from omniserve.simulate.results import RequestResult, summarise
 
 MIB = 1 << 20
-POOLS = {"device only": (512 * MIB, 0), "host tier": (64 * MIB, 1024 * MIB)}
-"""Bytes of the device's and the host's KV pool."""
+POOLS = {"device only": (512 * MIB, 1024 * MIB), "host tier": (64 * MIB, 1024 * MIB)}
+"""Bytes of the device's and the host's KV pool: in the first the device holds all, and nothing moves."""
 FIGURES = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
 
 
@@ -252,14 +252,14 @@ def main() -> None:
     )
     model = random_llama(**SMOLLM_135M)
     results: dict[str, Any] = {}
-    profiles: dict[str, Profile] = {}
+    profile: Profile | None = None
     heads = "".join(f"{head:>9s}" for head in ("TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "BE tok/s"))
     print(f"{'':34s}{heads} {'host':>6s} {'steps':>6s}  ratios to the engine")
     for pools, scheduler, config in tqdm(list(runs(args)), disable=None):
-        if pools not in profiles:
-            profiles[pools] = find_or_make_profile(model, config, folder=args.profiles)
+        if profile is None:  # what it depends on is the same in all runs
+            profile = find_or_make_profile(model, config, folder=args.profiles)
         name = f"{scheduler}, {pools}"
-        results[name] = compare(model, profiles[pools], config, load, args.seed)
+        results[name] = compare(model, profile, config, load, args.seed)
         print(table(name, results[name]), flush=True)
     settings = vars(args) | {"model": SMOLLM_135M, "pools_bytes": POOLS}
     write_record(args.record, name="simulator_validation", config=settings, seed=args.seed, results=results)
