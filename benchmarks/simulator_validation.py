@@ -5,9 +5,10 @@
 SmolLM-135M's shape with random weights, in one process, without HTTP. For each scheduler, with enough device memory and
 with too little (best-effort requests then decode on the host, if the scheduler knows how), the engine serves a load in
 real time and the simulator serves it on its clock, three times: with the profile as it is (``simulated``); with its
-terms as the engine's own online correction had them at the end of the run (``corrected``), so that what the machine's
-speed has drifted since it was profiled is known to both; and with an n-th step that takes as long as the engine's n-th
-did (``replayed``): no latency model is in that, and what differs still is the simulator's loop and its host tier.
+terms as the online correction of the engine's steps had them at the end of the run (``corrected``), so that what the
+machine's speed has drifted since it was profiled is known to both; and with an n-th step that takes as long as the
+engine's n-th did (``replayed``): no latency model is in that, and what differs still is the simulator's loop and its
+host tier.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tqdm import tqdm
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from omniserve import SLO, ClassSpec, Engine, EngineConfig, Request, RequestRejected, SamplingParams
-from omniserve.latency import BatchFeatures, CorrectedModel, Predictor, Profile
+from omniserve.latency import BatchFeatures, CorrectedModel, ModelShape, Predictor, Profile, features_of
 from omniserve.plan import StepPlan
 from omniserve.profiling import find_or_make_profile
 from omniserve.simulate import Load, SimulationConfig, machine_of_profile, simulate
@@ -39,10 +40,19 @@ FIGURES = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
 
 
 class EngineRun:
-    """An engine that serves a load in real time, as ``simulate`` does on its clock."""
+    """An engine that serves a load in real time, as ``simulate`` does on its clock.
 
-    def __init__(self, engine: Engine, load: Load, seed: int) -> None:
+    Args:
+        engine: Without requests.
+        load: What comes.
+        seed: Of the prompts' tokens.
+        learned: Observes each step, as the engine's own latency model does.
+    """
+
+    def __init__(self, engine: Engine, load: Load, seed: int, learned: CorrectedModel) -> None:
         self._engine = engine
+        self._learned = learned
+        self._shape = ModelShape.of(engine.spec)
         self._load = load
         self._rng = random.Random(seed)
         self._upcoming = list(reversed(load.latency_sensitive))
@@ -130,6 +140,7 @@ class EngineRun:
 
     def _watch(self, plan: StepPlan, host_works: bool, seconds: float) -> None:
         self.seconds.append(seconds)
+        self._learned.observe(features_of(plan, self._shape, host_works=host_works), seconds)
 
 
 def warm_up(engine: Engine) -> None:
@@ -142,15 +153,6 @@ def warm_up(engine: Engine) -> None:
         engine.step()
         if engine.last_plan_was_empty:
             engine.wait(0.05)
-
-
-def corrected(predictor: Predictor, engine: Engine) -> Predictor:
-    """Return a predictor with the factors that the engine's online correction has come to."""
-    twin = CorrectedModel(predictor)
-    latency = engine._latency
-    assert latency is not None
-    twin._factors = list(latency.factors)
-    return twin
 
 
 class Replay(Predictor):
@@ -186,11 +188,11 @@ def compare(model: Any, profile: Profile, config: EngineConfig, load: Load, seed
     """Return the figures of the engine and of the simulator's three versions."""
     with Engine(model, config, profile=profile) as engine:
         warm_up(engine)
-        run = EngineRun(engine, load, seed)
-        measured = run.run()
         machine = machine_of_profile(profile, engine.spec)
-        learned = corrected(machine.device, engine)
-        measured["correction"] = list(learned.factors) if isinstance(learned, CorrectedModel) else []
+        learned = CorrectedModel(machine.device)
+        run = EngineRun(engine, load, seed, learned)
+        measured = run.run()
+        measured["correction"] = learned.factors
     rows: dict[str, Any] = {"engine": measured}
     replay = Replay(run.seconds, learned)
     for name, device, forecast in (
