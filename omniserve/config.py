@@ -64,6 +64,8 @@ class EngineConfig:
     """Seconds that a BE request's KV stays where it is after a move, unless an LS request needs the memory."""
     checkpoint_kv: bool = False
     """Copy full blocks of BE requests to the host tier as they fill, so that moving a request there costs one block."""
+    keep_halted: bool = True
+    """BE rows that leave a step between two layers (``conserve``) go on from there later; False: they begin anew."""
 
     latency_model: str = "omniserve"
     """Name in LATENCY_MODELS, or ``package.module:Class``; it is used if the engine is given a profile."""

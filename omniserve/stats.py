@@ -33,6 +33,8 @@ class EngineStats:
     """Counter: output tokens whose attention was computed on the host tier."""
     preemptions: int = 0
     """Counter: requests whose KV was dropped, to be recomputed."""
+    layer_preemptions: int = 0
+    """Counter: chunks that left a step between two layers."""
     swaps_out: int = 0
     swaps_in: int = 0
     checkpoints: int = 0

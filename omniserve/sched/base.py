@@ -84,6 +84,7 @@ class SchedulerStats:
     prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     host_output_tokens: int = 0
     preemptions: int = 0
+    layer_preemptions: int = 0
     swaps_out: int = 0
     swaps_in: int = 0
     checkpoints: int = 0
@@ -133,6 +134,19 @@ class Scheduler(ABC):
     @abstractmethod
     def update(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
         """Book what a step computed: append tokens, finish requests, free KV."""
+
+    def must_preempt(self, num_prompt_tokens: int, slo: SLO, waited_s: float, now_s: float) -> bool:
+        """Return whether the running step's preemptible rows must leave for an LS request that has just come.
+
+        Asked between the layers of a step, before ``add``; ``conserve`` 4.3, Algorithm 1.
+
+        Args:
+            num_prompt_tokens: Its prompt.
+            slo: Its objectives.
+            waited_s: How long ago it came.
+            now_s: Now.
+        """
+        return False
 
     @property
     @abstractmethod

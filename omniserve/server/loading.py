@@ -22,7 +22,7 @@ BUILTIN_MODEL_NAME = "omniserve-builtin"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 # The others predict nothing, so measuring for them would delay the start for nothing.
-_PREDICTING_SCHEDULERS = ("omniserve",)
+_PREDICTING_SCHEDULERS = ("omniserve", "conserve", "bros")
 # Share of the time limit of measuring after which progress is told again.
 _TELL_EACH = 0.1
 

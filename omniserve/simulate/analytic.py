@@ -6,6 +6,7 @@ their own peaks, which is an extrapolation: their figures are estimates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omniserve.config import EngineConfig
@@ -13,7 +14,7 @@ from omniserve.latency import BatchFeatures, Predictor
 from omniserve.latency.profile import AlphaBeta
 from omniserve.simulate.hardware import DeviceSpec, HostSpec
 from omniserve.simulate.host_tier import Copies, HostNode
-from omniserve.simulate.machine import Machine
+from omniserve.simulate.machine import Machine, host_speed_of
 from omniserve.simulate.models import ModelDims
 
 _BYTES = 2  # of an element
@@ -87,6 +88,7 @@ class AnalyticDevice(Predictor):
         model: Sizes.
         device: Data sheet.
         count: Devices; heads and MLP columns are split among them.
+        hosts: Whose attention a second sub-batch waits for.
         efficiency: What kernels reach.
 
     Raises:
@@ -94,18 +96,21 @@ class AnalyticDevice(Predictor):
     """
 
     term_names = (
-        "dense", "prefill attention", "decode attention", "tensor parallel", "piggyback", "head", "step overhead",
-        "request overhead",
+        "dense", "prefill attention", "decode attention", "tensor parallel", "piggyback", "pipelined rows",
+        "waiting for the host", "head", "step overhead", "request overhead",
     )  # fmt: skip
-    layer_terms = slice(0, 5)
+    layer_terms = slice(0, 7)
+    attention_terms = (1, 2)
 
     def __init__(
-        self, model: ModelDims, device: DeviceSpec, count: int = 1, *, efficiency: Efficiency | None = None
-    ) -> None:
+        self, model: ModelDims, device: DeviceSpec, count: int = 1, *, hosts: Sequence[HostNode] = (),
+        efficiency: Efficiency | None = None,
+    ) -> None:  # fmt: skip
         if model.num_heads % count:
             raise ValueError(f"{model.name} has {model.num_heads} heads, which {count} devices cannot share evenly")
         self.num_layers = model.num_layers
         self._device = device
+        self._host = host_speed_of(hosts)
         self._efficiency = eff = efficiency or Efficiency()
         heads, kv_heads = model.num_heads // count, max(1, model.num_kv_heads // count)
         width, hidden, size = heads * model.head_size, model.hidden_size, model.head_size
@@ -143,15 +148,28 @@ class AnalyticDevice(Predictor):
             decode = layers * (eff.decode_s + self._key_decode_s * f.decode_load)
         if f.piggyback_rows:
             piggyback = eff.piggyback_layer_s * f.piggyback_layers + self._piggyback_row_s * f.piggyback_rows
+        dense, reducing = f.dense_layers * self.dense_layer_s(rows), f.dense_layers * 2 * self._reduce(rows)
+        second = waiting = 0.0
+        if f.pipelined_rows:
+            n = f.pipelined_rows
+            second = f.pipelined_layers * (
+                self.dense_layer_s(n) + 2 * self._reduce(n) + eff.piggyback_layer_s + self._piggyback_row_s * n
+            )
+            # While the hosts attend for the second sub-batch, the device runs a layer of the first.
+            host_s = self._host(n, f.pipelined_load) if self._host is not None else 0.0
+            first_s = (dense + reducing + prefill + decode + piggyback) / layers
+            waiting = f.pipelined_layers * max(0.0, host_s - first_s)
         return (
-            f.dense_layers * self.dense_layer_s(rows),
+            dense,
             prefill,
             decode,
-            f.dense_layers * 2 * self._reduce(rows),
+            reducing,
             piggyback,
+            second,
+            waiting,
             self._product_s(f.sampled_rows, *self._head_product) if f.sampled_rows else 0.0,
             eff.step_s,
-            eff.request_s * (f.prefill_requests + f.decode_requests + f.piggyback_rows / layers),
+            eff.request_s * (f.prefill_requests + f.decode_requests + f.pipelined_rows + f.piggyback_rows / layers),
         )
 
     def dense_layer_s(self, rows: int) -> float:
@@ -205,10 +223,10 @@ def analytic_machine(
             f"{model.name} needs {model.weight_bytes / 1e9:.0f} GB for its weights, and {count} {device.name} have "
             f"{count * device.memory_bytes / 1e9:.0f} GB: take more devices or larger ones"
         )
-    predictor = AnalyticDevice(model, device, count, efficiency=efficiency)
     eff = host_efficiency or HostEfficiency()
     link = AlphaBeta(50e-6, 1 / (count * device.pcie_bytes_per_s))
     nodes = tuple(_node(model, host, eff, link, is_local=number == 0) for number, host in enumerate(hosts))
+    predictor = AnalyticDevice(model, device, count, hosts=nodes, efficiency=efficiency)
     return Machine(
         name=f"{count}x{device.name}" + (f" and {len(hosts)} x {hosts[0].name}" if hosts else ""),
         spec=model.spec,

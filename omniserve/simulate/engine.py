@@ -80,7 +80,9 @@ class SimulatedEngine:
         self._corrected = None if is_exact else CorrectedModel(machine.forecast)
         predictor: Predictor = self._corrected or machine.forecast
         self._shape = machine.shape
-        forecast = Forecast(predictor, self._shape, host_has_own_cores=machine.host_has_own_cores)
+        forecast = Forecast(
+            predictor, self._shape, host_has_own_cores=machine.host_has_own_cores, host=machine.host_speed
+        )
         self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self.limits, kv=self.kv, forecast=forecast)
         self._noise = noise
         self._rng = random.Random(seed)
@@ -119,7 +121,8 @@ class SimulatedEngine:
         self.last_step = None
         tokens: dict[str, SampledToken] = {}
         if not plan.is_empty:
-            host_works = bool(plan.entries or plan.joins or (self.tier is not None and self.tier.busy))
+            has_host_rows = bool(plan.entries or plan.joins or plan.pipelined)
+            host_works = has_host_rows or (self.tier is not None and self.tier.busy)
             seconds = self._take(plan, host_works)
             if self.tier is not None:
                 self.tier.submit(plan, start_s, seconds, during_step=self.machine.sends_during_step)
@@ -129,6 +132,7 @@ class SimulatedEngine:
             last_layer = self.machine.spec.num_layers - 1
             tokens = {chunk.request_id: _TOKEN for chunk in plan.chunks if chunk.samples}
             tokens.update((join.request_id, _TOKEN) for join in plan.joins if join.layer == last_layer)
+            tokens.update((row.request_id, _TOKEN) for row in plan.pipelined)
         outputs = self.scheduler.update(plan, StepOutput(tokens=tokens), self.now_s)
         if self.tier is not None:
             for output in outputs:

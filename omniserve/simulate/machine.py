@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omniserve.latency import LATENCY_MODELS, ModelShape, Predictor, Profile
+from omniserve.latency import LATENCY_MODELS, HostSpeed, ModelShape, Predictor, Profile
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.simulate.host_tier import Copies, HostNode
 from omniserve.spec import ModelSpec
@@ -33,8 +34,25 @@ class Machine:
     """The same for the hosts."""
 
     @property
+    def host_speed(self) -> HostSpeed | None:
+        """What the attention of one layer takes if all hosts share it; None without hosts."""
+        return host_speed_of(self.hosts)
+
+    @property
     def shape(self) -> ModelShape:
         return ModelShape.of(self.spec)
+
+
+def host_speed_of(hosts: Sequence[HostNode]) -> HostSpeed | None:
+    """Return what the attention of one layer takes if these hosts share it evenly; None without hosts."""
+    if not hosts:
+        return None
+    return HostSpeed(
+        per_key_s=1 / sum(1 / host.key_s for host in hosts),
+        per_request_s=max(host.task_s for host in hosts) / len(hosts),
+        per_call_s=max(host.latency_s for host in hosts),
+        threads=1,
+    )
 
 
 def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str = "omniserve") -> Machine:
@@ -55,14 +73,14 @@ def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str 
         )
     device = OmniServeModel.from_profile(profile)
     forecast = device if latency_model == "omniserve" else LATENCY_MODELS.get(latency_model).from_profile(profile)
-    fingerprint = profile.fingerprint
+    fingerprint, speed = profile.fingerprint, HostSpeed.from_profile(profile)
     own_cores = fingerprint.device_threads == fingerprint.shared_threads
     return Machine(
         name=fingerprint.device,
         spec=spec,
         device=device,
         forecast=forecast,
-        hosts=(_measured_node(device, fingerprint.host_threads),) if fingerprint.host_threads else (),
+        hosts=(_measured_node(speed),) if speed is not None else (),
         copies=Copies(
             to_host=profile.copy_to_host, to_device=profile.copy_to_device, by_host_threads=not own_cores
         ),
@@ -71,10 +89,11 @@ def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str 
     )  # fmt: skip
 
 
-def _measured_node(model: OmniServeModel, threads: int) -> HostNode:
-    """Return the host whose tasks take what the profile says: its formula is linear, so three points tell it."""
-    keys = 1024
-    one, two, long = (model.host_layer_s(*load, threads) for load in ((1, 0), (2, 0), (1, keys)))
+def _measured_node(speed: HostSpeed) -> HostNode:
+    """Return the host whose tasks take what the profile says."""
     return HostNode(
-        num_threads=threads, key_s=(long - one) / keys, task_s=two - one, latency_s=max(0.0, 2 * one - two)
-    )  # fmt: skip
+        num_threads=speed.threads,
+        key_s=speed.per_key_s / speed.threads,
+        task_s=speed.per_request_s / speed.threads,
+        latency_s=speed.per_call_s,
+    )

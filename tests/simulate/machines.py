@@ -33,6 +33,7 @@ class Constant(Predictor):
     """Every step takes as long."""
 
     term_names = ("all",)
+    attention_terms = ()
     layer_terms = slice(0, 1)
     num_layers = DIMS.num_layers
 

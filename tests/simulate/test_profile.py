@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from omniserve import EngineConfig
-from omniserve.latency import BatchFeatures
+from omniserve.latency import BatchFeatures, HostSpeed
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.simulate import Load, SimulationConfig, machine_of_profile, simulate
 from omniserve.simulate.load import TraceRequest
@@ -24,11 +24,12 @@ SPEC: ModelSpec = ModelDims(
 def test_steps_hosts_and_copies_take_what_was_measured() -> None:
     profile = make_profile()
     machine = machine_of_profile(profile, SPEC)
-    model = OmniServeModel.from_profile(profile)
+    model, speed = OmniServeModel.from_profile(profile), HostSpeed.from_profile(profile)
+    assert speed is not None
     (node,) = machine.hosts
     for requests, context in ((1, 512), (8, 4096)):
         seconds = node.key_s * context + node.task_s * requests + node.latency_s
-        assert seconds == pytest.approx(model.host_layer_s(requests, context, 1), rel=1e-6)
+        assert seconds == pytest.approx(speed(requests, context), rel=1e-6)
     assert machine.copies.to_host == profile.copy_to_host and machine.copies.to_device == profile.copy_to_device
     # Two threads alone and one shared: a CPU, whose host tier copies by itself and takes cores from the device tier.
     assert machine.copies.by_host_threads and machine.sends_during_step and not machine.host_has_own_cores
