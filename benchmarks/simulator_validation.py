@@ -160,6 +160,7 @@ class Replay(Predictor):
 
     def __init__(self, seconds: Sequence[float], model: Predictor) -> None:
         self.term_names, self.layer_terms, self.num_layers = model.term_names, model.layer_terms, model.num_layers
+        self.attention_terms = model.attention_terms
         self._seconds = iter(seconds)
         self._model = model
 
