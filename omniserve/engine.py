@@ -275,6 +275,7 @@ class Engine:
         self.scheduler.notify(self._host_events())
         plan = self.scheduler.schedule(scheduled_s)
         self.last_plan_was_empty = plan.is_empty
+        self._must_preempt = False  # what came too late for the last step is in this one
         result = self.runner.execute(plan)
         now_s = self._clock()
         outputs = [self._finish(output, now_s) for output in self.scheduler.update(plan, result, now_s)]

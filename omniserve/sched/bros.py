@@ -184,7 +184,7 @@ class BROSScheduler(RequestScheduler):
         Returns:
             Their residual times, and whether one that waits finds no memory, be it that of all BE requests.
         """
-        blocks = self.kv.num_free(Tier.DEVICE) + sum(self.kv.num_blocks(s.request_id) for s in self.device[BE])
+        blocks = self._parking.num_obtainable
         seats = self.limits.max_num_requests - len(self.device[LS])
         residuals: list[float] = []
         lacks_memory = False

@@ -13,14 +13,17 @@ from omniserve.plan import Bound, KVMove, MoveDirection
 from omniserve.request import ServiceClass
 from omniserve.sched.batch import Batch
 from omniserve.sched.policy import BE, LS, RequestScheduler
-from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.state import RequestState
+
+# Blocks of a parked request that are still to be copied: the last one, and one that has just been filled.
+_MOST_TO_COPY = 2
 
 
 class Parking:
     """Takes device memory from requests, and gives it back.
 
-    A BE request between two tokens whose full blocks all have a checkpoint is *parked*: these blocks are free at once,
-    the last one when it has been copied. Any other is recomputed. Without checkpoints, all are.
+    A BE request between two tokens of whose KV all but a block or two has a checkpoint is *parked*: the blocks that
+    have one are free at once, the others when they have been copied. Any other request is recomputed.
 
     Args:
         scheduler: Whose requests; it plans no piggyback entries, so its host residents are the parked ones.
@@ -87,32 +90,37 @@ class Parking:
         self._make_room(scheduler.blocks_for(state), batch)
         return scheduler.admit(batch, state)
 
+    @property
+    def num_obtainable(self) -> int:
+        """Device blocks that LS requests can have: free ones, those of BE requests, and those on their way out."""
+        num_held = sum(self._kv.num_blocks(state.request_id) for state in self._scheduler.device[BE])
+        return self._kv.num_free(Tier.DEVICE) + num_held + sum(len(move.src_block_ids) for move in self._outgoing())
+
+    def _outgoing(self) -> list[KVMove]:
+        return [m for _, m in self._scheduler.moving.values() if m.direction is MoveDirection.TO_HOST]
+
     def _make_room(self, num_blocks: int, batch: Batch) -> None:
         """Free device blocks of BE requests, youngest first; of nobody if all of them would not do."""
-        scheduler = self._scheduler
-        victims = [state for state in reversed(scheduler.device[BE]) if state not in batch]
-        outgoing = [m for _, m in scheduler.moving.values() if m.direction is MoveDirection.TO_HOST]
-        most = sum(self._kv.num_blocks(state.request_id) for state in victims) + sum(
-            len(m.src_block_ids) for m in outgoing
-        )
-        if self._kv.num_free(Tier.DEVICE) + most < num_blocks:
+        if self.num_obtainable < num_blocks:
             return
-        for victim in victims:
+        for victim in reversed(self._scheduler.device[BE]):
             if self._kv.num_free(Tier.DEVICE) >= num_blocks:
                 return
+            assert victim not in batch, "LS requests are admitted before BE ones run"
             self._let_go(victim)
-        for move in outgoing:
-            # A step ago that was the last block of a parked request: the host is too slow to wait for it any longer.
+        for move in self._outgoing():
+            # A step ago these were the last blocks of a parked request: the host is too slow to wait for them longer.
             if self._kv.num_free(Tier.DEVICE) >= num_blocks:
                 return
-            scheduler.abandon_move(move.move_id)
+            if move not in self.moves:
+                self._scheduler.abandon_move(move.move_id)
 
     def _let_go(self, state: RequestState) -> None:
-        """Park a request, or recompute it if it has no checkpoint or the host has no room."""
+        """Park a request, or recompute it if too little of it has a checkpoint or the host has no room."""
         scheduler = self._scheduler
         num_checkpointed = self._kv.num_checkpointed(state.request_id)
-        full_blocks = state.num_computed_tokens // scheduler.limits.block_size
-        if state.phase is Phase.DEVICE and state.decodes and 0 < full_blocks == num_checkpointed:
+        num_missing = self._kv.num_blocks(state.request_id) - num_checkpointed
+        if state.decodes and num_checkpointed > 0 and num_missing <= _MOST_TO_COPY:
             move = scheduler.start_move(state, MoveDirection.TO_HOST)
             if move is not None:
                 self.moves.append(move)

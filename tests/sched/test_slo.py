@@ -29,7 +29,7 @@ class Clock:
 
     def __init__(
         self, *, device_blocks: int = 400, host_blocks: int = 0, predict: dict[str, float] | None = None,
-        slower: float = 1.0, scheduler: str = "omniserve", **limits: Any,
+        slower: float = 1.0, policy: str = "omniserve", **limits: Any,
     ) -> None:  # fmt: skip
         self.now_s = 0.0
         self.slower = slower
@@ -38,18 +38,18 @@ class Clock:
             | limits
         )
         self.forecast = forecast(self.limits.num_layers, **(predict or {}))
-        policy = SCHEDULERS.get(scheduler)(
+        scheduler = SCHEDULERS.get(policy)(
             limits=self.limits,
             kv=TieredKVManager(num_device_blocks=device_blocks, num_host_blocks=host_blocks, block_size=BLOCK),
             forecast=self.forecast,
         )
-        assert isinstance(policy, RequestScheduler)
-        self.scheduler = policy
+        assert isinstance(scheduler, RequestScheduler)
+        self.scheduler = scheduler
         self.device = FakeDevice(
             block_size=BLOCK, num_layers=self.limits.num_layers, max_tokens=self.limits.max_step_tokens,
             rng=random.Random(0),
         )  # fmt: skip
-        self.device.abandoned = policy.abandoned_moves
+        self.device.abandoned = scheduler.abandoned_moves
         self.first_s: dict[str, float] = {}
         self.token_s: defaultdict[str, list[float]] = defaultdict(list)
         self.moves: list[tuple[float, str]] = []
