@@ -2,12 +2,13 @@
 
     python -m benchmarks.simulator_validation --record benchmarks/results/simulator_validation.json
 
-SmolLM-135M's shape with random weights, in one process, without HTTP. For each scheduler, without and with a host tier,
-the engine serves a load in real time and the simulator serves it on its clock: first with the profile as it is
-(``simulated``), then with each step's term as the engine's own online correction had it at the end of the run
-(``corrected``): what the machine's speed had drifted since it was profiled is then known to both. Last, its n-th step
-takes as long as the engine's n-th did (``replayed``): no latency model is in it, and what differs still is the
-simulator's loop and its host tier.
+SmolLM-135M's shape with random weights, in one process, without HTTP. For each scheduler, with enough device memory and
+with too little (best-effort requests then decode on the host, if the scheduler knows how), the engine serves a load in
+real time and the simulator serves it on its clock, three times: with the profile as it is (``simulated``); with its
+terms as the online correction of the engine's steps had them at the end of the run (``corrected``), so that what the
+machine's speed has drifted since it was profiled is known to both; and with an n-th step that takes as long as the
+engine's n-th did (``replayed``): no latency model is in that, and what differs still is the simulator's loop and its
+host tier.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tqdm import tqdm
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from omniserve import SLO, ClassSpec, Engine, EngineConfig, Request, RequestRejected, SamplingParams
-from omniserve.latency import BatchFeatures, CorrectedModel, Predictor, Profile
+from omniserve.latency import BatchFeatures, CorrectedModel, ModelShape, Predictor, Profile, features_of
 from omniserve.plan import StepPlan
 from omniserve.profiling import find_or_make_profile
 from omniserve.simulate import Load, SimulationConfig, machine_of_profile, simulate
@@ -33,16 +34,25 @@ from omniserve.simulate.load import TraceRequest, lognormal_lengths, poisson, re
 from omniserve.simulate.results import RequestResult, summarise
 
 MIB = 1 << 20
-POOLS = {"device only": (512 * MIB, 0), "host tier": (64 * MIB, 1024 * MIB)}
-"""Bytes of the device's and the host's KV pool."""
+POOLS = {"device only": (512 * MIB, 1024 * MIB), "host tier": (64 * MIB, 1024 * MIB)}
+"""Bytes of the device's and the host's KV pool: in the first the device holds all, and nothing moves."""
 FIGURES = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
 
 
 class EngineRun:
-    """An engine that serves a load in real time, as ``simulate`` does on its clock."""
+    """An engine that serves a load in real time, as ``simulate`` does on its clock.
 
-    def __init__(self, engine: Engine, load: Load, seed: int) -> None:
+    Args:
+        engine: Without requests.
+        load: What comes.
+        seed: Of the prompts' tokens.
+        learned: Observes each step, as the engine's own latency model does.
+    """
+
+    def __init__(self, engine: Engine, load: Load, seed: int, learned: CorrectedModel) -> None:
         self._engine = engine
+        self._learned = learned
+        self._shape = ModelShape.of(engine.spec)
         self._load = load
         self._rng = random.Random(seed)
         self._upcoming = list(reversed(load.latency_sensitive))
@@ -130,6 +140,7 @@ class EngineRun:
 
     def _watch(self, plan: StepPlan, host_works: bool, seconds: float) -> None:
         self.seconds.append(seconds)
+        self._learned.observe(features_of(plan, self._shape, host_works=host_works), seconds)
 
 
 def warm_up(engine: Engine) -> None:
@@ -144,20 +155,12 @@ def warm_up(engine: Engine) -> None:
             engine.wait(0.05)
 
 
-def corrected(predictor: Predictor, engine: Engine) -> Predictor:
-    """Return a predictor with the factors that the engine's online correction has come to."""
-    twin = CorrectedModel(predictor)
-    latency = engine._latency
-    assert latency is not None
-    twin._factors = list(latency.factors)
-    return twin
-
-
 class Replay(Predictor):
     """Steps take what the engine's took, in order; after the last of them, what a model says."""
 
     def __init__(self, seconds: Sequence[float], model: Predictor) -> None:
         self.term_names, self.layer_terms, self.num_layers = model.term_names, model.layer_terms, model.num_layers
+        self.attention_terms = model.attention_terms
         self._seconds = iter(seconds)
         self._model = model
 
@@ -186,11 +189,11 @@ def compare(model: Any, profile: Profile, config: EngineConfig, load: Load, seed
     """Return the figures of the engine and of the simulator's three versions."""
     with Engine(model, config, profile=profile) as engine:
         warm_up(engine)
-        run = EngineRun(engine, load, seed)
-        measured = run.run()
         machine = machine_of_profile(profile, engine.spec)
-        learned = corrected(machine.device, engine)
-        measured["correction"] = list(learned.factors) if isinstance(learned, CorrectedModel) else []
+        learned = CorrectedModel(machine.device)
+        run = EngineRun(engine, load, seed, learned)
+        measured = run.run()
+        measured["correction"] = learned.factors
     rows: dict[str, Any] = {"engine": measured}
     replay = Replay(run.seconds, learned)
     for name, device, forecast in (
@@ -252,14 +255,14 @@ def main() -> None:
     )
     model = random_llama(**SMOLLM_135M)
     results: dict[str, Any] = {}
-    profiles: dict[str, Profile] = {}
+    profile: Profile | None = None
     heads = "".join(f"{head:>9s}" for head in ("TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "BE tok/s"))
     print(f"{'':34s}{heads} {'host':>6s} {'steps':>6s}  ratios to the engine")
     for pools, scheduler, config in tqdm(list(runs(args)), disable=None):
-        if pools not in profiles:
-            profiles[pools] = find_or_make_profile(model, config, folder=args.profiles)
+        if profile is None:  # what it depends on is the same in all runs
+            profile = find_or_make_profile(model, config, folder=args.profiles)
         name = f"{scheduler}, {pools}"
-        results[name] = compare(model, profiles[pools], config, load, args.seed)
+        results[name] = compare(model, profile, config, load, args.seed)
         print(table(name, results[name]), flush=True)
     settings = vars(args) | {"model": SMOLLM_135M, "pools_bytes": POOLS}
     write_record(args.record, name="simulator_validation", config=settings, seed=args.seed, results=results)
