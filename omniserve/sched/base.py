@@ -55,6 +55,7 @@ class SchedulerStats:
     swaps_out: int = 0
     swaps_in: int = 0
     checkpoints: int = 0
+    resumed_tokens: int = 0
     rejected: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -10,6 +10,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from omniserve.kv.base import KVManager, Tier
 from omniserve.plan import (
@@ -42,6 +43,8 @@ MIN_BE_CHUNK = 16
 @SCHEDULERS.register("omniserve")
 class OmniServeScheduler(RequestScheduler):
     """LS decode, LS chunked prefill, BE chunked prefill, BE decode, then piggyback rows, lowest layer first."""
+
+    offloads: ClassVar[bool] = True
 
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
         super().__init__(limits=limits, kv=kv, forecast=forecast)
@@ -88,9 +91,6 @@ class OmniServeScheduler(RequestScheduler):
         self._decode_be(batch, device_bound_s)
         self._moves.swap_back(batch, device_bound_s, nothing_left_out=not self._left_out)
         entries, joins = self._piggyback(batch, bound.seconds, tokens_before - batch.tokens_left)
-        moves = self._moves.moves
-        if self.checkpoints is not None and self.host_is_up:
-            moves = [*moves, *self.checkpoints.plan(self.device[BE], reserve_blocks=self._moves.host_headroom)]
         decision = Decision(
             predicted_s=load.seconds() if load is not None else None,
             predicted_ls_s=ls_s,
@@ -98,7 +98,7 @@ class OmniServeScheduler(RequestScheduler):
             bound_by=bound.by,
             left_out=tuple(self._left_out),
         )
-        return self.make_plan(batch, now_s, entries=entries, joins=joins, moves=moves, decision=decision)
+        return self.make_plan(batch, now_s, entries=entries, joins=joins, moves=self._moves.moves, decision=decision)
 
     def _leave_out(self, work: str, states: Sequence[RequestState] | int, first: str, bound: Bound | None) -> None:
         count = states if isinstance(states, int) else len(states)
@@ -260,8 +260,8 @@ class OmniServeScheduler(RequestScheduler):
             reserve = self._reserve_blocks(state)
             min_tokens = 0 if batch.chunks else MIN_BE_CHUNK
             if self.admit(batch, state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve):
-                if batch.samples(state):
-                    continue
+                if state.phase is Phase.MOVING or batch.samples(state):
+                    continue  # what is copied back takes nothing of the step
                 return
             self._leave_out("BE prefill", len(self.waiting[BE]), state.request_id, batch.refused_by)
             if batch.refused_by is Bound.MEMORY:

@@ -30,20 +30,36 @@ class RequestScheduler(RequestLifecycle):
         min_tokens: int = 0,
         reserve_blocks: int = 0,
     ) -> bool:
-        """Schedule a WAITING request's first chunk; False if budget, bound, blocks or the request limit keep it out."""
-        # BE requests never use up the seats of LS ones.
-        kinds = (LS,) if state.kind is LS else (LS, BE)
-        num_admitted = sum(len(self.device[kind]) for kind in kinds)
-        if num_admitted >= self.limits.max_num_requests:
+        """Schedule a WAITING request's first chunk; False if budget, bound, blocks or the request limit keep it out.
+
+        One that has to be restored first takes its blocks and nothing of the batch: it is MOVING then, and on the
+        device when the copy is done.
+        """
+        if self._num_admitted(state.kind) >= self.limits.max_num_requests:
             batch.refused_by = Bound.REQUESTS
             return False
+        if self.needs_restore(state):
+            if not self.start_restore(state, reserve_blocks=reserve_blocks):
+                batch.refused_by = Bound.MEMORY
+                return False
+            return True
+        state.num_computed_tokens = num_kept = self.kv.num_kept_tokens(state.request_id, Tier.DEVICE)
         if not batch.add(state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve_blocks):
+            state.num_computed_tokens = 0
             return False
+        self._counters["resumed_tokens"] += num_kept
         self.waiting[state.kind].remove(state)
         state.phase = Phase.DEVICE
         state.blocked_since_s = None
         self.device[state.kind].add(state)
         return True
+
+    def _num_admitted(self, kind: ServiceClass) -> int:
+        """Return how many requests count against the limit of a request of this kind."""
+        # BE requests never use up the seats of LS ones.
+        kinds = (LS,) if kind is LS else (LS, BE)
+        num_restored = sum(state.slot < 0 and state.kind in kinds for state, _ in self.moving.values())
+        return num_restored + sum(len(self.device[kind]) for kind in kinds)
 
     def run_or_preempt(
         self,
@@ -111,6 +127,21 @@ class RequestScheduler(RequestLifecycle):
         """Return how many blocks all known tokens of a request need."""
         return -(-state.num_tokens // self.limits.block_size)
 
+    @property
+    def host_headroom(self) -> int:
+        """Host blocks for residents to grow into, so that a full host tier does not drop what it just received."""
+        return 2 * (self.residents.num_slots_used + 1) if self.offloads else 0
+
+    def _prefetch(self) -> None:
+        """Restore the first BE request in line while it waits for its turn, if memory is left. Paper: conserve 4.4."""
+        first = next(iter(self.waiting[BE]), None)
+        if first is None or len(self.waiting[LS]) or self._num_admitted(BE) >= self.limits.max_num_requests:
+            return
+        if self.needs_restore(first):
+            # Each device request may need one more block soon.
+            margin = self.limits.ls_reserve_blocks + sum(map(len, self.device.values()))
+            self.start_restore(first, reserve_blocks=margin)
+
     def make_plan(
         self,
         batch: Batch,
@@ -121,13 +152,21 @@ class RequestScheduler(RequestLifecycle):
         moves: Sequence[KVMove] = (),
         decision: Decision | None = None,
     ) -> StepPlan:
-        """Close a batch into a StepPlan with the smallest bucket of seats that holds its piggyback rows."""
+        """Close a batch into a StepPlan with the smallest bucket of seats that holds its piggyback rows.
+
+        Restores and checkpoints are added to the moves.
+        """
         for request_id in itertools.chain((c.request_id for c in batch.chunks), (e.request_id for e in entries)):
             state = self.states[request_id]
             if state.first_scheduled_s is None:
                 state.first_scheduled_s = now_s
         per_layer = Counter(join.layer for join in joins)
         most = max(len(entries), max(per_layer.values(), default=0))
+        self._prefetch()
+        restores, self._restores = self._restores, []
+        copies: list[KVMove] = []
+        if self.checkpoints is not None and self.host_is_up:
+            copies = self.checkpoints.plan(self.device[BE], reserve_blocks=self.host_headroom)
         cancels, self._cancels = tuple(self._cancels), []
         return StepPlan(
             step_id=next(self._step_ids),
@@ -135,7 +174,7 @@ class RequestScheduler(RequestLifecycle):
             entries=tuple(entries),
             joins=tuple(joins),
             num_piggyback_slots=seat_bucket(most, self.limits.max_piggyback_slots),
-            moves=tuple(moves),
+            moves=(*moves, *restores, *copies),
             cancels=cancels,
             decision=decision,
         )

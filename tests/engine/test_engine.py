@@ -169,7 +169,7 @@ def test_close_ends_the_host_threads(model: PreTrainedModel) -> None:
     "settings",
     [
         {"scheduler": "nobody"}, {"kv": "nothing"}, {"attention": "nowhere"}, {"max_model_len": 100_000},
-        {"device_kv_bytes": 10},
+        {"device_kv_bytes": 10}, {"kv": "incremental", "host_kv_bytes": 10},
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(model: PreTrainedModel, settings: dict[str, object]) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from omniserve.errors import RequestRejected
-from omniserve.kv import KV_MANAGERS
+from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.latency import features_of
 from omniserve.plan import Bound, HostEvent, HostEventKind, StepPlan
 from omniserve.request import SLO, FinishReason, Request, SamplingParams, ServiceClass
@@ -19,10 +19,10 @@ from tests.sched.predictor import forecast
 BLOCK = 4
 
 
-def make(scheduler: str, rng: random.Random, *, failure_rate: float = 0.0, has_forecast: bool = False):
+def make(scheduler: str, kv_name: str, rng: random.Random, *, failure_rate: float = 0.0, has_forecast: bool = False):
     num_device_blocks = rng.randint(16, 40)
-    num_host_blocks = rng.choice([0, 12, 30, 80])
-    kv = KV_MANAGERS.get("tiered")(
+    num_host_blocks = rng.choice([0, 12, 30, 80]) if kv_name != "paged" else 0
+    kv = KV_MANAGERS.get(kv_name)(
         num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=BLOCK
     )
     limits = SchedulerLimits(
@@ -72,10 +72,16 @@ def draw_request(rng: random.Random) -> Request:
 
 
 def run_history(
-    scheduler: str, seed: int, *, failure_rate: float = 0.0, tier_down: bool = False, has_forecast: bool = False
+    scheduler: str,
+    seed: int,
+    *,
+    kv: str = "tiered",
+    failure_rate: float = 0.0,
+    tier_down: bool = False,
+    has_forecast: bool = False,
 ) -> dict[str, int]:
     rng = random.Random(seed)
-    sched, device = make(scheduler, rng, failure_rate=failure_rate, has_forecast=has_forecast)
+    sched, device = make(scheduler, kv, rng, failure_rate=failure_rate, has_forecast=has_forecast)
     speed = rng.choice([0.01, 0.05, 0.5, 1.0])
     requests = {f"r{i}": draw_request(rng) for i in range(rng.randint(5, 30))}
     arrivals = list(requests)
@@ -126,10 +132,11 @@ def run_history(
         assert got[request_id] == want, (seed, request_id)
     usage = sched.kv.usage()
     assert usage.device_used == usage.host_used == 0
+    assert len(sched.kv.free_block_ids(Tier.DEVICE)) == usage.device_total, "somebody who ended still keeps KV"
     stats = sched.stats()
     return {"joins": device.num_joins, "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
             "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,
-            "bounded": num_bounded}  # fmt: skip
+            "bounded": num_bounded, "resumed": stats.resumed_tokens, "restored": device.num_restored}  # fmt: skip
 
 
 def check_decision(sched: RequestScheduler, plan: StepPlan) -> bool:
@@ -158,26 +165,46 @@ def check_decision(sched: RequestScheduler, plan: StepPlan) -> bool:
     return any(left_out.bound is Bound.TIME for left_out in decision.left_out)
 
 
+@pytest.mark.parametrize("kv", KV_MANAGERS.names())
 @pytest.mark.parametrize("scheduler", SCHEDULERS.names())
-def test_every_request_gets_its_tokens_over_random_histories(scheduler: str) -> None:
-    totals = [run_history(scheduler, seed) for seed in range(60)]
-    assert sum(t["preemptions"] for t in totals) > 0, "the histories never ran out of memory"
-    if scheduler == "omniserve":
-        for key in ("joins", "swaps_out", "swaps_in", "checkpoints"):
-            assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
+def test_every_request_gets_its_tokens_over_random_histories(scheduler: str, kv: str) -> None:
+    totals = [run_history(scheduler, seed, kv=kv) for seed in range(60)]
+    wanted = ["preemptions"]
+    if scheduler == "omniserve" and kv != "paged":
+        wanted += ["joins", "swaps_out", "swaps_in", "checkpoints"]
+    if kv == "incremental":
+        wanted += ["checkpoints", "resumed", "restored"]
+    for key in wanted:
+        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 
-def test_bounded_steps_lose_nothing_and_keep_their_bounds() -> None:
-    totals = [run_history("omniserve", 3000 + seed, has_forecast=True) for seed in range(150)]
+@pytest.mark.parametrize("kv", ["tiered", "incremental"])
+def test_bounded_steps_lose_nothing_and_keep_their_bounds(kv: str) -> None:
+    totals = [run_history("omniserve", 3000 + seed, kv=kv, has_forecast=True) for seed in range(150)]
     for key in ("joins", "swaps_out", "swaps_in", "preemptions", "rejected", "bounded"):
         assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 
+@pytest.mark.parametrize("kv", ["tiered", "incremental"])
 @pytest.mark.parametrize("seed", range(40))
-def test_failing_host_tasks_and_moves_lose_nothing(seed: int) -> None:
-    run_history("omniserve", 1000 + seed, failure_rate=0.1)
+def test_failing_host_tasks_and_moves_lose_nothing(kv: str, seed: int) -> None:
+    run_history("omniserve", 1000 + seed, kv=kv, failure_rate=0.1)
 
 
+@pytest.mark.parametrize("kv", ["tiered", "incremental"])
 @pytest.mark.parametrize("seed", range(40))
-def test_a_dead_host_tier_loses_nothing(seed: int) -> None:
-    run_history("omniserve", 2000 + seed, tier_down=True)
+def test_a_dead_host_tier_loses_nothing(kv: str, seed: int) -> None:
+    run_history("omniserve", 2000 + seed, kv=kv, tier_down=True)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS.names())
+@pytest.mark.parametrize("trouble", ["failures", "death"])
+def test_restores_that_fail_lose_nothing(scheduler: str, trouble: str) -> None:
+    totals = [
+        run_history(
+            scheduler, 4000 + seed, kv="incremental", failure_rate=0.3 * (trouble == "failures"),
+            tier_down=trouble == "death",
+        )
+        for seed in range(40)
+    ]  # fmt: skip
+    assert sum(t["restored"] for t in totals) > 0
