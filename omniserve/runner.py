@@ -74,7 +74,8 @@ class ModelRunner:
         self._tier = tier
         self._cores = cores
         self.host_works = False
-        """The host tier worked, or was given work, when the last step began."""
+        """The host tier attended, or was given something to, when the last step began. Moves do not count: a copy takes
+        a small part of a step, and would cost all of it half of the cores."""
         self._residuals_SD = torch.zeros(num_slots, model.spec.hidden_size, dtype=model.dtype, device=model.device)
         self._no_results = torch.empty(
             0, model.spec.num_heads * model.spec.head_size, dtype=model.dtype, device=model.device
@@ -86,7 +87,7 @@ class ModelRunner:
         self._hand_over(plan)
         if plan.is_empty:
             return StepOutput()
-        self.host_works = bool(plan.entries or plan.joins or (self._tier is not None and self._tier.busy))
+        self.host_works = bool(plan.entries or plan.joins or (self._tier is not None and self._tier.attends))
         self._cores.apply(host_works=self.host_works)
         inputs = make_step_inputs(
             plan,
