@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -120,7 +121,13 @@ class KVManager(ABC):
         """
 
     def start_checkpoint(
-        self, request_id: str, num_computed_tokens: int, *, max_blocks: int, reserve_blocks: int = 0
+        self,
+        request_id: str,
+        num_computed_tokens: int,
+        *,
+        max_blocks: int,
+        reserve_blocks: int = 0,
+        give_way: Iterable[str] = (),
     ) -> KVMove | None:
         """Begin to copy the next full blocks of a device request to the host, beside whatever happens to the request.
 
@@ -131,6 +138,7 @@ class KVManager(ABC):
             num_computed_tokens: Tokens whose KV is written, by steps that have ended.
             max_blocks: Copy at most so many blocks.
             reserve_blocks: Host blocks that must still be free afterwards.
+            give_way: Other device requests whose checkpoints may lose blocks for this one, the first first.
 
         Returns:
             None if there is nothing to copy now, no free host block for it, or no such tier.

@@ -6,6 +6,7 @@ Paper: omniserve 3.2.4 (swap-out beside the step; when to swap in is the schedul
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
@@ -134,7 +135,13 @@ class TieredKVManager(KVManager):
         return MoveResult.ARRIVED
 
     def start_checkpoint(
-        self, request_id: str, num_computed_tokens: int, *, max_blocks: int, reserve_blocks: int = 0
+        self,
+        request_id: str,
+        num_computed_tokens: int,
+        *,
+        max_blocks: int,
+        reserve_blocks: int = 0,
+        give_way: Iterable[str] = (),
     ) -> KVMove | None:
         table = self._tables.get(request_id)
         if table is None or table.tier is not Tier.DEVICE or table.move is not None:
@@ -144,7 +151,11 @@ class TieredKVManager(KVManager):
         if self._checkpoints.is_copying(request_id):
             return None
         start = self._checkpoints.num_blocks(request_id)
-        count = min(num_full - start, max_blocks, self._pools[Tier.HOST].num_free - reserve_blocks)
+        count = min(num_full - start, max_blocks)
+        shortage = min(count, count + reserve_blocks - self._pools[Tier.HOST].num_free)
+        if shortage > 0:
+            self._checkpoints.reclaim(shortage, [other for other in give_way if self.num_checkpointed(other)])
+            count = min(count, self._pools[Tier.HOST].num_free - reserve_blocks)
         if count <= 0:
             return None
         move = self._new_move(

@@ -107,7 +107,14 @@ class PoisonedBlocks:
             return
         num_tokens, max_blocks = self.requests[request_id].num_tokens, self.rng.randint(1, 4)
         reserve = self.rng.choice([0, 4])
-        move = self.kv.start_checkpoint(request_id, num_tokens, max_blocks=max_blocks, reserve_blocks=reserve)
+        others = [r for r in self.requests if r != request_id and self.kv.tier(r) is Tier.DEVICE]
+        move = self.kv.start_checkpoint(
+            request_id,
+            num_tokens,
+            max_blocks=max_blocks,
+            reserve_blocks=reserve,
+            give_way=self.rng.sample(others, self.rng.choice([0, len(others)])),
+        )
         if move is not None:
             assert move.is_checkpoint and move.direction is TO_HOST
             assert 0 < len(move.src_block_ids) <= max_blocks
