@@ -85,11 +85,16 @@ def measure_cost(model: Any, kv: str, args: argparse.Namespace) -> dict[str, Any
     with open_engine(model, kv, 1 << 30, args) as engine:
         engine.generate([request("be-warm", 64, WARM_UP_STEPS)])
         engine.on_step = watch
+        began_s = time.process_time()
         engine.generate([request(f"be{i}", args.prompt, args.output) for i in range(args.be)])
+        cpu_s = time.process_time() - began_s
+        copy_s = engine.host_tier.stats().busy_seconds if engine.host_tier is not None else 0.0
     return {
         "prefill_s": sum(watch.seconds["prefill"]),
         "decode_s": sum(watch.seconds["decode"]),
         "decode_step_s": statistics.median(watch.seconds["decode"]),
+        "cpu_s": cpu_s,
+        "copy_s": copy_s,
         "shared_steps": watch.shared_steps,
         "blocks": dict(watch.blocks),
     }
@@ -160,7 +165,7 @@ def main() -> None:
             for kv in MANAGERS if repeat % 2 == 0 else reversed(MANAGERS):
                 runs[kv].append(measure(model, kv, args))
                 print(name, kv, runs[kv][-1], flush=True)
-        shown = ("prefill_s", "decode_s", "decode_step_s") if name == "cost" else ("seconds",)
+        shown = ("prefill_s", "decode_s", "decode_step_s", "cpu_s") if name == "cost" else ("seconds",)
         results[name] = {"runs": runs, "incremental_over_paged": {key: ratios(runs, key) for key in shown}}
         print(name, "incremental / paged:", results[name]["incremental_over_paged"], flush=True)
     write_record(args.record, name="checkpointing", config=vars(args) | {"model": SMOLLM_135M}, seed=0, results=results)

@@ -40,7 +40,7 @@ class IncrementalKVManager(TieredKVManager):
         del self._tables[request_id]
         on_device = table.tier is Tier.DEVICE
         # On the device the last block may be partly filled; a checkpoint is of full blocks.
-        num_kept = (num_computed_tokens + self.block_size - 1 if on_device else num_computed_tokens) // self.block_size
+        num_kept = -(-num_computed_tokens // self.block_size) if on_device else num_computed_tokens // self.block_size
         self._pools[table.tier].give_back(reversed(table.blocks[num_kept:]))
         del table.blocks[num_kept:]
         if not on_device:
