@@ -28,7 +28,8 @@ class EngineConfig:
     scheduler: str = "omniserve"
     """Name in SCHEDULERS, or ``package.module:Class``."""
     kv: str = "tiered"
-    """Name in KV_MANAGERS (``paged``: device only; ``tiered``: device and host), or ``package.module:Class``."""
+    """Name in KV_MANAGERS (``paged``: device only; ``tiered``: device and host; ``incremental``: the same, and
+    preempted requests resume from checkpoints), or ``package.module:Class``."""
     attention: str = "auto"
     """Name in DEVICE_ATTENTION; ``auto`` takes the best that this device has."""
 
@@ -63,7 +64,8 @@ class EngineConfig:
     min_residence_s: float = 5.0
     """Seconds that a BE request's KV stays where it is after a move, unless an LS request needs the memory."""
     checkpoint_kv: bool = False
-    """Copy full blocks of BE requests to the host tier as they fill, so that moving a request there costs one block."""
+    """Copy full blocks of BE requests to the host tier as they fill, so that moving a request there costs one block.
+    ``incremental`` always does."""
     keep_halted: bool = True
     """BE rows that leave a step between two layers (``conserve``) go on from there later; False: they begin anew."""
 
@@ -108,7 +110,7 @@ class EngineConfig:
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name} must be a number >= 0, got {getattr(self, name)}")
         if self.checkpoint_kv and self.kv == "paged":
-            raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered")
+            raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
         if self.slack not in ("step", "deadline"):
             raise ValueError(f"slack must be step or deadline, got {self.slack!r}")
         for name in ("device_threads", "host_threads", "max_model_len", "max_piggyback_rows"):

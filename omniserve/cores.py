@@ -1,8 +1,8 @@
 """CoreSplit: how the two tiers share the CPU's cores on a machine without a GPU.
 
 Threads of both tiers on one core disturb each other badly (a spinning OpenMP thread keeps a host thread off the core,
-and the other way round), so the device tier has all cores while the host tier is idle and leaves it its share while
-it works. The switch is made at a step's boundary.
+and the other way round), so the device tier has all cores until the host tier attends, and leaves it its share while
+it does. Copies take a moment and have to do with what they get. The switch is made at a step's boundary.
 """
 
 from __future__ import annotations

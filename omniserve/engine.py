@@ -86,7 +86,13 @@ class Engine:
         block_bytes = self.spec.kv_block_bytes(config.block_size)
         self._num_device_blocks = _num_blocks(config.device_kv_bytes, block_bytes, "device_kv_bytes")
         host_block_bytes = self.spec.host_block_bytes(config.block_size, config.host_kv_dtype)
+        manager = KV_MANAGERS.get(config.kv)
         num_host_blocks = config.host_kv_bytes // host_block_bytes if config.kv != "paged" else 0
+        if manager.restores and num_host_blocks == 0:
+            raise ValueError(
+                f"kv={config.kv!r} keeps checkpoints in host memory, but host_kv_bytes is {config.host_kv_bytes}; "
+                f"give at least {host_block_bytes}, or set kv to paged"
+            )
         storage = DeviceKVStorage(
             self.spec,
             num_blocks=self._num_device_blocks,
@@ -108,7 +114,7 @@ class Engine:
                 pin_memory=patched.device.type == "cuda",
                 kv_dtype=config.host_kv_dtype,
             )
-        self.kv = KV_MANAGERS.get(config.kv)(
+        self.kv = manager(
             num_device_blocks=self._num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
         )
         self._shape = ModelShape.of(self.spec)
@@ -162,7 +168,11 @@ class Engine:
 
     def _limits(self) -> SchedulerLimits:
         return SchedulerLimits.of(
-            self.config, self.spec, num_device_blocks=self._num_device_blocks, has_host_tier=self.host_tier is not None
+            self.config,
+            self.spec,
+            num_device_blocks=self._num_device_blocks,
+            has_host_tier=self.host_tier is not None,
+            has_checkpoints=self.config.checkpoint_kv or self.kv.restores,
         )
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -396,6 +406,7 @@ class Engine:
             swaps_in=sched.swaps_in,
             host_failures=self.host_tier.num_failures if self.host_tier is not None else 0,
             checkpoints=sched.checkpoints,
+            resumed_tokens=sched.resumed_tokens,
             rejected=sched.rejected,
             latency_error=self._latency.error if self._latency is not None else 0.0,
             latency_drift=self._latency.drift if self._latency is not None else 1.0,

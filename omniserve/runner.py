@@ -79,7 +79,8 @@ class ModelRunner:
         self._tier = tier
         self._cores = cores
         self.host_works = False
-        """The host tier worked, or was given work, when the last step began."""
+        """The host tier attended, or was given something to, when the last step began. Moves do not count: a copy takes
+        a small part of a step, and would cost all of it half of the cores."""
         self._early_events: list[HostEvent] = []
         self.halted = HaltedRows(keep=keep_halted)
         """Rows that left a step between two layers."""
@@ -97,7 +98,7 @@ class ModelRunner:
         if plan.is_empty:
             return StepOutput()
         has_host_rows = bool(plan.entries or plan.joins or plan.pipelined)
-        self.host_works = has_host_rows or (self._tier is not None and self._tier.busy)
+        self.host_works = has_host_rows or (self._tier is not None and self._tier.attends)
         self._cores.apply(host_works=self.host_works)
         self.halted.forget(chunk.request_id for chunk in plan.chunks if not chunk.from_layer)
         second = self._second_batch(plan)

@@ -32,13 +32,15 @@ class EngineStats:
     host_output_tokens: int = 0
     """Counter: output tokens whose attention was computed on the host tier."""
     preemptions: int = 0
-    """Counter: requests whose KV was dropped, to be recomputed."""
+    """Counter: requests whose memory was taken back, to be resumed: what was not kept of their KV is recomputed."""
     layer_preemptions: int = 0
     """Counter: chunks that left a step between two layers."""
     swaps_out: int = 0
     swaps_in: int = 0
     checkpoints: int = 0
     """Counter: copies of full BE blocks to the host tier, ahead of need."""
+    resumed_tokens: int = 0
+    """Counter: tokens of preempted requests whose KV was kept, so that they were not recomputed."""
     rejected: Mapping[str, int] = field(default_factory=dict)
     """Counter: requests refused by admission control, by class."""
     latency_error: float = 0.0

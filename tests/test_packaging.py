@@ -45,6 +45,7 @@ PLAIN = (
     "kv/base.py",
     "kv/block_pool.py",
     "kv/checkpoints.py",
+    "kv/incremental.py",
     "kv/paged.py",
     "kv/tiered.py",
     "simulate",

@@ -287,6 +287,11 @@ class HostTier:
         return stats.tasks_in_hand + stats.moves_in_hand > 0
 
     @property
+    def attends(self) -> bool:
+        """True while attention tasks are queued or running; moves do not count."""
+        return self.stats().tasks_in_hand > 0
+
+    @property
     def healthy(self) -> bool:
         """True while at least one worker thread lives."""
         return self.stats().threads_alive > 0

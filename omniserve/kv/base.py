@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from omniserve.plan import KVMove, MoveDirection
 from omniserve.registry import Registry
@@ -22,7 +24,7 @@ class MoveResult(enum.StrEnum):
 
     ARRIVED = "arrived"  # the blocks are at the target: the request lives there, or its checkpoint has grown
     STAYED = "stayed"  # it failed, and the request's KV is where it was
-    LOST = "lost"  # it failed, and some of the source had been given back: the request has no KV any more
+    LOST = "lost"  # it failed, and the request has no table any more: what it has is what ``num_kept_tokens`` says
     UNUSED = "unused"  # nobody waited for it any more: abandoned, or the checkpoint was dropped or used meanwhile
 
 
@@ -44,11 +46,17 @@ class KVManager(ABC):
     A request on the device may have a *checkpoint*: copies of its first, full blocks on the host. It holds host blocks,
     but gives way to whoever needs them. A manager without checkpoints leaves those methods as they are here.
 
+    A request that gives way can be *evicted* instead of freed: it has no table then, but what is left of its KV need
+    not be recomputed. A manager that keeps nothing frees it.
+
     Args:
         num_device_blocks: Blocks of the device pool, >= 1.
         num_host_blocks: Blocks of the host pool; 0: no host tier.
         block_size: Tokens per block.
     """
+
+    restores: ClassVar[bool] = False
+    """Checkpoints outlive an eviction: they are worth making whether or not requests move to the host."""
 
     @abstractmethod
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None: ...
@@ -56,6 +64,8 @@ class KVManager(ABC):
     @abstractmethod
     def allocate(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
         """Grow the request's table, on the tier where it lives (a new one: the device), to hold ``num_tokens``.
+
+        An evicted request's table begins with its blocks that are still on the device.
 
         Args:
             reserve_blocks: Blocks of that tier that must still be free afterwards, if any block is taken at all; those
@@ -70,7 +80,7 @@ class KVManager(ABC):
 
     @abstractmethod
     def free(self, request_id: str) -> None:
-        """Give back all blocks of a request, its checkpoint's too; one without blocks is no error.
+        """Give back all blocks of a request, its checkpoint's and what an eviction kept too; none is no error.
 
         Raises:
             RuntimeError: The request is moving: a copy still reads or writes its blocks.
@@ -78,7 +88,7 @@ class KVManager(ABC):
 
     @abstractmethod
     def tier(self, request_id: str) -> Tier | None:
-        """Return where the request's KV is (while moving: the source), None if it has none."""
+        """Return where the request's table is (while moving: the source), None if it has none."""
 
     @abstractmethod
     def start_move(
@@ -97,7 +107,7 @@ class KVManager(ABC):
 
     @abstractmethod
     def abandon_move(self, move_id: int) -> None:
-        """Take the device blocks back from a move to the host that is under way; the request then has no KV.
+        """Take the device blocks back from a move to the host that is under way; the request then has no table.
 
         The copy may go on reading them while they are written: its result is not used. The destination stays
         allocated until ``finish_move``.
@@ -107,11 +117,17 @@ class KVManager(ABC):
     def finish_move(self, move_id: int, *, succeeded: bool) -> MoveResult:
         """Free the source of a move or, when the copy failed or nobody needs it any more, its destination.
 
-        To be called once for each move and each checkpoint copy that was started. After LOST the request has no KV.
+        To be called once for each move, restore and checkpoint copy that was started.
         """
 
     def start_checkpoint(
-        self, request_id: str, num_computed_tokens: int, *, max_blocks: int, reserve_blocks: int = 0
+        self,
+        request_id: str,
+        num_computed_tokens: int,
+        *,
+        max_blocks: int,
+        reserve_blocks: int = 0,
+        give_way: Iterable[str] = (),
     ) -> KVMove | None:
         """Begin to copy the next full blocks of a device request to the host, beside whatever happens to the request.
 
@@ -122,6 +138,7 @@ class KVManager(ABC):
             num_computed_tokens: Tokens whose KV is written, by steps that have ended.
             max_blocks: Copy at most so many blocks.
             reserve_blocks: Host blocks that must still be free afterwards.
+            give_way: Other device requests whose checkpoints may lose blocks for this one, the first first.
 
         Returns:
             None if there is nothing to copy now, no free host block for it, or no such tier.
@@ -139,13 +156,48 @@ class KVManager(ABC):
     def drop_checkpoint(self, request_id: str) -> None:  # noqa: B027 - there is nothing to drop
         """Give the host blocks of a checkpoint back; those of a copy under way when it ends."""
 
+    def evict(self, request_id: str, num_computed_tokens: int) -> None:
+        """Take a request's table away, for nothing is copied. Its blocks are free, but keep their KV until taken.
+
+        They are taken from the end of its tokens on, first of those who were evicted first. A checkpoint stays too, and
+        on the host a request's full blocks become one.
+
+        Args:
+            num_computed_tokens: Tokens whose KV is written, by steps that have ended.
+
+        Raises:
+            RuntimeError: The request is moving.
+        Paper: conserve 4.4 (blocks are discarded on demand).
+        """
+        self.free(request_id)
+
+    def num_kept_tokens(self, request_id: str, tier: Tier) -> int:
+        """Return how many first tokens of an evicted request still have their KV on a tier; 0 if it is not evicted."""
+        return 0
+
+    def start_restore(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> KVMove | None:
+        """Give an evicted request device blocks for ``num_tokens`` and copy what only its checkpoint has into them.
+
+        As with a move, nothing can be done with the request until ``finish_move``: after ARRIVED it is on the device,
+        with the KV of as many tokens as its checkpoint had, and still has the checkpoint; after LOST it has nothing.
+
+        Args:
+            num_tokens: At least as many as were computed when it was evicted.
+            reserve_blocks: Device blocks that must still be free afterwards.
+
+        Returns:
+            None, and nothing has changed, if there is no room or the checkpoint has nothing that the device has not.
+        Paper: conserve 4.4 (background prefetching).
+        """
+        return None
+
     @abstractmethod
     def num_free(self, tier: Tier) -> int:
-        """Return the number of free blocks of a tier."""
+        """Return the number of free blocks of a tier, those included that only evicted requests use on the device."""
 
     @abstractmethod
     def free_block_ids(self, tier: Tier) -> list[int]:
-        """Return the ids that nobody owns; tests poison them."""
+        """Return the ids that nobody owns and whose KV nobody keeps; tests poison them."""
 
     @abstractmethod
     def num_blocks(self, request_id: str) -> int:

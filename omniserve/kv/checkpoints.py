@@ -1,4 +1,4 @@
-"""Host copies of blocks that device requests still hold, so that a later move to the host copies only the rest.
+"""Host copies of full device blocks: a later move to the host copies only the rest, an evicted request gets them back.
 
 Paper: conserve 4.4 (incremental checkpoints of append-only KV), at the granularity of a block.
 """
@@ -6,7 +6,7 @@ Paper: conserve 4.4 (incremental checkpoints of append-only KV), at the granular
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from omniserve.kv.block_pool import BlockPool
@@ -96,20 +96,21 @@ class HostCheckpoints:
         """Forget the request's checkpoint and free its blocks."""
         self._pool.give_back(self.take(request_id))
 
-    def num_reclaimable(self, spare: str) -> int:
-        """Return how many blocks ``reclaim`` could free."""
-        return sum(len(c.blocks) for request_id, c in self._checkpoints.items() if request_id != spare)
+    def request_ids(self) -> list[str]:
+        """Return whose checkpoints there are, the oldest first."""
+        return list(self._checkpoints)
 
-    def reclaim(self, num_blocks: int, spare: str) -> None:
-        """Free so many blocks, or all there are: of the oldest checkpoint first, each from its end.
+    def num_reclaimable(self, request_ids: Iterable[str]) -> int:
+        """Return how many blocks ``reclaim`` could free of these requests' checkpoints."""
+        return sum(len(self._checkpoints[request_id].blocks) for request_id in request_ids)
 
-        Args:
-            spare: The request whose checkpoint is left alone.
-        """
-        for request_id, checkpoint in list(self._checkpoints.items()):
+    def reclaim(self, num_blocks: int, request_ids: Iterable[str]) -> None:
+        """Free so many blocks, or all there are: of these requests' checkpoints, in this order, each from its end."""
+        for request_id in request_ids:
             if num_blocks <= 0:
                 return
-            if request_id == spare or not checkpoint.blocks:
+            checkpoint = self._checkpoints[request_id]
+            if not checkpoint.blocks:
                 continue
             start = max(0, len(checkpoint.blocks) - num_blocks)
             cut = checkpoint.blocks[start:]
@@ -119,16 +120,25 @@ class HostCheckpoints:
             self._forget_if_empty(request_id)
             num_blocks -= len(cut)
 
+    def cut_source(self, request_id: str, num_blocks: int) -> None:
+        """Note that only its first ``num_blocks`` are on the device any more: a copy of others is of no use."""
+        checkpoint = self._checkpoints.get(request_id)
+        if checkpoint is None or checkpoint.flight is None:
+            return
+        if len(checkpoint.blocks) + len(checkpoint.flight.src_block_ids) > num_blocks:
+            checkpoint.flight = None
+            self._forget_if_empty(request_id)
+
     def owned_blocks(self) -> Iterator[int]:
         """Yield all blocks that are held here, those of copies under way included; for checks."""
         yield from itertools.chain.from_iterable(c.blocks for c in self._checkpoints.values())
         yield from itertools.chain.from_iterable(move.dst_block_ids for move in self._flights.values())
 
     def check(self, table_lengths: dict[str, int]) -> None:
-        """Verify that each checkpoint is of a request that rests on the device and within its table.
+        """Verify that each checkpoint, with what is being copied for it, is of blocks that its request has or had.
 
         Args:
-            table_lengths: Length of the table of each such request.
+            table_lengths: How many they are, of each request that may have a checkpoint.
 
         Raises:
             AssertionError: With the checkpoint that does not fit.

@@ -6,6 +6,7 @@ Paper: omniserve 3.2.4 (swap-out beside the step; when to swap in is the schedul
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
@@ -20,11 +21,15 @@ _TARGET = {MoveDirection.TO_HOST: Tier.HOST, MoveDirection.TO_DEVICE: Tier.DEVIC
 
 
 @dataclass(slots=True)
-class _Table:
+class Table:
+    """A request's blocks."""
+
     tier: Tier
     blocks: list[int]  # while it moves: the source
     move: KVMove | None = None
-    arrived: list[int] = field(default_factory=list)  # moving to the host: what its checkpoint had copied before
+    # While it moves, the target is ``arrived``, then the move's destination, then ``behind``.
+    arrived: list[int] = field(default_factory=list)  # what has been there before
+    behind: list[int] = field(default_factory=list)  # for what is not computed yet
     num_kept: int = 0  # moving to the device: source blocks that stay as its checkpoint
 
 
@@ -39,13 +44,13 @@ class TieredKVManager(KVManager):
             Tier.HOST: RunPool(num_host_blocks, "host"),
         }
         self._checkpoints = HostCheckpoints(self._pools[Tier.HOST])
-        self._tables: dict[str, _Table] = {}
+        self._tables: dict[str, Table] = {}
         self._moves: dict[int, str] = {}
         self._abandoned: dict[int, KVMove] = {}
         self._move_ids = itertools.count()
 
     def allocate(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
-        table = self._tables.get(request_id) or _Table(Tier.DEVICE, [])
+        table = self._tables.get(request_id) or Table(Tier.DEVICE, [])
         self._require_still(request_id, table)
         missing = -(-num_tokens // self.block_size) - len(table.blocks)
         if missing > 0 and not self._make_room(table.tier, missing, reserve_blocks, request_id):
@@ -96,7 +101,7 @@ class TieredKVManager(KVManager):
         assert move is not None and move.direction is MoveDirection.TO_HOST, f"move {move_id} cannot be abandoned"
         del self._moves[move_id], self._tables[request_id]
         self._pools[Tier.DEVICE].give_back(reversed(table.blocks))
-        self._pools[Tier.HOST].give_back(table.arrived)
+        self._strand(request_id, table.arrived)
         self._abandoned[move_id] = move
 
     def finish_move(self, move_id: int, *, succeeded: bool) -> MoveResult:
@@ -119,17 +124,24 @@ class TieredKVManager(KVManager):
             if not table.arrived:
                 table.num_kept = 0
                 return MoveResult.STAYED
-            target.give_back(table.arrived)
             source.give_back(reversed(table.blocks))
             del self._tables[request_id]
+            self._strand(request_id, table.arrived)
             return MoveResult.LOST
         source.give_back(reversed(table.blocks[table.num_kept :]))
         self._checkpoints.keep(request_id, table.blocks[: table.num_kept])
-        self._tables[request_id] = _Table(_TARGET[move.direction], table.arrived + list(move.dst_block_ids))
+        blocks = [*table.arrived, *move.dst_block_ids, *table.behind]
+        self._tables[request_id] = Table(_TARGET[move.direction], blocks)
         return MoveResult.ARRIVED
 
     def start_checkpoint(
-        self, request_id: str, num_computed_tokens: int, *, max_blocks: int, reserve_blocks: int = 0
+        self,
+        request_id: str,
+        num_computed_tokens: int,
+        *,
+        max_blocks: int,
+        reserve_blocks: int = 0,
+        give_way: Iterable[str] = (),
     ) -> KVMove | None:
         table = self._tables.get(request_id)
         if table is None or table.tier is not Tier.DEVICE or table.move is not None:
@@ -139,7 +151,11 @@ class TieredKVManager(KVManager):
         if self._checkpoints.is_copying(request_id):
             return None
         start = self._checkpoints.num_blocks(request_id)
-        count = min(num_full - start, max_blocks, self._pools[Tier.HOST].num_free - reserve_blocks)
+        count = min(num_full - start, max_blocks)
+        shortage = min(count, count + reserve_blocks - self._pools[Tier.HOST].num_free)
+        if shortage > 0:
+            self._checkpoints.reclaim(shortage, [other for other in give_way if self.num_checkpointed(other)])
+            count = min(count, self._pools[Tier.HOST].num_free - reserve_blocks)
         if count <= 0:
             return None
         move = self._new_move(
@@ -184,10 +200,34 @@ class TieredKVManager(KVManager):
         shortage = num_blocks - self._pools[tier].num_free
         if shortage + reserve_blocks <= 0:
             return True
-        if tier is Tier.DEVICE or self._checkpoints.num_reclaimable(spare=request_id) < shortage + reserve_blocks:
+        if self._num_reclaimable(tier, spare=request_id) < shortage + reserve_blocks:
             return False
-        self._checkpoints.reclaim(shortage, spare=request_id)
+        self._reclaim(tier, shortage, spare=request_id)
         return True
+
+    # What a manager that keeps more than this one does differently.
+
+    def _num_reclaimable(self, tier: Tier, spare: str) -> int:
+        """Return how many blocks ``_reclaim`` could free."""
+        return self._checkpoints.num_reclaimable(self._give_way(spare)) if tier is Tier.HOST else 0
+
+    def _reclaim(self, tier: Tier, num_blocks: int, spare: str) -> None:
+        """Free so many blocks of what is only there in case somebody needs it, but nothing of the request ``spare``."""
+        if tier is Tier.HOST:
+            self._checkpoints.reclaim(num_blocks, self._give_way(spare))
+
+    def _give_way(self, spare: str) -> list[str]:
+        """Return whose checkpoints may lose blocks, the first first; not ``spare``."""
+        return [request_id for request_id in self._checkpoints.request_ids() if request_id != spare]
+
+    def _strand(self, request_id: str, blocks: list[int]) -> None:
+        """Dispose of host copies of the first blocks of a request whose other blocks are lost."""
+        self._pools[Tier.HOST].give_back(blocks)
+
+    def _num_copyable(self) -> dict[str, int]:
+        """Return, of each request that may have a checkpoint, how many blocks it may be of; for checks."""
+        at_rest = ((r, t) for r, t in self._tables.items() if t.tier is Tier.DEVICE and t.move is None)
+        return {request_id: len(table.blocks) for request_id, table in at_rest}
 
     def num_free(self, tier: Tier) -> int:
         return self._pools[tier].num_free
@@ -197,36 +237,42 @@ class TieredKVManager(KVManager):
 
     def num_blocks(self, request_id: str) -> int:
         table = self._tables.get(request_id)
-        return len(table.arrived) + len(table.blocks) if table is not None else 0
+        if table is None:
+            return 0
+        moved = table.move.dst_block_ids if table.move is not None else table.blocks
+        return len(table.arrived) + len(moved) + len(table.behind)
 
     def usage(self) -> KVUsage:
         device, host = self._pools[Tier.DEVICE], self._pools[Tier.HOST]
         return KVUsage(
-            device_used=device.num_blocks - device.num_free,
+            device_used=device.num_blocks - self.num_free(Tier.DEVICE),
             device_total=device.num_blocks,
-            host_used=host.num_blocks - host.num_free,
+            host_used=host.num_blocks - self.num_free(Tier.HOST),
             host_total=host.num_blocks,
         )
 
     def check_integrity(self) -> None:
-        owned: dict[Tier, list[int]] = {Tier.DEVICE: [], Tier.HOST: []}
-        for table in self._tables.values():
-            owned[table.tier] += table.blocks
-            owned[Tier.HOST] += table.arrived
-            if table.move is not None:
-                owned[_TARGET[table.move.direction]] += table.move.dst_block_ids
-            else:
-                assert not table.arrived and not table.num_kept, table
-        for move in self._abandoned.values():
-            owned[Tier.HOST] += move.dst_block_ids
-        owned[Tier.HOST] += self._checkpoints.owned_blocks()
-        at_rest = ((r, t) for r, t in self._tables.items() if t.tier is Tier.DEVICE and t.move is None)
-        self._checkpoints.check({request_id: len(table.blocks) for request_id, table in at_rest})
+        self._checkpoints.check(self._num_copyable())
+        owned = self._owned()
         for tier, pool in self._pools.items():
             pool.check(owned[tier])
         assert sorted(self._moves) == sorted(t.move.move_id for t in self._tables.values() if t.move is not None)
 
+    def _owned(self) -> dict[Tier, list[int]]:
+        """Return the ids that are not free, by tier; for checks."""
+        owned: dict[Tier, list[int]] = {Tier.DEVICE: [], Tier.HOST: []}
+        for table in self._tables.values():
+            owned[table.tier] += table.blocks
+            if table.move is not None:
+                owned[_TARGET[table.move.direction]] += [*table.arrived, *table.move.dst_block_ids, *table.behind]
+            else:
+                assert not table.arrived and not table.behind and not table.num_kept, table
+        for move in self._abandoned.values():
+            owned[Tier.HOST] += move.dst_block_ids
+        owned[Tier.HOST] += self._checkpoints.owned_blocks()
+        return owned
+
     @staticmethod
-    def _require_still(request_id: str, table: _Table) -> None:
+    def _require_still(request_id: str, table: Table) -> None:
         if table.move is not None:
             raise RuntimeError(f"request {request_id} is moving {table.move.direction}: its blocks cannot change now")

@@ -44,7 +44,10 @@ class SchedulerLimits:
     slack: str = "deadline"
 
     @classmethod
-    def of(cls, config: EngineConfig, spec: ModelSpec, *, num_device_blocks: int, has_host_tier: bool) -> Self:
+    def of(
+        cls, config: EngineConfig, spec: ModelSpec, *, num_device_blocks: int, has_host_tier: bool,
+        has_checkpoints: bool,
+    ) -> Self:  # fmt: skip
         """Take them from an engine's settings and its model.
 
         Args:
@@ -52,6 +55,7 @@ class SchedulerLimits:
             spec: The model's sizes.
             num_device_blocks: Blocks of the device pool.
             has_host_tier: There is a host tier.
+            has_checkpoints: BE blocks are copied to it as they fill.
         """
         return cls(
             num_layers=spec.num_layers,
@@ -68,7 +72,7 @@ class SchedulerLimits:
             swap_in_delay_s=config.swap_in_delay_s,
             min_residence_s=config.min_residence_s,
             admission=config.admission,
-            checkpoint_blocks=max(1, -(-config.max_step_tokens // config.block_size)) if config.checkpoint_kv else 0,
+            checkpoint_blocks=max(1, -(-config.max_step_tokens // config.block_size)) if has_checkpoints else 0,
             slack=config.slack,
         )
 
@@ -88,6 +92,7 @@ class SchedulerStats:
     swaps_out: int = 0
     swaps_in: int = 0
     checkpoints: int = 0
+    resumed_tokens: int = 0
     rejected: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -114,6 +114,7 @@ class BROSScheduler(RequestScheduler):
     """LS by residual time, BE packed beside them and in the place of those that can wait; adaptive batch size."""
 
     predicts = True
+    offloads = True
 
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
         super().__init__(limits=limits, kv=kv, forecast=forecast)

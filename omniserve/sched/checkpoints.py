@@ -6,7 +6,7 @@ Paper: conserve 4.4 (incremental checkpoints), for omniserve 3.2.4's moves to th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from omniserve.kv.base import KVManager, MoveResult
 from omniserve.plan import HostEvent, HostEventKind, KVMove
@@ -44,6 +44,7 @@ class Checkpoints:
             reserve_blocks: Host blocks to leave free, for those who decode on the host.
         """
         moves: list[KVMove] = []
+        states = list(states)
         blocks_left = self._max_blocks - sum(self._under_way.values())
         num_checkpointed, size = self._kv.num_checkpointed, self._block_size
         behind = [
@@ -55,13 +56,26 @@ class Checkpoints:
             if blocks_left <= 0:
                 break
             move = self._kv.start_checkpoint(
-                state.request_id, state.num_computed_tokens, max_blocks=blocks_left, reserve_blocks=reserve_blocks
+                state.request_id,
+                state.num_computed_tokens,
+                max_blocks=blocks_left,
+                reserve_blocks=reserve_blocks,
+                give_way=self._seniors(state, states),
             )
             if move is not None:
                 self._under_way[move.move_id] = len(move.src_block_ids)
                 blocks_left -= len(move.src_block_ids)
                 moves.append(move)
         return moves
+
+    def _seniors(self, state: RequestState, states: Sequence[RequestState]) -> Iterator[str]:
+        """Yield who gives way after a request, first who does so last: a short host pool keeps copies of the others."""
+        if self._kv.restores:
+            for other in sorted(states, key=lambda other: other.place):
+                if other.place >= state.place:
+                    return
+                if other.phase is Phase.DEVICE:
+                    yield other.request_id
 
     def on_move(self, event: HostEvent) -> bool:
         """Book the end of a copy; False, and nothing has happened, if the event is of some other move."""

@@ -38,6 +38,7 @@ class ConServeScheduler(RequestScheduler):
     """LS, then BE by token within the LS objective; alone, BE in steps of the size with the best throughput."""
 
     predicts = True
+    offloads = True
 
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
         super().__init__(limits=limits, kv=kv, forecast=forecast)

@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from typing import ClassVar
 
 from omniserve.kv.base import KVManager, MoveResult, Tier
 from omniserve.plan import (
@@ -36,8 +37,12 @@ class RequestLifecycle(Scheduler):
     """Book-keeping shared by all policies.
 
     Invariants, between calls: a state is in exactly one of ``waiting[kind]``, ``device[kind]``, ``residents.queue``
-    and ``moving``, by its phase; a WAITING state holds no block; only HOST and MOVING states hold a slot.
+    and ``moving``, by its phase; a WAITING state has no block table; HOST states hold a slot, and so do MOVING ones
+    that come from the host tier or go there.
     """
+
+    offloads: ClassVar[bool] = False
+    """The policy moves requests to the host tier."""
 
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
         self.limits = limits
@@ -52,13 +57,15 @@ class RequestLifecycle(Scheduler):
             num_layers=limits.num_layers,
         )
         self.checkpoints: Checkpoints | None = None
-        if limits.checkpoint_blocks > 0 and limits.num_host_slots > 0:
+        uses_checkpoints = kv.restores or self.offloads
+        if uses_checkpoints and limits.checkpoint_blocks > 0 and limits.num_host_slots > 0:
             self.checkpoints = Checkpoints(kv, limits.block_size, max_blocks_per_step=limits.checkpoint_blocks)
         self.moving: dict[int, tuple[RequestState, KVMove]] = {}
         self.abandoned_moves: set[int] = set()
         self.draining: dict[int, RequestState] = {}
         self.host_is_up = limits.num_host_slots > 0
         self._cancels: list[int] = []
+        self._restores: list[KVMove] = []
         self._orders = itertools.count()
         self._step_ids = itertools.count()
         self._counters: Counter[str] = Counter()
@@ -98,6 +105,7 @@ class RequestLifecycle(Scheduler):
         phase, state.phase = state.phase, Phase.FINISHED
         if phase is Phase.WAITING:
             self.waiting[state.kind].remove(state)
+            self.kv.free(state.request_id)
         elif phase is Phase.DEVICE:
             self.device[state.kind].remove(state)
             self.kv.free(state.request_id)
@@ -113,8 +121,12 @@ class RequestLifecycle(Scheduler):
                 self._leave_host(state)
 
     def _leave_host(self, state: RequestState) -> None:
-        self.residents.release_slot(state)
+        self._release_slot(state)
         self.kv.free(state.request_id)
+
+    def _release_slot(self, state: RequestState) -> None:
+        if state.slot >= 0:  # a request that is restored has none
+            self.residents.release_slot(state)
 
     # -- what happens beside the steps ---------------------------------------------------------------------------
 
@@ -158,10 +170,10 @@ class RequestLifecycle(Scheduler):
             self._leave_host(state)
             return
         if result is MoveResult.LOST:
-            self.residents.release_slot(state)
+            self._release_slot(state)
             self._requeue(state)
             return
-        if succeeded:
+        if succeeded and state.slot >= 0:
             self._counters["swaps_out" if on_host else "swaps_in"] += 1
         if on_host:
             state.phase = Phase.HOST
@@ -169,22 +181,27 @@ class RequestLifecycle(Scheduler):
             if not self.host_is_up:
                 self.preempt(state)
         else:
-            self.residents.release_slot(state)
+            if state.slot < 0:
+                self._counters["resumed_tokens"] += state.num_computed_tokens
+            self._release_slot(state)
             state.phase = Phase.DEVICE
             self.device[state.kind].add(state)
 
     # -- how a request changes place -----------------------------------------------------------------------------
 
     def preempt(self, state: RequestState) -> None:
-        """Drop a request's KV; it waits, in arrival order, to be recomputed. Its tokens are kept."""
+        """Take a request's memory back; it waits, in arrival order, to be resumed. Its tokens are kept.
+
+        What the KV manager does not keep of its KV is recomputed then.
+        """
         if state.phase is Phase.DEVICE:
             self.device[state.kind].remove(state)
-            self.kv.free(state.request_id)
         elif state.phase is Phase.HOST:
             self.residents.queue.remove(state)
-            self._leave_host(state)
+            self.residents.release_slot(state)
         else:
             raise RuntimeError(f"request {state.request_id} cannot be preempted while {state.phase}")
+        self.kv.evict(state.request_id, state.num_computed_tokens)
         self._requeue(state)
 
     def _requeue(self, state: RequestState) -> None:
@@ -197,6 +214,7 @@ class RequestLifecycle(Scheduler):
     def start_move(self, state: RequestState, direction: MoveDirection, *, reserve_blocks: int = 0) -> KVMove | None:
         """Begin to move a DEVICE or HOST request that stands at a token boundary; None if there is no room."""
         assert state.decodes and state.away is None, f"{state.request_id} is not at a token boundary"
+        assert self.offloads, f"{type(self).__name__} moves requests to the host: set its offloads to True"
         to_host = direction is MoveDirection.TO_HOST
         if to_host and (not self.host_is_up or self.residents.num_free_slots == 0):
             return None
@@ -214,6 +232,29 @@ class RequestLifecycle(Scheduler):
         self.moving[move.move_id] = (state, move)
         return move
 
+    def needs_restore(self, state: RequestState) -> bool:
+        """Tell whether a WAITING request has a checkpoint of tokens whose KV is not on the device any more."""
+        num_kept = self.kv.num_kept_tokens
+        return self.host_is_up and num_kept(state.request_id, Tier.HOST) > num_kept(state.request_id, Tier.DEVICE)
+
+    def start_restore(self, state: RequestState, *, reserve_blocks: int = 0) -> bool:
+        """Begin to copy a WAITING request back that needs it; False if there is no room. The next plan has the copy.
+
+        It holds device blocks for all its tokens from now on, and is on the device, with those behind its checkpoint
+        uncomputed, when the copy is done.
+        """
+        num_tokens = self.kv.num_kept_tokens(state.request_id, Tier.HOST)
+        move = self.kv.start_restore(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
+        if move is None:
+            return False
+        self.waiting[state.kind].remove(state)
+        state.num_computed_tokens = num_tokens
+        state.blocked_since_s = None
+        state.phase = Phase.MOVING
+        self.moving[move.move_id] = (state, move)
+        self._restores.append(move)
+        return True
+
     def abandon_move(self, move_id: int) -> None:
         """Take the device memory back from a request that is moving to the host; it waits to be recomputed."""
         state, _ = self.moving.pop(move_id)
@@ -222,6 +263,7 @@ class RequestLifecycle(Scheduler):
         self.residents.release_slot(state)
         if state.phase is Phase.DRAINING:
             state.phase = Phase.FINISHED
+            self.kv.free(state.request_id)
         else:
             self._requeue(state)
 
@@ -316,6 +358,7 @@ class RequestLifecycle(Scheduler):
             swaps_out=self._counters["swaps_out"],
             swaps_in=self._counters["swaps_in"],
             checkpoints=self.checkpoints.num_blocks_copied if self.checkpoints is not None else 0,
+            resumed_tokens=self._counters["resumed_tokens"],
             rejected=dict(self._rejected),
         )
 
@@ -336,8 +379,9 @@ class RequestLifecycle(Scheduler):
             assert [phase for phase, home in homes.items() if home] == [state.phase], (state.request_id, homes)
             holds = self.kv.num_blocks(state.request_id)
             assert (holds == 0) == (state.phase is Phase.WAITING), (state.request_id, state.phase, holds)
-            assert (state.slot >= 0) == (state.phase in (Phase.HOST, Phase.MOVING)), (state.request_id, state.slot)
+            may_hold, must_hold = state.phase in (Phase.HOST, Phase.MOVING), state.phase is Phase.HOST
+            assert may_hold if state.slot >= 0 else not must_hold, (state.request_id, state.phase, state.slot)
         ended = [s for s, _ in self.moving.values() if s.phase is Phase.DRAINING] + list(self.draining.values())
         held = self.residents.num_slots_used
-        on_host = sum(s.slot >= 0 for s in self.states.values()) + len(ended)
+        on_host = sum(s.slot >= 0 for s in (*self.states.values(), *ended))
         assert held == on_host, f"{held} slots are taken, {on_host} requests hold one"

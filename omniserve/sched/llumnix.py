@@ -27,6 +27,8 @@ from omniserve.sched.tier_moves import TierMoves
 class LlumnixScheduler(RequestScheduler):
     """LS, then BE beside the LS reserve, decodes before prefills, then all piggyback rows that find a seat."""
 
+    offloads = True
+
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
         super().__init__(limits=limits, kv=kv, forecast=forecast)
         self._moves = TierMoves(self)
@@ -43,10 +45,7 @@ class LlumnixScheduler(RequestScheduler):
         max_entries = min(seats, max_rows) if self.host_is_up else 0
         entries = self.residents.plan_entries(self.host_blocks_for, max_entries)
         joins = self.residents.plan_joins(max_rows - len(entries), seats)
-        moves = self._moves.moves
-        if self.checkpoints is not None and self.host_is_up:
-            moves = [*moves, *self.checkpoints.plan(self.device[BE], reserve_blocks=self._moves.host_headroom)]
-        return self.make_plan(batch, now_s, host_rows=HostRows(entries=entries, joins=joins), moves=moves)
+        return self.make_plan(batch, now_s, host_rows=HostRows(entries=entries, joins=joins), moves=self._moves.moves)
 
     def _admit_ls(self, batch: Batch) -> None:
         for state in self.waiting[LS]:

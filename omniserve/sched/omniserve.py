@@ -39,6 +39,7 @@ class OmniServeScheduler(RequestScheduler):
     """LS decode, LS chunked prefill, BE chunked prefill, BE decode, then piggyback rows, lowest layer first."""
 
     predicts = True
+    offloads = True
     offloads_for_time = True
     """BE decodes that the bound keeps out go to the host tier although memory is not short (3.3.5)."""
 
@@ -85,9 +86,6 @@ class OmniServeScheduler(RequestScheduler):
         self._decode_be(batch, device_bound_s)
         self._moves.swap_back(batch, device_bound_s, nothing_left_out=not self._left_out)
         rows = self.host_rows(batch, bound.seconds, tokens_before - batch.tokens_left)
-        moves = self._moves.moves
-        if self.checkpoints is not None and self.host_is_up:
-            moves = [*moves, *self.checkpoints.plan(self.device[BE], reserve_blocks=self._moves.host_headroom)]
         decision = Decision(
             predicted_s=load.seconds() if load is not None else None,
             predicted_ls_s=ls_s,
@@ -95,7 +93,7 @@ class OmniServeScheduler(RequestScheduler):
             bound_by=bound.by,
             left_out=tuple(self._left_out),
         )
-        return self.make_plan(batch, now_s, host_rows=rows, moves=moves, decision=decision)
+        return self.make_plan(batch, now_s, host_rows=rows, moves=self._moves.moves, decision=decision)
 
     def leave_out(self, work: str, states: Sequence[RequestState] | int, first: str, bound: Bound | None) -> None:
         """Note what stays out of the step, and why."""
@@ -238,8 +236,8 @@ class OmniServeScheduler(RequestScheduler):
             reserve = self.reserve_for_ls(state)
             min_tokens = 0 if batch.chunks else MIN_BE_CHUNK
             if self.admit(batch, state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve):
-                if batch.samples(state):
-                    continue
+                if state.phase is Phase.MOVING or batch.samples(state):
+                    continue  # what is copied back takes nothing of the step
                 return
             self.leave_out("BE prefill", len(self.waiting[BE]), state.request_id, batch.refused_by)
             if batch.refused_by is Bound.MEMORY:

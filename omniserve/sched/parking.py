@@ -40,7 +40,7 @@ class Parking:
         self.moves = []
 
     def end_step(self, parked: Iterable[RequestState]) -> None:
-        """Bring parked requests back and plan checkpoints; to be called when the step is decided.
+        """Bring parked requests back; to be called when the step is decided.
 
         They come back beside the steps while no LS request waits, into memory that leaves those on the device the LS
         reserve and a block each to grow into; one with the device to itself always comes back.
@@ -57,8 +57,6 @@ class Parking:
                 if move is None:
                     break
                 self.moves.append(move)
-        if scheduler.checkpoints is not None and scheduler.host_is_up:
-            self.moves += scheduler.checkpoints.plan(scheduler.device[BE], reserve_blocks=0)
 
     def run(
         self, batch: Batch, state: RequestState, victims: Iterable[ServiceClass], *, bound_s: float = math.inf
@@ -120,7 +118,7 @@ class Parking:
         scheduler = self._scheduler
         num_checkpointed = self._kv.num_checkpointed(state.request_id)
         num_missing = self._kv.num_blocks(state.request_id) - num_checkpointed
-        if state.decodes and num_checkpointed > 0 and num_missing <= _MOST_TO_COPY:
+        if not self._kv.restores and state.decodes and num_checkpointed > 0 and num_missing <= _MOST_TO_COPY:
             move = scheduler.start_move(state, MoveDirection.TO_HOST)
             if move is not None:
                 self.moves.append(move)

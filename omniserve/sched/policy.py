@@ -40,15 +40,24 @@ class RequestScheduler(RequestLifecycle):
         min_tokens: int = 0,
         reserve_blocks: int = 0,
     ) -> bool:
-        """Schedule a WAITING request's first chunk; False if budget, bound, blocks or the request limit keep it out."""
-        # BE requests never use up the seats of LS ones.
-        kinds = (LS,) if state.kind is LS else (LS, BE)
-        num_admitted = sum(len(self.device[kind]) for kind in kinds)
-        if num_admitted >= self.limits.max_num_requests:
+        """Schedule a WAITING request's first chunk; False if budget, bound, blocks or the request limit keep it out.
+
+        One that has to be restored first takes its blocks and nothing of the batch: it is MOVING then, and on the
+        device when the copy is done.
+        """
+        if self._num_admitted(state.kind) >= self.limits.max_num_requests:
             batch.refused_by = Bound.REQUESTS
             return False
+        if self.needs_restore(state):
+            if not self.start_restore(state, reserve_blocks=reserve_blocks):
+                batch.refused_by = Bound.MEMORY
+                return False
+            return True
+        state.num_computed_tokens = num_kept = self.kv.num_kept_tokens(state.request_id, Tier.DEVICE)
         if not batch.add(state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve_blocks):
+            state.num_computed_tokens = 0
             return False
+        self._counters["resumed_tokens"] += num_kept
         self.waiting[state.kind].remove(state)
         state.phase = Phase.DEVICE
         state.blocked_since_s = None
@@ -79,6 +88,13 @@ class RequestScheduler(RequestLifecycle):
             for state in self.device[kind]:
                 if state.phase is Phase.DEVICE and state.decodes is decodes and state not in batch:
                     self.run_or_preempt(batch, state, victims)
+
+    def _num_admitted(self, kind: ServiceClass) -> int:
+        """Return how many requests count against the limit of a request of this kind."""
+        # BE requests never use up the seats of LS ones.
+        kinds = (LS,) if kind is LS else (LS, BE)
+        num_restored = sum(state.slot < 0 and state.kind in kinds for state, _ in self.moving.values())
+        return num_restored + sum(len(self.device[kind]) for kind in kinds)
 
     def run_or_preempt(
         self,
@@ -174,6 +190,21 @@ class RequestScheduler(RequestLifecycle):
         rows = self.limits.max_piggyback_rows
         return rows if rows is not None else self.limits.max_piggyback_slots * (self.limits.num_layers + 1)
 
+    @property
+    def host_headroom(self) -> int:
+        """Host blocks for residents to grow into, so that a full host tier does not drop what it just received."""
+        return 2 * (self.residents.num_slots_used + 1) if self.offloads else 0
+
+    def _prefetch(self) -> None:
+        """Restore the first BE request in line while it waits for its turn, if memory is left. Paper: conserve 4.4."""
+        first = next(iter(self.waiting[BE]), None)
+        if first is None or len(self.waiting[LS]) or self._num_admitted(BE) >= self.limits.max_num_requests:
+            return
+        if self.needs_restore(first):
+            # Each device request may need one more block soon.
+            margin = self.limits.ls_reserve_blocks + sum(map(len, self.device.values()))
+            self.start_restore(first, reserve_blocks=margin)
+
     def make_plan(
         self,
         batch: Batch,
@@ -184,13 +215,21 @@ class RequestScheduler(RequestLifecycle):
         preemptible: frozenset[str] = frozenset(),
         decision: Decision | None = None,
     ) -> StepPlan:
-        """Close a batch into a StepPlan with the smallest bucket of seats that holds its piggyback rows."""
+        """Close a batch into a StepPlan with the smallest bucket of seats that holds its piggyback rows.
+
+        Restores and checkpoints are added to the moves.
+        """
         for chunk in batch.chunks:
             state = self.states[chunk.request_id]
             if state.first_scheduled_s is None:
                 state.first_scheduled_s = now_s
         per_layer = Counter(join.layer for join in host_rows.joins)
         most = max(len(host_rows.entries), max(per_layer.values(), default=0))
+        self._prefetch()
+        restores, self._restores = self._restores, []
+        copies: list[KVMove] = []
+        if self.checkpoints is not None and self.host_is_up:
+            copies = self.checkpoints.plan(self.device[BE], reserve_blocks=self.host_headroom)
         cancels, self._cancels = tuple(self._cancels), []
         return StepPlan(
             step_id=next(self._step_ids),
@@ -198,7 +237,7 @@ class RequestScheduler(RequestLifecycle):
             entries=tuple(host_rows.entries),
             joins=tuple(host_rows.joins),
             num_piggyback_slots=seat_bucket(most, self.limits.max_piggyback_slots),
-            moves=tuple(moves),
+            moves=(*moves, *restores, *copies),
             pipelined=tuple(host_rows.pipelined),
             preemptible=preemptible,
             cancels=cancels,

@@ -15,7 +15,7 @@ from omniserve.request import SLO, FinishReason, Request, RequestOutput, Request
 class Phase(enum.StrEnum):
     """Where a request is."""
 
-    WAITING = "waiting"  # holds no KV: new, or preempted
+    WAITING = "waiting"  # has no block table: new, or preempted
     DEVICE = "device"  # KV on the device
     MOVING = "moving"  # KV is being copied; not schedulable
     HOST = "host"  # KV on the host tier; decodes there

@@ -42,11 +42,6 @@ class TierMoves:
         self.moves = []
 
     @property
-    def host_headroom(self) -> int:
-        """Host blocks for residents to grow into, so that a full host tier does not drop what it just received."""
-        return 2 * (self._scheduler.residents.num_slots_used + 1)
-
-    @property
     def blocks_moving_out(self) -> int:
         """Device blocks that moves to the host under way will free."""
         outgoing = (m for _, m in self._scheduler.moving.values() if m.direction is MoveDirection.TO_HOST)
@@ -54,7 +49,7 @@ class TierMoves:
 
     def offload(self, state: RequestState) -> bool:
         """Start to move a decoding BE request to the host tier (3.3.5); False if there is no room."""
-        return self._start(state, MoveDirection.TO_HOST, self.host_headroom)
+        return self._start(state, MoveDirection.TO_HOST, self._scheduler.host_headroom)
 
     def offload_until(self, shortage: int, batch: Batch) -> int:
         """Offload decoding BE requests until they free ``shortage`` blocks; return what is missing.

@@ -73,7 +73,11 @@ class SimulatedEngine:
             num_device_blocks=self.num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
         )
         self.limits = SchedulerLimits.of(
-            config, spec, num_device_blocks=self.num_device_blocks, has_host_tier=self.tier is not None
+            config,
+            spec,
+            num_device_blocks=self.num_device_blocks,
+            has_host_tier=self.tier is not None,
+            has_checkpoints=config.checkpoint_kv or self.kv.restores,
         )
         # With perfect predictions there is nothing to correct, and correcting costs as much as predicting.
         is_exact = noise == 0 and machine.forecast is machine.device

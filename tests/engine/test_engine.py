@@ -169,7 +169,7 @@ def test_close_ends_the_host_threads(model: PreTrainedModel) -> None:
     "settings",
     [
         {"scheduler": "nobody"}, {"kv": "nothing"}, {"attention": "nowhere"}, {"max_model_len": 100_000},
-        {"device_kv_bytes": 10},
+        {"device_kv_bytes": 10}, {"kv": "incremental", "host_kv_bytes": 10},
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(model: PreTrainedModel, settings: dict[str, object]) -> None:
@@ -226,3 +226,14 @@ def test_with_the_host_stopped_ls_goes_on_and_be_ends_with_the_same_tokens_after
         step()
     for request_id, prompt in be.items():
         assert got[request_id] == hf_tokens(prompt, 30)
+
+
+def test_checkpoints_are_made_and_restored_beside_steps_that_have_all_cores(make_engine: MakeEngine) -> None:
+    engine = make_engine(kv="incremental", scheduler="sarathi", device_blocks=8, host_blocks=32, max_step_tokens=16)
+    worked = []
+    engine.on_step = lambda plan, host_works, seconds: worked.append(host_works)
+    completions = engine.generate([request(20, 24, "BE"), request(20, 24, "BE"), request(20, 24, "LS")])
+    assert all(list(completion.token_ids) == hf_tokens(20, 24) for completion in completions)
+    stats = engine.stats()
+    assert stats.checkpoints > 0 and stats.preemptions > 0 and stats.resumed_tokens > 0
+    assert not any(worked)

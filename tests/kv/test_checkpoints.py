@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -27,21 +28,24 @@ class _Request:
 class PoisonedBlocks:
     """A random history. Blocks hold what was written there; what nobody owns is poisoned, and so is a torn copy."""
 
+    manager: type[TieredKVManager] = TieredKVManager
+
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.kv = TieredKVManager(
+        self.kv = self.manager(
             num_device_blocks=self.rng.choice([10, 16, 30]),
             num_host_blocks=self.rng.choice([8, 16, 40]),
             block_size=BLOCK,
         )
         self.memory: dict[tuple[Tier, int], tuple[object, ...]] = {}
         self.requests: dict[str, _Request] = {}
+        self.evicted: dict[str, _Request] = {}
         self.copies: dict[int, tuple[KVMove, list[tuple[object, ...]]]] = {}
         self.lives = 0
         self.reached: Counter[str] = Counter()
 
-    def run(self, num_actions: int) -> None:
-        weights = {
+    def weights(self) -> dict[Callable[[], None], float]:
+        return {
             self.grow: 8,
             self.checkpoint: 8,
             self.move: 3,
@@ -50,12 +54,15 @@ class PoisonedBlocks:
             self.free: 0.3,
             self.drop: 0.3,
         }
+
+    def run(self, num_actions: int) -> None:
+        weights = self.weights()
         for action in self.rng.choices(list(weights), list(weights.values()), k=num_actions):
             action()
             self.check()
         while self.copies:
             self.finish()
-        for request_id in self.requests:
+        for request_id in (*self.requests, *self.evicted):
             self.kv.free(request_id)
         usage = self.kv.usage()
         assert usage.device_used == usage.host_used == 0
@@ -73,7 +80,7 @@ class PoisonedBlocks:
     def grow(self) -> None:
         request_id = f"r{self.rng.randrange(5)}"
         request = self.requests.get(request_id)
-        if request is not None and request.move_id is not None:
+        if request_id in self.evicted or (request is not None and request.move_id is not None):
             return
         length = (request.num_tokens if request is not None else 0) + self.rng.randint(1, 2 * BLOCK)
         blocks = self.kv.allocate(request_id, length, reserve_blocks=self.rng.choice([0, 0, 3]))
@@ -83,13 +90,16 @@ class PoisonedBlocks:
         if request is None:
             self.lives += 1
             request = self.requests[request_id] = _Request(self.lives)
+        self.write(request_id, blocks, request.num_tokens, length)
+        request.num_tokens = length
+
+    def write(self, request_id: str, blocks: tuple[int, ...], start: int, end: int) -> None:
         tier = self.kv.tier(request_id)
         assert tier is not None
-        for position in range(request.num_tokens, length):
+        for position in range(start, end):
             place = tier, blocks[position // BLOCK]
-            before = self.memory.get(place, POISON) if position % BLOCK else ()
-            self.memory[place] = (*before, (request.life, position))
-        request.num_tokens = length
+            before = self.memory.get(place, POISON)[: position % BLOCK]
+            self.memory[place] = (*before, (self.requests[request_id].life, position))
 
     def checkpoint(self) -> None:
         request_id = self.pick(tier=Tier.DEVICE)
@@ -97,7 +107,14 @@ class PoisonedBlocks:
             return
         num_tokens, max_blocks = self.requests[request_id].num_tokens, self.rng.randint(1, 4)
         reserve = self.rng.choice([0, 4])
-        move = self.kv.start_checkpoint(request_id, num_tokens, max_blocks=max_blocks, reserve_blocks=reserve)
+        others = [r for r in self.requests if r != request_id and self.kv.tier(r) is Tier.DEVICE]
+        move = self.kv.start_checkpoint(
+            request_id,
+            num_tokens,
+            max_blocks=max_blocks,
+            reserve_blocks=reserve,
+            give_way=self.rng.sample(others, self.rng.choice([0, len(others)])),
+        )
         if move is not None:
             assert move.is_checkpoint and move.direction is TO_HOST
             assert 0 < len(move.src_block_ids) <= max_blocks
@@ -155,8 +172,8 @@ class PoisonedBlocks:
                 assert result is MoveResult.UNUSED
             assert self.kv.num_checkpointed(move.request_id) == num_copied
         elif result is MoveResult.LOST:
-            assert not succeeded and move.direction is TO_HOST and self.kv.tier(mine[0]) is None
-            del self.requests[mine[0]]
+            assert not succeeded and self.kv.tier(mine[0]) is None
+            self.lose(mine[0])
         else:
             assert result is (MoveResult.ARRIVED if succeeded else MoveResult.STAYED)
             assert self.kv.tier(mine[0]) is (target if succeeded else source)
@@ -166,10 +183,14 @@ class PoisonedBlocks:
     def abandon(self) -> None:
         request_id = self.pick(moving=True, tier=Tier.DEVICE)
         if request_id is not None:
-            move_id = self.requests.pop(request_id).move_id
+            move_id = self.requests[request_id].move_id
             assert move_id is not None
             self.kv.abandon_move(move_id)
             assert self.kv.tier(request_id) is None and self.kv.num_blocks(request_id) == 0
+            self.lose(request_id)
+
+    def lose(self, request_id: str) -> None:
+        del self.requests[request_id]
 
     def free(self) -> None:
         request_id = self.pick()

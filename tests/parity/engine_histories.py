@@ -73,6 +73,7 @@ class Tally:
     swaps_in: int = 0
     failures: int = 0
     aborted: int = 0
+    resumed_tokens: int = 0
     rejected: int = 0
     halted: int = 0
     finished: int = 0
@@ -82,6 +83,7 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
     block_bytes = engine_model.omniserve.spec.kv_block_bytes(BLOCK)
     settings: dict[str, object] = {
         "scheduler": scheduler,
+        "kv": rng.choice(["tiered", "tiered", "incremental"]),
         "block_size": BLOCK,
         "max_model_len": 80,
         # The smallest pool holds one longest request (64 tokens) and a little.
@@ -199,6 +201,7 @@ def run_history(
             raise AssertionError(f"seed {seed}: unfinished after all steps: {engine.stats()}")
         stats = engine.stats()
         assert stats.device_blocks_used == stats.host_blocks_used == 0, stats
+        assert len(engine.kv.free_block_ids(Tier.DEVICE)) == stats.device_blocks_total, "somebody who ended keeps KV"
     assert set(reasons) == set(which), f"seed {seed}: {set(which) - set(reasons)} never ended"
     for request_id, (index, max_tokens) in which.items():
         want = list(reference.tokens[index][:max_tokens])
@@ -213,6 +216,7 @@ def run_history(
     tally.piggyback_rows += stats.piggyback_rows
     tally.preemptions += stats.preemptions
     tally.halted += stats.layer_preemptions
+    tally.resumed_tokens += stats.resumed_tokens
     tally.swaps_out += stats.swaps_out
     tally.swaps_in += stats.swaps_in
     tally.failures += stats.host_failures

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from omniserve import patch
+from omniserve.kv import KV_MANAGERS
 from omniserve.sched import SCHEDULERS
 from tests.parity.engine_histories import Reference, Tally, run_history
 from tests.parity.models import MODELS, tiny_model
@@ -36,13 +37,14 @@ def test_piggybacked_tokens_equal_hugging_face(family: str, device: str) -> None
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scheduler", SCHEDULERS.names())
-@pytest.mark.parametrize("kv", ["paged", "tiered"])
+@pytest.mark.parametrize("kv", KV_MANAGERS.names())
 def test_every_scheduler_and_kv_manager_over_random_histories(scheduler: str, kv: str, device: str) -> None:
     model, reference = model_and_reference("llama", device)
     tally = Tally()
     for seed in range(100, 110):
         run_history(model, reference, seed, scheduler=scheduler, kv=kv, tally=tally)
     assert tally.preemptions > 0, "memory was never short"
+    assert (tally.resumed_tokens > 0) == (kv == "incremental")
 
 
 @pytest.mark.parametrize("device", DEVICES)

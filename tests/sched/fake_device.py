@@ -73,6 +73,8 @@ class FakeDevice:
         self.done: set[int] = set()
         self.num_joins = 0
         self.num_pipelined = 0
+        self.num_restored = 0
+        """Blocks that were copied to the device."""
 
     def _slot(self, block_ids: tuple[int, ...], position: int) -> int:
         return block_ids[position // self.block_size] * self.block_size + position % self.block_size
@@ -204,6 +206,7 @@ class FakeDevice:
                 failed = self.is_down or self.rng.random() < self.failure_rate
                 if not failed:
                     self._copy(move)
+                    self.num_restored += len(move.src_block_ids) * (move.direction is MoveDirection.TO_DEVICE)
                 del self._seen[move.move_id]
                 kind = HostEventKind.MOVE_FAILED if failed else HostEventKind.MOVE_DONE
                 events.append(HostEvent(kind=kind, move_id=move.move_id))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from omniserve.kv import Tier, TieredKVManager
+from omniserve.kv import KV_MANAGERS, Tier, TieredKVManager
 from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
 from omniserve.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.sched.batch import Batch
@@ -20,8 +20,8 @@ BLOCK = 4
 class Bench:
     """Requests on the device of a fake machine; ``step`` computes all their tokens, copies beside them."""
 
-    def __init__(self, *, max_blocks: int = 100, host_blocks: int = 32) -> None:
-        self.kv = TieredKVManager(num_device_blocks=32, num_host_blocks=host_blocks, block_size=BLOCK)
+    def __init__(self, *, max_blocks: int = 100, host_blocks: int = 32, kv: str = "tiered") -> None:
+        self.kv = KV_MANAGERS.get(kv)(num_device_blocks=32, num_host_blocks=host_blocks, block_size=BLOCK)
         self.checkpoints = Checkpoints(self.kv, BLOCK, max_blocks_per_step=max_blocks)
         self.device = FakeDevice(block_size=BLOCK, num_layers=1, max_tokens=1000, rng=random.Random(0))
         self.states: list[RequestState] = []
@@ -181,3 +181,19 @@ def test_the_fake_device_tears_a_copy_of_a_block_that_is_still_written() -> None
 def test_a_bound_of_no_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="max_blocks_per_step must be >= 1, got 0"):
         Checkpoints(TieredKVManager(num_device_blocks=4, num_host_blocks=4, block_size=4), 4, max_blocks_per_step=0)
+
+
+@pytest.mark.parametrize(("kv", "copied"), [("tiered", [4, 2, 0]), ("incremental", [2, 2, 2])])
+def test_where_checkpoints_are_restored_the_oldest_gives_way_if_host_memory_is_short(
+    kv: str, copied: list[int]
+) -> None:
+    bench = Bench(host_blocks=6, kv=kv)
+    for num_tokens in (16, 8, 8):
+        bench.add(num_tokens)
+        bench.step([])
+        bench.plan()
+        for move in bench.moves:
+            bench.checkpoints.on_move(done(move))
+    assert [bench.kv.num_checkpointed(state.request_id) for state in bench.states] == copied
+    assert bench.plan() == [], "nobody takes anything back from a younger one"
+    bench.kv.check_integrity()

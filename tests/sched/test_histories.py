@@ -7,7 +7,7 @@ import random
 import pytest
 
 from omniserve.errors import RequestRejected
-from omniserve.kv import KV_MANAGERS
+from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.latency import features_of
 from omniserve.plan import Bound, HostEvent, HostEventKind, StepPlan
 from omniserve.request import SLO, FinishReason, Request, SamplingParams, ServiceClass
@@ -32,11 +32,12 @@ WITH_ADMISSION = ("omniserve", "neo", "apex")
 
 
 def make(
-    scheduler: str, rng: random.Random, *, failure_rate: float = 0.0, halt_rate: float = 0.0, has_forecast: bool = False
-):
+    scheduler: str, kv_name: str, rng: random.Random, *, failure_rate: float = 0.0, halt_rate: float = 0.0,
+    has_forecast: bool = False,
+):  # fmt: skip
     num_device_blocks = rng.randint(16, 40)
-    num_host_blocks = rng.choice([0, 12, 30, 80])
-    kv = KV_MANAGERS.get("tiered")(
+    num_host_blocks = rng.choice([0, 12, 30, 80]) if kv_name != "paged" else 0
+    kv = KV_MANAGERS.get(kv_name)(
         num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=BLOCK
     )
     limits = SchedulerLimits(
@@ -87,11 +88,11 @@ def draw_request(rng: random.Random) -> Request:
 
 
 def run_history(
-    scheduler: str, seed: int, *, failure_rate: float = 0.0, halt_rate: float = 0.0, tier_down: bool = False,
-    has_forecast: bool = False,
+    scheduler: str, seed: int, *, kv: str = "tiered", failure_rate: float = 0.0, halt_rate: float = 0.0,
+    tier_down: bool = False, has_forecast: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     rng = random.Random(seed)
-    sched, device = make(scheduler, rng, failure_rate=failure_rate, halt_rate=halt_rate, has_forecast=has_forecast)
+    sched, device = make(scheduler, kv, rng, failure_rate=failure_rate, halt_rate=halt_rate, has_forecast=has_forecast)
     speed = rng.choice([0.01, 0.05, 0.5, 1.0])
     requests = {f"r{i}": draw_request(rng) for i in range(rng.randint(5, 30))}
     arrivals = list(requests)
@@ -142,12 +143,13 @@ def run_history(
         assert got[request_id] == want, (seed, request_id)
     usage = sched.kv.usage()
     assert usage.device_used == usage.host_used == 0
+    assert len(sched.kv.free_block_ids(Tier.DEVICE)) == usage.device_total, "somebody who ended still keeps KV"
     stats = sched.stats()
     assert stats.layer_preemptions == device.num_halts
     return {"halts": device.num_halts, "joins": device.num_joins, "pipelined": device.num_pipelined,
             "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
             "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,
-            "bounded": num_bounded}  # fmt: skip
+            "bounded": num_bounded, "resumed": stats.resumed_tokens, "restored": device.num_restored}  # fmt: skip
 
 
 def check_decision(sched: RequestScheduler, plan: StepPlan) -> bool:
@@ -176,10 +178,16 @@ def check_decision(sched: RequestScheduler, plan: StepPlan) -> bool:
     return any(left_out.bound is Bound.TIME for left_out in decision.left_out)
 
 
+@pytest.mark.parametrize("kv", KV_MANAGERS.names())
 @pytest.mark.parametrize("scheduler", SCHEDULERS.names())
-def test_every_request_gets_its_tokens_over_random_histories(scheduler: str) -> None:
-    totals = [run_history(scheduler, seed) for seed in range(60)]
-    for key in ("preemptions", *REACHED.get(scheduler, ())):
+def test_every_request_gets_its_tokens_over_random_histories(scheduler: str, kv: str) -> None:
+    totals = [run_history(scheduler, seed, kv=kv) for seed in range(60)]
+    wanted = ["preemptions"]
+    if kv == "tiered":
+        wanted += REACHED.get(scheduler, ())
+    if kv == "incremental":
+        wanted += ["checkpoints", "resumed", "restored"]
+    for key in wanted:
         assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 
@@ -213,10 +221,25 @@ def test_rows_that_leave_a_step_between_layers_lose_nothing(scheduler: str) -> N
 @pytest.mark.parametrize("scheduler", REACHED)
 @pytest.mark.parametrize("seed", range(40))
 def test_failing_host_tasks_and_moves_lose_nothing(scheduler: str, seed: int) -> None:
-    run_history(scheduler, 1000 + seed, failure_rate=0.1, has_forecast=seed % 2 == 0)
+    kv = "incremental" if seed % 3 == 0 else "tiered"
+    run_history(scheduler, 1000 + seed, kv=kv, failure_rate=0.1, has_forecast=seed % 2 == 0)
 
 
 @pytest.mark.parametrize("scheduler", REACHED)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_dead_host_tier_loses_nothing(scheduler: str, seed: int) -> None:
-    run_history(scheduler, 2000 + seed, tier_down=True, has_forecast=seed % 2 == 0)
+    kv = "incremental" if seed % 3 == 0 else "tiered"
+    run_history(scheduler, 2000 + seed, kv=kv, tier_down=True, has_forecast=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS.names())
+@pytest.mark.parametrize("trouble", ["failures", "death"])
+def test_restores_that_fail_lose_nothing(scheduler: str, trouble: str) -> None:
+    totals = [
+        run_history(
+            scheduler, 4000 + seed, kv="incremental", failure_rate=0.3 * (trouble == "failures"),
+            tier_down=trouble == "death",
+        )
+        for seed in range(40)
+    ]  # fmt: skip
+    assert sum(t["restored"] for t in totals) > 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from omniserve.kv import TieredKVManager
+from omniserve.kv import KV_MANAGERS
 from omniserve.plan import HostEvent, HostEventKind, MoveDirection, StepPlan
 from omniserve.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.sched import SCHEDULERS, SchedulerLimits
@@ -22,14 +22,21 @@ class Bench:
     """A scheduler on a fake device with a virtual clock; ``step`` runs one step with all host work done before it."""
 
     def __init__(
-        self, policy: str, *, device_blocks: int = 8, host_blocks: int = 0, seed: int = 0, **limits: Any
+        self,
+        policy: str,
+        *,
+        kv: str = "tiered",
+        device_blocks: int = 8,
+        host_blocks: int = 0,
+        seed: int = 0,
+        **limits: Any,
     ) -> None:
         self.now_s = 0.0
         self.finished: set[str] = set()
         self.limits = SchedulerLimits(
             num_layers=2, block_size=BLOCK, max_model_len=1000, num_host_slots=8 if host_blocks else 0, **limits
         )
-        self.kv = TieredKVManager(num_device_blocks=device_blocks, num_host_blocks=host_blocks, block_size=BLOCK)
+        self.kv = KV_MANAGERS.get(kv)(num_device_blocks=device_blocks, num_host_blocks=host_blocks, block_size=BLOCK)
         scheduler = SCHEDULERS.get(policy)(limits=self.limits, kv=self.kv)
         assert isinstance(scheduler, RequestScheduler)
         self.scheduler = scheduler

@@ -165,6 +165,7 @@ class FakeEngine:
             swaps_in=14,
             host_failures=15,
             checkpoints=16,
+            resumed_tokens=17,
             latency_error=0.125,
             latency_drift=1.25,
         )

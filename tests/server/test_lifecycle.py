@@ -74,6 +74,7 @@ def test_metrics(server, client):
         'swaps_total{direction="in"}': 14,
         "host_failures_total": 15,
         "checkpoints_total": 16,
+        "resumed_tokens_total": 17,
         "latency_error": 0.125,
         "latency_drift": 1.25,
         "host_healthy": 1,

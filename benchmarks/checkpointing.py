@@ -1,0 +1,175 @@
+"""What checkpoints of BE requests cost while memory is plentiful, and what they save when it is not.
+
+    python -m benchmarks.checkpointing --record benchmarks/results/checkpointing.json
+
+SmolLM-135M's shape, random weights. Cost: BE requests are prefilled and decode, and nobody needs their memory; seconds
+of prefill and decode steps with ``incremental`` over those with ``paged``. Savings: waves of LS requests take the
+memory of BE requests under ``sarathi``; tokens that were computed again, and seconds until all is done. A pair of runs,
+one of each manager, follows one another in each repeat. Paper: conserve 4.4 and 6.5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.models import SMOLLM_135M, random_llama
+from benchmarks.common.record import write_record
+from omniserve import Engine, EngineConfig, Request, SamplingParams
+from omniserve.cores import available_cores
+from omniserve.plan import MoveDirection, StepPlan
+
+MANAGERS = ("paged", "incremental")
+WARM_UP_STEPS = 3
+
+
+class Watch:
+    """Counts what steps compute and copy, and how long they take."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self.tokens: Counter[str] = Counter()
+        self.blocks: Counter[str] = Counter()
+        self.shared_steps = 0
+        """Steps in which the host tier had some of the device tier's cores."""
+        self._computed: Counter[str] = Counter()
+
+    def __call__(self, plan: StepPlan, host_works: bool, seconds: float) -> None:
+        self.shared_steps += host_works
+        is_prefill = any(len(chunk.token_ids) > 1 for chunk in plan.chunks)
+        self.seconds["prefill" if is_prefill else "decode"].append(seconds)
+        for chunk in plan.chunks:
+            end, before = chunk.start + len(chunk.token_ids), self._computed[chunk.request_id]
+            self.tokens["computed"] += end - chunk.start
+            self.tokens["computed again"] += max(0, min(end, before) - chunk.start)
+            self._computed[chunk.request_id] = max(end, before)
+        for move in plan.moves:
+            kind = "restored" if move.direction is MoveDirection.TO_DEVICE else "checkpointed"
+            self.blocks[kind] += len(move.src_block_ids)
+
+
+def open_engine(model: Any, kv: str, device_kv_bytes: int, args: argparse.Namespace) -> Engine:
+    torch.set_num_threads(available_cores())  # an engine before this one may have left fewer
+    host_kv_bytes = args.host_kv_mib << 20 if kv == "incremental" else 0
+    return Engine(
+        model,
+        EngineConfig(
+            scheduler="sarathi",
+            kv=kv,
+            device_kv_bytes=device_kv_bytes,
+            host_kv_bytes=host_kv_bytes,
+            block_size=args.block_size,
+        ),
+    )
+
+
+def request(name: str, prompt: int, output: int) -> Request:
+    first = sum(name.encode())
+    return Request(
+        prompt_token_ids=[1 + (first + i) % 1000 for i in range(prompt)],
+        sampling=SamplingParams(max_tokens=output, ignore_eos=True),
+        service_class="LS" if name.startswith("ls") else "BE",
+        request_id=name,
+    )
+
+
+def measure_cost(model: Any, kv: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run BE requests to their end with memory for all; the first steps are left out."""
+    watch = Watch()
+    with open_engine(model, kv, 1 << 30, args) as engine:
+        engine.generate([request("be-warm", 64, WARM_UP_STEPS)])
+        engine.on_step = watch
+        began_s = time.process_time()
+        engine.generate([request(f"be{i}", args.prompt, args.output) for i in range(args.be)])
+        cpu_s = time.process_time() - began_s
+        copy_s = engine.host_tier.stats().busy_seconds if engine.host_tier is not None else 0.0
+    return {
+        "prefill_s": sum(watch.seconds["prefill"]),
+        "decode_s": sum(watch.seconds["decode"]),
+        "decode_step_s": statistics.median(watch.seconds["decode"]),
+        "cpu_s": cpu_s,
+        "copy_s": copy_s,
+        "shared_steps": watch.shared_steps,
+        "blocks": dict(watch.blocks),
+    }
+
+
+def measure_savings(model: Any, kv: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run BE requests to their end, with a wave of LS requests whenever BE work has brought so many tokens more."""
+    watch = Watch()
+    be_tokens = num_ls = 0
+    ttfts: list[float] = []
+    with open_engine(model, kv, args.device_kv_mib << 20, args) as engine:
+        engine.generate([request("be-warm", 64, WARM_UP_STEPS)])
+        engine.on_step = watch
+        began_s = time.perf_counter()
+        for i in range(args.be):
+            engine.add(request(f"be{i}", args.prompt, args.output))
+        every = args.be * args.output // args.waves
+        while engine.has_unfinished:
+            for _ in range(args.ls * (be_tokens // every) - num_ls):
+                engine.add(request(f"ls{num_ls}", args.prompt, args.ls_output))
+                num_ls += 1
+            for output in engine.step():
+                be_tokens += len(output.new_token_ids) * (output.service_class == "BE")
+                if output.service_class == "LS" and output.finished:
+                    assert output.times is not None and output.times.first_token_s is not None
+                    ttfts.append(output.times.first_token_s - output.times.arrival_s)
+            if engine.last_plan_was_empty:
+                engine.wait(0.01)
+        seconds = time.perf_counter() - began_s
+        stats = engine.stats()
+    return {
+        "seconds": seconds,
+        "tokens": dict(watch.tokens),
+        "resumed_tokens": stats.resumed_tokens,
+        "preemptions": stats.preemptions,
+        "blocks": dict(watch.blocks),
+        "ls_requests": num_ls,
+        "ls_ttft_p50_s": statistics.median(ttfts),
+    }
+
+
+def ratios(runs: dict[str, list[dict[str, Any]]], name: str) -> float:
+    """Return the median over the repeats of ``incremental`` over ``paged``."""
+    pairs = zip(runs["incremental"], runs["paged"], strict=True)
+    return statistics.median(ours[name] / theirs[name] for ours, theirs in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--be", type=int, default=16, help="BE requests")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--ls", type=int, default=8, help="LS requests a wave")
+    parser.add_argument("--ls-output", type=int, default=32)
+    parser.add_argument("--waves", type=int, default=6)
+    parser.add_argument("--device-kv-mib", type=int, default=160)
+    parser.add_argument("--host-kv-mib", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--record", type=Path, default=Path(".cache/checkpointing.json"))
+    args = parser.parse_args()
+    model = random_llama(**SMOLLM_135M)
+    results: dict[str, Any] = {}
+    for name, measure in (("cost", measure_cost), ("savings", measure_savings)):
+        runs: dict[str, list[dict[str, Any]]] = {kv: [] for kv in MANAGERS}
+        measure_cost(model, "paged", argparse.Namespace(**vars(args) | {"be": 1, "output": 4}))  # compilation
+        for repeat in range(args.repeats):
+            for kv in MANAGERS if repeat % 2 == 0 else reversed(MANAGERS):
+                runs[kv].append(measure(model, kv, args))
+                print(name, kv, runs[kv][-1], flush=True)
+        shown = ("prefill_s", "decode_s", "decode_step_s", "cpu_s") if name == "cost" else ("seconds",)
+        results[name] = {"runs": runs, "incremental_over_paged": {key: ratios(runs, key) for key in shown}}
+        print(name, "incremental / paged:", results[name]["incremental_over_paged"], flush=True)
+    write_record(args.record, name="checkpointing", config=vars(args) | {"model": SMOLLM_135M}, seed=0, results=results)
+
+
+if __name__ == "__main__":
+    main()
