@@ -41,7 +41,7 @@ def test_piggybacked_tokens_equal_hugging_face(family: str, device: str) -> None
 def test_every_scheduler_and_kv_manager_over_random_histories(scheduler: str, kv: str, device: str) -> None:
     model, reference = model_and_reference("llama", device)
     tally = Tally()
-    for seed in range(100, 110):
+    for seed in range(100, 104):  # the fuzzer goes on where this ends
         run_history(model, reference, seed, scheduler=scheduler, kv=kv, tally=tally)
     assert tally.preemptions > 0, "memory was never short"
     assert (tally.resumed_tokens > 0) == (kv == "incremental")
