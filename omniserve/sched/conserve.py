@@ -90,9 +90,17 @@ class ConServeScheduler(RequestScheduler):
 
     def _serve_be(self, batch: Batch, bound_s: float) -> None:
         """Add BE decodes, each that fits, then prompts in order until one is cut short: no crumbs follow."""
-        for state in self.device[BE]:
-            if state.phase is Phase.DEVICE and state.decodes:
-                self._parking.run(batch, state, (BE,), bound_s=bound_s)
+        decodes = [state for state in self.device[BE] if state.decodes]
+        each_s = bound_s
+        if batch.load is not None and bound_s < math.inf:
+            together = batch.load.copy()
+            for state in decodes:
+                together.add_chunk(state.num_computed_tokens, 1, samples=True)
+            if together.seconds() <= bound_s:
+                each_s = math.inf  # one prediction for all
+        for state in decodes:
+            if state.phase is Phase.DEVICE:
+                self._parking.run(batch, state, (BE,), bound_s=each_s)
         for state in self.device[BE]:
             if not state.decodes:
                 if not self._parking.run(batch, state, (BE,), bound_s=bound_s) or not batch.samples(state):

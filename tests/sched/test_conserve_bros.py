@@ -78,6 +78,55 @@ def test_who_was_parked_comes_back_before_anybody_new_enters(policy: str) -> Non
     assert bench.scheduler.num_preemptions == 0
 
 
+@pytest.mark.parametrize("policy", ["conserve", "bros"])
+def test_a_parked_request_stays_away_while_an_ls_prompt_waits_for_memory(policy: str) -> None:
+    bench = Bench(policy, device_blocks=30, host_blocks=40, checkpoint_blocks=8)
+    bench.add("be", prompt=7, output=40)
+    for _ in range(3):
+        bench.step()
+    bench.add("ls-first", prompt=110, output=2)
+    bench.step()
+    bench.add("ls-long", prompt=38, output=20)
+    bench.add("ls-large", prompt=95, output=3)
+    while "ls-first" not in bench.finished:
+        bench.step()
+    for _ in range(10):
+        assert names(bench.step()[0]) == ["ls-long"]
+    assert bench.kv.num_free(Tier.DEVICE) > 10 and len(bench.scheduler.residents.queue) == 1
+    while "ls-large" not in bench.finished:
+        bench.step()
+    for _ in range(5):
+        bench.step()
+    assert len(bench.scheduler.device["BE"]) == 1 and bench.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("policy", ["conserve", "bros"])
+def test_a_parked_request_as_large_as_the_device_comes_back(policy: str) -> None:
+    bench = Bench(policy, device_blocks=8, host_blocks=40, checkpoint_blocks=8, ls_reserve_blocks=2)
+    bench.add("be", prompt=27, output=5)
+    for _ in range(3):
+        bench.step()
+    bench.add("ls", prompt=15, output=3)
+    for _ in range(12):
+        bench.step()
+    assert bench.finished == {"be", "ls"} and bench.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("policy", ["conserve", "bros"])
+def test_a_parked_request_comes_back_only_into_memory_that_nobody_is_about_to_need(policy: str) -> None:
+    bench = Bench(policy, device_blocks=9, host_blocks=40, checkpoint_blocks=8)
+    bench.add("be", prompt=7, output=60)
+    for _ in range(3):
+        bench.step()
+    bench.add("ls-long", prompt=14, output=20)
+    bench.add("ls-short", prompt=5, output=6)
+    num_moves = 0
+    while "ls-long" not in bench.finished:
+        plan, _ = bench.step()
+        num_moves += sum(move.direction is MoveDirection.TO_HOST and not move.is_checkpoint for move in plan.moves)
+    assert num_moves == 1
+
+
 def test_conserve_leaves_out_best_effort_work_if_ls_work_alone_is_too_long() -> None:
     bench = Clock(policy="conserve", predict={"base": 50.0})
     bench.add("be", prompt=8)
@@ -239,6 +288,28 @@ def test_bros_goes_on_when_nobody_can_be_in_time() -> None:
     assert not bench.scheduler.has_unfinished
 
 
+def test_bros_lets_in_all_that_are_late_before_the_others() -> None:
+    bench = Clock(policy="bros")
+    for i in range(10):
+        bench.add(f"ls{i}", tpot=0.001)
+    bench.add("ls10", tpot=0.012)
+    bench.step()
+    assert names(bench.step()) == [f"ls{i}" for i in range(10)], "15 ms: the last one would be late anyhow"
+    assert names(bench.step())[0] == "ls10"
+
+
+def test_bros_stops_nobody_for_a_prompt_that_finds_no_memory_and_gives_its_memory_to_nobody() -> None:
+    bench = Clock(policy="bros", device_blocks=8)
+    bench.add("be1", prompt=1, output=50)
+    bench.add("ls1", prompt=12, output=6, tpot=0.5)
+    bench.step()
+    bench.add("ls2", prompt=28, ttft=0.001, output=2)
+    bench.add("be2", prompt=1, output=2)
+    for _ in range(5):
+        assert names(bench.step()) == ["ls1", "be1"]
+    assert names(bench.step())[0] == "ls2"
+
+
 def test_bros_keeps_the_others_in_time_when_one_is_late() -> None:
     bench = Clock(policy="bros", max_step_tokens=64)
     bench.add("ls1", tpot=0.030, output=60)
@@ -266,6 +337,18 @@ def test_bros_replaces_an_ls_request_that_can_wait_and_no_other(monkeypatch: pyt
         if tpot is not None:
             gaps = [b - a for a, b in zip(bench.token_s["ls2"], bench.token_s["ls2"][1:], strict=False)]
             assert max(gaps) <= tpot, "it was in time all the same"
+
+
+def test_bros_replaces_nobody_by_what_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bros, "BASE_BATCH_SIZE", 2)
+    bench = Clock(policy="bros", max_num_requests=2, max_step_tokens=16)
+    bench.add("be", prompt=30)
+    bench.step()
+    bench.add("ls1", tpot=0.012, output=5)
+    bench.add("ls2", tpot=0.300, output=9)
+    while "ls1" in bench.scheduler.states:
+        assert names(bench.step()) == ["ls1", "ls2"], "14 tokens of the prompt are left"
+    assert "be" in names(bench.step())
 
 
 def test_bros_counts_the_steps_that_a_long_prompt_still_takes() -> None:
