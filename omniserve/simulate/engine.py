@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from omniserve.config import EngineConfig
 from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.latency import CorrectedModel, Predictor, features_of
 from omniserve.plan import HostEvent, SampledToken, StepOutput, StepPlan
-from omniserve.request import Request, RequestOutput
+from omniserve.request import Request, RequestOutput, ServiceClass
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.sched.base import SchedulerStats
 from omniserve.simulate.host_tier import SimulatedHostTier
@@ -96,6 +98,9 @@ class SimulatedEngine:
         self.num_steps = 0
         self.last_step: StepRecord | None = None
         """None after a step that had nothing to compute."""
+        self.newcomers: Callable[[float, float], Iterable[tuple[float, Request]]] | None = None
+        """Tells which requests come in ``(after_s, until_s]``, with their arrival; for steps with safepoints. It is
+        asked for no time beyond the layer boundary that the step stands at."""
 
     def fits(self, request: Request) -> bool:
         """Return whether the engine would take the request at all: its context and the device pool are long enough."""
@@ -124,20 +129,21 @@ class SimulatedEngine:
             self.tier.start_moves(plan, start_s)
         self.last_step = None
         tokens: dict[str, SampledToken] = {}
+        halted: dict[str, int] = {}
         if not plan.is_empty:
             has_host_rows = bool(plan.entries or plan.joins or plan.pipelined)
             host_works = has_host_rows or (self.tier is not None and self.tier.busy)
-            seconds = self._take(plan, host_works)
+            seconds, halted = self._take(plan, host_works)
             if self.tier is not None:
                 self.tier.submit(plan, start_s, seconds, during_step=self.machine.sends_during_step)
             self.now_s = start_s + seconds
             self.num_steps += 1
             self.last_step = StepRecord(plan=plan, start_s=start_s, seconds=seconds, host_works=host_works)
             last_layer = self.machine.spec.num_layers - 1
-            tokens = {chunk.request_id: _TOKEN for chunk in plan.chunks if chunk.samples}
+            tokens = {c.request_id: _TOKEN for c in plan.chunks if c.samples and c.request_id not in halted}
             tokens.update((join.request_id, _TOKEN) for join in plan.joins if join.layer == last_layer)
             tokens.update((row.request_id, _TOKEN) for row in plan.pipelined)
-        outputs = self.scheduler.update(plan, StepOutput(tokens=tokens), self.now_s)
+        outputs = self.scheduler.update(plan, StepOutput(tokens=tokens, halted=halted), self.now_s)
         if self.tier is not None:
             for output in outputs:
                 if output.finish_reason is not None:
@@ -164,12 +170,50 @@ class SimulatedEngine:
     def _host_events(self) -> list[HostEvent]:
         return self.tier.poll(self.now_s) if self.tier is not None else []
 
-    def _take(self, plan: StepPlan, host_works: bool) -> float:
-        """Return the seconds of a step."""
+    def _take(self, plan: StepPlan, host_works: bool) -> tuple[float, dict[str, int]]:
+        """Return the seconds of a step, and the layers that chunks left it before."""
         features = features_of(plan, self._shape, host_works=host_works)
-        seconds = self.machine.device.step_s(features)
-        if self._noise:
-            seconds *= math.exp(self._rng.gauss(-(self._noise**2) / 2, self._noise))
+        factor = math.exp(self._rng.gauss(-(self._noise**2) / 2, self._noise)) if self._noise else 1.0
+        halted: dict[str, int] = {}
+        if plan.preemptible or any(chunk.from_layer for chunk in plan.chunks):
+            seconds, halted = self._layer_by_layer(plan, host_works, factor)
+        else:
+            seconds = factor * self.machine.device.step_s(features)
         if self._corrected is not None:
             self._corrected.observe(features, seconds)
-        return seconds
+        return seconds, halted
+
+    def _layer_by_layer(self, plan: StepPlan, host_works: bool, factor: float) -> tuple[float, dict[str, int]]:
+        """Do the same for a step that rows leave or enter between two layers (conserve 4.3).
+
+        Each layer takes its share of a step that consists of the rows that are there.
+        """
+        halted: dict[str, int] = {}
+        looked_s = time_s = self.now_s
+        num_layers, layer_s, present = self.machine.spec.num_layers, 0.0, -1
+        for layer in range(num_layers):
+            if layer and not halted and self._must_leave(looked_s, time_s):
+                left = layer if self.config.keep_halted else 0
+                for chunk in plan.chunks:
+                    if chunk.request_id in plan.preemptible:
+                        # Who would have gone on at this layer or later stays where it is.
+                        halted[chunk.request_id] = chunk.from_layer if chunk.from_layer >= layer else left
+            looked_s = time_s
+            chunks = tuple(c for c in plan.chunks if c.from_layer <= layer and c.request_id not in halted)
+            if len(chunks) != present:
+                present = len(chunks)
+                part = dataclasses.replace(plan, chunks=chunks)
+                features = features_of(part, self._shape, host_works=host_works)
+                layer_s = factor * self.machine.device.step_s(features) / num_layers
+            time_s += layer_s
+        return time_s - self.now_s, halted
+
+    def _must_leave(self, after_s: float, now_s: float) -> bool:
+        """Return whether preemptible rows must leave for a request that came since ``after_s``."""
+        must = False
+        for arrival_s, request in self.newcomers(after_s, now_s) if self.newcomers is not None else ():
+            spec = self.config.class_named(request.service_class)
+            if spec.kind is ServiceClass.LS:
+                slo = request.slo if request.slo is not None else spec.slo
+                must |= self.scheduler.must_preempt(len(request.prompt_token_ids), slo, now_s - arrival_s, now_s)
+        return must

@@ -137,6 +137,7 @@ class _Run:
             self._pile = enumerate(itertools.cycle([request for *_, request in be]))
             be = []
         self._upcoming = sorted([*ls, *be], key=lambda arrival: arrival[0], reverse=True)
+        self._engine.newcomers = self._newcomers
         self._results: dict[str, RequestResult] = {}
         self._unfinished = {self._ls_name: 0, self._be_name: 0}
         self._warm: _Counters | None = None if config.load.warm_up_s else _Counters()
@@ -212,6 +213,13 @@ class _Run:
             else:
                 self._too_long += 1
         return arrivals
+
+    def _newcomers(self, after_s: float, until_s: float) -> Iterator[tuple[float, Request]]:
+        for arrival_s, _, request in reversed(self._upcoming):
+            if arrival_s > until_s:
+                return
+            if arrival_s > after_s:
+                yield arrival_s, request
 
     def _refill(self) -> None:
         while self._unfinished[self._be_name] < self._config.load.backlog:

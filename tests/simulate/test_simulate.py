@@ -176,6 +176,27 @@ def test_rejected_requests_miss_their_objectives() -> None:
     assert (ls.num_rejected, ls.ttft_attainment, ls.attainment) == (1, 0.0, 0.0)
 
 
+@pytest.mark.parametrize("keep_halted", [True, False])
+def test_best_effort_rows_leave_a_step_for_a_request_that_would_be_late(keep_halted: bool) -> None:
+    # A row takes 50 ms in each of two layers. 48 best-effort rows are under way for 4.8 s when, during the first layer,
+    # a request comes whose first token is wanted within 4 s: they leave after 2.4 s. In the next step its four rows run
+    # beside the second half of those 48, or beside as many as the budget of 64 lets begin anew.
+    classes = ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=4.0, tpot_s=20.0)), ClassSpec(name="BE", kind="BE")
+    steps: list[StepRecord] = []
+    result = simulate(
+        SimulationConfig(
+            machine=machine(base=0.0, row=100.0, key=0.0),
+            engine=engine(scheduler="conserve", keep_halted=keep_halted, classes=classes),
+            load=Load(latency_sensitive=[TraceRequest(1.0, 4, 1)], best_effort=[TraceRequest(0.0, 64, 1)]),
+            drain_s=math.inf,
+            check=True,
+        ),
+        on_step=steps.append,
+    )
+    assert [step.seconds for step in steps[:2]] == pytest.approx([2.4, 2.8 if keep_halted else 6.4], rel=1e-3)
+    everything_ended(result)
+
+
 def test_noise_keeps_the_mean() -> None:
     seconds: list[float] = []
     load = Load(latency_sensitive=[TraceRequest(0.0, 10, 3000)])
