@@ -44,12 +44,12 @@ from benchmarks.common.co_report import markdown_table, plot
 from benchmarks.common.co_runs import Servers, joined_records, measure, plan_runs, rows_of
 from benchmarks.common.loads import PROCESSES, Arrivals, TraceSlice
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
-from benchmarks.common.plotting import require_matplotlib
 from benchmarks.common.record import ROOT, write_record
 from benchmarks.common.server import ServerFailed
 from omniserve.sched import SCHEDULERS
+from omniserve.simulate.report import require_matplotlib
 
-BLIND = {"fcfs", "sarathi", "priority", "online-only", "non-preemptive", "round-robin", "llumnix"}
+BLIND = {"fcfs", "llumnix", "non-preemptive", "online-only", "priority", "round-robin", "sarathi"}
 """Policies that read no objective, so that one run shows what they do under all."""
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.plotting import require_matplotlib
 from benchmarks.common.prefill_attention import OURS
+from omniserve.simulate.report import require_matplotlib
 
 COLUMN = 25
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.plotting import require_matplotlib
+from omniserve.simulate.report import require_matplotlib
 
 Row = Mapping[str, Any]
 """Figures of ``summarize_co_serving`` (medians, or one run's), and ``policy``, ``rate`` (LS requests a second) and
@@ -94,7 +94,7 @@ def plot(rows: Sequence[Row], runs: Sequence[Row], path: Path) -> None:
         against = []
     columns = len(against) + len(rates)
     figure, axes = pyplot.subplots(
-        len(scales), columns, figsize=(4.6 * columns + 0.6, 4.2 * len(scales) + 0.6), squeeze=False,
+        len(scales), columns, figsize=(5 * columns + 1, 4.2 * len(scales) + 0.6), squeeze=False,
         layout="constrained",
     )  # fmt: skip
     for line, scale in zip(axes, scales, strict=True):
@@ -109,7 +109,7 @@ def plot(rows: Sequence[Row], runs: Sequence[Row], path: Path) -> None:
             _draw_frontier(panel, frontier_of(rows, rate, scale), frontier_of(runs, rate, scale), colours)
             panel.set_title(f"{rate:.3g} LS requests/s, objectives x {scale:g}")
     handles = [pyplot.Line2D([], [], marker="o", color=colours[policy], label=policy) for policy in policies]
-    figure.legend(handles=handles, ncols=min(6, len(policies)), loc="outside lower center", frameon=False)
+    figure.legend(handles=handles, ncols=3 * columns, loc="outside lower center", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -122,13 +122,26 @@ def _draw_frontier(
     panel.plot(*zip(*best, strict=True), color="grey", linewidth=0.8, linestyle="--", zorder=1)
     for row, _ in runs:
         panel.plot(row[BE_RATE], row[ATTAINED], ".", color=colours[row["policy"]], markersize=3, alpha=0.6)
+    most = best[-1][0]
+    labelled: list[tuple[float, float]] = []
     for row, is_best in rows:
+        x, y = row[BE_RATE], row[ATTAINED]
         colour = colours[row["policy"]]
         face = colour if is_best else "none"
-        panel.plot(row[BE_RATE], row[ATTAINED], "o", markeredgecolor=colour, markerfacecolor=face, markersize=8)
-        offset, side = ((-6, 4), "right") if row[BE_RATE] > best[-1][0] / 2 else ((6, 4), "left")
-        point = (row[BE_RATE], row[ATTAINED])
-        panel.annotate(row["policy"], point, offset, textcoords="offset points", ha=side, fontsize=7)
+        panel.plot(x, y, "o", markeredgecolor=colour, markerfacecolor=face, markersize=8)
+        # Labels of points that lie close to each other are stacked, towards the middle, in their points' colours.
+        before = sum(abs(x - other[0]) < 0.25 * most and abs(y - other[1]) < 0.04 * len(rows) for other in labelled)
+        labelled.append((x, y))
+        shift, side = (-6, "right") if x > most / 2 else (6, "left")
+        panel.annotate(
+            row["policy"],
+            (x, y),
+            (shift, 4 + 8 * before if y < 0.5 else -4 - 8 * before),
+            textcoords="offset points",
+            ha=side,
+            fontsize=7,
+            color=colour,
+        )
     panel.set(xlabel="BE tokens/s beside LS", ylabel="LS requests that met their objectives", ylim=SHARES)
     panel.set_xlim(left=0)
     panel.margins(x=0.15)
