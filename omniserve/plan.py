@@ -111,7 +111,8 @@ class Decision:
     bound_s: float | None = None
     """What best-effort work was added up to; None: nothing limits it."""
     bound_by: str = ""
-    """Where the bound comes from: ``tpot of <request>``, ``ttft of <request>``, ``ttft of a new request``."""
+    """Where the bound comes from: ``tpot of <request>``, ``ttft of <request>``, ``ttft of a new request``,
+    ``residual time of <request>``."""
     left_out: tuple[LeftOut, ...] = ()
 
 

@@ -2,9 +2,10 @@
 
 Paper: conserve 4.2. Each step has a token budget of its own: LS requests go in without queueing, then BE requests by
 ``can_schedule(batch, request, TBT)``, which is ``Batch.add`` with a time bound: the most tokens of a request that keep
-the predicted step within the objective, or none. A step without LS requests is of the size that brings most tokens a
-second. Memory that LS requests need is taken from BE requests on demand; with checkpoints (4.4) their KV goes to the
-host and comes back beside the steps (see ``parking``).
+the predicted step within the objective, or none. A BE decode that does not fit is passed over; the first prompt that is
+cut ends the step. A step without LS requests is of the size that brings most tokens a second. Memory that LS requests
+need is taken from BE requests on demand; with checkpoints (4.4) their KV goes to the host and comes back beside the
+steps (see ``parking``).
 
 A step with BE rows has safepoints (4.3, Algorithm 1): an LS request that comes while it runs, and would miss its TTFT
 if it waited for the step's end, has them leave between two layers. They go on there later, or begin anew as in the

@@ -351,6 +351,29 @@ def test_bros_replaces_nobody_by_what_takes_too_long(monkeypatch: pytest.MonkeyP
     assert "be" in names(bench.step())
 
 
+def test_bros_replaces_nobody_by_a_request_that_finds_no_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bros, "BASE_BATCH_SIZE", 2)
+    bench = Clock(policy="bros", max_num_requests=2)
+    for name in ("ls1", "ls2"):
+        bench.add(name, tpot=0.300, output=5)
+    bench.add("be", prompt=1)
+    for _ in range(5):
+        assert names(bench.step()) == ["ls1", "ls2"]
+    assert names(bench.step()) == ["be"]
+
+
+def test_bros_replaces_nobody_by_a_prompt_that_does_not_fit_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bros, "BASE_BATCH_SIZE", 2)
+    bench = Clock(policy="bros", max_num_requests=2, max_step_tokens=16)
+    bench.add("be", prompt=60)
+    bench.step()
+    for name in ("ls1", "ls2"):
+        bench.add(name, tpot=0.300, output=5)
+    for _ in range(5):
+        assert names(bench.step()) == ["ls1", "ls2"]
+    assert names(bench.step()) == ["be"]
+
+
 def test_bros_counts_the_steps_that_a_long_prompt_still_takes() -> None:
     bench = Clock(policy="bros", max_step_tokens=20)
     bench.add("ls1", prompt=4, ttft=1.0)
