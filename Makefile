@@ -16,7 +16,7 @@ PIP := PATH="$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check demo sanitize lint format clean
+.PHONY: help setup serve test check demo coserve sanitize lint format clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -32,6 +32,9 @@ test: setup ## Run the tests (ARGS="-k name" for some)
 
 demo: setup ## Serve and load the built-in model, and print what best-effort work costs the others
 	@$(BIN)/python -m benchmarks.demo $(ARGS)
+
+coserve: $(VENV)/.plots ## Measure every policy on one load of both kinds: a table and a plot, in minutes (ARGS="--rates 1 2")
+	@$(BIN)/python -m benchmarks.coserve --plot .cache/coserve.png $(ARGS)
 
 check: lint test ## Format, lint, types and tests: what CI runs
 
@@ -69,4 +72,8 @@ $(VENV)/.torch: constraints.txt
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py $(CSRC)
 	rm -f omniserve/_C*.so
 	$(PIP) install -q -c constraints.txt --no-build-isolation $(if $(filter-out $(CSRC),$?),,--no-deps) -e '.[$(EXTRAS)$(CUDA_EXTRA)]'
+	@touch $@
+
+$(VENV)/.plots: $(VENV)/.installed
+	$(PIP) install -q -c constraints.txt matplotlib
 	@touch $@

@@ -4,31 +4,31 @@
     python -m benchmarks.co_serving --quick
 
 `frontier`: a Poisson stream of LS requests (1/s, 128 tokens in, 32 out) and 64 BE requests (512 in, 64 out) that all
-come at once, under each policy and pair of objectives; the stream alone under `sarathi` (nothing can do better); the
-BE requests alone. LS figures are of the requests that overlap BE work. BE tokens/s count input and output, from the
-first request to the last token. `overload`: LS requests at twice the rate that the server completes, with and without
-admission control. Policies alternate; each one has a server of its own, and a fresh one every repeat. A random-weight
-bf16 model in SmolLM-135M's shape, or the built-in one.
+come at once, under each policy and pair of objectives (`sarathi` with its usual budget of 512 tokens a step, and with
+such as keep the TPOT); the stream alone under `sarathi` (nothing can do better); the BE requests alone. LS figures are
+of the requests that overlap BE work. BE tokens/s count input and output, from the first request to the last token.
+`overload`: LS requests at twice the rate that the server completes, with and without admission control. Policies
+alternate; each one has a server of its own, and a fresh one every repeat. A random-weight bf16 model in SmolLM-135M's
+shape, or the built-in one.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.client import LoadRequest, RequestRecord, poisson_times_s, run_load
+from benchmarks.common.client import LS_TIER, LoadRequest
+from benchmarks.common.co_summary import medians, summarize_co_serving
+from benchmarks.common.driving import drive
+from benchmarks.common.loads import backlog, poisson_stream
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.server import ServerFailed, ServerProcess
-from benchmarks.common.stats import percentile
+from benchmarks.common.server import ServerProcess
 
-LS_TIER, BE_TIER = "priority", "flex"
 SECTIONS = ("frontier", "overload")
 OBJECTIVES = {"tight": (0.3, 0.06), "loose": (1.0, 0.25)}
 DRAIN_S = 60.0
@@ -48,87 +48,24 @@ class Load:
     be_output: int
     vocab_size: int
     objectives: dict[str, tuple[float, float]]
+    budgets: dict[str, int]
+    """Tokens a step with which a fixed budget keeps the objective's TPOT."""
 
 
 def ls_stream(load: Load, seed: int, slo: tuple[float, float], rate: float) -> list[LoadRequest]:
     """Return a Poisson stream of LS requests."""
-    rng = random.Random(seed)
-    return [
-        LoadRequest(
-            send_at_s=at_s, prompt=[rng.randrange(1, load.vocab_size) for _ in range(load.ls_prompt)],
-            max_tokens=load.ls_output, service_tier=LS_TIER, slo=slo,
-        )
-        for at_s in poisson_times_s(rate, load.seconds, rng)
-    ]  # fmt: skip
+    return poisson_stream(
+        random.Random(seed), rate=rate, seconds=load.seconds, prompt=load.ls_prompt, output=load.ls_output,
+        tier=LS_TIER, vocab_size=load.vocab_size, slo=slo,
+    )  # fmt: skip
 
 
 def be_pile(load: Load, seed: int) -> list[LoadRequest]:
     """Return the BE requests."""
     rng = random.Random(seed + 10_000)
-    return [
-        LoadRequest(
-            send_at_s=0.0, prompt=[rng.randrange(1, load.vocab_size) for _ in range(load.be_prompt)],
-            max_tokens=load.be_output, service_tier=BE_TIER,
-        )
-        for _ in range(load.be_requests)
-    ]  # fmt: skip
-
-
-def run(
-    server: ServerProcess, requests: Sequence[LoadRequest], seconds: float, *, may_be_cut_off: bool = False
-) -> list[RequestRecord]:
-    """Send a load and wait for its end, but no longer than DRAIN_S.
-
-    Raises:
-        ServerFailed: A request ended with another error than a rejection, or, unless it may, did not end.
-    """
-
-    async def watch(_: float, __: Sequence[RequestRecord]) -> None:
-        server.check_alive()
-
-    records, _ = asyncio.run(
-        run_load(server.base_url, requests, must_finish=lambda _: True, cutoff_s=seconds + DRAIN_S, watch=watch)
+    return backlog(
+        rng, count=load.be_requests, prompt=load.be_prompt, output=load.be_output, vocab_size=load.vocab_size
     )
-    for record in records:
-        if not record.finished and not record.rejected and not (may_be_cut_off and record.error is None):
-            raise ServerFailed(f"a request did not finish: {record.error}\n{server.log_tail()}")
-    return records
-
-
-def summary(records: Sequence[RequestRecord], slo: tuple[float, float] | None) -> dict[str, Any]:
-    """Return what one load came to; LS requests are those that were sent before the BE work was over."""
-    be = [record for record in records if record.service_tier == BE_TIER]
-    be_end_s = max((record.last_token_s or 0.0 for record in be), default=float("inf"))
-    ls = [record for record in records if record.service_tier == LS_TIER and record.send_at_s < be_end_s]
-    result: dict[str, Any] = {}
-    if be:
-        tokens = sum(record.num_prompt_tokens + record.num_output_tokens for record in be)
-        result |= {"be_tokens_per_s": tokens / be_end_s, "be_end_s": be_end_s}
-    admitted = [record for record in ls if not record.rejected]
-    if not admitted or slo is None:
-        return result
-    # Who was cut off had no first token, or no last one: a miss.
-    ttfts = [(record.first_token_s or float("inf")) - record.send_at_s for record in admitted]
-    tpots = [(record.tpot_s or 0.0) if record.finished else float("inf") for record in admitted]
-    met = [ttft <= slo[0] and tpot <= slo[1] for ttft, tpot in zip(ttfts, tpots, strict=True)]
-    errors = [
-        ttft - record.predicted_ttft_s
-        for ttft, record in zip(ttfts, admitted, strict=True)
-        if record.predicted_ttft_s is not None
-    ]
-    return result | {
-        "ls_requests": len(ls),
-        "rejected": len(ls) - len(admitted),
-        "attained": sum(met) / len(met),
-        "ttft_attained": sum(ttft <= slo[0] for ttft in ttfts) / len(ttfts),
-        "tpot_attained": sum(tpot <= slo[1] for tpot in tpots) / len(tpots),
-        "goodput_per_s": sum(met) / (max(record.last_token_s or 0.0 for record in admitted)),
-        "ttft_p50_s": percentile(ttfts, 50),
-        "ttft_p99_s": percentile(ttfts, 99),
-        "tpot_p50_s": percentile(tpots, 50),
-        "tpot_p99_s": percentile(tpots, 99),
-        "ttft_prediction_error_p50_s": statistics.median(map(abs, errors)) if errors else None,
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +80,7 @@ class Row:
     flags: tuple[str, ...] = ()
 
 
-def frontier_rows(objectives: dict[str, tuple[float, float]]) -> list[Row]:
+def frontier_rows(objectives: dict[str, tuple[float, float]], budgets: dict[str, int]) -> list[Row]:
     """Return what the frontier compares."""
     rows = [Row(name="BE alone, omniserve", scheduler="omniserve", objective=None, has_ls=False)]
     for objective in objectives:
@@ -158,8 +95,15 @@ def frontier_rows(objectives: dict[str, tuple[float, float]]) -> list[Row]:
     rows += [
         Row(name="LS alone, sarathi", scheduler="sarathi", objective=first, has_be=False),
         Row(name="sarathi", scheduler="sarathi", objective=first),
+        *(
+            Row(
+                name=f"sarathi, {tokens} tokens a step, {objective}", scheduler="sarathi", objective=objective,
+                flags=("--max-step-tokens", str(tokens)),
+            )
+            for objective, tokens in budgets.items()
+        ),
         Row(name="fcfs", scheduler="fcfs", objective=first),
-    ]
+    ]  # fmt: skip
     return rows
 
 
@@ -175,13 +119,14 @@ def measure_row(row: Row, load: Load, flags: Sequence[str], seed: int) -> dict[s
     with ServerProcess(arguments, Path(".cache/co_serving.log")) as server:
         server.wait_until_healthy()
         warm_up(server, load)
-        return summary(run(server, requests, load.seconds), slo)
+        records, end_s = drive(server, requests, cutoff_s=load.seconds + DRAIN_S)
+        return summarize_co_serving(records, slo, end_s=end_s, stream_s=load.seconds)
 
 
 def warm_up(server: ServerProcess, load: Load) -> None:
     """Send a few requests of both kinds, so that nothing is measured in its first run."""
     ls = ls_stream(load, 77, (60.0, 60.0), 4.0)[:4]
-    run(server, [*ls, *be_pile(load, 77)[:4]], 10.0)
+    drive(server, [*ls, *be_pile(load, 77)[:4]], cutoff_s=10.0 + DRAIN_S)
 
 
 def measure_overload(load: Load, flags: Sequence[str], seed: int) -> dict[str, Any]:
@@ -195,9 +140,11 @@ def measure_overload(load: Load, flags: Sequence[str], seed: int) -> dict[str, A
             warm_up(server, load)
             if not rate:
                 burst = ls_stream(load, seed, (600.0, 600.0), 1000.0)[:48]
-                rate = 2 * len(burst) / max(record.last_token_s or 0.0 for record in run(server, burst, 10.0))
+                records, _ = drive(server, burst, cutoff_s=10.0 + DRAIN_S)
+                rate = 2 * len(burst) / max(record.last_token_s or 0.0 for record in records)
             stream = [request for request in ls_stream(load, seed, slo, rate) if request.send_at_s < OVERLOAD_S]
-            results[name] = summary(run(server, stream, OVERLOAD_S, may_be_cut_off=True), slo)
+            records, end_s = drive(server, stream, cutoff_s=OVERLOAD_S + DRAIN_S, may_be_cut_off=True)
+            results[name] = summarize_co_serving(records, slo, end_s=end_s)
     return {"rate_per_s": rate, **results}
 
 
@@ -213,22 +160,14 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             lines.append(f"{name:34s}{be:>12s}")
             continue
         ttft = f"{1e3 * result['ttft_p50_s']:.0f}/{1e3 * result['ttft_p99_s']:.0f}"
-        tpot = f"{1e3 * result['tpot_p50_s']:.1f}/{1e3 * result['tpot_p99_s']:.1f}"
+        tpots = [result.get(name) for name in ("tpot_p50_s", "tpot_p99_s")]
+        tpot = "/".join("-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in tpots)
         rejected = f"{result['rejected']}/{result['ls_requests']}"
         lines.append(
             f"{name:34s}{be:>12s}{result['attained']:10.1%}{result['ttft_attained']:7.0%}"
             f"{result['tpot_attained']:7.0%}{rejected:>10s}{ttft:>18s}{tpot:>18s}"
         )
     return "\n".join(lines)
-
-
-def median_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of all figures over the repeats."""
-    return {
-        key: statistics.median([run[key] for run in runs])
-        for key in runs[0]
-        if all(isinstance(run.get(key), (int, float)) for run in runs)
-    }
 
 
 def main() -> None:
@@ -250,12 +189,14 @@ def main() -> None:
         load = Load(
             ls_rate=1.0, ls_prompt=128, ls_output=32, seconds=args.seconds, be_requests=64, be_prompt=512,
             be_output=64, vocab_size=SMOLLM_135M["vocab_size"], objectives=OBJECTIVES,
+            budgets={"tight": 48, "loose": 256},
         )  # fmt: skip
     else:  # a tenth of the time a token, so ten times the load
         flags = ["--device-kv-gib", "0.5"]
         load = Load(
             ls_rate=8.0, ls_prompt=128, ls_output=32, seconds=args.seconds, be_requests=640, be_prompt=300,
             be_output=64, vocab_size=1000, objectives={"tight": (0.1, 0.02), "loose": (0.3, 0.05)},
+            budgets={"tight": 256, "loose": 1024},
         )  # fmt: skip
     flags += args.server_args
     results: dict[str, Any] = {}
@@ -267,7 +208,7 @@ def main() -> None:
         )  # fmt: skip
 
     if "frontier" in args.sections:
-        rows = frontier_rows(load.objectives)
+        rows = frontier_rows(load.objectives, load.budgets)
         rows = [row for row in rows if not args.only or any(part in row.name for part in args.only)]
         if not rows:
             parser.error(f"--only {args.only} leaves no row")
@@ -276,9 +217,9 @@ def main() -> None:
             for row in rows:
                 runs[row.name].append(measure_row(row, load, flags, args.seed + repeat))
                 print(table({f"{row.name} ({repeat})": runs[row.name][-1]}).splitlines()[-1], flush=True)
-        medians = {name: median_of(samples) for name, samples in runs.items()}
-        print(f"medians of {args.repeats}\n{table(medians)}")
-        results["frontier"] = {"medians": medians, "runs": runs}
+        middle = {name: medians(samples) for name, samples in runs.items()}
+        print(f"medians of {args.repeats}\n{table(middle)}")
+        results["frontier"] = {"medians": middle, "runs": runs}
         write()
     if "overload" in args.sections:
         overload = results["overload"] = measure_overload(load, flags, args.seed)

@@ -34,6 +34,7 @@ from benchmarks.common.bandwidth import allowed_cpus
 from benchmarks.common.busy_tiers import BusySettings, measure_busy
 from benchmarks.common.decode_rows import CANDIDATES, Row, RowBench, RowSettings, layer_room, parse_row
 from benchmarks.common.engine_share import EngineSettings, measure_engine
+from benchmarks.common.plotting import require_matplotlib
 from benchmarks.common.prefill_attention import PrefillSettings, measure_prefill
 from benchmarks.common.read_limit import ReadLimit
 from benchmarks.common.record import write_record
@@ -130,7 +131,7 @@ def parse_arguments() -> argparse.Namespace:
         if not set(arguments.sections) & set(ROW_SECTIONS):
             parser.error(f"--plot draws the sections {', '.join(ROW_SECTIONS)}; ask for one of them")
         try:
-            report.require_matplotlib()
+            require_matplotlib()
         except RuntimeError as error:
             parser.error(str(error))
     arguments.cpus = cpus[: arguments.threads]

@@ -21,13 +21,13 @@ from pydoc_data import topics
 
 from tqdm import tqdm
 
-from benchmarks.common.client import LoadRequest, RequestRecord, poisson_times_s, run_load
+from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecord, run_load
 from benchmarks.common.record import write_record
 from benchmarks.common.server import ServerFailed, ServerProcess
 from benchmarks.common.stats import LatencySummary, summarize
+from omniserve.simulate.load import poisson
 
 WARM_UP_TIMEOUT_S = 120.0
-LS_TIER, BE_TIER = "priority", "flex"
 BE_TOKENS_METRIC = 'omniserve_output_tokens_total{service_class="BE"}'
 HOST_TOKENS_METRIC = "omniserve_host_output_tokens_total"
 
@@ -86,7 +86,7 @@ def make_load(settings: Settings, duration_s: float, *, with_be: bool) -> list[L
 
     load = [
         request(ls_rng, at_s, settings.ls_prompt_chars, settings.ls_output_tokens, LS_TIER)
-        for at_s in poisson_times_s(settings.ls_rate, duration_s, random.Random(settings.seed + 2))
+        for at_s in poisson(settings.ls_rate, duration_s, random.Random(settings.seed + 2))
     ]
     if with_be:
         load += [

@@ -8,32 +8,19 @@ A random-weight bf16 model in SmolLM-135M's shape; Poisson arrivals, 1 request/s
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 
-from benchmarks.common.client import LoadRequest, RequestRecord, poisson_times_s, run_load
+from benchmarks.common.client import LS_TIER
+from benchmarks.common.driving import drive
+from benchmarks.common.loads import poisson_stream
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
 from benchmarks.common.record import write_record
 from benchmarks.common.server import ServerProcess
 from benchmarks.common.stats import summarize
-
-
-def load(rng: random.Random, *, rate: float, seconds: float, prompt: int, output: int) -> list[LoadRequest]:
-    """Return the stream's requests."""
-    return [
-        LoadRequest(
-            send_at_s=at_s,
-            prompt=[rng.randrange(1, SMOLLM_135M["vocab_size"]) for _ in range(prompt)],
-            max_tokens=output,
-            service_tier="priority",
-        )
-        for at_s in poisson_times_s(rate, seconds, rng)
-    ]
 
 
 def first_token_s(base_url: str) -> None:
@@ -56,25 +43,16 @@ def main() -> None:
     model = saved_random_llama("smollm-135m-shape", **SMOLLM_135M)
     results = []
     for repeat in range(args.repeats):
-        requests = load(
-            random.Random(args.seed + repeat),
-            rate=args.rate,
-            seconds=args.seconds,
-            prompt=args.prompt,
-            output=args.output,
-        )
+        requests = poisson_stream(
+            random.Random(args.seed + repeat), rate=args.rate, seconds=args.seconds, prompt=args.prompt,
+            output=args.output, tier=LS_TIER, vocab_size=SMOLLM_135M["vocab_size"],
+        )  # fmt: skip
         began_s = time.monotonic()
         with ServerProcess(["--model", str(model), *args.server_args], Path(".cache/ls_alone.log")) as server:
             server.wait_until_healthy()
             first_token_s(server.base_url)
             start_s = time.monotonic() - began_s
-
-            async def watch(_: float, __: Sequence[RequestRecord], server: ServerProcess = server) -> None:
-                server.check_alive()
-
-            records, end_s = asyncio.run(
-                run_load(server.base_url, requests, must_finish=lambda _: True, cutoff_s=args.seconds + 30, watch=watch)
-            )
+            records, end_s = drive(server, requests, cutoff_s=args.seconds + 30, may_be_cut_off=True)
         summary = summarize(records, end_s)
         results.append({"start_to_first_token_s": start_s, "summary": summary, "requests": records})
         print(

@@ -85,7 +85,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     print(f"{'':24s}{'schedule ms':>12s}{'update ms':>11s}{'add us':>8s}{'step ms':>9s}{'in step':>9s}{'share':>8s}")
     for count in args.requests:
-        for scheduler in ("omniserve", "sarathi", "fcfs"):
+        for scheduler in ("omniserve", "conserve", "bros", "sarathi", "fcfs"):
             result = results[f"{scheduler}, {count}"] = measure(scheduler, profile, count, args.steps, args.seed)
             line = f"{f'{scheduler}, {count} requests':24s}{1e3 * result['schedule_s']:12.3f}"
             line += f"{1e3 * result['update_s']:11.3f}{1e6 * result['add_s']:8.0f}{1e3 * result['step_s']:9.1f}"

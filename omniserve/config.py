@@ -66,6 +66,8 @@ class EngineConfig:
     checkpoint_kv: bool = False
     """Copy full blocks of BE requests to the host tier as they fill, so that moving a request there costs one block.
     ``incremental`` always does."""
+    keep_halted: bool = True
+    """BE rows that leave a step between two layers (``conserve``) go on from there later; False: they begin anew."""
 
     latency_model: str = "omniserve"
     """Name in LATENCY_MODELS, or ``package.module:Class``; it is used if the engine is given a profile."""

@@ -19,13 +19,13 @@ from omniserve.fingerprint import fingerprint_of
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape, features_of
+from omniserve.latency import LATENCY_MODELS, CorrectedModel, HostSpeed, ModelShape, features_of
 from omniserve.latency.profile import Profile
 from omniserve.ops.attention import resolve_attention
 from omniserve.outputs import OutputCollector
 from omniserve.patching import PatchedModel, patch
 from omniserve.plan import HostEvent, HostEventKind, StepPlan
-from omniserve.request import SLO, Completion, Request, RequestOutput
+from omniserve.request import SLO, Completion, Request, RequestOutput, ServiceClass
 from omniserve.runner import ModelRunner
 from omniserve.sampling import Sampler
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
@@ -125,7 +125,12 @@ class Engine:
         forecast: Forecast | None = None
         if profile is not None and self._latency is not None:
             threads = profile.fingerprint.device_threads, profile.fingerprint.shared_threads
-            forecast = Forecast(self._latency, self._shape, host_has_own_cores=threads[0] == threads[1])
+            forecast = Forecast(
+                self._latency,
+                self._shape,
+                host_has_own_cores=threads[0] == threads[1],
+                host=HostSpeed.from_profile(profile),
+            )
         self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self._limits(), kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         self.runner = ModelRunner(
@@ -140,7 +145,13 @@ class Engine:
                 device_threads=config.device_threads,
                 host_threads=host_threads if self.host_tier else 0,
             ),
+            keep_halted=config.keep_halted,
         )
+        self.runner.safepoint = self._must_leave
+        self._must_preempt = False
+        self.on_safepoint: Callable[[], None] | None = None
+        """Called between the layers of a step whose best-effort rows may leave it; it looks for requests that have come
+        and tells ``arriving`` of them."""
         self._host_was_healthy = True
         self.last_plan_was_empty = False
         """The last step had nothing to compute: everybody waits for the host tier (see ``wait``)."""
@@ -156,25 +167,12 @@ class Engine:
         self._num_piggyback_rows = 0
 
     def _limits(self) -> SchedulerLimits:
-        config = self.config
-        checkpoints = config.checkpoint_kv or self.kv.restores
-        return SchedulerLimits(
-            num_layers=self.spec.num_layers,
-            block_size=config.block_size,
-            max_model_len=self.max_model_len,
-            classes=self.config.classes,
-            eos_token_ids=self.spec.eos_token_ids,
-            max_step_tokens=config.max_step_tokens,
-            max_num_requests=config.max_num_requests,
-            num_host_slots=config.max_host_requests if self.host_tier is not None else 0,
-            max_piggyback_slots=config.max_piggyback_slots,
-            max_piggyback_rows=config.max_piggyback_rows,
-            ls_reserve_blocks=int(config.ls_reserve_fraction * self._num_device_blocks),
-            swap_in_delay_s=config.swap_in_delay_s,
-            min_residence_s=config.min_residence_s,
-            admission=config.admission,
-            checkpoint_blocks=max(1, -(-config.max_step_tokens // config.block_size)) if checkpoints else 0,
-            slack=config.slack,
+        return SchedulerLimits.of(
+            self.config,
+            self.spec,
+            num_device_blocks=self._num_device_blocks,
+            has_host_tier=self.host_tier is not None,
+            kv=self.kv,
         )
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -231,9 +229,33 @@ class Engine:
         if self.scheduler.abort(request_id, self._clock()) is None:
             return False
         self._sampler.remove(request_id)
+        self.runner.halted.forget([request_id])
         self._outputs.close(request_id)
         del self._open[request_id]
         return True
+
+    def arriving(self, request: Request, *, arrival_s: float | None = None) -> None:
+        """Say that a request has come while a step runs; ``add`` follows after the step. Called by ``on_safepoint``.
+
+        If the scheduler finds that it would otherwise miss its TTFT, best-effort rows leave the step (conserve 4.3).
+
+        Args:
+            request: The request.
+            arrival_s: When it came, on the engine's clock; None: now.
+        """
+        spec = self.config.class_named(request.service_class)
+        if spec.kind is ServiceClass.LS:
+            now_s = self._clock()
+            waited_s = 0.0 if arrival_s is None else max(0.0, now_s - arrival_s)
+            slo = request.slo if request.slo is not None else spec.slo
+            num_prompt_tokens = len(request.prompt_token_ids)
+            self._must_preempt |= self.scheduler.must_preempt(num_prompt_tokens, slo, waited_s, now_s)
+
+    def _must_leave(self) -> bool:
+        if self.on_safepoint is not None:
+            self.on_safepoint()
+        must, self._must_preempt = self._must_preempt, False
+        return must
 
     def predicted_ttft_s(self, request_id: str) -> float | None:
         """Return what admission predicted for an unfinished request, seconds from its arrival; None: nothing.
@@ -263,6 +285,7 @@ class Engine:
         self.scheduler.notify(self._host_events())
         plan = self.scheduler.schedule(scheduled_s)
         self.last_plan_was_empty = plan.is_empty
+        self._must_preempt = False  # what came too late for the last step is in this one
         result = self.runner.execute(plan)
         now_s = self._clock()
         outputs = [self._finish(output, now_s) for output in self.scheduler.update(plan, result, now_s)]
@@ -305,13 +328,14 @@ class Engine:
         output = self._outputs.push(output, now_s)
         if output.finished:
             self._sampler.remove(output.request_id)
+            self.runner.halted.forget([output.request_id])
             self.scheduler.abort(output.request_id, now_s)  # no-op unless a stop string ended it
         return output
 
     def _host_events(self) -> list[HostEvent]:
         if self.host_tier is None:
             return []
-        events = self.host_tier.poll()
+        events = self.runner.take_events() + self.host_tier.poll()
         if self._host_was_healthy and not self.host_tier.healthy:
             self._host_was_healthy = False
             events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
@@ -377,6 +401,7 @@ class Engine:
             prompt_tokens=sched.prompt_tokens,
             host_output_tokens=sched.host_output_tokens,
             preemptions=sched.preemptions,
+            layer_preemptions=sched.layer_preemptions,
             swaps_out=sched.swaps_out,
             swaps_in=sched.swaps_in,
             host_failures=self.host_tier.num_failures if self.host_tier is not None else 0,

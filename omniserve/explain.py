@@ -176,6 +176,7 @@ def _takes_part(request_id: str, step: TracedStep) -> bool:
     return (
         any(chunk[0] == request_id for chunk in step.chunks)
         or request_id in step.entries
+        or request_id in step.pipelined
         or any(join[0] == request_id for join in step.joins)
     )
 
@@ -202,7 +203,7 @@ def _shares(request_id: str, step: TracedStep, kinds: Mapping[str, ServiceClass]
     else:
         best_effort = (rows - ls_rows) / rows if rows else 1.0
     others = [n for other, name, _, n in step.chunks if other != request_id and kinds[name] == ServiceClass.BE]
-    away = [*step.entries, *(join[0] for join in step.joins)]
+    away = [*step.entries, *step.pipelined, *(join[0] for join in step.joins)]
     all_best_effort = rows - ls_rows + len(away)
     if all_best_effort:
         best_effort *= (sum(others) + len(away) - away.count(request_id)) / all_best_effort

@@ -24,6 +24,8 @@ class DeviceChunk:
     """Device blocks that cover ``[0, start + len(token_ids))``, in order."""
     samples: bool
     """The last row is the request's newest known token, so a new token is sampled from it."""
+    from_layer: int = 0
+    """Above 0: these very tokens left an earlier step before this layer, and go on there (``StepOutput.halted``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +128,11 @@ class StepPlan:
     """P: seats for piggyback rows, one of a small set of buckets; 0 is plain continuous batching."""
     moves: tuple[KVMove, ...] = ()
     """Copies to start; they run beside the steps."""
+    pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()
+    """The second sub-batch of asymmetric pipelining: entries, then joins by layer, that pass all layers they have left
+    in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""
+    preemptible: frozenset[str] = frozenset()
+    """Requests whose device rows may be asked to leave between two layers (conserve 4.3)."""
     cancels: tuple[int, ...] = ()
     """Host slots whose task nobody waits for any more (aborted requests); its event still comes."""
     decision: Decision | None = None
@@ -138,7 +145,7 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         """True when no row is computed (moves may still start)."""
-        return not (self.chunks or self.entries or self.joins)
+        return not (self.chunks or self.entries or self.joins or self.pipelined)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,9 +161,14 @@ class StepOutput:
     """What the runner made of a plan."""
 
     tokens: Mapping[str, SampledToken] = field(default_factory=dict)
-    """Request id -> new token, for every sampling chunk and every join at the last layer."""
+    """Request id -> new token, for every sampling chunk, every join at the last layer and all of ``pipelined``."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Request id -> message, for requests that cannot go on (non-finite logits, say)."""
+    halted: Mapping[str, int] = field(default_factory=dict)
+    """Request id -> layer, for chunks that were asked to leave: the first layer that was not computed; 0: what was
+    computed is dropped."""
+    lost: frozenset[str] = frozenset()
+    """Requests of ``pipelined`` whose host attention failed: they must be recomputed."""
 
 
 class HostEventKind(enum.StrEnum):

@@ -2,15 +2,16 @@
 
 Batch rows are ``[device rows | P piggyback seats]``. In layer l a seat holds, up to the attention, the token that came
 through layer l-1 (or, at layer 0, one that enters); from the attention on, a token whose attention at l came back from
-the host tier. Paper: omniserve 3.2, 4.
+the host tier. Between the layers a second sub-batch may run (``pipelining``). Paper: omniserve 3.2, 4.
 
 Legend: T rows, D hidden, N query heads, K KV heads, H head size, P seats, L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.ops.attention import DeviceAttention
 from omniserve.patching import PatchedModel
-from omniserve.plan import StepOutput, StepPlan
+from omniserve.pipelining import SecondBatch
+from omniserve.plan import HostEvent, PiggybackEntry, StepOutput, StepPlan
+from omniserve.safepoint import HaltedRows, until_layer, without
 from omniserve.sampling import Sampler
 from omniserve.step_inputs import SeatRows, StepInputs, make_step_inputs
 
@@ -54,6 +57,7 @@ class ModelRunner:
         tier: The host tier, or None.
         num_slots: Rows of the residual store.
         cores: Told before each step whether the host tier works.
+        keep_halted: Keep what rows that leave a step between two layers had computed.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class ModelRunner:
         tier: HostTier | None,
         num_slots: int,
         cores: CoreSplit,
+        keep_halted: bool = True,
     ) -> None:
         self._model = model
         self._storage = storage
@@ -76,6 +81,11 @@ class ModelRunner:
         self.host_works = False
         """The host tier attended, or was given something to, when the last step began. Moves do not count: a copy takes
         a small part of a step, and would cost all of it half of the cores."""
+        self._early_events: list[HostEvent] = []
+        self.halted = HaltedRows(keep=keep_halted)
+        """Rows that left a step between two layers."""
+        self.safepoint: Callable[[], bool] | None = None
+        """Asked between the layers of a step with preemptible rows: must they leave?"""
         self._residuals_SD = torch.zeros(num_slots, model.spec.hidden_size, dtype=model.dtype, device=model.device)
         self._no_results = torch.empty(
             0, model.spec.num_heads * model.spec.head_size, dtype=model.dtype, device=model.device
@@ -83,24 +93,42 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Run one step; never waits for the host tier."""
+        """Run one step; waits for the host tier only if the plan has a second sub-batch."""
         self._hand_over(plan)
         if plan.is_empty:
             return StepOutput()
-        self.host_works = bool(plan.entries or plan.joins or (self._tier is not None and self._tier.attends))
+        has_host_rows = bool(plan.entries or plan.joins or plan.pipelined)
+        self.host_works = has_host_rows or (self._tier is not None and self._tier.attends)
         self._cores.apply(host_works=self.host_works)
-        inputs = make_step_inputs(
-            plan,
-            block_size=self._storage.block_size,
-            num_layers=self._model.num_layers,
-            device=self._model.device,
+        self.halted.forget(chunk.request_id for chunk in plan.chunks if not chunk.from_layer)
+        second = self._second_batch(plan)
+        hidden_TD, inputs, halted = self._run_layers(plan, second)
+        hidden_TD = hidden_TD[inputs.sampling_rows]
+        request_ids, lost = list(inputs.sampling_request_ids), frozenset[str]()
+        if second is not None:
+            second_TD, second_ids, lost = second.result()
+            hidden_TD, request_ids = torch.cat([hidden_TD, second_TD]), request_ids + second_ids
+        if not request_ids:
+            return StepOutput(halted=halted, lost=lost)
+        tokens, failed = self._sampler.sample(self._model.logits(hidden_TD), request_ids)
+        return StepOutput(tokens=tokens, failed=failed, halted=halted, lost=lost)
+
+    def take_events(self) -> list[HostEvent]:
+        """Return, once, the host tier's events that came while a step waited for others."""
+        events, self._early_events = self._early_events, []
+        return events
+
+    def _second_batch(self, plan: StepPlan) -> SecondBatch | None:
+        if not plan.pipelined:
+            return None
+        assert self._tier is not None
+        return SecondBatch(
+            plan.pipelined,
+            model=self._model,
+            tier=self._tier,
+            residuals_SD=self._residuals_SD,
+            keep=self._early_events.append,
         )
-        hidden_TD = self._run_layers(plan, inputs)
-        if not inputs.sampling_request_ids:
-            return StepOutput()
-        logits_RV = self._model.logits(hidden_TD[inputs.sampling_rows])
-        tokens, failed = self._sampler.sample(logits_RV, inputs.sampling_request_ids)
-        return StepOutput(tokens=tokens, failed=failed)
 
     def _hand_over(self, plan: StepPlan) -> None:
         """Tell the host tier what does not depend on this step's layers."""
@@ -110,19 +138,48 @@ class ModelRunner:
             self._tier.cancel(slot)
         for move in plan.moves:
             self._tier.start_move(move, self._storage.k_LBKSH, self._storage.v_LBKSH)
-        for entry in plan.entries:
+        pipelined = (row for row in plan.pipelined if isinstance(row, PiggybackEntry))
+        for entry in (*plan.entries, *pipelined):
             self._tier.begin_token(entry.slot, entry.epoch, entry.position, entry.block_ids)
 
-    def _run_layers(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
-        model = self._model
-        num_device_rows, num_seats = inputs.num_device_rows, plan.num_piggyback_slots
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        return make_step_inputs(
+            plan,
+            block_size=self._storage.block_size,
+            num_layers=self._model.num_layers,
+            device=self._model.device,
+        )
+
+    def _run_layers(self, plan: StepPlan, second: SecondBatch | None) -> tuple[Tensor, StepInputs, dict[str, int]]:
+        """Return the rows' hidden states, the inputs of the last layer, and the layers that chunks left before."""
+        model, num_seats = self._model, plan.num_piggyback_slots
+        halted: dict[str, int] = {}
+        going_on = {chunk.from_layer for chunk in plan.chunks if chunk.from_layer}
+        present = until_layer(plan, 0) if going_on else plan
+        inputs = self._inputs(present)
         results_RD, result_rows = self._stage_results(inputs)
         away: list[_Parcel] = []
         hidden_TD = model.embed(inputs.token_ids_T, inputs.positions_T)
         attn_dev_TD = self._no_results
-        for layer, rotary in enumerate(self._rotary_per_layer(inputs, num_seats)):
+        rotary_per_layer = self._rotary_per_layer(inputs, num_seats)
+        for layer in range(model.num_layers):
+            if going_on or plan.preemptible:
+                before = present
+                if layer and plan.preemptible and self._must_leave(present):
+                    present, hidden_TD = self._leave(present, inputs, layer, hidden_TD, halted)
+                    later = (c for c in plan.chunks if c.from_layer >= layer and c.request_id in plan.preemptible)
+                    halted |= {chunk.request_id: chunk.from_layer for chunk in later}  # they stay where they are
+                    plan = without(plan, halted)
+                if layer in going_on:
+                    present, hidden_TD = self._rejoin(plan, layer, hidden_TD)
+                if present is not before:
+                    inputs, attn_dev_TD = self._inputs(present), self._no_results
+                    rotary_per_layer = islice(self._rotary_per_layer(inputs, num_seats), layer, None)
+            num_device_rows, rotary = inputs.num_device_rows, next(rotary_per_layer)
             leaving = inputs.joining.get(layer - 1) if layer else inputs.entering
             joining = inputs.joining.get(layer)
+            if second is not None:
+                second.begin_layer(layer)
             # With device rows every layer runs; without, only those that somebody is at.
             if num_device_rows or leaving is not None:
                 q_TNH, k_TKH, v_TKH = model.pre_attention(layer, hidden_TD, *rotary)
@@ -140,8 +197,42 @@ class ModelRunner:
                     attn_TD = _piggyback_concat(attn_dev_TD, results_RD, rows_P)
                     _residual_fetch(self._residuals_SD, slots_P, hidden_TD)
                 hidden_TD = model.post_attention(layer, attn_TD, hidden_TD)
+            if second is not None:
+                second.end_layer(layer)
         self._send_deferred(away)
-        return hidden_TD
+        return hidden_TD, inputs, halted
+
+    # -- rows that leave between layers, and go on there later (conserve 4.3) ------------------------------------------
+
+    def _must_leave(self, plan: StepPlan) -> bool:
+        is_there = any(chunk.request_id in plan.preemptible for chunk in plan.chunks)
+        if not is_there or self.safepoint is None:
+            return False
+        if self._model.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # else the answer comes before the layers that it is about
+        return self.safepoint()
+
+    def _leave(
+        self, plan: StepPlan, inputs: StepInputs, layer: int, hidden_TD: Tensor, halted: dict[str, int]
+    ) -> tuple[StepPlan, Tensor]:
+        """Halt the preemptible chunks; return the plan and the rows without them."""
+        kept: list[Tensor] = []
+        row = 0
+        for chunk in plan.chunks:
+            rows_TD = hidden_TD[row : row + len(chunk.token_ids)]
+            row += len(chunk.token_ids)
+            if chunk.request_id in plan.preemptible:
+                halted[chunk.request_id] = self.halted.halt(chunk, layer, rows_TD)
+            else:
+                kept.append(rows_TD)
+        return without(plan, halted), torch.cat([*kept, hidden_TD[inputs.num_device_rows :]])
+
+    def _rejoin(self, plan: StepPlan, layer: int, hidden_TD: Tensor) -> tuple[StepPlan, Tensor]:
+        """Put the rows that left an earlier step before this layer behind the other device rows."""
+        present = until_layer(plan, layer)
+        back = [self.halted.take(chunk) for chunk in present.chunks if chunk.from_layer == layer]
+        n = sum(len(chunk.token_ids) for chunk in present.chunks) - sum(map(len, back))
+        return present, torch.cat([hidden_TD[:n], *back, hidden_TD[n:]])
 
     def _attend_device(self, layer: int, inputs: StepInputs, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         n = inputs.num_device_rows

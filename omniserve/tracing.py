@@ -57,7 +57,7 @@ class TracedStep:
     terms: dict[str, float]
     """Parts of the prediction; empty without a latency model."""
     scheduled: dict[str, dict[str, Any]]
-    """Class -> requests, tokens (device rows), prefill_tokens, joins (layer -> number), entries, moves."""
+    """Class -> requests, tokens (device rows), prefill_tokens, joins (layer -> number), entries, pipelined, moves."""
     chunks: list[tuple[str, str, int, int]]
     """(request id, class, position of the first token, number of tokens)."""
     entries: list[str]
@@ -66,7 +66,9 @@ class TracedStep:
     """(request id, layer)."""
     moves: list[tuple[str, str, int, bool]]
     """(request id, direction, blocks, is it a checkpoint)."""
-    left_out: list[tuple[str, int, str, str]]
+    pipelined: list[str] = field(default_factory=list)
+    """Request ids of the second sub-batch."""
+    left_out: list[tuple[str, int, str, str]] = field(default_factory=list)
     """(work, number of requests, id of the first, bound)."""
     outcomes: list[Outcome] = field(default_factory=list)
     """Requests that got their first token or ended in this step."""
@@ -146,6 +148,7 @@ class StepTracer:
             scheduled=_scheduled(plan, classes),
             chunks=[(c.request_id, classes[c.request_id], c.start, len(c.token_ids)) for c in plan.chunks],
             entries=[entry.request_id for entry in plan.entries],
+            pipelined=[row.request_id for row in plan.pipelined],
             joins=[(join.request_id, join.layer) for join in plan.joins],
             moves=[(m.request_id, str(m.direction), len(m.src_block_ids), m.is_checkpoint) for m in plan.moves],
             left_out=[(o.work, o.num_requests, o.first_request_id, str(o.bound)) for o in decision.left_out],
@@ -203,13 +206,15 @@ def _scheduled(plan: StepPlan, classes: Mapping[str, str]) -> dict[str, dict[str
     def of(request_id: str) -> Counter[str]:
         name = classes[request_id]
         ids.setdefault(name, set()).add(request_id)
-        return counts.setdefault(name, Counter(tokens=0, prefill_tokens=0, entries=0, moves=0))
+        return counts.setdefault(name, Counter(tokens=0, prefill_tokens=0, entries=0, pipelined=0, moves=0))
 
     for chunk in plan.chunks:
         num_tokens = len(chunk.token_ids)
         of(chunk.request_id).update(tokens=num_tokens, prefill_tokens=num_tokens if num_tokens > 1 else 0)
     for entry in plan.entries:
         of(entry.request_id).update(entries=1)
+    for row in plan.pipelined:
+        of(row.request_id).update(pipelined=1)
     for move in plan.moves:
         of(move.request_id).update(moves=1)
     for join in plan.joins:

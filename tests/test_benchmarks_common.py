@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import co_serving, demo
-from benchmarks.common.client import LoadRequest, RequestRecord, poisson_times_s, run_load
+from benchmarks import demo
+from benchmarks.common.client import LoadRequest, RequestRecord, Wire, body_of, run_load
 from benchmarks.common.record import write_record
 from benchmarks.common.server import ServerFailed, ServerProcess
 from benchmarks.common.stats import LatencySummary, percentile, summarize
@@ -116,12 +116,17 @@ def test_client_reports_a_refusal(stub: ThreadingHTTPServer) -> None:
     assert not record.finished
 
 
-def test_poisson_times_repeat_and_have_the_rate() -> None:
-    times = poisson_times_s(5.0, 1000.0, random.Random(1))
-    assert times == poisson_times_s(5.0, 1000.0, random.Random(1)) != poisson_times_s(5.0, 1000.0, random.Random(2))
-    assert times == sorted(times) and 0 <= times[0] and times[-1] < 1000
-    # 5,000 expected with a standard deviation of 71; seeded, so this cannot fail by chance.
-    assert abs(len(times) - 5000) < 4 * 71
+def test_another_server_is_sent_only_what_it_knows() -> None:
+    (request,) = load("hello")
+    request = dataclasses.replace(request, slo=(0.5, 0.1))
+    ours = body_of(request, Wire())
+    assert ours["service_tier"] == "priority" and ours["slo"] == {"ttft_s": 0.5, "tpot_s": 0.1}
+    plain = body_of(request, Wire(omniserve_fields=False))
+    assert plain == {key: ours[key] for key in ours.keys() - {"service_tier", "slo"}}
+    (be,) = load("hello", tier="flex")
+    vllm = Wire(omniserve_fields=False, priority_field=True, model="m")
+    bodies = [body_of(r, vllm) for r in (request, be)]
+    assert [body["priority"] for body in bodies] == [0, 1] and bodies[0]["model"] == "m"
 
 
 @pytest.mark.parametrize("percent", [0, 1, 50, 90, 99, 100])
@@ -209,23 +214,5 @@ def test_a_trace_becomes_a_load_in_steps(tmp_path: Path) -> None:
     prompts = [len(arrival.request.prompt_token_ids) for arrival in load]
     assert max(prompts) == 64 and min(prompts) >= 1 and len({a.request.service_class for a in load}) == 2
     path.write_text("arrival_s,input_tokens\n0,1\n")
-    with pytest.raises(ValueError, match="no column output_tokens"):
+    with pytest.raises(ValueError, match="missing: output_tokens"):
         trace_load(path, 1, **sizes)
-
-
-def test_attainment_counts_admitted_requests_beside_best_effort_work() -> None:
-    def ls(sent: float, first: float, last: float, **more: Any) -> RequestRecord:
-        times = {"first_token_s": first, "last_token_s": last} if not more.get("rejected") else {}
-        more = {"finished": True} | more
-        return RequestRecord(service_tier="priority", send_at_s=sent, num_output_tokens=11, **times, **more)
-
-    be = RequestRecord(
-        service_tier="flex", send_at_s=0.0, first_token_s=1.0, last_token_s=5.0, num_prompt_tokens=90,
-        num_output_tokens=10,
-    )  # fmt: skip
-    records = [be, ls(0.0, 0.2, 0.7), ls(1.0, 1.4, 1.9), ls(2.0, 2.1, 4.1), ls(3.0, 0, 0, rejected=True), ls(6, 9, 20)]
-    result = co_serving.summary(records, (0.3, 0.06))
-    assert result["be_tokens_per_s"] == 20.0
-    assert (result["ls_requests"], result["rejected"]) == (4, 1)  # the one at 6 s came after the BE work
-    assert result["attained"] == pytest.approx(1 / 3)
-    assert result["ttft_attained"] == result["tpot_attained"] == pytest.approx(2 / 3)

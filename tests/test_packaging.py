@@ -19,7 +19,10 @@ PACKAGE = ROOT / "omniserve"
 # Which rooms a room may import from (design: server -> engine -> {sched, runner} -> {kv, layers, host} -> ops).
 # Leaves are plain data that everybody may use; `plain` rooms must stay free of torch, models and ops.
 LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats"}
-ENGINE = {"engine", "runner", "sampling", "outputs", "step_inputs", "detokenizer", "cores", "fingerprint"}
+ENGINE = {
+    "engine", "runner", "pipelining", "safepoint", "sampling", "outputs", "step_inputs", "detokenizer", "cores",
+    "fingerprint",
+}  # fmt: skip
 ALLOWED = {
     "ops": set(),
     "kv": {"ops"},
@@ -28,6 +31,7 @@ ALLOWED = {
     "host": {"ops", "kv"},
     "latency": set(),
     "sched": {"kv", "latency"},
+    "simulate": {"sched", "kv", "latency"},
     "tracing": set(),
     "explain": {"tracing"},
     "profiling": {"engine", "cores", "fingerprint", "host", "kv", "latency", "ops", "patching", "step_inputs"},
@@ -44,6 +48,7 @@ PLAIN = (
     "kv/incremental.py",
     "kv/paged.py",
     "kv/tiered.py",
+    "simulate",
     "plan.py",
     "request.py",
     "stats.py",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.plotting import require_matplotlib
 from benchmarks.common.prefill_attention import OURS
 
 COLUMN = 25
@@ -133,21 +133,6 @@ def engine_table(engines: Mapping[str, Any]) -> str:
             line("engine waits for the host tier", ".1%", "loop_waits"),
         ]
     )
-
-
-def require_matplotlib() -> Any:
-    """Return ``matplotlib.pyplot``, drawing into files only.
-
-    Raises:
-        RuntimeError: It is not installed.
-    """
-    try:
-        importlib.import_module("matplotlib").use("Agg")
-        return importlib.import_module("matplotlib.pyplot")
-    except ModuleNotFoundError as error:
-        raise RuntimeError(
-            f"--plot needs matplotlib, which the bench extra brings: pip install 'omniserve[bench]' ({error})"
-        ) from error
 
 
 def plot_shares(rows: Mapping[str, Any], path: Path) -> None:

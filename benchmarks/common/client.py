@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+LS_TIER, BE_TIER = "priority", "flex"
+"""OpenAI's names of the two kinds of service class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +25,24 @@ class LoadRequest:
     """Text or token ids."""
     max_tokens: int
     service_tier: str
-    """OpenAI's name of the service class: ``priority`` is LS, ``flex`` is BE."""
+    """LS_TIER or BE_TIER."""
     slo: tuple[float, float] | None = None
     """TTFT and TPOT objectives in seconds, sent along; None: the server's defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """What a server is sent beside the fields that all of them know (``ignore_eos`` is one of these)."""
+
+    omniserve_fields: bool = True
+    """``service_tier`` and ``slo``; without them only this client tells LS from BE."""
+    priority_field: bool = False
+    """vLLM's ``priority``, which serves low numbers first under ``--scheduling-policy priority``: 0 is LS, 1 is BE."""
+    model: str | None = None
+    """For servers that insist on a name."""
+
+
+OMNISERVE_WIRE = Wire()
 
 
 @dataclass(kw_only=True)
@@ -40,6 +57,7 @@ class RequestRecord:
     token_times_s: list[float] = field(default_factory=list)
     """One entry per streamed chunk that carries a choice."""
     num_prompt_tokens: int = 0
+    """The ids that were sent; for a text, as the server's usage says and 0 until the request has finished."""
     num_output_tokens: int = 0
     """As the server's usage says; 0 until the request has finished."""
     finished: bool = False
@@ -57,15 +75,6 @@ class RequestRecord:
         return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
 
 
-def poisson_times_s(rate: float, duration_s: float, rng: random.Random) -> list[float]:
-    """Return the arrival times in ``[0, duration_s)`` of a Poisson process with ``rate`` arrivals a second."""
-    times, now = [], rng.expovariate(rate)
-    while now < duration_s:
-        times.append(now)
-        now += rng.expovariate(rate)
-    return times
-
-
 async def run_load(
     base_url: str,
     requests: Sequence[LoadRequest],
@@ -73,6 +82,7 @@ async def run_load(
     must_finish: Callable[[LoadRequest], bool],
     cutoff_s: float,
     watch: Callable[[float, Sequence[RequestRecord]], Awaitable[None]],
+    wire: Wire = OMNISERVE_WIRE,
 ) -> tuple[list[RequestRecord], float]:
     """Send ``requests`` through ``/v1/completions`` and stream the answers.
 
@@ -85,16 +95,23 @@ async def run_load(
         must_finish: Selects the requests that are waited for.
         cutoff_s: Latest end, in seconds after the start.
         watch: Called about ten times a second with the time and the records; an exception from it ends the load.
+        wire: What this server is sent.
 
     Returns:
         One record per request, in the order of ``requests``, and the time at which the load ended.
     """
-    records = [RequestRecord(service_tier=request.service_tier, send_at_s=request.send_at_s) for request in requests]
+    records = [
+        RequestRecord(
+            service_tier=request.service_tier, send_at_s=request.send_at_s,
+            num_prompt_tokens=0 if isinstance(request.prompt, str) else len(request.prompt),
+        )
+        for request in requests
+    ]  # fmt: skip
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=base_url, timeout=None, limits=limits) as client:
         began_s = time.perf_counter()
         tasks = [
-            asyncio.create_task(_send(client, request, record, began_s))
+            asyncio.create_task(_send(client, request, record, began_s, wire))
             for request, record in zip(requests, records, strict=True)
         ]
         awaited = [task for task, request in zip(tasks, requests, strict=True) if must_finish(request)]
@@ -113,17 +130,30 @@ async def run_load(
     return records, end_s
 
 
-async def _send(client: httpx.AsyncClient, request: LoadRequest, record: RequestRecord, began_s: float) -> None:
-    await asyncio.sleep(max(0.0, began_s + request.send_at_s - time.perf_counter()))
-    record.sent_s = time.perf_counter() - began_s
+def body_of(request: LoadRequest, wire: Wire) -> dict[str, Any]:
+    """Return the JSON body that asks for ``request``: greedy, of exactly its length, streamed, with usage."""
     body: dict[str, Any] = {
         "prompt": request.prompt, "max_tokens": request.max_tokens, "temperature": 0, "ignore_eos": True,
-        "service_tier": request.service_tier, "stream": True, "stream_options": {"include_usage": True},
+        "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    if request.slo is not None:
-        body["slo"] = {"ttft_s": request.slo[0], "tpot_s": request.slo[1]}
+    if wire.omniserve_fields:
+        body["service_tier"] = request.service_tier
+        if request.slo is not None:
+            body["slo"] = {"ttft_s": request.slo[0], "tpot_s": request.slo[1]}
+    if wire.priority_field:
+        body["priority"] = 0 if request.service_tier == LS_TIER else 1
+    if wire.model is not None:
+        body["model"] = wire.model
+    return body
+
+
+async def _send(
+    client: httpx.AsyncClient, request: LoadRequest, record: RequestRecord, began_s: float, wire: Wire
+) -> None:
+    await asyncio.sleep(max(0.0, began_s + request.send_at_s - time.perf_counter()))
+    record.sent_s = time.perf_counter() - began_s
     try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
+        async with client.stream("POST", "/v1/completions", json=body_of(request, wire)) as response:
             if predicted_ms := response.headers.get("x-omniserve-predicted-ttft-ms"):
                 record.predicted_ttft_s = float(predicted_ms) / 1e3
             if response.status_code != 200:

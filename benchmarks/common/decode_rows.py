@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.common.bandwidth import sequential_reading
 from benchmarks.common.decode_attention import Candidate, OmniServe, TorchSDPA, Work, check, endless_layers
-from benchmarks.common.read_limit import OtherLoad, ReadLimit, Sample
+from benchmarks.common.other_load import OtherLoad
+from benchmarks.common.read_limit import ReadLimit, Sample
 from benchmarks.common.vllm_attention import VLLM, Peer
 
 # Query heads, KV heads and head size: of Llama 3 8B, Yi 34B, Llama 2 7B and SmolLM 135M.

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common.decode_rows import HEADS
-from benchmarks.common.read_limit import OtherLoad, ReadLimit
+from benchmarks.common.other_load import OtherLoad
+from benchmarks.common.read_limit import ReadLimit
 from omniserve.ops.attention import gather_keys
 
 OURS = "ours"

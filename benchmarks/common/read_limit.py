@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -127,20 +125,3 @@ class ReadLimit:
         small_pages = self._filled_arena(self.arena.num_bytes, huge_pages=False)
         results["sequential in 4 KiB pages"] = self._measure_sequential(max(threads), small_pages)
         return results
-
-
-class OtherLoad:
-    """CPU time of all other processes since this was made; steal time counts as theirs."""
-
-    def __init__(self) -> None:
-        self._began_s, self._others_s = time.perf_counter(), self._others_so_far_s()
-
-    @staticmethod
-    def _others_so_far_s() -> float:
-        user, nice, system, _, _, irq, softirq, steal, *_ = Path("/proc/stat").read_text().split("\n")[0].split()[1:]
-        busy = sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
-        return busy - time.process_time()
-
-    def cores(self) -> float:
-        """Return the mean number of cores that others kept busy."""
-        return max(0.0, (self._others_so_far_s() - self._others_s) / (time.perf_counter() - self._began_s))

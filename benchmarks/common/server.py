@@ -1,4 +1,4 @@
-"""A server process to measure."""
+"""Servers to measure: a process of our own, or any other that is running already."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import httpx
 
@@ -19,6 +20,38 @@ STOP_TIMEOUT_S = 30.0
 
 class ServerFailed(RuntimeError):
     """The server ended, did not become healthy, or failed a request of the load; the message ends with its log."""
+
+
+class Server(Protocol):
+    """What a load needs of the server that it is sent to."""
+
+    @property
+    def base_url(self) -> str:
+        """Address without ``/v1``."""
+
+    def check_alive(self) -> None:
+        """Raise ServerFailed if it is known to have ended."""
+
+    def log_tail(self, num_lines: int = 40) -> str:
+        """Return the last lines of its log; empty if there is none to read."""
+
+
+class OutsideServer:
+    """A server that somebody else started and will stop; that it is gone shows in a failed request.
+
+    Args:
+        url: Its address, with or without ``/v1``.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.base_url = url.rstrip("/").removesuffix("/v1")
+
+    def check_alive(self) -> None:
+        """Know nothing."""
+
+    def log_tail(self, num_lines: int = 40) -> str:
+        """Return nothing: its log is its own."""
+        return ""
 
 
 class ServerProcess:
@@ -79,14 +112,23 @@ class ServerProcess:
         raise ServerFailed(f"the server is not healthy after {timeout_s:g} s\n{self.log_tail()}")
 
     def metrics(self) -> dict[str, float]:
-        """Return the samples of ``/metrics``, keyed by name with labels, as Prometheus prints them."""
-        text = httpx.get(f"{self.base_url}/metrics", timeout=30.0).raise_for_status().text
-        lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+        """Return the samples of ``/metrics``; see ``read_metrics``."""
+        return read_metrics(self.base_url)
 
     def log_tail(self, num_lines: int = 40) -> str:
         """Return the last lines of the log."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+def read_metrics(base_url: str) -> dict[str, float]:
+    """Return the samples of a server's ``/metrics``, keyed by name with labels, as Prometheus prints them.
+
+    Raises:
+        httpx.HTTPError: It cannot be reached, or has none.
+    """
+    text = httpx.get(f"{base_url}/metrics", timeout=30.0).raise_for_status().text
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
 def _free_port() -> int:

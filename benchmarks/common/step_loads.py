@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 from omniserve.profiling import Arrival
 from omniserve.request import Request, SamplingParams, ServiceClass
+from omniserve.simulate.load import read_trace
 
 
 def trace_load(
@@ -31,9 +29,10 @@ def trace_load(
         mean_active: Of each class.
 
     Raises:
-        ValueError: The file has no such columns, or too few rows.
+        OSError: The file cannot be read.
+        ValueError: It has no such columns, or too few rows, or a field is no number.
     """
-    rows = list(read_trace(path))
+    rows = [(row.arrival_s, row.input_tokens, row.output_tokens) for row in read_trace(path)]
     if len(rows) < 100:
         raise ValueError(f"{path} has {len(rows)} requests; a load is drawn from 100 or more")
     rng = random.Random(seed)
@@ -56,22 +55,6 @@ def trace_load(
         )
         arrivals.append(Arrival(at_step=at_step, request=request))
     return arrivals
-
-
-def read_trace(path: Path) -> Iterator[tuple[float, int, int]]:
-    """Yield (arrival_s, input tokens, output tokens).
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It lacks a column, or a field is no number.
-    """
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        reader = csv.DictReader(file)
-        needed = ("arrival_s", "input_tokens", "output_tokens")
-        if missing := set(needed) - set(reader.fieldnames or ()):
-            raise ValueError(f"{path} is no trace of requests: it has no column {', '.join(sorted(missing))}")
-        for row in reader:
-            yield float(row["arrival_s"]), int(row["input_tokens"]), int(row["output_tokens"])
 
 
 def _percentile(values: list[int], share: float) -> int:

@@ -8,6 +8,7 @@ from omniserve.latency.accuracy import Accuracy, accuracy_of
 from omniserve.latency.base import LATENCY_MODELS, LatencyModel, Predictor
 from omniserve.latency.correction import CorrectedModel
 from omniserve.latency.features import BatchFeatures, ModelShape, features_of
+from omniserve.latency.host_speed import HostSpeed
 from omniserve.latency.profile import Profile, ProfileMismatch, StepSample
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Accuracy",
     "BatchFeatures",
     "CorrectedModel",
+    "HostSpeed",
     "LatencyModel",
     "ModelShape",
     "Predictor",

@@ -21,6 +21,8 @@ class Predictor(ABC):
     """What the terms stand for, in the order of ``terms``."""
     layer_terms: slice
     """Which of them the layers share evenly; the others belong to the step as a whole."""
+    attention_terms: tuple[int, ...]
+    """Which of the layers' terms are attention on the device; the others are linear in rows."""
     num_layers: int
     """Of the model."""
 
@@ -35,6 +37,12 @@ class Predictor(ABC):
     def layer_s(self, features: BatchFeatures) -> float:
         """Return the seconds of one layer of the step."""
         return sum(self.terms(features)[self.layer_terms]) / self.num_layers
+
+    def modules_s(self, features: BatchFeatures) -> tuple[float, float]:
+        """Return the seconds of one layer of the step apart: linear modules, attention on the device."""
+        terms = self.terms(features)
+        attention_s = sum(terms[i] for i in self.attention_terms)
+        return (sum(terms[self.layer_terms]) - attention_s) / self.num_layers, attention_s / self.num_layers
 
 
 class LatencyModel(Predictor):

@@ -28,6 +28,7 @@ class BROSModel(LatencyModel):
         "prefill rows", "prefill attention", "prefill constant", "decode rows", "decode attention", "decode constant",
         "swap wait",
     )  # fmt: skip
+    attention_terms = (1, 4)
     layer_terms = slice(None)  # the model knows of no layers: an even share of all
 
     def __init__(self, coefficients: Sequence[float] | None, swap: AlphaBeta, num_layers: int) -> None:
@@ -54,12 +55,12 @@ class BROSModel(LatencyModel):
     @staticmethod
     def _quantities(features: BatchFeatures) -> tuple[float, ...]:
         prefill = features.prefill_tokens
-        decode = features.decode_requests + features.seats
+        decode = features.decode_requests + features.seats + features.pipelined_rows
         return (
             prefill,
             prefill * (prefill + features.prefill_context),
             1.0 if prefill else 0.0,
             decode,
-            decode * (decode + features.decode_context),
+            decode * (decode + features.decode_context + features.pipelined_load),
             1.0 if decode else 0.0,
         )

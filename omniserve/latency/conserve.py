@@ -24,6 +24,7 @@ class ConServeModel(LatencyModel):
     """
 
     term_names = ("linear", "attention", "memory", "constant")
+    attention_terms = (1, 2)
     layer_terms = slice(None)  # the polynomial knows of no layers: an even share of all
 
     def __init__(self, coefficients: Sequence[float] | None, num_layers: int) -> None:
@@ -45,6 +46,6 @@ class ConServeModel(LatencyModel):
 
     @staticmethod
     def _quantities(features: BatchFeatures) -> tuple[float, float, float, float]:
-        rows = features.rows
-        tokens = rows + features.prefill_context + features.decode_context
+        rows = features.rows + features.pipelined_rows
+        tokens = features.rows + features.prefill_context + features.decode_context + features.pipelined_load
         return float(rows), float(rows * tokens), float(tokens), 1.0

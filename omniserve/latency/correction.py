@@ -43,6 +43,7 @@ class CorrectedModel(Predictor):
             raise ValueError(f"bounds must be around 1, got {bounds}")
         self.model = model
         self.term_names, self.layer_terms, self.num_layers = model.term_names, model.layer_terms, model.num_layers
+        self.attention_terms = model.attention_terms
         self._rate = rate
         self._low, self._high = bounds
         self._factors = [1.0] * len(model.term_names)

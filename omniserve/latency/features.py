@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from omniserve.plan import StepPlan
+from omniserve.plan import PiggybackJoin, StepPlan
 from omniserve.spec import ModelSpec
 
 
@@ -41,6 +41,12 @@ class BatchFeatures:
     """Layers whose dense halves run: all of them with device rows, else those that somebody is at."""
     host_works: bool = False
     """The host tier works during the step (without a GPU it then has a share of the cores)."""
+    pipelined_rows: int = 0
+    """Rows of the second sub-batch, whose host attention the step waits for."""
+    pipelined_load: float = 0.0
+    """Keys that they see in a layer, together."""
+    pipelined_layers: float = 0.0
+    """Layers that they have left, on average."""
     swap_bytes: int = 0
     """KV that must have come from the host before the step can run; 0 in this engine, whose moves run beside steps."""
 
@@ -94,6 +100,9 @@ class ModelShape:
             piggyback_layers=features.piggyback_layers,
             dense_layers=self.num_layers,
             host_works=features.host_works,
+            pipelined_rows=features.pipelined_rows,
+            pipelined_load=features.pipelined_load,
+            pipelined_layers=features.pipelined_layers,
             swap_bytes=features.swap_bytes,
         )
 
@@ -130,6 +139,7 @@ def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False, 
             prefill_load += shape.load(chunk.start, count)
         sampled += chunk.samples
     join_layers = {join.layer for join in plan.joins}
+    layers_left = [shape.num_layers - (row.layer if isinstance(row, PiggybackJoin) else 0) for row in plan.pipelined]
     last = shape.num_layers - 1
     if plan.chunks:
         dense_layers = float(shape.num_layers)
@@ -144,11 +154,14 @@ def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False, 
         decode_requests=decode_requests,
         decode_context=decode_context,
         decode_load=decode_load,
-        sampled_rows=sampled + sum(join.layer == last for join in plan.joins),
+        sampled_rows=sampled + sum(join.layer == last for join in plan.joins) + len(plan.pipelined),
         seats=plan.num_piggyback_slots,
         piggyback_rows=len(plan.joins) + len(plan.entries),
         piggyback_layers=len(join_layers) + bool(plan.entries),
         dense_layers=dense_layers,
-        host_works=host_works or bool(plan.joins or plan.entries),
+        host_works=host_works or bool(plan.joins or plan.entries or plan.pipelined),
+        pipelined_rows=len(plan.pipelined),
+        pipelined_load=sum(shape.load(row.position, 1) for row in plan.pipelined),
+        pipelined_layers=sum(layers_left) / len(layers_left) if layers_left else 0.0,
         swap_bytes=swap_bytes,
     )

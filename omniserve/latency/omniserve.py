@@ -16,6 +16,7 @@ from typing import Self
 from omniserve.latency.base import LATENCY_MODELS, LatencyModel
 from omniserve.latency.curve import Curve
 from omniserve.latency.features import BatchFeatures
+from omniserve.latency.host_speed import HostSpeed
 from omniserve.latency.profile import STATES, Profile, StepSample, Table
 from omniserve.latency.regression import fit_terms
 
@@ -47,10 +48,12 @@ class OmniServeModel(LatencyModel):
         "dense, few rows, shared cores", "dense, more rows, shared cores",
         "prefill attention, shared cores", "decode attention, shared cores",
         "piggyback", "piggyback layers", "tensor parallel",
+        "pipelined rows", "waiting for the host",
         "pipeline parallel", "head", "step overhead", "request overhead", "row overhead",
     )  # fmt: skip
-    layer_terms = slice(0, 11)
-    _PRIOR = (1.0,) * 9 + (0.0,) + (1.0,) * 3 + (0.0,) * 3
+    layer_terms = slice(0, 13)
+    attention_terms = (2, 3, 6, 7)
+    _PRIOR = (1.0,) * 9 + (0.0,) + (1.0,) * 5 + (0.0,) * 3
     """1: a measured module; 0: an overhead that only whole steps show."""
 
     def __init__(self, profile: Profile, scales: Sequence[float] | None = None) -> None:
@@ -62,9 +65,7 @@ class OmniServeModel(LatencyModel):
         self._prefill = [_fit_attention(profile.prefill_attention[state], _prefill_loads(profile)) for state in STATES]
         self._decode = [_fit_attention(profile.decode_attention[state], _decode_loads(profile)) for state in STATES]
         self._piggyback = _fit_table(profile.piggyback, lambda seats, rows: (1.0, seats, rows > 0, rows), 4)
-        self._host = _fit_table(
-            profile.host_attention, lambda requests, context, threads: (context / threads, requests / threads, 1.0), 3
-        )
+        self._host = HostSpeed.from_profile(profile)
         self.scales = tuple(scales) if scales is not None else self._PRIOR
         """What measured steps say each module's time must be multiplied by, and the overheads in seconds."""
 
@@ -116,19 +117,6 @@ class OmniServeModel(LatencyModel):
         few = min(seconds, self._few_rows[shared])
         return self.scales[4 * shared] * few + self.scales[4 * shared + 1] * (seconds - few)
 
-    def host_layer_s(self, requests: int, context: int, threads: int) -> float:
-        """Return the seconds that the host tier needs for one layer's tasks of some requests.
-
-        Args:
-            requests: Tasks.
-            context: Keys of all of them together.
-            threads: Host threads that work on them.
-        """
-        if requests <= 0:
-            return 0.0
-        a, per_request, per_call = self._host
-        return (a * context + per_request * requests) / threads + per_call
-
     def _quantities(self, features: BatchFeatures) -> tuple[float, ...]:
         """Return what the scales multiply: unscaled seconds of each module, and counts for the overheads."""
         f = features
@@ -149,6 +137,13 @@ class OmniServeModel(LatencyModel):
             # The seats are there wherever a half runs; each row passes a layer once.
             piggyback = f.dense_layers * (per_pass + per_seat * f.seats)
             piggyback += per_call * f.piggyback_layers + per_row * f.piggyback_rows
+        second = waiting = 0.0
+        if f.pipelined_rows:
+            # While the host attends for the second sub-batch, the device runs a layer of the first.
+            second = f.pipelined_layers * self._dense[shared](f.pipelined_rows)
+            first_s = (few + more + prefill + decode + piggyback) / layers
+            host_s = self._host(f.pipelined_rows, f.pipelined_load) if self._host is not None else 0.0
+            waiting = f.pipelined_layers * max(0.0, host_s - first_s)
         idle = (0.0, 0.0, 0.0, 0.0)
         modules = (*idle, few, more, prefill, decode) if shared else (few, more, prefill, decode, *idle)
         return (
@@ -156,11 +151,13 @@ class OmniServeModel(LatencyModel):
             piggyback,
             float(f.piggyback_layers),
             layers * self._profile.tensor_parallel(n),
+            second,
+            waiting,
             self._profile.pipeline_parallel(n),
             self._head[shared](f.sampled_rows),
             1.0,
-            float(f.prefill_requests + f.decode_requests),
-            float(n),
+            float(f.prefill_requests + f.decode_requests + f.pipelined_rows),
+            float(n + f.pipelined_rows),
         )
 
 

@@ -18,6 +18,7 @@ from omniserve.profiling.timer import Progress, Timer
 from omniserve.request import Request, SamplingParams, ServiceClass
 
 _IDLE_WAIT_S = 0.02
+_LEAST_SAMPLES = 16  # of either kind, however little time is left: no model can be fitted to none
 _MAX_SAMPLES, _WANTED_SAMPLES = 200, 100  # of each of the two loads
 _LEAST_MAX_PROMPT, _MAX_PROMPT, _MAX_OUTPUT = 64, 1024, 64
 _MEAN_ACTIVE = 12.0
@@ -81,6 +82,7 @@ def measure_steps(
     arrivals: Iterable[Arrival],
     *,
     max_samples: int,
+    least: int = 0,
     keep: Callable[[BatchFeatures], bool] = lambda features: True,
     go_on: Callable[[], bool] = lambda: True,
     on_sample: Callable[[], object] = lambda: None,
@@ -93,6 +95,7 @@ def measure_steps(
         engine: Without unfinished requests; nobody else steps it.
         arrivals: In the order of their steps.
         max_samples: Ends after so many, or when the load does.
+        least: So many are taken whatever ``go_on`` says.
         keep: Which steps are wanted.
         go_on: Asked before each step; False ends the run.
         on_sample: Called after each sample, for progress.
@@ -114,7 +117,9 @@ def measure_steps(
     engine.on_step = record
     step = 0
     try:
-        while len(samples) < max_samples and go_on() and (waiting or engine.has_unfinished):
+        while len(samples) < max_samples and (waiting or engine.has_unfinished):
+            if len(samples) >= least and not go_on():
+                break
             if not engine.has_unfinished:
                 step = max(step, waiting[-1].at_step)
             while waiting and waiting[-1].at_step <= step:
@@ -181,6 +186,7 @@ def measure_mixed_steps(
                 engine,
                 load,
                 max_samples=_MAX_SAMPLES,
+                least=_LEAST_SAMPLES,
                 go_on=lambda end=end: timer.spent < end,  # type: ignore[misc]
                 on_sample=lambda: progress("whole steps", timer.spent),
             )

@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar, Self
 
+from omniserve.config import EngineConfig
 from omniserve.kv.base import KVManager
 from omniserve.plan import HostEvent, StepOutput, StepPlan
 from omniserve.registry import Registry
 from omniserve.request import SLO, ClassSpec, Request, RequestOutput, ServiceClass
 from omniserve.sched.load import Forecast
+from omniserve.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +43,39 @@ class SchedulerLimits:
     admission: bool = True
     slack: str = "deadline"
 
+    @classmethod
+    def of(
+        cls, config: EngineConfig, spec: ModelSpec, *, num_device_blocks: int, has_host_tier: bool, kv: KVManager
+    ) -> Self:
+        """Take them from an engine's settings and its model.
+
+        Args:
+            config: The settings.
+            spec: The model's sizes.
+            num_device_blocks: Blocks of the device pool.
+            has_host_tier: There is a host tier.
+            kv: The KV manager: one that restores checkpoints always has them made.
+        """
+        checkpoints = config.checkpoint_kv or kv.restores
+        return cls(
+            num_layers=spec.num_layers,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len if config.max_model_len is not None else spec.max_model_len,
+            classes=config.classes,
+            eos_token_ids=spec.eos_token_ids,
+            max_step_tokens=config.max_step_tokens,
+            max_num_requests=config.max_num_requests,
+            num_host_slots=config.max_host_requests if has_host_tier else 0,
+            max_piggyback_slots=config.max_piggyback_slots,
+            max_piggyback_rows=config.max_piggyback_rows,
+            ls_reserve_blocks=int(config.ls_reserve_fraction * num_device_blocks),
+            swap_in_delay_s=config.swap_in_delay_s,
+            min_residence_s=config.min_residence_s,
+            admission=config.admission,
+            checkpoint_blocks=max(1, -(-config.max_step_tokens // config.block_size)) if checkpoints else 0,
+            slack=config.slack,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
@@ -52,6 +88,7 @@ class SchedulerStats:
     prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     host_output_tokens: int = 0
     preemptions: int = 0
+    layer_preemptions: int = 0
     swaps_out: int = 0
     swaps_in: int = 0
     checkpoints: int = 0
@@ -67,6 +104,9 @@ class Scheduler(ABC):
         kv: The block ids; the scheduler is the only one that allocates and frees.
         forecast: What a step will take; None: there is no latency model.
     """
+
+    predicts: ClassVar[bool] = False
+    """It makes use of a latency model if there is one."""
 
     @abstractmethod
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None: ...
@@ -102,6 +142,19 @@ class Scheduler(ABC):
     @abstractmethod
     def update(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
         """Book what a step computed: append tokens, finish requests, free KV."""
+
+    def must_preempt(self, num_prompt_tokens: int, slo: SLO, waited_s: float, now_s: float) -> bool:
+        """Return whether the running step's preemptible rows must leave for an LS request that has just come.
+
+        Asked between the layers of a step, before ``add``; ``conserve`` 4.3, Algorithm 1.
+
+        Args:
+            num_prompt_tokens: Its prompt.
+            slo: Its objectives.
+            waited_s: How long ago it came.
+            now_s: Now.
+        """
+        return False
 
     @property
     @abstractmethod

@@ -55,6 +55,8 @@ class Batch:
         if count <= 0:
             self.refused_by = Bound.TOKENS
             return 0
+        if self._fits_halted(state, bound_s):
+            return state.halted.num_tokens if state.halted is not None else 0
         if self.load is None or bound_s == math.inf:
             return count
         start = state.num_computed_tokens
@@ -63,6 +65,19 @@ class Batch:
         if count == 0:
             self.refused_by = Bound.TIME
         return count
+
+    def _fits_halted(self, state: RequestState, bound_s: float) -> bool:
+        """Return whether a chunk that left an earlier step can go on as it is; if not, it begins anew."""
+        halted = state.halted
+        if halted is None:
+            return False
+        fits = halted.num_tokens <= self.tokens_left
+        if fits and self.load is not None and bound_s < math.inf:
+            samples = halted.start + halted.num_tokens == state.num_tokens
+            fits = self.load.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s
+        if not fits:
+            state.halted = None
+        return fits
 
     def add(
         self, state: RequestState, *, bound_s: float = math.inf, min_tokens: int = 0, reserve_blocks: int = 0
@@ -90,6 +105,7 @@ class Batch:
             start=start,
             block_ids=blocks,
             samples=samples,
+            from_layer=state.halted.layer if state.halted is not None else 0,
         )
         self.tokens_left -= count
         if self.load is not None:

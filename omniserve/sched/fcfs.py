@@ -6,7 +6,7 @@ from omniserve.plan import StepPlan
 from omniserve.sched.base import SCHEDULERS
 from omniserve.sched.batch import Batch
 from omniserve.sched.policy import RequestScheduler
-from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.state import Phase
 
 
 @SCHEDULERS.register("fcfs")
@@ -18,13 +18,9 @@ class FCFSScheduler(RequestScheduler):
         preemptions = self.num_preemptions
         for state in self.in_arrival_order(self.device.values()):
             if state.phase is Phase.DEVICE:
-                self._run(batch, state)
+                self.run_or_preempt_youngest(batch, state)
         if self.num_preemptions == preemptions:
             for state in self.in_arrival_order(self.waiting.values()):
                 if not self.admit(batch, state):
                     break
         return self.make_plan(batch, now_s)
-
-    def _run(self, batch: Batch, state: RequestState) -> None:
-        while batch.tokens_left and state.phase is Phase.DEVICE and not batch.add(state):
-            self.preempt(max((s for queue in self.device.values() for s in queue), key=lambda s: s.order))

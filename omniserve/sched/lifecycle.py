@@ -26,7 +26,7 @@ from omniserve.sched.base import Scheduler, SchedulerLimits, SchedulerStats
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.load import Forecast
 from omniserve.sched.residents import HostResidents
-from omniserve.sched.state import Phase, RequestQueue, RequestState
+from omniserve.sched.state import HaltedChunk, Phase, RequestQueue, RequestState
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +207,7 @@ class RequestLifecycle(Scheduler):
     def _requeue(self, state: RequestState) -> None:
         self._counters["preemptions"] += 1
         state.num_computed_tokens = 0
+        state.halted = None
         state.phase = Phase.WAITING
         self.waiting[state.kind].add(state)
 
@@ -221,6 +222,7 @@ class RequestLifecycle(Scheduler):
         move = self.kv.start_move(state.request_id, direction, reserve_blocks=reserve_blocks, keep_tokens=keep_tokens)
         if move is None:
             return None
+        state.halted = None
         if to_host:
             self.device[state.kind].remove(state)
             self.residents.take_slot(state)
@@ -275,6 +277,12 @@ class RequestLifecycle(Scheduler):
         outputs: list[RequestOutput] = []
         for chunk in plan.chunks:
             state = self.states[chunk.request_id]
+            state.halted = None
+            if (layer := output.halted.get(chunk.request_id)) is not None:
+                self._counters["layer_preemptions"] += 1
+                if layer > 0:
+                    state.halted = HaltedChunk(layer, chunk.start, len(chunk.token_ids))
+                continue
             state.num_computed_tokens = chunk.start + len(chunk.token_ids)
             if chunk.samples:
                 self._append(state, output, now_s, outputs)
@@ -283,11 +291,23 @@ class RequestLifecycle(Scheduler):
         for join in plan.joins:
             state = self.states[join.request_id]
             if self.residents.advance(state):
-                state.num_computed_tokens += 1
-                state.num_host_tokens += 1
-                self._counters["host_output_tokens"] += 1
-                self._append(state, output, now_s, outputs)
+                self._append_from_host(state, output, now_s, outputs)
+        for row in plan.pipelined:
+            state = self.states[row.request_id]
+            self.residents.arrive(state)
+            if row.request_id in output.lost:
+                self.preempt(state)
+            else:
+                self._append_from_host(state, output, now_s, outputs)
         return outputs
+
+    def _append_from_host(
+        self, state: RequestState, output: StepOutput, now_s: float, outputs: list[RequestOutput]
+    ) -> None:
+        state.num_computed_tokens += 1
+        state.num_host_tokens += 1
+        self._counters["host_output_tokens"] += 1
+        self._append(state, output, now_s, outputs)
 
     def on_first_token(self, state: RequestState, now_s: float) -> None:
         """A request's first token was sampled, which ends its TTFT; for policies that learn from that."""
@@ -300,6 +320,7 @@ class RequestLifecycle(Scheduler):
             return
         sampled: SampledToken = output.tokens[state.request_id]
         state.token_ids.append(sampled.token_id)
+        state.last_token_s = now_s
         if state.first_token_s is None:
             state.first_token_s = now_s
             self._prompt_tokens[state.service_class] += state.num_prompt_tokens
@@ -333,6 +354,7 @@ class RequestLifecycle(Scheduler):
             prompt_tokens=dict(self._prompt_tokens),
             host_output_tokens=self._counters["host_output_tokens"],
             preemptions=self._counters["preemptions"],
+            layer_preemptions=self._counters["layer_preemptions"],
             swaps_out=self._counters["swaps_out"],
             swaps_in=self._counters["swaps_in"],
             checkpoints=self.checkpoints.num_blocks_copied if self.checkpoints is not None else 0,

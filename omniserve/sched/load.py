@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from omniserve.latency import BatchFeatures, ModelShape, Predictor
+from omniserve.latency import BatchFeatures, HostSpeed, ModelShape, Predictor
 
 _SEARCH_ROUNDS = 6
 _CLOSE_ENOUGH = 0.02  # of the bound: a chunk that fills the step to 98 % is not searched further
@@ -19,6 +19,8 @@ class Forecast:
     shape: ModelShape
     host_has_own_cores: bool = False
     """The host tier's threads take nothing from the device tier."""
+    host: HostSpeed | None = None
+    """What the host tier's attention takes; None: there is no host tier."""
 
     def load(self, *, host_works: bool = False) -> StepLoad:
         """Return an empty step."""
@@ -35,7 +37,8 @@ class StepLoad:
 
     __slots__ = (
         "_forecast", "_host_works", "decode_context", "decode_load", "decode_requests", "joins_at_last_layer",
-        "piggyback_halves", "piggyback_layers", "piggyback_rows", "prefill_context", "prefill_load",
+        "piggyback_halves", "piggyback_layers", "piggyback_rows", "pipelined_layers", "pipelined_load",
+        "pipelined_rows", "prefill_context", "prefill_load",
         "prefill_requests", "prefill_tokens", "sampled_rows", "seats",
     )  # fmt: skip
 
@@ -46,7 +49,8 @@ class StepLoad:
         self.decode_requests = self.decode_context = self.sampled_rows = 0
         self.prefill_load = self.decode_load = 0.0
         self.seats = self.piggyback_rows = self.piggyback_layers = self.joins_at_last_layer = 0
-        self.piggyback_halves = 0
+        self.piggyback_halves = self.pipelined_rows = 0
+        self.pipelined_load = self.pipelined_layers = 0.0
 
     def copy(self) -> StepLoad:
         """Return an independent copy."""
@@ -94,9 +98,23 @@ class StepLoad:
         self.seats, self.piggyback_rows, self.piggyback_layers = seats, rows, layers
         self.joins_at_last_layer, self.piggyback_halves = at_last_layer, halves
 
+    def set_pipelined(self, rows: int, load: float, layers: float) -> None:
+        """Say what the second sub-batch is.
+
+        Args:
+            rows: Its tokens.
+            load: Keys that they see in a layer, together.
+            layers: Layers that they have left, on average.
+        """
+        self.pipelined_rows, self.pipelined_load, self.pipelined_layers = rows, load, layers
+
+    def keys_seen(self, position: int) -> float:
+        """Return how many keys a row at a position sees, the mean over the layers."""
+        return self._forecast.shape.load(position, 1)
+
     @property
     def is_empty(self) -> bool:
-        return not (self.prefill_tokens or self.decode_requests or self.piggyback_rows)
+        return not (self.prefill_tokens or self.decode_requests or self.piggyback_rows or self.pipelined_rows)
 
     def features(self) -> BatchFeatures:
         """Return the features of the step as it is."""
@@ -110,12 +128,15 @@ class StepLoad:
             decode_requests=self.decode_requests,
             decode_context=self.decode_context,
             decode_load=self.decode_load,
-            sampled_rows=self.sampled_rows + self.joins_at_last_layer,
+            sampled_rows=self.sampled_rows + self.joins_at_last_layer + self.pipelined_rows,
             seats=self.seats,
             piggyback_rows=self.piggyback_rows,
             piggyback_layers=self.piggyback_layers,
             dense_layers=layers,
-            host_works=self._host_works or self.piggyback_rows > 0,
+            host_works=self._host_works or self.piggyback_rows > 0 or self.pipelined_rows > 0,
+            pipelined_rows=self.pipelined_rows,
+            pipelined_load=self.pipelined_load,
+            pipelined_layers=self.pipelined_layers,
         )
 
     def seconds(self) -> float:

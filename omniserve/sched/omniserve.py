@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from omniserve.kv.base import KVManager, Tier
@@ -17,9 +17,6 @@ from omniserve.plan import (
     Bound,
     Decision,
     LeftOut,
-    MoveDirection,
-    PiggybackEntry,
-    PiggybackJoin,
     StepPlan,
 )
 from omniserve.request import SLO, Request
@@ -29,13 +26,11 @@ from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import BE_HEADROOM, LS_HEADROOM, TimeBound, tpot_bound, ttft_left_s
 from omniserve.sched.load import Forecast, StepLoad, largest
 from omniserve.sched.piggyback import PiggybackPlan, choose, fill, seat_bucket
-from omniserve.sched.policy import BE, LS, RequestScheduler
+from omniserve.sched.policy import BE, LS, HostRows, RequestScheduler
 from omniserve.sched.state import Phase, RequestState
 from omniserve.sched.tier_moves import TierMoves
 from omniserve.sched.ttft import MIN_LS_CHUNK, TTFTForecast
 
-# An LS prompt that lacks memory waits this long for swap-outs to end; then BE requests are recomputed instead.
-LS_PATIENCE_S = 0.02
 # BE work that a step without LS work has at least, whatever the bound: an idle machine works.
 MIN_BE_CHUNK = 16
 
@@ -45,6 +40,9 @@ class OmniServeScheduler(RequestScheduler):
     """LS decode, LS chunked prefill, BE chunked prefill, BE decode, then piggyback rows, lowest layer first."""
 
     offloads: ClassVar[bool] = True
+    predicts = True
+    offloads_for_time = True
+    """BE decodes that the bound keeps out go to the host tier although memory is not short (3.3.5)."""
 
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
         super().__init__(limits=limits, kv=kv, forecast=forecast)
@@ -52,8 +50,6 @@ class OmniServeScheduler(RequestScheduler):
         self._margin = AdmissionMargin()
         self._moves = TierMoves(self)
         self._left_out: list[LeftOut] = []
-        rows = limits.max_piggyback_rows
-        self._max_rows = rows if rows is not None else limits.max_piggyback_slots * (limits.num_layers + 1)
 
     def add(
         self, request_id: str, request: Request, slo: SLO, now_s: float, *, arrival_s: float | None = None
@@ -85,12 +81,12 @@ class OmniServeScheduler(RequestScheduler):
         unfinished = self._prefill_ls(batch, s_d, now_s)
         ls_s = load.seconds() if load is not None else None
         bound = self._best_effort_bound(batch, s_be, decoding, unfinished, now_s)
-        device_bound_s = max(0.0, bound.seconds - self._reserve_for_results(batch))
+        device_bound_s = max(0.0, bound.seconds - self.reserve_for_host_rows(batch, bound.seconds))
         tokens_before = batch.tokens_left
         self._prefill_be(batch, device_bound_s)
         self._decode_be(batch, device_bound_s)
         self._moves.swap_back(batch, device_bound_s, nothing_left_out=not self._left_out)
-        entries, joins = self._piggyback(batch, bound.seconds, tokens_before - batch.tokens_left)
+        rows = self.host_rows(batch, bound.seconds, tokens_before - batch.tokens_left)
         decision = Decision(
             predicted_s=load.seconds() if load is not None else None,
             predicted_ls_s=ls_s,
@@ -98,9 +94,10 @@ class OmniServeScheduler(RequestScheduler):
             bound_by=bound.by,
             left_out=tuple(self._left_out),
         )
-        return self.make_plan(batch, now_s, entries=entries, joins=joins, moves=self._moves.moves, decision=decision)
+        return self.make_plan(batch, now_s, host_rows=rows, moves=self._moves.moves, decision=decision)
 
-    def _leave_out(self, work: str, states: Sequence[RequestState] | int, first: str, bound: Bound | None) -> None:
+    def leave_out(self, work: str, states: Sequence[RequestState] | int, first: str, bound: Bound | None) -> None:
+        """Note what stays out of the step, and why."""
         count = states if isinstance(states, int) else len(states)
         if count > 0:
             self._left_out.append(
@@ -143,7 +140,7 @@ class OmniServeScheduler(RequestScheduler):
                 memory_is_short = True
         kept_out = [state for state in unfinished if state not in batch]
         if kept_out:
-            self._leave_out("LS prefill", kept_out, kept_out[0].request_id, batch.refused_by)
+            self.leave_out("LS prefill", kept_out, kept_out[0].request_id, batch.refused_by)
         return unfinished
 
     def _prefill_one(self, batch: Batch, state: RequestState, bound_s: float, min_tokens: int, now_s: float) -> bool:
@@ -151,28 +148,8 @@ class OmniServeScheduler(RequestScheduler):
             return self.run_or_preempt(batch, state, (BE, LS), bound_s=bound_s, min_tokens=min_tokens)
         if state.request_id not in self.states or not batch.chunk_size(state, bound_s=bound_s, min_tokens=min_tokens):
             return False
-        self._make_room_for_ls(batch, state, now_s)
+        self._moves.make_room_for_ls(batch, state)
         return self.admit(batch, state, bound_s=bound_s, min_tokens=min_tokens)
-
-    def _make_room_for_ls(self, batch: Batch, state: RequestState, now_s: float) -> None:
-        """Free device memory for an LS prompt: by moving BE KV to the host while that is quick, else by dropping it."""
-        needed = self.blocks_for(state)
-        shortage = needed - self.kv.num_free(Tier.DEVICE)
-        if shortage <= 0:
-            return
-        if state.blocked_since_s is None:
-            state.blocked_since_s = now_s
-        still_missing = self._moves.offload_until(shortage - self._moves.blocks_moving_out, batch)
-        out_of_patience = now_s - state.blocked_since_s >= LS_PATIENCE_S
-        if still_missing <= 0 and not out_of_patience:
-            return
-        if not self.make_room(needed, batch, (BE,)) and out_of_patience:
-            # The host tier is too slow or stuck: what is on its way there must not hold up an LS request.
-            for move_id, (_, move) in reversed(tuple(self.moving.items())):
-                if self.make_room(needed, batch, (BE,)):
-                    break
-                if move.direction is MoveDirection.TO_HOST and move not in self._moves.moves:
-                    self.abandon_move(move_id)
 
     def _predict_ttft(
         self, rank: int, request: Request, slo: SLO, waited_s: float, now_s: float
@@ -230,7 +207,7 @@ class OmniServeScheduler(RequestScheduler):
             bound = TimeBound(max(bound.seconds, trial.seconds()), bound.by)
         return bound
 
-    def _reserve_for_results(self, batch: Batch) -> float:
+    def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
         """Return d w, the time that device BE work leaves for results that wait (3.3.4, erratum in the design)."""
         if batch.load is None:
             return 0.0
@@ -240,7 +217,7 @@ class OmniServeScheduler(RequestScheduler):
         entries = self.residents.num_at_token_boundary if self.host_is_up else 0
         seats = seat_bucket(max(entries, *ready), self.limits.max_piggyback_slots)
         trial = batch.load.copy()
-        fill(trial, entries, ready, seats=seats, max_rows=self._max_rows)
+        fill(trial, entries, ready, seats=seats, max_rows=self.max_piggyback_rows)
         return trial.seconds() - batch.load.seconds()
 
     # -- best-effort ---------------------------------------------------------------------------------------------
@@ -250,20 +227,20 @@ class OmniServeScheduler(RequestScheduler):
         admitted = [state for state in self.device[BE] if not state.decodes]
         for number, state in enumerate(admitted):
             if not self._add_be(batch, state, bound_s):  # it holds all its blocks since its first chunk
-                self._leave_out("BE prefill", len(admitted) - number, state.request_id, batch.refused_by)
+                self.leave_out("BE prefill", len(admitted) - number, state.request_id, batch.refused_by)
                 return
             if not batch.samples(state):
                 return
         if self.waiting[LS]:
             return  # a BE prompt must not take the memory that an LS one waits for
         for state in self.waiting[BE]:
-            reserve = self._reserve_blocks(state)
+            reserve = self.reserve_for_ls(state)
             min_tokens = 0 if batch.chunks else MIN_BE_CHUNK
             if self.admit(batch, state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve):
                 if state.phase is Phase.MOVING or batch.samples(state):
                     continue  # what is copied back takes nothing of the step
                 return
-            self._leave_out("BE prefill", len(self.waiting[BE]), state.request_id, batch.refused_by)
+            self.leave_out("BE prefill", len(self.waiting[BE]), state.request_id, batch.refused_by)
             if batch.refused_by is Bound.MEMORY:
                 shortage = self.blocks_for(state) + reserve - self.kv.num_free(Tier.DEVICE)
                 self._moves.offload_until(shortage - self._moves.blocks_moving_out, batch)
@@ -280,21 +257,18 @@ class OmniServeScheduler(RequestScheduler):
                 bound = Bound.TOKENS if batch.tokens_left == 0 else Bound.TIME
                 rest = [s for s in decodes[number:] if s.phase is Phase.DEVICE and s not in batch]
                 if rest:
-                    self._leave_out("BE decode", rest, rest[0].request_id, bound)
-                self._moves.offload_for_time(rest if bound is Bound.TIME else [])
+                    self.leave_out("BE decode", rest, rest[0].request_id, bound)
+                self._offload_for_time(rest if bound is Bound.TIME else [])
                 return
             if state.phase is not Phase.DEVICE:
                 continue
-            while not batch.add(state, reserve_blocks=self._reserve_blocks(state)):
-                if self._moves.offload(state):
-                    break
-                # The host tier is full or absent: the youngest gives way, until it is this one's turn to wait.
-                victim = self.youngest_victim(batch, state, (BE,))
-                if victim is None:
-                    self._leave_out("BE decode", 1, state.request_id, Bound.MEMORY)
-                    break
-                self.preempt(victim)
-        self._moves.offload_for_time([])
+            if not self._moves.run_or_offload(batch, state) and state.phase is Phase.DEVICE:
+                self.leave_out("BE decode", 1, state.request_id, Bound.MEMORY)
+        self._offload_for_time([])
+
+    def _offload_for_time(self, kept_out: Sequence[RequestState]) -> None:
+        if self.offloads_for_time:
+            self._moves.offload_for_time(kept_out)
 
     def _num_within(self, batch: Batch, decodes: Sequence[RequestState], bound_s: float) -> int:
         """Return how many decodes, from the first on, the bound lets in (3.3.5); one at least if nothing else runs."""
@@ -313,55 +287,50 @@ class OmniServeScheduler(RequestScheduler):
         within = largest(seconds, most, bound_s)
         return max(within, 0 if batch.chunks else 1)
 
-    def _reserve_blocks(self, state: RequestState) -> int:
-        """Blocks that a BE request leaves free for LS: none if it has the device to itself, else it might never run."""
-        others = len(self.device[LS]) + len(self.waiting[LS]) + sum(s is not state for s in self.device[BE])
-        return self.limits.ls_reserve_blocks if others else 0
-
     # -- host tier -----------------------------------------------------------------------------------------------
 
-    def _piggyback(
-        self, batch: Batch, bound_s: float, device_tokens: int
-    ) -> tuple[list[PiggybackEntry], list[PiggybackJoin]]:
-        """Choose entries and joins: as many seats and rows as pay, lowest layer first (3.3.6)."""
+    def host_rows(self, batch: Batch, bound_s: float, device_tokens: int) -> HostRows:
+        """Choose entries and joins: as many seats and rows as pay, lowest layer first (3.3.6).
+
+        Args:
+            batch: The step's device rows.
+            bound_s: Longest step.
+            device_tokens: Device rows of it that are best effort.
+        """
         ready = self.residents.num_ready
         num_entries = self.residents.num_at_token_boundary if self.host_is_up else 0
         most_seats = self.limits.max_piggyback_slots
         if not num_entries and not any(ready):
-            return [], []
+            return HostRows()
         if batch.load is None:
-            chosen = PiggybackPlan(most_seats, self._max_rows)
+            chosen = PiggybackPlan(most_seats, self.max_piggyback_rows)
         else:
             if not batch.chunks:
                 trial = batch.load.copy()
                 fill(trial, num_entries, ready, seats=1, max_rows=1)
                 bound_s = max(bound_s, trial.seconds())
             chosen = choose(
-                batch.load, num_entries, ready, bound_s=bound_s, max_seats=most_seats, max_rows=self._max_rows,
+                batch.load, num_entries, ready, bound_s=bound_s, max_seats=most_seats, max_rows=self.max_piggyback_rows,
                 device_tokens=device_tokens,
             )  # fmt: skip
         allowed = min(chosen.seats, chosen.rows)
-        entries = self.residents.plan_entries(self._host_blocks, min(num_entries, allowed)) if allowed else []
+        entries = self.residents.plan_entries(self.host_blocks_for, min(num_entries, allowed)) if allowed else []
         joins = self.residents.plan_joins(chosen.rows - len(entries), chosen.seats) if chosen.seats else []
-        bound = Bound.TIME if chosen.rows < min(self._max_rows, sum(ready) + num_entries) else Bound.SEATS
+        bound = Bound.TIME if chosen.rows < min(self.max_piggyback_rows, sum(ready) + num_entries) else Bound.SEATS
         if num_entries > len(entries):
-            self._leave_out("piggyback entry", num_entries - len(entries), "", bound)
+            self.leave_out("piggyback entry", num_entries - len(entries), "", bound)
         if sum(ready) > len(joins):
-            self._leave_out("piggyback join", sum(ready) - len(joins), "", bound)
+            self.leave_out("piggyback join", sum(ready) - len(joins), "", bound)
+        rows = HostRows(entries=entries, joins=joins)
         if batch.load is not None:
-            self._put(batch.load, entries, joins)
-        return entries, joins
+            self.put_piggyback(batch.load, rows)
+        return rows
 
-    def _put(self, load: StepLoad, entries: Iterable[PiggybackEntry], joins: Iterable[PiggybackJoin]) -> None:
-        """Tell the load what was really taken: an entry without host blocks stays out."""
+    def put_piggyback(self, load: StepLoad, rows: HostRows) -> None:
+        """Tell a load what was really taken: an entry without host blocks stays out."""
         per_layer = [0] * self.limits.num_layers
-        for join in joins:
+        for join in rows.joins:
             per_layer[join.layer] += 1
-        fill(load, sum(1 for _ in entries), per_layer, seats=self.limits.max_piggyback_slots, max_rows=self._max_rows)
-
-    def _host_blocks(self, state: RequestState) -> tuple[int, ...] | None:
-        """Blocks for a resident's newest token; if the host pool is full, the youngest resident is recomputed."""
-        blocks = self.kv.allocate(state.request_id, state.num_tokens)
-        if blocks is None and next(reversed(self.residents.queue)) is state:
-            self.preempt(state)
-        return blocks
+        fill(
+            load, len(rows.entries), per_layer, seats=self.limits.max_piggyback_slots, max_rows=self.max_piggyback_rows
+        )

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from omniserve.kv.base import Tier
 from omniserve.plan import Bound, Decision, KVMove, PiggybackEntry, PiggybackJoin, StepPlan
@@ -16,6 +17,15 @@ from omniserve.sched.piggyback import seat_bucket
 from omniserve.sched.state import Phase, RequestQueue, RequestState
 
 LS, BE = ServiceClass.LS, ServiceClass.BE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRows:
+    """The rows of a step whose attention is the host tier's; see StepPlan."""
+
+    entries: Sequence[PiggybackEntry] = ()
+    joins: Sequence[PiggybackJoin] = ()
+    pipelined: Sequence[PiggybackEntry | PiggybackJoin] = ()
 
 
 class RequestScheduler(RequestLifecycle):
@@ -61,6 +71,31 @@ class RequestScheduler(RequestLifecycle):
         num_restored = sum(state.slot < 0 and state.kind in kinds for state, _ in self.moving.values())
         return num_restored + sum(len(self.device[kind]) for kind in kinds)
 
+    def admit_waiting(self, batch: Batch, kind: ServiceClass, *, victims: Iterable[ServiceClass] = ()) -> bool:
+        """Admit waiting requests of one kind in order, until one is kept out.
+
+        Args:
+            victims: Kinds whose requests are recomputed if that makes room for one.
+
+        Returns:
+            False if one was kept out: ``refused_by`` says why.
+        """
+        for state in self.waiting[kind]:
+            if self.admit(batch, state):
+                continue
+            if batch.refused_by is not Bound.MEMORY or not self.make_room(self.blocks_for(state), batch, victims):
+                return False
+            if not self.admit(batch, state):
+                return False
+        return True
+
+    def run_admitted(self, batch: Batch, kind: ServiceClass, *, victims: Iterable[ServiceClass]) -> None:
+        """Schedule the DEVICE requests of one kind, decodes before prefills; see ``run_or_preempt``."""
+        for decodes in (True, False):
+            for state in self.device[kind]:
+                if state.phase is Phase.DEVICE and state.decodes is decodes and state not in batch:
+                    self.run_or_preempt(batch, state, victims)
+
     def run_or_preempt(
         self,
         batch: Batch,
@@ -87,6 +122,16 @@ class RequestScheduler(RequestLifecycle):
                 return False
             self.preempt(victim)
         return True
+
+    def run_or_preempt_youngest(self, batch: Batch, state: RequestState) -> None:
+        """Schedule a DEVICE request; if blocks are short, recompute the youngest of all until it fits or is the one.
+
+        To be called in arrival order: the youngest is then never in the batch already.
+        """
+        while state.phase is Phase.DEVICE and not batch.add(state):
+            if batch.refused_by is not Bound.MEMORY:
+                return
+            self.preempt(max(itertools.chain(*self.device.values()), key=lambda s: s.order))
 
     def make_room(self, num_blocks: int, batch: Batch, victims: Iterable[ServiceClass]) -> bool:
         """Recompute requests of the given kinds, last of a queue first, until ``num_blocks`` device blocks are free.
@@ -142,26 +187,44 @@ class RequestScheduler(RequestLifecycle):
             margin = self.limits.ls_reserve_blocks + sum(map(len, self.device.values()))
             self.start_restore(first, reserve_blocks=margin)
 
+    def reserve_for_ls(self, state: RequestState) -> int:
+        """Return what a BE request leaves free: no block if it has the device to itself, or it might never run."""
+        others = len(self.device[LS]) + len(self.waiting[LS]) + sum(s is not state for s in self.device[BE])
+        return self.limits.ls_reserve_blocks if others else 0
+
+    def host_blocks_for(self, state: RequestState) -> tuple[int, ...] | None:
+        """Return blocks for a resident's newest token; if the host is full, the youngest resident is recomputed."""
+        blocks = self.kv.allocate(state.request_id, state.num_tokens)
+        if blocks is None and next(reversed(self.residents.queue)) is state:
+            self.preempt(state)
+        return blocks
+
+    @property
+    def max_piggyback_rows(self) -> int:
+        """Most piggyback rows of a step."""
+        rows = self.limits.max_piggyback_rows
+        return rows if rows is not None else self.limits.max_piggyback_slots * (self.limits.num_layers + 1)
+
     def make_plan(
         self,
         batch: Batch,
         now_s: float,
         *,
-        entries: Sequence[PiggybackEntry] = (),
-        joins: Sequence[PiggybackJoin] = (),
+        host_rows: HostRows = HostRows(),
         moves: Sequence[KVMove] = (),
+        preemptible: frozenset[str] = frozenset(),
         decision: Decision | None = None,
     ) -> StepPlan:
         """Close a batch into a StepPlan with the smallest bucket of seats that holds its piggyback rows.
 
         Restores and checkpoints are added to the moves.
         """
-        for request_id in itertools.chain((c.request_id for c in batch.chunks), (e.request_id for e in entries)):
-            state = self.states[request_id]
+        for chunk in batch.chunks:
+            state = self.states[chunk.request_id]
             if state.first_scheduled_s is None:
                 state.first_scheduled_s = now_s
-        per_layer = Counter(join.layer for join in joins)
-        most = max(len(entries), max(per_layer.values(), default=0))
+        per_layer = Counter(join.layer for join in host_rows.joins)
+        most = max(len(host_rows.entries), max(per_layer.values(), default=0))
         self._prefetch()
         restores, self._restores = self._restores, []
         copies: list[KVMove] = []
@@ -171,10 +234,12 @@ class RequestScheduler(RequestLifecycle):
         return StepPlan(
             step_id=next(self._step_ids),
             chunks=batch.chunks,
-            entries=tuple(entries),
-            joins=tuple(joins),
+            entries=tuple(host_rows.entries),
+            joins=tuple(host_rows.joins),
             num_piggyback_slots=seat_bucket(most, self.limits.max_piggyback_slots),
             moves=(*moves, *restores, *copies),
+            pipelined=tuple(host_rows.pipelined),
+            preemptible=preemptible,
             cancels=cancels,
             decision=decision,
         )

@@ -88,25 +88,25 @@ class HostResidents:
             seats: Most joins of one layer.
         """
         joins: list[PiggybackJoin] = []
-        for layer, queue in enumerate(self._ready):
-            if len(queue) == 0:
-                continue
+        for queue in self._ready:
             for seat, state in enumerate(queue):
                 if seat == seats:
                     break
                 if len(joins) >= max_rows:
                     return joins
-                assert state.away is not None
-                joins.append(
-                    PiggybackJoin(
-                        request_id=state.request_id,
-                        position=state.away.position,
-                        slot=state.slot,
-                        epoch=state.epoch,
-                        layer=layer,
-                    )
-                )
+                joins.append(self.join_of(state))
         return joins
+
+    def join_of(self, state: RequestState) -> PiggybackJoin:
+        """Return the join of a token whose result waits."""
+        assert state.away is not None and state.away.ready
+        return PiggybackJoin(
+            request_id=state.request_id,
+            position=state.away.position,
+            slot=state.slot,
+            epoch=state.epoch,
+            layer=state.away.layer,
+        )
 
     def plan_entries(
         self, allocate: Callable[[RequestState], tuple[int, ...] | None], max_entries: int
@@ -141,6 +141,12 @@ class HostResidents:
     def enter(self, state: RequestState, position: int) -> None:
         """Book that a token went away at layer 0."""
         state.away = AwayToken(position=position, layer=0)
+
+    def arrive(self, state: RequestState) -> None:
+        """Book that a pipelined token passed all its layers in one step, or was lost on the way."""
+        if state.away is not None:
+            self._ready[state.away.layer].remove(state)
+            state.away = None
 
     def advance(self, state: RequestState) -> bool:
         """Book that a token joined at its layer; return True if that was the last one."""

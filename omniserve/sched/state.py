@@ -33,6 +33,16 @@ class AwayToken:
     ready: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class HaltedChunk:
+    """Tokens that left a step between two layers; their hidden states wait on the device."""
+
+    layer: int
+    """The next one to compute."""
+    start: int
+    num_tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """The mutable side of a request.
@@ -55,10 +65,12 @@ class RequestState:
     slot: int = -1
     epoch: int = -1
     away: AwayToken | None = None
+    halted: HaltedChunk | None = None
     num_host_tokens: int = 0
     blocked_since_s: float | None = None
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
+    last_token_s: float | None = None
     predicted_ttft_s: float | None = None
     soonest_ttft_s: float | None = None
     """What was predicted if BE work gives way entirely."""

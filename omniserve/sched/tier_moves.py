@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from omniserve.kv.base import Tier
-from omniserve.plan import KVMove, MoveDirection
+from omniserve.plan import Bound, KVMove, MoveDirection
 from omniserve.sched.batch import Batch
 from omniserve.sched.policy import BE, LS, RequestScheduler
 from omniserve.sched.sliding_max import SlidingMax
@@ -14,6 +14,8 @@ from omniserve.sched.state import RequestState
 
 # BE KV comes back only into memory that LS requests have not used for so many times min_residence_s.
 _PEAK_WINDOWS = 2
+# An LS prompt that lacks memory waits this long for swap-outs to end; then BE requests are recomputed instead.
+LS_PATIENCE_S = 0.02
 
 
 class TierMoves:
@@ -67,6 +69,44 @@ class TierMoves:
             if self.offload(state):
                 shortage -= blocks
         return shortage
+
+    def run_or_offload(self, batch: Batch, state: RequestState) -> bool:
+        """Schedule a BE request, or move it to the host tier if it finds no block beside the LS reserve (3.3.5).
+
+        Returns:
+            False if it is not scheduled: it moves, or nothing was left to take from those behind it.
+        """
+        scheduler = self._scheduler
+        while not batch.add(state, reserve_blocks=scheduler.reserve_for_ls(state)):
+            if batch.refused_by is not Bound.MEMORY or self.offload(state):
+                return False
+            # The host tier is full or absent: the youngest gives way, until it is this one's turn to wait.
+            victim = scheduler.youngest_victim(batch, state, (BE,))
+            if victim is None:
+                return False
+            scheduler.preempt(victim)
+        return True
+
+    def make_room_for_ls(self, batch: Batch, state: RequestState) -> None:
+        """Free device memory for an LS prompt: by moving BE KV to the host while that is quick, else by dropping it."""
+        scheduler = self._scheduler
+        needed = scheduler.blocks_for(state)
+        shortage = needed - self._kv.num_free(Tier.DEVICE)
+        if shortage <= 0:
+            return
+        if state.blocked_since_s is None:
+            state.blocked_since_s = self._now_s
+        still_missing = self.offload_until(shortage - self.blocks_moving_out, batch)
+        out_of_patience = self._now_s - state.blocked_since_s >= LS_PATIENCE_S
+        if still_missing <= 0 and not out_of_patience:
+            return
+        if not scheduler.make_room(needed, batch, (BE,)) and out_of_patience:
+            # The host tier is too slow or stuck: what is on its way there must not hold up an LS request.
+            for move_id, (_, move) in reversed(tuple(scheduler.moving.items())):
+                if scheduler.make_room(needed, batch, (BE,)):
+                    break
+                if move.direction is MoveDirection.TO_HOST and move not in self.moves:
+                    scheduler.abandon_move(move_id)
 
     def offload_for_time(self, kept_out: Sequence[RequestState]) -> None:
         """Offload a decode that the time bound has kept out for a while, if the host tier has cores of its own.

@@ -86,6 +86,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest=field, type=kind, default=default, help=text + note)
     parser.add_argument("--no-compile", action="store_true", help="run the layers eagerly")
     parser.add_argument("--no-admission", action="store_true", help="take LS requests that will miss their objective")
+    parser.add_argument(
+        "--drop-halted", action="store_true", help="BE rows that leave a step between two layers begin anew"
+    )
     parser.add_argument("--checkpoint-kv", action="store_true", help="copy full BE blocks to the host as they fill")
     parser.add_argument(
         "--class",
@@ -112,6 +115,7 @@ def config_from(args: argparse.Namespace) -> EngineConfig:
             compile=not args.no_compile,
             admission=not args.no_admission,
             checkpoint_kv=args.checkpoint_kv,
+            keep_halted=not args.drop_halted,
             classes=_with_ls_objectives(tuple(args.classes or EngineConfig().classes), args.ttft_s, args.tpot_s),
         )
     except ValueError as error:

@@ -5,11 +5,13 @@ Nothing here imports torch: the engine's maker does, after the environment was s
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -43,7 +45,11 @@ class EngineLike(Protocol):
     def has_unfinished(self) -> bool: ...
     @property
     def last_plan_was_empty(self) -> bool: ...
+
+    on_safepoint: Callable[[], None] | None
+
     def add(self, request: Request, *, arrival_s: float | None = None) -> str: ...
+    def arriving(self, request: Request, *, arrival_s: float | None = None) -> None: ...
     def predicted_ttft_s(self, request_id: str) -> float | None: ...
     def abort(self, request_id: str) -> bool: ...
     def step(self) -> list[RequestOutput]: ...
@@ -108,16 +114,28 @@ class _Link:
     def __init__(self, commands: zmq.Socket, outputs: zmq.Socket) -> None:
         self._commands = commands
         self._outputs = outputs
+        self._early: deque[wire.Message] = deque()
 
     def send(self, *message: object) -> None:
         self._outputs.send(wire.pack(message))
 
     def receive(self, *, block: bool) -> wire.Message | None:
         """Return the next command; None when there is none now."""
+        if self._early:
+            return self._early.popleft()
         try:
             return wire.unpack(self._commands.recv(0 if block else zmq.NOBLOCK))
         except zmq.Again:
             return None
+
+    def look_ahead(self) -> list[wire.Message]:
+        """Return what has come since the last look; ``receive`` returns it, too."""
+        new: list[wire.Message] = []
+        early, self._early = self._early, deque()
+        while (command := self.receive(block=False)) is not None:
+            new.append(command)
+        self._early = early + deque(new)
+        return new
 
 
 def _start(make_engine: EngineMaker, link: _Link) -> EngineLike | None:
@@ -162,6 +180,7 @@ def _warm_up(engine: EngineLike) -> None:
 
 
 def _serve(engine: EngineLike, link: _Link) -> None:
+    engine.on_safepoint = functools.partial(_announce, engine, link)
     while True:
         accepted: list[_Accepted] = []
         command = link.receive(block=not engine.has_unfinished)
@@ -175,6 +194,16 @@ def _serve(engine: EngineLike, link: _Link) -> None:
             link.send("step", accepted, wire.encode_outputs(outputs))
         if engine.has_unfinished and engine.last_plan_was_empty:
             engine.wait(_HOST_WAIT_S)
+
+
+def _announce(engine: EngineLike, link: _Link) -> None:
+    """Tell the engine, in the middle of a step, of requests that it will get after it."""
+    for command in link.look_ahead():
+        if command[0] == "add":
+            try:
+                engine.arriving(wire.decode_request(command[1]), arrival_s=command[2])
+            except ValueError:
+                logger.debug("a request that will be refused", exc_info=True)
 
 
 def _obey(engine: EngineLike, link: _Link, command: wire.Message, accepted: list[_Accepted]) -> None:

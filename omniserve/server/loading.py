@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 BUILTIN_MODEL_NAME = "omniserve-builtin"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-# The others predict nothing, so measuring for them would delay the start for nothing.
-_PREDICTING_SCHEDULERS = ("omniserve",)
 # Share of the time limit of measuring after which progress is told again.
 _TELL_EACH = 0.1
 
@@ -92,7 +90,10 @@ class EngineLoader:
         return model
 
     def _find_profile(self, model: PreTrainedModel, progress: Callable[[str], None]) -> Profile | None:
-        if not self.with_profile or (self.profile is None and self.config.scheduler not in _PREDICTING_SCHEDULERS):
+        from omniserve.sched import SCHEDULERS
+
+        predicts = SCHEDULERS.get(self.config.scheduler).predicts
+        if not self.with_profile or (self.profile is None and not predicts):
             return None
         from omniserve.profiling import find_or_make_profile
 

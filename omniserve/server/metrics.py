@@ -122,6 +122,7 @@ class _EngineCollector(Collector):
             ("piggyback_rows", "Piggyback rows that joined, over all layers", s.piggyback_rows),
             ("host_output_tokens", "Output tokens whose attention the host tier computed", s.host_output_tokens),
             ("preemptions", "Requests whose memory was taken back, to be resumed", s.preemptions),
+            ("layer_preemptions", "Chunks that left a step between two layers", s.layer_preemptions),
             ("checkpoints", "KV blocks of running requests copied to the host tier", s.checkpoints),
             ("resumed_tokens", "Tokens of preempted requests that were not recomputed", s.resumed_tokens),
             ("host_failures", "Host attention tasks and moves that failed", s.host_failures),

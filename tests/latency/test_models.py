@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omniserve.latency import LATENCY_MODELS, BatchFeatures, StepSample, accuracy_of
+from omniserve.latency import LATENCY_MODELS, BatchFeatures, HostSpeed, StepSample, accuracy_of
 from omniserve.latency.bros import BROSModel
 from omniserve.latency.conserve import ConServeModel
 from omniserve.latency.omniserve import OmniServeModel
@@ -112,9 +112,9 @@ def test_what_piggyback_rows_add_grows_with_them() -> None:
 
 
 def test_the_host_tiers_time_for_a_layer() -> None:
-    model = MODELS["omniserve"]
-    assert model.host_layer_s(0, 0, 2) == 0
-    assert model.host_layer_s(8, 4096, 2) == pytest.approx((1e-8 * 4096 + 8e-6) / 2 + 3e-5, rel=0.01)
+    host = HostSpeed.from_profile(make_profile())
+    assert host is not None and host(0, 0) == 0
+    assert host(8, 4096, 2) == pytest.approx((1e-8 * 4096 + 8e-6) / 2 + 3e-5, rel=0.01)
 
 
 def test_fit_terms_recovers_coefficients_in_spite_of_outliers() -> None:

@@ -75,6 +75,7 @@ class Tally:
     aborted: int = 0
     resumed_tokens: int = 0
     rejected: int = 0
+    halted: int = 0
     finished: int = 0
 
 
@@ -99,15 +100,14 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
         "slack": rng.choice(["step", "deadline"]),
         "checkpoint_kv": rng.choice([False, True]) and fixed.get("kv") != "paged",
         "host_threads": rng.choice([1, 2, 3]),
+        "keep_halted": rng.choice([True, False]),
         "compile": False,
     }
     return EngineConfig(**{**settings, **fixed})  # type: ignore[arg-type]
 
 
-def draw_profile(rng: random.Random, model: PreTrainedModel, config: EngineConfig) -> Profile | None:
-    """Return a profile of a made-up machine for half of the histories: what it says need not be true."""
-    if rng.random() < 0.5:
-        return None
+def made_up_profile(model: PreTrainedModel, config: EngineConfig) -> Profile:
+    """Return a profile of a made-up machine: what it says need not be true."""
     return dataclasses.replace(
         make_profile(), fingerprint=fingerprint_of(model, config), shape=ModelShape.of(model.omniserve.spec)
     )
@@ -132,6 +132,7 @@ def run_history(
     scheduler: str = "omniserve",
     faults: bool = False,
     deaths: bool = False,
+    has_profile: bool | None = None,
     tally: Tally | None = None,
     **fixed: object,
 ) -> Tally:
@@ -140,13 +141,19 @@ def run_history(
     Args:
         faults: Host attention is late, out of order and fails now and then.
         deaths: Host threads die, at last all of them.
+        has_profile: There is a latency model; None: draw it.
     """
     rng = random.Random(seed)
     tally = tally if tally is not None else Tally()
     config = draw_config(rng, model, scheduler, **fixed)
-    profile = draw_profile(rng, model, config)
+    has_profile = rng.random() < 0.5 if has_profile is None else has_profile
+    profile = made_up_profile(model, config) if has_profile else None
     with Engine(model, config, profile=profile) as engine:
         tier = engine.host_tier
+        halt_rate = rng.choice([0.02, 0.2])
+        arriving = Request(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1), service_class="LS")
+        # Asked only of policies with preemptible rows.
+        engine.on_safepoint = lambda: engine.arriving(arriving) if rng.random() < halt_rate else None
         if faults and tier is not None:
             tier.inject(delay_s=rng.choice([0.0, 0.0005, 0.003]), shuffle_seed=rng.choice([None, seed]))
         deaths_left = engine.config.host_threads if deaths else 0
@@ -209,6 +216,7 @@ def run_history(
     tally.piggyback_rows += stats.piggyback_rows
     tally.preemptions += stats.preemptions
     tally.resumed_tokens += stats.resumed_tokens
+    tally.halted += stats.layer_preemptions
     tally.swaps_out += stats.swaps_out
     tally.swaps_in += stats.swaps_in
     tally.failures += stats.host_failures

@@ -13,6 +13,7 @@ from omniserve.kv import KV_MANAGERS
 from omniserve.sched import SCHEDULERS
 from tests.parity.engine_histories import Reference, Tally, run_history
 from tests.parity.models import MODELS, tiny_model
+from tests.sched import preemptible
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -30,7 +31,7 @@ def test_piggybacked_tokens_equal_hugging_face(family: str, device: str) -> None
     model, reference = model_and_reference(family, device)
     tally = Tally()
     for seed in range(3):
-        run_history(model, reference, seed, tally=tally, host_kv_bytes=1 << 20, max_host_requests=16)
+        run_history(model, reference, seed, has_profile=False, tally=tally, host_kv_bytes=1 << 20, max_host_requests=16)
     assert tally.host_tokens > 0 and tally.swaps_out > 0
 
 
@@ -47,22 +48,47 @@ def test_every_scheduler_and_kv_manager_over_random_histories(scheduler: str, kv
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
-def test_late_shuffled_and_failing_host_attention_changes_no_token(family: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "scheduler"),
+    [("llama", "omniserve"), ("gemma2", "omniserve"), ("opt", "omniserve"), ("gemma2", "neo"), ("opt", "apex")],
+)
+def test_late_shuffled_and_failing_host_attention_changes_no_token(family: str, scheduler: str, device: str) -> None:
     model, reference = model_and_reference(family, device)
     tally = Tally()
     for seed in range(200, 208):
-        run_history(model, reference, seed, faults=True, tally=tally)
+        run_history(model, reference, seed, scheduler=scheduler, faults=True, tally=tally)
     assert tally.host_tokens > 0 and tally.failures > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_dying_host_threads_change_no_token(device: str) -> None:
+@pytest.mark.parametrize("scheduler", ["llumnix", "conserve", "bros"])
+def test_faults_change_no_token_of_other_users_of_the_host_tier(scheduler: str, device: str) -> None:
+    model, reference = model_and_reference("llama", device)
+    tally = Tally()
+    for seed in range(500, 504):
+        run_history(model, reference, seed, scheduler=scheduler, faults=True, deaths=seed % 2 == 0, tally=tally,
+                    checkpoint_kv=True)  # fmt: skip
+    assert tally.swaps_out > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheduler", ["omniserve", "neo", "apex"])
+def test_dying_host_threads_change_no_token(scheduler: str, device: str) -> None:
     model, reference = model_and_reference("llama", device)
     tally = Tally()
     for seed in range(300, 310):
-        run_history(model, reference, seed, faults=True, deaths=True, tally=tally)
+        run_history(model, reference, seed, scheduler=scheduler, faults=True, deaths=True, tally=tally)
     assert tally.failures > 0 and tally.host_tokens > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
+def test_rows_that_leave_a_step_between_layers_change_no_token(family: str, device: str) -> None:
+    model, reference = model_and_reference(family, device)
+    tally = Tally()
+    for seed in range(500, 510):
+        run_history(model, reference, seed, scheduler=preemptible.NAME, tally=tally)
+    assert tally.halted > 0 and tally.preemptions > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -72,7 +98,7 @@ def test_compiled_halves_in_the_engine_equal_hugging_face(device: str) -> None:
     patch(model, compile=True)
     tally = Tally()
     for seed in range(400, 404):
-        run_history(model, reference, seed, compile=True, tally=tally)
+        run_history(model, reference, seed, has_profile=False, compile=True, tally=tally)
     assert tally.host_tokens > 0
 
 

@@ -16,6 +16,7 @@ from omniserve.plan import (
     KVMove,
     MoveDirection,
     PiggybackEntry,
+    PiggybackJoin,
     SampledToken,
     StepOutput,
     StepPlan,
@@ -41,16 +42,22 @@ class FakeDevice:
 
     Args:
         failure_rate: Chance that a host task or a move fails.
+        halt_rate: Chance that the preemptible rows of a step leave it between two layers.
     """
 
     def __init__(
-        self, *, block_size: int, num_layers: int, max_tokens: int, rng: random.Random, failure_rate: float = 0
-    ) -> None:
+        self, *, block_size: int, num_layers: int, max_tokens: int, rng: random.Random, failure_rate: float = 0,
+        halt_rate: float = 0,
+    ) -> None:  # fmt: skip
         self.block_size = block_size
         self.num_layers = num_layers
         self.max_tokens = max_tokens
         self.rng = rng
         self.failure_rate = failure_rate
+        self.halt_rate = halt_rate
+        self.halted: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+        """Request id -> layer, start and tokens of a chunk that left a step."""
+        self.num_halts = 0
         self.is_down = False
         self.kv: dict[tuple[str, int], int] = {}
         """(tier, token slot) -> token id."""
@@ -65,6 +72,7 @@ class FakeDevice:
         """Host slot -> layer its token is at."""
         self.done: set[int] = set()
         self.num_joins = 0
+        self.num_pipelined = 0
         self.num_restored = 0
         """Blocks that were copied to the device."""
 
@@ -96,9 +104,22 @@ class FakeDevice:
             self.moves[move.move_id] = move
             self._seen[move.move_id] = self._source(move)
         tokens: dict[str, SampledToken] = {}
-        ids = [c.request_id for c in plan.chunks] + [e.request_id for e in plan.entries]
+        ids = [c.request_id for c in plan.chunks] + [e.request_id for e in (*plan.entries, *plan.pipelined)]
         assert len(ids) == len(set(ids)), "a request is scheduled twice"
+        halted: dict[str, int] = {}
+        halt_at = self.rng.randrange(self.num_layers) if plan.preemptible and self.rng.random() < self.halt_rate else 0
+        keeps = self.rng.random() < 0.7
         for chunk in plan.chunks:
+            before = self.halted.pop(chunk.request_id, None)
+            if chunk.from_layer:
+                assert before == (chunk.from_layer, chunk.start, chunk.token_ids), "it goes on with what did not leave"
+            if halt_at and chunk.request_id in plan.preemptible:
+                self.num_halts += 1
+                layer = max(halt_at, chunk.from_layer)
+                halted[chunk.request_id] = layer if keeps or chunk.from_layer else 0
+                if halted[chunk.request_id]:
+                    self.halted[chunk.request_id] = (layer, chunk.start, chunk.token_ids)
+                continue
             moves = [m for m in self.moves.values() if not m.is_checkpoint]
             moving = {m.request_id for m in moves if m.move_id not in self.abandoned}
             assert chunk.request_id not in moving, "a moving request is scheduled"
@@ -124,7 +145,33 @@ class FakeDevice:
             assert not busy["host"] & set(entry.block_ids), "a host block is used twice"
             self.bound[entry.slot] = entry
             self._send(entry, 0)
-        return StepOutput(tokens=tokens)
+        lost = frozenset(row.request_id for row in plan.pipelined if not self._run_through(row, busy["host"], tokens))
+        return StepOutput(tokens=tokens, halted=halted, lost=lost)
+
+    def _run_through(
+        self, row: PiggybackEntry | PiggybackJoin, busy: set[int], tokens: dict[str, SampledToken]
+    ) -> bool:
+        """Compute a pipelined token through all its layers; False if its host attention fails."""
+        if isinstance(row, PiggybackEntry):
+            is_away = row.slot in self.away and self.bound[row.slot].epoch == row.epoch
+            assert not is_away, "a token enters while another one of its request is away"
+            self.away.pop(row.slot, None)  # what the slot's last owner left
+            self.done.discard(row.slot)
+            assert not busy & set(row.block_ids), "a host block is used twice"
+            self.bound[row.slot] = row
+        else:
+            assert row.slot in self.done and self.away[row.slot] == row.layer, "a join of what is not ready"
+            self.done.discard(row.slot)
+            del self.away[row.slot]
+        self.num_pipelined += 1
+        entry = self.bound[row.slot]
+        assert (entry.request_id, entry.epoch, entry.position) == (row.request_id, row.epoch, row.position)
+        if self.is_down or self.rng.random() < self.failure_rate:
+            return False
+        self.kv["host", self._slot(entry.block_ids, entry.position)] = entry.token_id
+        context = self._context("host", entry.block_ids, entry.position + 1)
+        tokens[row.request_id] = SampledToken(token_id=next_token(context))
+        return True
 
     def _send(self, entry: PiggybackEntry, layer: int) -> None:
         self.away[entry.slot] = layer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omniserve.latency import BatchFeatures, ModelShape, Predictor
+from omniserve.latency import BatchFeatures, HostSpeed, ModelShape, Predictor
 from omniserve.sched import Forecast
 
 
@@ -11,28 +11,39 @@ class LinearPredictor(Predictor):
 
     Args:
         shared: Everything takes so many times as long while the host tier works.
+        wait: Milliseconds that the device waits for each row of a second sub-batch.
     """
 
     term_names = ("base", "rows", "attention", "piggyback")
     layer_terms = slice(1, 4)
+    attention_terms = (2,)
 
     def __init__(
-        self, *, base: float = 5.0, row: float = 1.0, key: float = 0.01, shared: float = 1.0, num_layers: int = 2
-    ) -> None:
+        self, *, base: float = 5.0, row: float = 1.0, key: float = 0.01, shared: float = 1.0, wait: float = 0.0,
+        num_layers: int = 2,
+    ) -> None:  # fmt: skip
         self.base, self.row, self.key, self.shared, self.num_layers = base, row, key, shared, num_layers
+        self.wait = wait
 
     def terms(self, features: BatchFeatures) -> tuple[float, ...]:
         scale = 1e-3 * (self.shared if features.host_works else 1.0)
         rows = features.rows * features.dense_layers / self.num_layers
-        keys = features.prefill_load + features.decode_load
+        rows += features.pipelined_rows * features.pipelined_layers / self.num_layers
+        keys = features.prefill_load + features.decode_load + features.pipelined_load
         return (
             scale * self.base, scale * self.row * rows, scale * self.key * keys,
-            scale * 0.01 * (features.piggyback_rows + features.piggyback_layers + features.sampled_rows),
+            scale * 0.01 * (features.piggyback_rows + features.piggyback_layers + features.sampled_rows)
+            + scale * self.wait * features.pipelined_rows,
         )  # fmt: skip
 
 
-def forecast(num_layers: int = 2, **milliseconds: float) -> Forecast:
-    """Return a forecast for a model without windows."""
+def forecast(num_layers: int = 2, host_key: float = 0.01, **milliseconds: float) -> Forecast:
+    """Return a forecast for a model without windows.
+
+    Args:
+        host_key: Milliseconds that the host tier needs for a key in a layer.
+    """
     predictor = LinearPredictor(num_layers=num_layers, **milliseconds)
     shape = ModelShape(num_layers=num_layers, windows=((0, num_layers),))
-    return Forecast(predictor, shape, host_has_own_cores=predictor.shared == 1.0)
+    host = HostSpeed(per_key_s=host_key * 1e-3, per_request_s=0.0, per_call_s=1e-5, threads=1)
+    return Forecast(predictor, shape, host_has_own_cores=predictor.shared == 1.0, host=host)

@@ -32,6 +32,7 @@ class Bench:
         **limits: Any,
     ) -> None:
         self.now_s = 0.0
+        self.finished: set[str] = set()
         self.limits = SchedulerLimits(
             num_layers=2, block_size=BLOCK, max_model_len=1000, num_host_slots=8 if host_blocks else 0, **limits
         )
@@ -57,6 +58,7 @@ class Bench:
         plan = self.scheduler.schedule(self.now_s)
         self.now_s += seconds
         outputs = self.scheduler.update(plan, self.device.execute(plan), self.now_s)
+        self.finished |= {output.request_id for output in outputs if output.finished}
         self.scheduler.check_integrity()
         return plan, outputs
 

@@ -29,7 +29,7 @@ class Clock:
 
     def __init__(
         self, *, device_blocks: int = 400, host_blocks: int = 0, predict: dict[str, float] | None = None,
-        slower: float = 1.0, **limits: Any,
+        slower: float = 1.0, policy: str = "omniserve", **limits: Any,
     ) -> None:  # fmt: skip
         self.now_s = 0.0
         self.slower = slower
@@ -38,7 +38,7 @@ class Clock:
             | limits
         )
         self.forecast = forecast(self.limits.num_layers, **(predict or {}))
-        scheduler = SCHEDULERS.get("omniserve")(
+        scheduler = SCHEDULERS.get(policy)(
             limits=self.limits,
             kv=TieredKVManager(num_device_blocks=device_blocks, num_host_blocks=host_blocks, block_size=BLOCK),
             forecast=self.forecast,

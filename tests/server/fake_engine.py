@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from omniserve.config import EngineConfig
@@ -18,6 +19,8 @@ REJECT, REJECT_WITHOUT_HINT, REFUSE, RAISE_IN_STEP, DIE, BAD_OUTPUT = 390, 391, 
 SLOW = 396
 # Its TTFT is predicted as the age that it has when it reaches the engine.
 AGE = 397
+# Its TTFT is predicted as 7 s if it was announced in the middle of a step, else as 9 s.
+ANNOUNCED = 398
 SLOW_STEP_S = 0.05
 # What a prompt token is predicted to take, if the request has a TTFT objective.
 SECONDS_PER_TOKEN = 0.25
@@ -40,6 +43,7 @@ class FakeEngine:
     """
 
     last_plan_was_empty = False
+    on_safepoint: Callable[[], None] | None = None
 
     def __init__(self, vocab_size: int, eos_token_id: int, config: EngineConfig, max_model_len: int = 512) -> None:
         self.config = config
@@ -59,6 +63,7 @@ class FakeEngine:
         self._running: dict[str, _Running] = {}
         self._num_steps = 0
         self._num_added = 0
+        self._announced: set[str | None] = set()
 
     @property
     def has_unfinished(self) -> bool:
@@ -81,6 +86,8 @@ class FakeEngine:
         predicted_s = None
         if request.slo is not None and request.slo.ttft_s is not None:
             predicted_s = now_s - arrival_s if first == AGE else len(request.prompt_token_ids) * SECONDS_PER_TOKEN
+            if first == ANNOUNCED:
+                predicted_s = 7.0 if request_id in self._announced else 9.0
         self._running[request_id] = _Running(request, arrival_s, predicted_s)
         return request_id
 
@@ -93,6 +100,8 @@ class FakeEngine:
     def step(self) -> list[RequestOutput]:
         slow = any(entry.request.prompt_token_ids[0] == SLOW for entry in self._running.values())
         time.sleep(SLOW_STEP_S if slow else 0.001)
+        if self.on_safepoint is not None:
+            self.on_safepoint()
         self._num_steps += 1
         return [self._advance(request_id, entry) for request_id, entry in list(self._running.items())]
 
@@ -130,6 +139,9 @@ class FakeEngine:
             times=RequestTimes(arrival_s=entry.arrival_s, predicted_ttft_s=entry.predicted_ttft_s),
         )
 
+    def arriving(self, request: Request, *, arrival_s: float | None = None) -> None:
+        self._announced.add(request.request_id)
+
     def wait(self, timeout_s: float) -> None:
         time.sleep(timeout_s)
 
@@ -148,6 +160,7 @@ class FakeEngine:
             steps=self._num_steps,
             piggyback_rows=11,
             preemptions=12,
+            layer_preemptions=17,
             swaps_out=13,
             swaps_in=14,
             host_failures=15,

@@ -7,7 +7,7 @@ import json
 import time
 
 import pytest
-from fake_engine import AGE, SECONDS_PER_TOKEN, FakeLoader
+from fake_engine import AGE, ANNOUNCED, SECONDS_PER_TOKEN, SLOW, FakeLoader
 
 from omniserve.request import SLO, Request, SamplingParams
 from omniserve.server.engine_client import Accepted, EngineClient
@@ -44,6 +44,15 @@ def test_requests_have_been_there_since_their_call_came(server):
     with server.http() as http:
         response = http.post("/v1/completions", content=body())
     assert float(response.headers[HEADER]) >= upload_s * 1e3
+
+
+def test_requests_are_announced_in_the_middle_of_a_step(server):
+    """What comes while a step runs is looked at before the step ends."""
+    slow = {"model": "fake", "prompt": [SLOW, 5], "max_tokens": 40, "stream": True}
+    with server.http() as http, http.stream("POST", "/v1/completions", json=slow) as stream:
+        next(stream.iter_lines())
+        response = http.post("/v1/completions", json={"model": "fake", "prompt": [ANNOUNCED], "max_tokens": 1})
+    assert response.headers[HEADER] == "7000.0"
 
 
 def test_metrics_of_predictions(server):

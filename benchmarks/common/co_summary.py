@@ -1,0 +1,103 @@
+"""What a load of LS requests beside BE work came to: attainment of objectives, latencies, BE throughput."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.common.client import BE_TIER, LS_TIER, RequestRecord
+from benchmarks.common.stats import summarize
+
+
+def summarize_co_serving(
+    records: Sequence[RequestRecord],
+    slo: tuple[float, float] | None,
+    *,
+    end_s: float,
+    stream_s: float | None = None,
+) -> dict[str, Any]:
+    """Return the figures of one load, without those that it has nothing for.
+
+    LS requests are those that were sent before the BE work was over; a load without BE work counts all. The objectives
+    are compared with the time to the first token since the request was due, and with the mean time per token after
+    it. A request that was cut off without a first token, or without a last one, missed; latencies count its waiting
+    time until then, a lower bound, and no time per token. Rejected requests are left out of ``attained`` and of the
+    latencies; to ``attained_of_all`` they are misses.
+
+    BE tokens are prompts, from their first output token on, and outputs: ``be_tokens_per_s`` until the last token of
+    the last request (``be_finished`` says if that was before ``end_s``), ``be_tokens_per_s_beside_ls`` during the
+    first ``stream_s`` seconds of that time, in which the LS requests come.
+
+    Args:
+        records: LS and BE requests, told apart by their tier.
+        slo: TTFT and TPOT in seconds to compare with, whatever the server was told; None: no LS figures.
+        end_s: When the load ended.
+        stream_s: How long LS requests came; None: no figure for it.
+    """
+    result: dict[str, Any] = {}
+    be = [record for record in records if record.service_tier == BE_TIER and not record.rejected]
+    be_end_s = math.inf
+    if be:
+        finished = all(record.finished for record in be)
+        be_end_s = max((record.last_token_s or 0.0 for record in be), default=0.0) if finished else end_s
+        tokens = sum(_tokens_until(record, end_s) for record in be)
+        result |= {"be_tokens_per_s": tokens / be_end_s, "be_end_s": be_end_s, "be_finished": finished}
+        if stream_s is not None:
+            window_s = min(stream_s, be_end_s)
+            beside = sum(_tokens_until(record, window_s) for record in be)
+            result["be_tokens_per_s_beside_ls"] = beside / window_s
+    ls = [record for record in records if record.service_tier == LS_TIER and record.send_at_s < be_end_s]
+    if not ls or slo is None:
+        return result
+    admitted = [record for record in ls if not record.rejected]
+    result |= {"ls_requests": len(ls), "rejected": len(ls) - len(admitted), "attained_of_all": 0.0}
+    if not admitted:
+        return result
+    met_ttft = [
+        record.first_token_s is not None and record.first_token_s - record.send_at_s <= slo[0] for record in admitted
+    ]
+    met_tpot = [record.finished and (record.tpot_s or 0.0) <= slo[1] for record in admitted]
+    met = sum(ttft and tpot for ttft, tpot in zip(met_ttft, met_tpot, strict=True))
+    latencies = summarize(admitted, end_s)
+    errors = [
+        record.first_token_s - record.send_at_s - record.predicted_ttft_s
+        for record in admitted
+        if record.first_token_s is not None and record.predicted_ttft_s is not None
+    ]
+    return result | {
+        "attained_of_all": met / len(ls),
+        "attained": met / len(admitted),
+        "ttft_attained": sum(met_ttft) / len(admitted),
+        "tpot_attained": sum(met_tpot) / len(admitted),
+        "goodput_per_s": met / max((record.last_token_s for record in admitted if record.last_token_s), default=end_s),
+        "ls_unfinished": latencies.num_requests - latencies.num_finished,
+        "ttft_p50_s": latencies.ttft_p50_s,
+        "ttft_p99_s": latencies.ttft_p99_s,
+        "tpot_p50_s": None if math.isnan(latencies.tpot_p50_s) else latencies.tpot_p50_s,
+        "tpot_p99_s": None if math.isnan(latencies.tpot_p99_s) else latencies.tpot_p99_s,
+        "ttft_prediction_error_p50_s": statistics.median(map(abs, errors)) if errors else None,
+    }
+
+
+def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the medians of all figures that every repeat has; what is true or false is true if it always was."""
+    return {
+        key: all(run[key] for run in runs) if isinstance(value, bool) else statistics.median(run[key] for run in runs)
+        for key, value in runs[0].items()
+        if all(isinstance(run.get(key), (int, float)) for run in runs)
+    }
+
+
+def _tokens_until(record: RequestRecord, at_s: float) -> float:
+    """Return the prompt and output tokens that a request had brought by then.
+
+    A chunk may carry several tokens: the usage of a finished request is spread evenly over its chunks. One that did not
+    finish has no usage: a token a chunk.
+    """
+    if record.first_token_s is None or record.first_token_s > at_s:
+        return 0.0
+    chunks = sum(time_s <= at_s for time_s in record.token_times_s)
+    per_chunk = record.num_output_tokens / len(record.token_times_s) if record.finished else 1.0
+    return record.num_prompt_tokens + chunks * per_chunk

@@ -1,0 +1,211 @@
+"""Policies beside each other on one load: LS requests at a rate, BE work behind them, objectives tight or loose.
+
+    python -m benchmarks.coserve --policies omniserve sarathi --rates 0.5 1 2 --slo-scales 0.5 1 2 --plot coserve.png
+    python -m benchmarks.coserve --ls-trace azure.csv --trace-scale 0.2 0.4 --length-scale 0.1
+    python -m benchmarks.coserve --url http://127.0.0.1:8000 --name vLLM --priority-field --record vllm.json
+    python -m benchmarks.coserve --report .cache/coserve.json vllm.json --plot both.png
+
+Every run is one policy, rate and seed on a fresh server (a random-weight bf16 model in SmolLM-135M's shape, unless
+--model says otherwise), warmed up by a few requests of both kinds. Within a repeat all policies serve the same requests
+one after the other, and each repeat begins with another policy, so that drift of the machine hits all alike. Device
+memory is short by default: it holds less than half of the BE work. Flags after `--` go to every server.
+
+LS requests arrive as a Poisson, gamma (--cv) or square-wave process, or as a trace (CSV with the columns arrival_s,
+input_tokens, output_tokens), of which --trace-start and --seconds choose a slice and --trace-scale the speed. BE work
+is a backlog that is there from the start, or a trace. Prompts are random tokens.
+
+Objectives are --slo-ttft and --slo-tpot times each of --slo-scales. A policy that reads objectives runs once for each;
+one that does not (BLIND) runs once and is compared with all of them; --rerun-slo runs these each time as well.
+
+The table has medians over the repeats. `attained`: met both objectives, of the requests that were not rejected, or `of
+all`. `BE tok/s beside LS`: in the first --seconds, while LS requests come; `in all`: until the BE work was done, or cut
+off --drain-s later. `frontier`: no other policy is better in `attained of all` or `BE tok/s beside LS` without being
+worse in the other. `others busy`: cores that other processes took during the run: beside much more than 0, figures
+say little. What each figure counts: `benchmarks/common/co_summary.py`.
+
+With --url the server is somebody else's, measured by the same client, run after run; it gets token ids and
+`ignore_eos`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.common.client import OMNISERVE_WIRE, Wire
+from benchmarks.common.co_load import CoServingLoad
+from benchmarks.common.co_report import markdown_table, plot
+from benchmarks.common.co_runs import Servers, joined_records, measure, plan_runs, rows_of
+from benchmarks.common.loads import PROCESSES, Arrivals, TraceSlice
+from benchmarks.common.models import SMOLLM_135M, saved_random_llama
+from benchmarks.common.plotting import require_matplotlib
+from benchmarks.common.record import ROOT, write_record
+from benchmarks.common.server import ServerFailed
+from omniserve.sched import SCHEDULERS
+
+BLIND = {"fcfs", "sarathi", "priority", "online-only", "non-preemptive", "round-robin", "llumnix"}
+"""Policies that read no objective, so that one run shows what they do under all."""
+
+
+def report(runs: Sequence[Mapping[str, Any]], plot_path: Path | None) -> None:
+    """Print the table, and draw the plots if a file is named."""
+    rows, single = rows_of(runs)
+    print(markdown_table(rows))
+    if plot_path is not None:
+        plot(rows, single, plot_path)
+        print(f"plot: {plot_path}")
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command line; a bad one ends the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument_group("servers").add_argument
+    add("--policies", nargs="+", default=SCHEDULERS.names(), help="names or package.module:Class (default: all)")
+    add(
+        "--model", default="smollm", help="smollm (random weights in SmolLM-135M's shape), builtin, or a path or hub id"
+    )
+    add("--device-kv-gib", type=float, default=0.25, help="of each server (default: %(default)s)")
+    add("--url", help="measure this server, which is running, and start none")
+    add("--name", help="--url: what to call it in the table")
+    add("--omniserve-fields", action="store_true", help="--url: send service_tier and slo, read OmniServe's /metrics")
+    add("--priority-field", action="store_true", help="--url: send vLLM's priority, 0 for LS and 1 for BE")
+    add("--model-name", help="--url: model to ask for, if the server insists on one")
+    add("server_args", nargs="*", help="more flags of every server, after --")
+    add = parser.add_argument_group("LS requests").add_argument
+    add("--rates", type=float, nargs="+", default=[1.0], help="requests a second; 0: BE work alone")
+    add("--arrivals", choices=PROCESSES, default="poisson")
+    add("--cv", type=float, default=2.0, help="gamma: coefficient of variation of the gaps (default: %(default)s)")
+    add("--wave-period", type=float, default=10.0, help="square: seconds (default: %(default)s)")
+    add("--wave-low", type=float, default=0.2, help="square: low over mean rate (default: %(default)s)")
+    add("--seconds", type=float, default=20.0, help="how long LS requests come (default: %(default)s)")
+    add("--ls-input", type=int, default=128, help="tokens (default: %(default)s)")
+    add("--ls-output", type=int, default=32, help="tokens (default: %(default)s)")
+    add("--slo-ttft", type=float, default=0.3, help="objective, seconds (default: %(default)s)")
+    add("--slo-tpot", type=float, default=0.06, help="objective, seconds (default: %(default)s)")
+    add("--slo-scales", type=float, nargs="+", default=[1.0], help="factors of both objectives")
+    add("--rerun-slo", action="store_true", help="run also policies that read no objective at each scale")
+    add = parser.add_argument_group("BE work").add_argument
+    add("--be-requests", type=int, default=48, help="backlog at the start; 0: none (default: %(default)s)")
+    add("--be-input", type=int, default=512, help="tokens (default: %(default)s)")
+    add("--be-output", type=int, default=64, help="tokens (default: %(default)s)")
+    add("--drain-s", type=float, default=40.0,
+        help="longest wait for what is not finished when LS requests have come (default: %(default)s)")  # fmt: skip
+    add = parser.add_argument_group("traces").add_argument
+    add("--ls-trace", type=Path, help="CSV instead of a process; --trace-scale takes the place of --rates")
+    add("--be-trace", type=Path, help="CSV instead of a backlog")
+    add("--trace-start", type=float, default=0.0, help="seconds into the traces (default: %(default)s)")
+    add("--trace-scale", type=float, nargs="+", default=[1.0], help="how many times as fast the LS trace is sent")
+    add("--be-trace-scale", type=float, default=1.0, help="the same of the BE trace (default: %(default)s)")
+    add("--length-scale", type=float, default=1.0, help="factor of the traces' lengths (default: %(default)s)")
+    add("--max-input", type=int, default=1024, help="longer prompts of traces are cut off (default: %(default)s)")
+    add("--max-output", type=int, default=256, help="longer outputs are too (default: %(default)s)")
+    add = parser.add_argument_group("runs and results").add_argument
+    add("--repeats", type=int, default=1)
+    add("--seed", type=int, default=0)
+    add("--vocab-size", type=int, default=1000, help="prompts are of token ids below this (default: %(default)s)")
+    add("--record", type=Path, default=Path(".cache/coserve.json"))
+    add("--plot", type=Path, help="file for the plots (.png, .svg, .pdf)")
+    add("--report", type=Path, nargs="+", metavar="RECORD", help="measure nothing: table and plots of these records")
+    args = parser.parse_args(arguments)
+    if (args.url is None) != (args.name is None):
+        parser.error("--url and --name come together")
+    if args.url is None and (args.omniserve_fields or args.priority_field or args.model_name):
+        parser.error("--omniserve-fields, --priority-field and --model-name are for a server at --url")
+    if args.url is not None and args.server_args:
+        parser.error(f"{args.server_args} cannot be given to a server that is running")
+    if min(args.repeats, args.seconds, *args.slo_scales) <= 0 or args.drain_s < 0:
+        parser.error("--repeats, --seconds and --slo-scales must be > 0, --drain-s >= 0")
+    try:
+        for policy in args.policies if args.url is None else ():
+            SCHEDULERS.get(policy)
+        if args.plot is not None:  # now, not when everything has been measured
+            require_matplotlib()
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    return args
+
+
+def load_of(args: argparse.Namespace) -> tuple[CoServingLoad, list[float]]:
+    """Return the load, and the rates, or scales of the trace, at which it is sent.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+    arrivals = Arrivals(process=args.arrivals, cv=args.cv, period_s=args.wave_period, low_share=args.wave_low)
+    piece = TraceSlice(
+        start_s=args.trace_start, seconds=args.seconds, length_scale=args.length_scale, max_input=args.max_input,
+        max_output=args.max_output,
+    )  # fmt: skip
+    load = CoServingLoad(
+        arrivals=None if args.ls_trace else arrivals, seconds=args.seconds, ls_input=args.ls_input,
+        ls_output=args.ls_output, ls_trace=str(args.ls_trace) if args.ls_trace else None, ls_slice=piece,
+        be_requests=args.be_requests, be_input=args.be_input, be_output=args.be_output,
+        be_trace=str(args.be_trace) if args.be_trace else None,
+        be_slice=dataclasses.replace(piece, scale=args.be_trace_scale), slo_ttft_s=args.slo_ttft,
+        slo_tpot_s=args.slo_tpot, vocab_size=args.vocab_size, drain_s=args.drain_s,
+    )  # fmt: skip
+    return load, args.trace_scale if args.ls_trace else args.rates
+
+
+def servers_of(args: argparse.Namespace) -> Servers:
+    """Return where the runs go."""
+    if args.url is not None:
+        wire = Wire(
+            omniserve_fields=args.omniserve_fields, priority_field=args.priority_field, model=args.model_name
+        )  # fmt: skip
+        return Servers(url=args.url, wire=wire, arguments=())
+    model = args.model
+    if model == "smollm":
+        model = str(saved_random_llama("smollm-135m-shape", **SMOLLM_135M))
+    arguments = [] if model == "builtin" else ["--model", model]
+    arguments += ["--device-kv-gib", str(args.device_kv_gib), *args.server_args]
+    return Servers(url=None, wire=OMNISERVE_WIRE, arguments=tuple(arguments))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    try:
+        if args.report is not None:
+            report(joined_records(args.report), args.plot)
+            return 0
+        load, points = load_of(args)
+        for point in points:  # a bad number or trace shows now, not after the first runs
+            if not load.requests(point, args.seed, load.slo(1.0)):
+                raise ValueError(f"there is nothing to send: rate {point:g} and no BE work")
+    except (OSError, ValueError) as error:
+        print(f"coserve: {error}", file=sys.stderr)
+        return 2
+    servers = servers_of(args)
+    policies = [args.name] if args.url is not None else list(dict.fromkeys(args.policies))
+    blind = set() if args.rerun_slo else BLIND
+    if args.url is not None and not args.omniserve_fields:
+        blind = {args.name}
+    runs = plan_runs(policies, points, args.slo_scales, args.repeats, blind=blind)
+    results: dict[str, Any] = {"runs": [], "failed": []}
+    for number, run in enumerate(runs, start=1):
+        print(f"run {number} of {len(runs)}: {run.policy}, {run.point:g}, objectives x {run.told_scale:g}", flush=True)
+        try:
+            results["runs"].append(measure(run, load, servers, args.seed, ROOT / ".cache" / "coserve.log"))
+        except (ServerFailed, httpx.HTTPError) as error:  # the others are still worth their time
+            print(f"coserve: {run.policy}: {error}", file=sys.stderr)
+            results["failed"].append(dataclasses.asdict(run) | {"error": str(error)})
+        write_record(
+            args.record, name="coserve", config=vars(args) | {"load": load, "server_flags": servers.arguments},
+            seed=args.seed, results=results,
+        )  # fmt: skip
+    if results["runs"]:
+        report(results["runs"], args.plot)
+    print(f"record: {args.record}")
+    for failed in results["failed"]:
+        print(f"coserve: {failed['policy']} failed, see above", file=sys.stderr)
+    return 1 if results["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

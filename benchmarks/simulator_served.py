@@ -1,0 +1,141 @@
+"""The simulator against what a server was recorded to do: the loads of a record of benchmarks.co_serving, simulated.
+
+    python -m benchmarks.simulator_served benchmarks/results/co_serving.json --profile FILE
+
+The profile must be of the recorded model, settings and machine (without --profile: the one in the cache, or measured
+now). The record's figures come from clients over HTTP, whose processes shared the machine's cores with the engine; the
+simulator knows neither. Each run of the record is simulated with its own arrivals; what is compared are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.co_serving import Load as CoServingLoad
+from benchmarks.co_serving import Row, be_pile, frontier_rows, ls_stream
+from benchmarks.common.client import LoadRequest
+from benchmarks.common.models import SMOLLM_135M, random_llama
+from benchmarks.common.record import write_record
+from omniserve import SLO, ClassSpec, EngineConfig
+from omniserve.latency import Profile
+from omniserve.profiling import find_or_make_profile
+from omniserve.server.engine_flags import add_engine_flags, config_from
+from omniserve.simulate import Load, Machine, SimulationConfig, machine_of_profile, simulate
+from omniserve.simulate.load import TraceRequest
+from omniserve.simulate.models import find_model
+from omniserve.simulate.results import percentile
+
+COLUMNS = {
+    "be_tokens_per_s": 1.0, "ttft_p50_s": 1e3, "ttft_p99_s": 1e3, "tpot_p50_s": 1e3, "tpot_p99_s": 1e3,
+    "attained": 100.0,
+}  # fmt: skip
+"""Figure -> factor that it is printed with: tokens/s, ms and %."""
+_WIDTH = 22
+
+
+def load_of(record: Mapping[str, Any]) -> CoServingLoad:
+    """Return the load that was recorded."""
+    return CoServingLoad(**{"budgets": {}, **record["config"]["load"]})
+
+
+def engine_config(flags: list[str], row: Row, slo: tuple[float, float] | None) -> EngineConfig:
+    """Return the settings that a row's server had."""
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    config = config_from(parser.parse_args([*flags, "--scheduler", row.scheduler, *row.flags]))
+    if slo is None:
+        return config
+    ls = ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=slo[0], tpot_s=slo[1]))
+    return dataclasses.replace(config, classes=(ls, ClassSpec(name="BE", kind="BE")))
+
+
+def simulate_row(machine: Machine, row: Row, load: CoServingLoad, flags: list[str], seed: int) -> dict[str, float]:
+    """Return the figures of a row, reckoned as the record's are (see ``summarize_co_serving``)."""
+    slo = load.objectives[row.objective] if row.objective is not None else None
+    ls = ls_stream(load, seed, slo, load.ls_rate) if row.has_ls and slo is not None else []
+    config = SimulationConfig(
+        machine=machine,
+        engine=engine_config(flags, row, slo),
+        load=Load(latency_sensitive=_trace(ls), best_effort=_trace(be_pile(load, seed) if row.has_be else [])),
+        drain_s=math.inf,
+    )
+    requests = simulate(config).requests
+    be = [request for request in requests if request.service_class == "BE"]
+    be_end_s = max((request.finished_s or 0.0 for request in be), default=math.inf)
+    figures: dict[str, float] = {}
+    if be:
+        figures["be_tokens_per_s"] = sum(r.input_tokens + r.num_output_tokens for r in be) / be_end_s
+    beside = [r for r in requests if r.service_class == "LS" and r.arrival_s < be_end_s]
+    admitted = [r for r in beside if not r.rejected]
+    if admitted:
+        objectives = config.engine.class_named("LS").slo
+        ttfts = sorted(r.ttft_s for r in admitted if r.ttft_s is not None)
+        tpots = sorted(r.tpot_s for r in admitted if r.tpot_s is not None)
+        figures |= {
+            "ttft_p50_s": percentile(ttfts, 50), "ttft_p99_s": percentile(ttfts, 99),
+            "tpot_p50_s": percentile(tpots, 50), "tpot_p99_s": percentile(tpots, 99),
+            "attained": sum(r.meets_ttft(objectives) and r.meets_tpot(objectives) for r in admitted) / len(admitted),
+            "rejected": len(beside) - len(admitted), "ls_requests": len(beside),
+        }  # fmt: skip
+    return figures
+
+
+def _trace(requests: list[LoadRequest]) -> list[TraceRequest]:
+    return [TraceRequest(r.send_at_s, len(r.prompt), r.max_tokens) for r in requests]
+
+
+def line(name: str, recorded: Mapping[str, float], simulated: Mapping[str, float]) -> str:
+    """Return one line: recorded > simulated (ratio) of each figure."""
+    cells = []
+    for column, factor in COLUMNS.items():
+        before, after = recorded.get(column), simulated.get(column)
+        if before is None or after is None:
+            cells.append("-")
+        else:
+            ratio = f"x{after / before:.2f}" if before else "-"
+            cells.append(f"{factor * before:.0f} > {factor * after:.0f} {ratio:>6s}")
+    return f"{name:30s}{''.join(cell.rjust(_WIDTH) for cell in cells)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("served", type=Path, help="record of benchmarks.co_serving, of SmolLM-135M's shape")
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--record", type=Path, default=Path(".cache/simulator_served.json"))
+    args = parser.parse_args()
+    record = json.loads(args.served.read_text())
+    if record["config"]["model"] != "smollm":
+        parser.error(f"{args.served} is of the model {record['config']['model']!r}; only smollm is known here")
+    load, flags, seed = load_of(record), record["config"]["flags"], record["seed"]
+    if args.profile is not None:
+        profile = Profile.read(args.profile)
+    else:
+        profile = find_or_make_profile(
+            random_llama(**SMOLLM_135M), engine_config(flags, frontier_rows({}, {})[0], None)
+        )
+    machine = machine_of_profile(profile, find_model("smollm-135m").spec)
+    heads = ("BE tokens/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "attained %")
+    print(f"{'recorded > simulated':30s}{''.join(head.rjust(_WIDTH) for head in heads)}")
+    results: dict[str, Any] = {}
+    for row in frontier_rows(load.objectives, load.budgets):
+        runs = record["results"]["frontier"]["runs"].get(row.name, [])
+        if not runs:
+            continue
+        simulated = [simulate_row(machine, row, load, flags, seed + repeat) for repeat in range(len(runs))]
+        middle = {key: statistics.median(run[key] for run in simulated) for key in simulated[0]}
+        recorded = record["results"]["frontier"]["medians"][row.name]
+        results[row.name] = {"recorded": recorded, "simulated": middle}
+        print(line(row.name, recorded, middle), flush=True)
+    settings = {"served": record["environment"] | record["config"], "profile": profile.fingerprint}
+    write_record(args.record, name="simulator_served", config=settings, seed=seed, results=results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""``apex``: asymmetric pipelining where an inequality says that it pays, else asynchronous overlap. Paper: apex 3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omniserve.kv.base import KVManager
+from omniserve.latency import BatchFeatures, HostSpeed
+from omniserve.plan import Bound, HostEvent, HostEventKind, StepPlan
+from omniserve.sched import second_batch
+from omniserve.sched.base import SCHEDULERS, SchedulerLimits
+from omniserve.sched.batch import Batch
+from omniserve.sched.load import Forecast
+from omniserve.sched.neo import NEOScheduler
+from omniserve.sched.policy import HostRows
+from omniserve.sched.state import RequestState
+
+MIN_HOST_PER_DEVICE = 8
+"""Host requests for each device request before a hand-over pays its overhead (apex 4.2)."""
+_RATE = 0.05  # of learning the host's speed
+_BOUNDS = (0.25, 4.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds of one layer."""
+
+    linear_s: float
+    """T_glinear of the decodes alone."""
+    attention_s: float
+    """T_gatt of the decodes alone."""
+    overlap_s: float
+    """Time the host has beside a step with two sub-batches: 2 T_glinear + T_gatt, or its form with prefill."""
+
+
+def pipelining_pays(num_device: int, host_rate: float, times: LayerTimes) -> bool:
+    """Return whether inequality (5), with prefill its form in Algorithm 1, holds.
+
+    N_G T_gatt is the number of device decodes. With prefill too, Algorithm 1 has the decode-only denominators; so has
+    this.
+
+    Args:
+        num_device: Decodes whose attention is on the device.
+        host_rate: N_C, decodes a second that the host attends for, one layer.
+        times: Of one layer.
+    """
+    alone_s = times.linear_s + times.attention_s
+    if num_device == 0 or alone_s <= 0:
+        return True
+    both = num_device + host_rate * times.overlap_s
+    return both / (2 * times.linear_s + times.attention_s) > num_device / alone_s
+
+
+@SCHEDULERS.register("apex")
+class APEXScheduler(NEOScheduler):
+    """Device first; what memory cannot hold decodes on the host, by one of two strategies each step (Algorithm 1).
+
+    Asynchronous overlap moves all host requests as one cohort: they enter together, and their results join together
+    once all are there, one layer a step (the paper's "all requests for a single layer within one iteration"). The
+    host's speed is watched while it works, and corrects N_C (section 6, online profiling).
+
+    What differs from the paper: LS before BE, under the latency control of ``omniserve``; a cohort may be smaller than
+    8 times the device's requests if there are no more residents (the paper's overhead is its Python thread's; here
+    nobody must wait for others that never come). Without a latency model it overlaps always.
+    """
+
+    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
+        super().__init__(limits=limits, kv=kv, forecast=forecast)
+        self._host = HostWatch(forecast.host) if forecast is not None and forecast.host is not None else None
+
+    def notify(self, events: Sequence[HostEvent]) -> None:
+        super().notify(events)
+        if self._host is not None:
+            done = [e for e in events if e.kind is HostEventKind.ATTENTION_DONE]
+            self._host.note(len(done), sum(event.position + 1 for event in done))
+
+    def schedule(self, now_s: float) -> StepPlan:
+        if self._host is not None:
+            self._host.tick(now_s, is_busy=self.residents.is_busy)
+        return super().schedule(now_s)
+
+    def host_rows(self, batch: Batch, bound_s: float, device_tokens: int) -> HostRows:
+        if not self.host_is_up:
+            return HostRows()
+        states = second_batch.candidates(self.residents)[: self.limits.max_piggyback_slots]
+        count = self._num_pipelined(batch, states, bound_s)
+        if not count:
+            return self._overlap(batch, bound_s)
+        return self.run_through(batch, states, count)
+
+    def _num_pipelined(self, batch: Batch, states: Sequence[RequestState], bound_s: float) -> int:
+        """Return how many of ``states`` run in a second sub-batch: what the host attends for in time, or none."""
+        if self._host is None or self.forecast is None or batch.load is None or not states or not batch.chunks:
+            return 0
+        features = batch.load.features()
+        times = self._layer_times(features)
+        context = sum(state.num_tokens for state in states) / len(states)
+        rate = self._host.rate(len(states), context)
+        if not pipelining_pays(features.decode_requests, rate, times):
+            return 0
+        most = min(len(states), int(rate * times.overlap_s))
+        if most == 0:
+            return 0
+        layers = self.limits.num_layers
+        while most and second_batch.seconds_with(batch.load, states[:most], num_layers=layers) > bound_s:
+            most //= 2
+        return most
+
+    def _layer_times(self, features: BatchFeatures) -> LayerTimes:
+        assert self.forecast is not None
+        decodes = BatchFeatures(
+            decode_requests=features.decode_requests,
+            decode_context=features.decode_context,
+            decode_load=features.decode_load,
+            dense_layers=features.dense_layers,
+            host_works=True,
+        )
+        linear_s, attention_s = self.forecast.predictor.modules_s(decodes)
+        with_s, attention_with_s = self.forecast.predictor.modules_s(features)
+        return LayerTimes(linear_s, attention_s, with_s + linear_s + attention_with_s)
+
+    def _overlap(self, batch: Batch, bound_s: float) -> HostRows:
+        """Asynchronous overlap: the cohort joins when all of it is there; the next enters when nobody is away."""
+        residents = self.residents
+        away = [state for state in residents.queue if state.away is not None]
+        seats = self.limits.max_piggyback_slots
+        if any(state.away is not None and not state.away.ready for state in away):
+            return HostRows()
+        if away:
+            rows = HostRows(joins=residents.plan_joins(self.max_piggyback_rows, seats))
+        else:
+            wanted = min(
+                residents.num_at_token_boundary,
+                seats,
+                self.max_piggyback_rows,
+                MIN_HOST_PER_DEVICE * max(1, len(batch.chunks)),
+            )
+            rows = HostRows(entries=residents.plan_entries(self.host_blocks_for, wanted))
+        if batch.load is None or not (rows.entries or rows.joins):
+            return rows
+        trial = batch.load.copy()
+        self.put_piggyback(trial, rows)
+        if trial.seconds() > bound_s and batch.chunks:
+            work = "piggyback join" if rows.joins else "piggyback entry"
+            self.leave_out(work, len(rows.joins) or len(rows.entries), "", Bound.TIME)
+            return HostRows()
+        self.put_piggyback(batch.load, rows)
+        return rows
+
+
+class HostWatch:
+    """The host tier's speed, as profiled and as seen (apex 6: performance predictability with online profiling).
+
+    Args:
+        speed: As profiled.
+    """
+
+    def __init__(self, speed: HostSpeed) -> None:
+        self._speed = speed
+        self.factor = 1.0
+        """Seconds that tasks take over what the profile says."""
+        self._tasks, self._keys = 0, 0
+        self._since_s: float | None = None
+
+    def note(self, num_tasks: int, keys: int) -> None:
+        """Take note of finished tasks."""
+        self._tasks += num_tasks
+        self._keys += keys
+
+    def tick(self, now_s: float, *, is_busy: bool) -> None:
+        """Compare what finished since the last tick with the profile, if the host tier was never idle meanwhile."""
+        if self._since_s is not None and is_busy and self._tasks:
+            expected_s = self._speed(self._tasks, self._keys)
+            if now_s > self._since_s and expected_s > 0:
+                ratio = (now_s - self._since_s) / expected_s
+                self.factor += _RATE * (min(max(ratio, _BOUNDS[0]), _BOUNDS[1]) - self.factor)
+        self._tasks = self._keys = 0
+        self._since_s = now_s if is_busy else None
+
+    def rate(self, num_requests: int, context: float) -> float:
+        """Return N_C: requests a second, one layer, of so many with a mean context."""
+        return num_requests / (self.factor * self._speed(num_requests, num_requests * context))

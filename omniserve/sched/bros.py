@@ -1,0 +1,312 @@
+"""``bros``: real-time (LS) requests by urgency, BE requests packed into the time that the most urgent one leaves.
+
+Paper: bros 4.1 (problem), 4.2 (Algorithm 1, queue polling, adaptive batch size). The *residual time* of an LS request
+is what is left to the deadline of its next token, ``T_SLO - t - (k - 1) T_avg``: t since its last token or its arrival,
+k the steps that the token still takes (one for a decode, one a chunk for a prompt), T_avg the mean step. LS requests
+enter in ascending order of it while the step's predicted time C is within T_res_min, the smallest of them; then BE
+requests while C is; then BE requests in the place of the least urgent LS ones. Requests of a step are at most B_curr:
+128 at first, doubled by each step that time kept no LS request out of, and 128 again after one that it did.
+
+Read differently than printed (line numbers of Algorithm 1):
+
+* Line 4 subtracts the smallest residual time from T_SLO; it is T_res_min already.
+* Line 11 lets in nobody, BE included, once a request cannot be in time any more (T_res_min below any C), for ever. Here
+  the most urgent request always enters, and those that no step is short enough for bound nobody else; while there is
+  such a request, no BE request enters. That too resets B_curr.
+* Line 26 takes an LS request out of the step whatever it may lose. Here it must bear a step more, equation (6) with
+  x = 0; one without an objective is never replaced.
+* Line 19 ends the step at the first BE request without a block, which may be the one that all others would have to end
+  for. Here requests that hold KV come first, and the youngest gives way.
+* "No RT requests are detected" (batch size) means that no LS request is about to be late.
+
+Departures: prompts are taken whole if they fit what the step's token budget leaves, else cut there, but never for time;
+so ``max_step_tokens`` should be a chunk that fits into a TPOT. KV blocks are not shared by two requests (5.1), so LS
+requests take whole BE requests' memory (``parking``), and copies to and from the host run beside the steps: C has no
+swap term, and the order by swapped blocks (line 17) is the order in which parked requests come back. B_curr does not
+exceed ``max_num_requests``. The waiting queue is polled in its own order, by class and arrival, which is that of the
+deadlines if their TTFT is the same. Without a latency model there is no time bound: LS by residual time, then BE.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from omniserve.kv.base import KVManager, Tier
+from omniserve.plan import Decision, StepOutput, StepPlan
+from omniserve.request import RequestOutput
+from omniserve.sched.base import SCHEDULERS, SchedulerLimits
+from omniserve.sched.batch import Batch
+from omniserve.sched.bounds import TimeBound
+from omniserve.sched.load import Forecast, largest
+from omniserve.sched.parking import Parking
+from omniserve.sched.policy import BE, LS, RequestScheduler
+from omniserve.sched.state import Phase, RequestState
+
+BASE_BATCH_SIZE = 128
+"""B_base."""
+_AVERAGE_OVER = 16  # steps, roughly, that T_avg is the mean of
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A request that is to be in the step, with some of its tokens."""
+
+    state: RequestState
+    start: int
+    count: int
+
+
+class Selection:
+    """Who is to be in a step, most urgent first. A prompt is cut only where the token budget ends.
+
+    Args:
+        forecast: The latency model; None: every step takes no time.
+        max_tokens: The step's token budget.
+        max_requests: B_curr.
+    """
+
+    def __init__(self, forecast: Forecast | None, max_tokens: int, max_requests: int) -> None:
+        self._forecast = forecast
+        self._max_requests = max_requests
+        self.tokens_left = max_tokens
+        self.chosen: list[Chosen] = []
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.chosen) >= self._max_requests or self.tokens_left == 0
+
+    def push(self, state: RequestState) -> None:
+        """Choose one more request; there must be a token for it."""
+        start, count = state.num_computed_tokens, min(state.num_uncomputed_tokens, self.tokens_left)
+        self.chosen.append(Chosen(state, start, count))
+        self.tokens_left -= count
+
+    def keep(self, count: int) -> None:
+        """Drop all but the first ``count``."""
+        self.tokens_left += sum(one.count for one in self.chosen[count:])
+        del self.chosen[count:]
+
+    def seconds(self, chosen: Iterable[Chosen]) -> float:
+        """Return C, the predicted seconds of a step of these."""
+        if self._forecast is None:
+            return 0.0
+        load = self._forecast.load()
+        for one in chosen:
+            load.add_chunk(one.start, one.count, samples=one.start + one.count == one.state.num_tokens)
+        return load.seconds()
+
+    def keep_within(self, bound_s: float, least: int) -> bool:
+        """Drop requests from the end until C is within the bound, all but the first ``least``; return if any was."""
+        most = len(self.chosen)
+        if most <= least or bound_s == math.inf:
+            return False
+        more = largest(lambda count: self.seconds(self.chosen[: least + count]), most - least, bound_s)
+        self.keep(least + more)
+        return least + more < most
+
+
+@SCHEDULERS.register("bros")
+class BROSScheduler(RequestScheduler):
+    """LS by residual time, BE packed beside them and in the place of those that can wait; adaptive batch size."""
+
+    offloads: ClassVar[bool] = True
+    predicts = True
+
+    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
+        super().__init__(limits=limits, kv=kv, forecast=forecast)
+        self._parking = Parking(self)
+        self._base_size = min(BASE_BATCH_SIZE, limits.max_num_requests)
+        self._batch_size = self._base_size
+        self._average_s: float | None = None
+        self._began_s = 0.0
+
+    def schedule(self, now_s: float) -> StepPlan:
+        self._began_s = now_s
+        self._parking.begin_step()
+        step = Selection(self.forecast, self.limits.max_step_tokens, self._batch_size)
+        residuals, lacks_memory = self._choose_ls(step, now_s)
+        bound, late = self._bound(step, residuals)
+        # In whatever the bound: the most urgent, and those before all others that cannot be in time any more.
+        least = max(1, sum(1 for _ in itertools.takewhile(bool, late)))
+        kept_out = step.keep_within(bound.seconds, least)
+        if not any(late):
+            self._choose_be(step, residuals[: len(step.chosen)], bound.seconds, admits=not lacks_memory)
+        retreats = kept_out or any(late)
+        self._batch_size = self._base_size if retreats else min(2 * self._batch_size, self.limits.max_num_requests)
+        load = self.forecast.load() if self.forecast is not None else None
+        batch = Batch(self.kv, self.limits.max_step_tokens, load)
+        complete = self._place_ls(batch, [one for one in step.chosen if one.state.kind is LS])
+        ls_s = load.seconds() if load is not None else None
+        self._place_be(batch, [one for one in step.chosen if one.state.kind is BE], bound.seconds, complete=complete)
+        self._parking.end_step(sorted(self.residents.queue, key=lambda s: (self.kv.num_blocks(s.request_id), s.place)))
+        decision = Decision(
+            predicted_s=load.seconds() if load is not None else None,
+            predicted_ls_s=ls_s,
+            bound_s=bound.seconds if bound.seconds < math.inf else None,
+            bound_by=bound.by,
+        )
+        return self.make_plan(batch, now_s, moves=self._parking.moves, decision=decision)
+
+    def update(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
+        if not plan.is_empty:
+            seconds = now_s - self._began_s
+            average_s = self._average_s if self._average_s is not None else seconds
+            self._average_s = average_s + (seconds - average_s) / _AVERAGE_OVER
+        return super().update(plan, output, now_s)
+
+    # -- latency-sensitive (lines 1 to 14) -----------------------------------------------------------------------
+
+    def _residual_s(self, state: RequestState, now_s: float) -> float:
+        """Return T_SLO - t - (k - 1) T_avg, in seconds; infinite without an objective."""
+        if state.last_token_s is None:
+            objective_s, since_s = state.slo.ttft_s, state.arrival_s
+        else:
+            objective_s, since_s = state.slo.tpot_s, state.last_token_s
+        if objective_s is None:
+            return math.inf
+        more_steps = (state.num_uncomputed_tokens - 1) // self.limits.max_step_tokens
+        return objective_s - (now_s - since_s) - more_steps * (self._average_s or 0.0)
+
+    def _by_urgency(self, now_s: float) -> Iterator[tuple[float, tuple[int, int], RequestState]]:
+        """Poll the sorted running requests and the waiting queue for the most urgent, one after another (Fig. 8)."""
+        pending = sorted((self._residual_s(state, now_s), state.place, state) for state in self.device[LS])
+        waiting = ((self._residual_s(state, now_s), state.place, state) for state in self.waiting[LS])
+        return heapq.merge(pending, waiting)
+
+    def _choose_ls(self, step: Selection, now_s: float) -> tuple[list[float], bool]:
+        """Choose LS requests by urgency while there are seats, tokens and memory.
+
+        Returns:
+            Their residual times, and whether one that waits finds no memory, be it that of all BE requests.
+        """
+        blocks = self._parking.num_obtainable
+        seats = self.limits.max_num_requests - len(self.device[LS])
+        residuals: list[float] = []
+        lacks_memory = False
+        for residual_s, _, state in self._by_urgency(now_s):
+            if step.is_full:
+                break
+            if state.phase is Phase.WAITING:
+                needed = self.blocks_for(state)
+                if seats == 0 or needed > blocks:
+                    lacks_memory |= seats > 0
+                    continue
+                blocks, seats = blocks - needed, seats - 1
+            step.push(state)
+            residuals.append(residual_s)
+        return residuals, lacks_memory
+
+    def _bound(self, step: Selection, residuals: Sequence[float]) -> tuple[TimeBound, list[bool]]:
+        """Return T_res_min of those who can be in time, and who cannot: the most urgent alone would take too long."""
+        bound = TimeBound()
+        if self.forecast is None or not residuals:
+            return bound, []
+        shortest_s = step.seconds(step.chosen[:1])
+        late = [residual_s < shortest_s for residual_s in residuals]
+        for chosen, residual_s, is_late in zip(step.chosen, residuals, late, strict=True):
+            if not is_late:
+                bound = bound.or_tighter(residual_s, f"residual time of {chosen.state.request_id}")
+        return bound, late
+
+    def _place_ls(self, batch: Batch, chosen: Iterable[Chosen]) -> bool:
+        """Put the chosen into the batch; return False if one of them found no memory after all."""
+        complete = True
+        for one in chosen:
+            state = one.state
+            if not self._is_as_chosen(one):
+                complete = False
+            elif state.phase is Phase.DEVICE:
+                complete &= self._parking.run(batch, state, (BE, LS))
+            else:
+                complete &= self._parking.admit_ls(batch, state)
+        return complete
+
+    @staticmethod
+    def _is_as_chosen(one: Chosen) -> bool:
+        """Return False if the request had to give way since it was chosen."""
+        return one.state.phase in (Phase.DEVICE, Phase.WAITING) and one.state.num_computed_tokens == one.start
+
+    # -- best-effort (lines 15 to 33) ----------------------------------------------------------------------------
+
+    def _choose_be(self, step: Selection, residuals: Sequence[float], bound_s: float, *, admits: bool) -> None:
+        """Pack BE requests beside the LS ones, then replace the least urgent of these by more.
+
+        Args:
+            residuals: Residual times of those in the step.
+            bound_s: T_res_min.
+            admits: Requests without KV may enter.
+        """
+        num_ls = len(step.chosen)
+        candidates = self._best_effort(step.chosen, admits=admits)
+        tried = []
+        for state in candidates:
+            tried.append(state)
+            if step.is_full:
+                break
+            step.push(state)
+        step.keep_within(bound_s, num_ls)
+        left_over = tried[len(step.chosen) - num_ls :]
+        self._replace_ls(step, residuals, itertools.chain(left_over, candidates), bound_s)
+
+    def _best_effort(self, chosen: Sequence[Chosen], *, admits: bool) -> Iterator[RequestState]:
+        """Yield BE requests that have KV, then those that find seats and blocks beside the chosen LS requests."""
+        new_ls = sum(one.state.phase is Phase.WAITING for one in chosen)
+        needed = sum(self.blocks_for(one.state) - self.kv.num_blocks(one.state.request_id) for one in chosen)
+        yield from self.device[BE]
+        if not admits or self.residents.queue:  # a parked request comes back before a new one enters
+            return
+        free = self.kv.num_free(Tier.DEVICE) - needed
+        seats = self.limits.max_num_requests - sum(map(len, self.device.values())) - new_ls
+        for state, _ in zip(self.waiting[BE], range(seats), strict=False):
+            free -= self.blocks_for(state)
+            if free < 0:
+                return
+            yield state
+
+    def _replace_ls(
+        self, step: Selection, residuals: Sequence[float], candidates: Iterable[RequestState], bound_s: float
+    ) -> None:
+        """Put as many BE requests in the place of the least urgent LS ones as these can wait for, a step longer."""
+        num_ls, average_s, tokens = len(residuals), self._average_s or 0.0, step.tokens_left
+        new: list[Chosen] = []
+        for index, state in zip(reversed(range(num_ls)), candidates, strict=False):
+            tokens += step.chosen[index].count - state.num_uncomputed_tokens
+            if tokens < 0 or residuals[index] == math.inf:
+                break
+            new.append(Chosen(state, state.num_computed_tokens, state.num_uncomputed_tokens))
+        if not new:
+            return
+        packed = step.chosen[num_ls:]
+
+        def replaced(count: int) -> list[Chosen]:
+            return [*step.chosen[: num_ls - count], *packed, *new[:count]]
+
+        def excess_s(count: int) -> float:
+            seconds = step.seconds(replaced(count))
+            return max(seconds - bound_s, seconds + average_s - residuals[num_ls - count])
+
+        count = largest(excess_s, len(new), 0.0)
+        if count > 0:
+            step.chosen = replaced(count)
+
+    def _place_be(self, batch: Batch, chosen: Iterable[Chosen], bound_s: float, *, complete: bool) -> None:
+        """Put the chosen into the batch.
+
+        Args:
+            complete: All chosen LS requests are in, so that a decode takes no more time than it did in the choice.
+        """
+        for one in chosen:
+            state = one.state
+            if not self._is_as_chosen(one):
+                complete = False
+                continue
+            limit_s = math.inf if complete and one.count == 1 else bound_s
+            if state.phase is Phase.DEVICE:
+                complete &= self._parking.run(batch, state, (BE,), bound_s=limit_s)
+            elif complete:
+                complete = self.admit(batch, state, bound_s=limit_s)

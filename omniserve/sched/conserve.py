@@ -1,0 +1,130 @@
+"""``conserve``: LS first and unbounded, then as many BE tokens as the LS requests' TPOT leaves time for.
+
+Paper: conserve 4.2. Each step has a token budget of its own: LS requests go in without queueing, then BE requests by
+``can_schedule(batch, request, TBT)``, which is ``Batch.add`` with a time bound: the most tokens of a request that keep
+the predicted step within the objective, or none. A step without LS requests is of the size that brings most tokens a
+second. Memory that LS requests need is taken from BE requests on demand; with checkpoints (4.4) their KV goes to the
+host and comes back beside the steps (see ``parking``).
+
+A step with BE rows has safepoints (4.3, Algorithm 1): an LS request that comes while it runs, and would miss its TTFT
+if it waited for the step's end, has them leave between two layers. They go on there later, or begin anew as in the
+paper (``keep_halted``).
+
+Departures: the paper has one TBT objective, here it is the shortest TPOT of the unfinished LS requests. Without a
+latency model no step is bounded, and BE requests fill the token budget as in ``sarathi``. The latency model is
+``latency_model``'s; the paper's own polynomial is there under the name ``conserve``. Evicting and prefetching is by
+request, not by token: a request runs only with all of its KV on the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import ClassVar
+
+from omniserve.kv.base import KVManager
+from omniserve.plan import Decision, StepPlan
+from omniserve.request import SLO
+from omniserve.sched.base import SCHEDULERS, SchedulerLimits
+from omniserve.sched.batch import Batch
+from omniserve.sched.bounds import TimeBound, tpot_bound
+from omniserve.sched.load import Forecast
+from omniserve.sched.parking import Parking
+from omniserve.sched.policy import BE, LS, RequestScheduler
+from omniserve.sched.state import Phase
+
+
+@SCHEDULERS.register("conserve")
+class ConServeScheduler(RequestScheduler):
+    """LS, then BE by token within the LS objective; alone, BE in steps of the size with the best throughput."""
+
+    offloads: ClassVar[bool] = True
+    predicts = True
+
+    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
+        super().__init__(limits=limits, kv=kv, forecast=forecast)
+        self._parking = Parking(self)
+        self._step_ends_s = -math.inf
+        """When the running step ends, as predicted."""
+
+    def schedule(self, now_s: float) -> StepPlan:
+        self._parking.begin_step()
+        online = [*self.device[LS], *self.waiting[LS]]
+        load = self.forecast.load() if self.forecast is not None else None
+        max_tokens = self.limits.max_step_tokens
+        if self.forecast is not None and not online:
+            max_tokens = self._best_size(self.forecast)
+        batch = Batch(self.kv, max_tokens, load)
+        self._serve_ls(batch)
+        ls_s = load.seconds() if load is not None else None
+        bound = tpot_bound(online, now_s, "step", headroom=0.0) if load is not None else TimeBound()
+        self._serve_be(batch, bound.seconds)
+        self._parking.end_step(self.residents.queue)
+        decision = Decision(
+            predicted_s=load.seconds() if load is not None else None,
+            predicted_ls_s=ls_s,
+            bound_s=bound.seconds if bound.seconds < math.inf else None,
+            bound_by=bound.by,
+        )
+        self._step_ends_s = now_s + (decision.predicted_s or 0.0)
+        offline = frozenset(c.request_id for c in batch.chunks if self.states[c.request_id].kind is BE)
+        return self.make_plan(batch, now_s, moves=self._parking.moves, preemptible=offline, decision=decision)
+
+    def must_preempt(self, num_prompt_tokens: int, slo: SLO, waited_s: float, now_s: float) -> bool:
+        if self.forecast is None or slo.ttft_s is None:
+            return False
+        load = self.forecast.load()  # Q_on
+        for state in self.waiting[LS]:
+            load.add_chunk(state.num_computed_tokens, state.num_uncomputed_tokens, samples=True)
+        load.add_chunk(0, num_prompt_tokens, samples=True)
+        remaining_s = max(0.0, self._step_ends_s - now_s)
+        return waited_s + remaining_s + load.seconds() > slo.ttft_s
+
+    def _serve_ls(self, batch: Batch) -> None:
+        for decodes in (True, False):
+            for state in self.device[LS]:
+                if state.phase is Phase.DEVICE and state.decodes is decodes and state not in batch:
+                    self._parking.run(batch, state, (BE, LS))
+        for state in self.waiting[LS]:
+            if not self._parking.admit_ls(batch, state):
+                return
+
+    def _serve_be(self, batch: Batch, bound_s: float) -> None:
+        """Add BE decodes, each that fits, then prompts in order until one is cut short: no crumbs follow."""
+        for state in self.device[BE]:
+            if state.phase is Phase.DEVICE and state.decodes:
+                self._parking.run(batch, state, (BE,), bound_s=bound_s)
+        for state in self.device[BE]:
+            if not state.decodes:
+                if not self._parking.run(batch, state, (BE,), bound_s=bound_s) or not batch.samples(state):
+                    return
+        if self.waiting[LS] or self.residents.queue:
+            return  # their memory is not for newcomers
+        for state in self.waiting[BE]:
+            if not self.admit(batch, state, bound_s=bound_s) or not batch.samples(state):
+                return
+
+    def _best_size(self, forecast: Forecast) -> int:
+        """Return how many tokens a step of BE work has at most for the best predicted throughput (offline mode).
+
+        Tried are the powers of two, those between them, and the largest: throughput is flat around its peak.
+        """
+        most = self.limits.max_step_tokens
+        decodes = [state for state in self.device[BE] if state.decodes]
+        prompts = [state for state in (*self.device[BE], *self.waiting[BE]) if not state.decodes]
+        best, best_tokens, best_s = most, 0, 1.0
+        powers = [1 << i for i in range(most.bit_length())]
+        for size in sorted({min(size, most) for power in powers for size in (power, 3 * power)}):
+            load, left = forecast.load(), size
+            for state in itertools.chain(decodes, prompts):
+                count = min(state.num_uncomputed_tokens, left)
+                load.add_chunk(state.num_computed_tokens, count, samples=count == state.num_uncomputed_tokens)
+                left -= count
+                if left == 0:
+                    break
+            seconds = load.seconds()
+            if (size - left) * best_s >= best_tokens * seconds:
+                best, best_tokens, best_s = size, size - left, seconds
+            if left:
+                break
+        return best

@@ -1,0 +1,54 @@
+"""``non-preemptive``: LS requests are admitted first, but none stops a BE request that runs.
+
+Paper: conserve 6.1, "Non-Preemptive (Throughput Optimal)": online requests go before offline ones, which fill what is
+left of a chunked prefill's fixed budget, and those that run are not preempted when online ones arrive. As in vLLM,
+which the paper built it on, whoever runs has tokens and memory before whoever waits, in the order of admission; so an
+LS prompt waits until BE requests leave it both, and that is what its latency pays for their throughput.
+
+Departures: the paper does not say who gives way when running requests outgrow the memory together. Here it is, as in
+vLLM without priorities, who was admitted last, be it LS or BE: never somebody who ran before. The request limit does
+not count BE requests against LS ones, as everywhere in this engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from omniserve.kv.base import KVManager
+from omniserve.plan import Bound, StepPlan
+from omniserve.sched.base import SCHEDULERS, SchedulerLimits
+from omniserve.sched.batch import Batch
+from omniserve.sched.load import Forecast
+from omniserve.sched.policy import BE, LS, RequestScheduler
+from omniserve.sched.state import Phase, RequestState
+
+
+@SCHEDULERS.register("non-preemptive")
+class NonPreemptiveScheduler(RequestScheduler):
+    """Who runs in the order of admission, then waiting LS, then waiting BE, under a fixed token budget."""
+
+    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
+        super().__init__(limits=limits, kv=kv, forecast=forecast)
+        self._running: list[RequestState] = []
+        """In the order of admission; those that ended or were preempted leave it as the next step begins."""
+
+    def schedule(self, now_s: float) -> StepPlan:
+        batch = Batch(self.kv, self.limits.max_step_tokens)
+        preemptions = self.num_preemptions
+        self._running = [state for state in self._running if state.phase is Phase.DEVICE]
+        for state in self._running:
+            self._run(batch, state)
+        if self.num_preemptions == preemptions:
+            known = {state.request_id for state in self._running}
+            if self.admit_waiting(batch, LS):
+                self.admit_waiting(batch, BE)
+            on_device = itertools.chain(self.device[LS], self.device[BE])
+            self._running += [state for state in on_device if state.request_id not in known]
+        return self.make_plan(batch, now_s)
+
+    def _run(self, batch: Batch, state: RequestState) -> None:
+        """Schedule a running request; if blocks are short, those admitted last are recomputed until it fits."""
+        while state.phase is Phase.DEVICE and not batch.add(state):
+            if batch.refused_by is not Bound.MEMORY:
+                return
+            self.preempt(next(last for last in reversed(self._running) if last.phase is Phase.DEVICE))

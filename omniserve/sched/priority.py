@@ -1,0 +1,37 @@
+"""``priority``: vLLM's priority policy, with classes for priorities.
+
+What vLLM (v1) does, and this file does with it: requests that hold KV are served before any that wait; those that wait
+are admitted by (priority, arrival), and stop at the first that finds no memory, token or seat; an admission never takes
+memory from anybody, so an LS request waits for BE requests that run. Only a running request that finds no block for its
+next token preempts, and whom is decided by the same key: the running request that is last by (priority, arrival), be it
+the one that asks, is recomputed. In a step that preempted somebody nobody is admitted. Prefill is chunked, and prompts
+and decodes share one token budget.
+
+Departures: running requests take tokens by (class, arrival), where vLLM keeps the order of their admission, so here an
+LS decode is never left out of a full step for a BE one. The request limit does not count BE requests against LS ones,
+as everywhere in this engine. Kinds (LS, BE) count only through the order of the classes.
+"""
+
+from __future__ import annotations
+
+from omniserve.plan import StepPlan
+from omniserve.sched.base import SCHEDULERS
+from omniserve.sched.batch import Batch
+from omniserve.sched.policy import BE, LS, RequestScheduler
+from omniserve.sched.state import Phase
+
+
+@SCHEDULERS.register("priority")
+class PriorityScheduler(RequestScheduler):
+    """Continuous batching by (class, arrival); the last by that order is recomputed when a running one lacks memory."""
+
+    def schedule(self, now_s: float) -> StepPlan:
+        batch = Batch(self.kv, self.limits.max_step_tokens)
+        preemptions = self.num_preemptions
+        for kind, victims in ((LS, (BE, LS)), (BE, (BE,))):  # classes of kind LS come before those of kind BE
+            for state in self.device[kind]:
+                if state.phase is Phase.DEVICE:
+                    self.run_or_preempt(batch, state, victims)
+        if self.num_preemptions == preemptions and self.admit_waiting(batch, LS):
+            self.admit_waiting(batch, BE)
+        return self.make_plan(batch, now_s)

@@ -1,0 +1,272 @@
+"""AnalyticDevice: seconds of a step from a model's sizes and a device's data sheet.
+
+Rooflines with efficiencies that were fitted to timings measured on A100-80GB GPUs. Other devices use the same shares of
+their own peaks, which is an extrapolation: their figures are estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omniserve.config import EngineConfig
+from omniserve.latency import BatchFeatures, Predictor
+from omniserve.latency.profile import AlphaBeta
+from omniserve.simulate.hardware import DeviceSpec, HostSpec
+from omniserve.simulate.host_tier import Copies, HostNode
+from omniserve.simulate.machine import Machine, host_speed_of
+from omniserve.simulate.models import ModelDims
+
+_BYTES = 2  # of an element
+_LOCAL_CORES_KEPT = 2  # of the device's host: the engine and the server run there
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Efficiency:
+    """What kernels reach of a device's peaks.
+
+    Fitted to the A100 timings of Vidur (microsoft/vidur, commit 7d47513363ec, data/profiling, MIT licence): linear
+    layers of five models at TP 1 to 8 and 1 to 4096 rows (mean error of a layer 4 %, 90th percentile 9 %), attention of
+    Llama-2-70B at TP 2 (decode 11 %, prefill 12 %), CPU overheads (13 %); all-reduces (2 to 14 %) are in ``hardware``.
+
+    Not fitted, but compared: whole steps of Llama-2-70B on two A100s (Splitwise, MIT licence) are met within 13 %
+    (decode) and 15 % (prefill), prefills of Yi-34B on two (Sarathi-Serve, Apache-2.0) within 14 % from 512 tokens on.
+    On four and eight devices, and in Sarathi-Serve's decodes, those systems' own launches bound a step (43 ms and
+    more), which are not in here: they take 1.3 to 3.6 times as long.
+    """
+
+    gemm_s: float = 5.0e-6
+    """Of a matrix product, whatever its size."""
+    gemm_bytes: float = 0.80
+    """Share of the memory bandwidth at which it reads weights."""
+    gemm_flops: float = 0.74
+    """Share of the arithmetic peak."""
+    gemm_corner: float = 1.46
+    """How sharply one bound gives way to the other: the p of a p-norm."""
+    elementwise_s: float = 19.6e-6
+    """Of a layer's norms, rotary embedding, activation and residual addition together."""
+    elementwise_bytes: float = 0.55
+    """Share of the bandwidth at which they go through their rows."""
+    decode_s: float = 15.3e-6
+    """Of decode attention in a layer."""
+    decode_bytes: float = 0.76
+    """Share of the bandwidth at which it reads K and V."""
+    prefill_s: float = 6.0e-6
+    """Of prefill attention in a layer."""
+    prefill_flops: float = 0.39
+    """Share of the arithmetic peak that it reaches, counting only what the causal mask lets through."""
+    prefill_row_bytes: float = 0.069
+    """Share of the bandwidth at which it goes through its rows, besides."""
+    step_s: float = 1.4e-3
+    """Of a step: scheduling, inputs, sampling."""
+    request_s: float = 42e-6
+    """Of each request in it."""
+    piggyback_layer_s: float = 15e-6
+    """Of concatenation, residuals and the input queue, per layer that somebody joins or enters at; not fitted: it is
+    within omniserve 5.4's 75 us at 400 requests."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostEfficiency:
+    """What the host tier reaches."""
+
+    bytes_share: float = 0.7
+    """Share of the peak bandwidth at which attention reads K and V: with the device's own share, the 7.6 times of
+    omniserve's Table 1 (ten requests of 1,000 tokens)."""
+    thread_task_s: float = 15e-6
+    """Of one thread, for a task of any length."""
+    latency_s: float = 100e-6
+    """From a step's end to a thread and back."""
+    network_latency_s: float = 100e-6
+    """The same for a remote host, besides."""
+
+
+class AnalyticDevice(Predictor):
+    """Predicts steps of one model on one or more equal devices (tensor parallel).
+
+    Args:
+        model: Sizes.
+        device: Data sheet.
+        count: Devices; heads and MLP columns are split among them.
+        hosts: Whose attention a second sub-batch waits for.
+        efficiency: What kernels reach.
+
+    Raises:
+        ValueError: The model's heads cannot be split so.
+    """
+
+    term_names = (
+        "dense", "prefill attention", "decode attention", "tensor parallel", "piggyback", "pipelined rows",
+        "waiting for the host", "head", "step overhead", "request overhead",
+    )  # fmt: skip
+    layer_terms = slice(0, 7)
+    attention_terms = (1, 2)
+
+    def __init__(
+        self, model: ModelDims, device: DeviceSpec, count: int = 1, *, hosts: Sequence[HostNode] = (),
+        efficiency: Efficiency | None = None,
+    ) -> None:  # fmt: skip
+        if model.num_heads % count:
+            raise ValueError(f"{model.name} has {model.num_heads} heads, which {count} devices cannot share evenly")
+        self.num_layers = model.num_layers
+        self._device = device
+        self._host = host_speed_of(hosts)
+        self._efficiency = eff = efficiency or Efficiency()
+        heads, kv_heads = model.num_heads // count, max(1, model.num_kv_heads // count)
+        width, hidden, size = heads * model.head_size, model.hidden_size, model.head_size
+        # (columns, rows) of each projection's weight on one device.
+        self._products = (
+            ((heads + 2 * kv_heads) * size, hidden), (hidden, width), (model.up_size // count, hidden),
+            (hidden, model.intermediate_size // count),
+        )  # fmt: skip
+        # Bytes that elementwise kernels read and write a row: two norms, two additions, rotary, activation.
+        self._row_bytes = _BYTES * (
+            7 * hidden + (model.up_size + model.intermediate_size) / count + 2 * (heads + kv_heads) * size
+        )
+        self._head_product = (model.vocab_size // count, hidden)
+        self._key_decode_s = _BYTES * 2 * kv_heads * size / (eff.decode_bytes * device.bytes_per_s)
+        self._key_prefill_s = 4 * width / (eff.prefill_flops * device.flops)
+        row_bytes = _BYTES * 2 * (width + kv_heads * size)
+        self._row_prefill_s = row_bytes / (eff.prefill_row_bytes * device.bytes_per_s)
+        self._reduce = AlphaBeta()
+        if count > 1:
+            alpha_s, speed = device.link_alpha_s[count], device.link_bytes_per_s[count]
+            self._reduce = AlphaBeta(alpha_s, hidden * _BYTES * 2 * (count - 1) / count / speed)
+        sent = model.num_heads + (model.num_heads + 2 * model.num_kv_heads)  # an attention row up; q, k and v down
+        self._piggyback_row_s = sent * size * _BYTES / device.pcie_bytes_per_s
+        self._dense_cache: dict[int, float] = {}
+
+    def terms(self, features: BatchFeatures) -> tuple[float, ...]:
+        f, eff, layers = features, self._efficiency, self.num_layers
+        rows = f.rows
+        prefill = decode = piggyback = 0.0
+        if f.prefill_tokens:
+            prefill = layers * (
+                eff.prefill_s + self._key_prefill_s * f.prefill_load + self._row_prefill_s * f.prefill_tokens
+            )
+        if f.decode_requests:
+            decode = layers * (eff.decode_s + self._key_decode_s * f.decode_load)
+        if f.piggyback_rows:
+            piggyback = eff.piggyback_layer_s * f.piggyback_layers + self._piggyback_row_s * f.piggyback_rows
+        dense, reducing = f.dense_layers * self.dense_layer_s(rows), f.dense_layers * 2 * self._reduce(rows)
+        second = waiting = 0.0
+        if f.pipelined_rows:
+            n = f.pipelined_rows
+            second = f.pipelined_layers * (
+                self.dense_layer_s(n) + 2 * self._reduce(n) + eff.piggyback_layer_s + self._piggyback_row_s * n
+            )
+            # While the hosts attend for the second sub-batch, the device runs a layer of the first.
+            host_s = self._host(n, f.pipelined_load) if self._host is not None else 0.0
+            first_s = (dense + reducing + prefill + decode + piggyback) / layers
+            waiting = f.pipelined_layers * max(0.0, host_s - first_s)
+        return (
+            dense,
+            prefill,
+            decode,
+            reducing,
+            piggyback,
+            second,
+            waiting,
+            self._product_s(f.sampled_rows, *self._head_product) if f.sampled_rows else 0.0,
+            eff.step_s,
+            eff.request_s * (f.prefill_requests + f.decode_requests + f.pipelined_rows + f.piggyback_rows / layers),
+        )
+
+    def dense_layer_s(self, rows: int) -> float:
+        """Return the seconds of a layer's projections and elementwise work for so many rows."""
+        seconds = self._dense_cache.get(rows)
+        if seconds is None:
+            eff = self._efficiency
+            seconds = 0.0
+            if rows:
+                seconds = eff.elementwise_s + rows * self._row_bytes / (
+                    eff.elementwise_bytes * self._device.bytes_per_s
+                )
+                seconds += sum(self._product_s(rows, *product) for product in self._products)
+            self._dense_cache[rows] = seconds
+        return seconds
+
+    def _product_s(self, m: int, n: int, k: int) -> float:
+        """Return the seconds of ``[m, k] @ [k, n]``."""
+        eff = self._efficiency
+        reading = _BYTES * (n * k + m * (n + k)) / (eff.gemm_bytes * self._device.bytes_per_s)
+        computing = 2 * m * n * k / (eff.gemm_flops * self._device.flops)
+        p = eff.gemm_corner
+        return eff.gemm_s + float((reading**p + computing**p) ** (1 / p))
+
+
+def analytic_machine(
+    model: ModelDims,
+    device: DeviceSpec,
+    count: int = 1,
+    *,
+    hosts: tuple[HostSpec, ...] = (),
+    efficiency: Efficiency | None = None,
+    host_efficiency: HostEfficiency | None = None,
+) -> Machine:
+    """Return a machine of data sheets.
+
+    Args:
+        model: Sizes.
+        device: The GPU.
+        count: How many, tensor parallel.
+        hosts: Hosts that attend for best-effort requests: the device's own first, then remote ones. None: no host tier.
+        efficiency: What kernels reach.
+        host_efficiency: What hosts reach.
+
+    Raises:
+        ValueError: The model does not fit the devices.
+    """
+    free_bytes = 0.9 * count * device.memory_bytes - model.weight_bytes
+    if free_bytes <= 0:
+        raise ValueError(
+            f"{model.name} needs {model.weight_bytes / 1e9:.0f} GB for its weights, and {count} {device.name} have "
+            f"{count * device.memory_bytes / 1e9:.0f} GB: take more devices or larger ones"
+        )
+    eff = host_efficiency or HostEfficiency()
+    link = AlphaBeta(50e-6, 1 / (count * device.pcie_bytes_per_s))
+    nodes = tuple(_node(model, host, eff, link, is_local=number == 0) for number, host in enumerate(hosts))
+    predictor = AnalyticDevice(model, device, count, hosts=nodes, efficiency=efficiency)
+    return Machine(
+        name=f"{count}x{device.name}" + (f" and {len(hosts)} x {hosts[0].name}" if hosts else ""),
+        spec=model.spec,
+        device=predictor,
+        forecast=predictor,
+        hosts=nodes,
+        copies=Copies(to_host=link, to_device=link),
+        device_kv_bytes=int(free_bytes),
+        host_kv_bytes=int(sum(0.8 * host.memory_bytes for host in hosts)),
+    )
+
+
+def _node(model: ModelDims, host: HostSpec, eff: HostEfficiency, link: AlphaBeta, *, is_local: bool) -> HostNode:
+    threads = max(1, host.cores - _LOCAL_CORES_KEPT) if is_local else host.cores
+    key_bytes = 2 * model.num_kv_heads * model.head_size * _BYTES
+    latency_s, slower = eff.latency_s, 0.0
+    if not is_local:
+        task_bytes = 2 * (model.num_heads + model.num_kv_heads) * model.head_size * _BYTES
+        latency_s += eff.network_latency_s + task_bytes / host.network_bytes_per_s
+        slower = max(0.0, 1 / host.network_bytes_per_s - link.beta_s)
+    return HostNode(
+        num_threads=threads,
+        key_s=key_bytes / (eff.bytes_share * host.bytes_per_s),
+        task_s=eff.thread_task_s / threads,
+        latency_s=latency_s,
+        move_byte_s=slower,
+    )
+
+
+def engine_config_for(machine: Machine, **settings: object) -> EngineConfig:
+    """Return engine settings with the machine's own KV pools, other settings as given.
+
+    Raises:
+        ValueError: A setting is out of range, or the machine does not say its pools and they are not given.
+    """
+    values: dict[str, object] = {}
+    for name in ("device_kv_bytes", "host_kv_bytes"):
+        if (size := getattr(machine, name)) is not None:
+            values[name] = size
+    values.update(settings)
+    if "device_kv_bytes" not in values:
+        raise ValueError(f"{machine.name} does not say how much KV it holds: give device_kv_bytes")
+    return EngineConfig(**values)  # type: ignore[arg-type]

@@ -1,0 +1,318 @@
+"""The command line: rates and schedulers in a table, and a plan of what the machine can bear.
+
+python -m omniserve.simulate --model llama-2-70b --device 4xA100-80GB --hosts 5xXeon-6342 --ls-rate 1,2,3
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from omniserve.config import EngineConfig
+from omniserve.latency import Profile
+from omniserve.request import SLO, ClassSpec, ServiceClass
+from omniserve.sched import SCHEDULERS
+from omniserve.simulate.analytic import analytic_machine, engine_config_for
+from omniserve.simulate.capacity import highest_rate
+from omniserve.simulate.hardware import find_devices, find_hosts
+from omniserve.simulate.load import TraceRequest, read_trace
+from omniserve.simulate.machine import Machine, machine_of_profile
+from omniserve.simulate.models import find_model
+from omniserve.simulate.report import Row, plot, require_matplotlib, table, write_record
+from omniserve.simulate.results import Result
+from omniserve.simulate.run import SimulationConfig, simulate
+from omniserve.simulate.scenario import Scenario, parse_arrivals, parse_lengths
+
+_GB = 1e9
+_PLAN_HOST = "Xeon-6342"
+_PLAN_MINUTES = 10.0
+_JUDGED_BY = 20
+"""Requests that a rate must bring, for its attainment to mean something."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser."""
+    parser = argparse.ArgumentParser(
+        prog="python -m omniserve.simulate",
+        description="What a load would see: the engine's own scheduler and KV manager on a virtual clock. Times come "
+        "from data sheets (--device) or from a measured profile (--profile).",
+    )
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--model", required=True, help="a known model (llama-2-70b), or a folder with a config.json")
+    machine.add_argument("--device", metavar="[N x]NAME", help="such as 4xA100-80GB")
+    machine.add_argument(
+        "--hosts", metavar="[N x]NAME", help="CPU hosts for best-effort attention, such as 5xXeon-6342"
+    )
+    machine.add_argument("--profile", type=Path, metavar="FILE", help="a profile of python -m omniserve.profile")
+    machine.add_argument("--noise", type=_not_negative, default=0.0, help="of step times: sigma of their logarithm")
+    load = parser.add_argument_group("load")
+    load.add_argument("--ls-rate", type=_rates, metavar="R,R", help="latency-sensitive requests a second")
+    load.add_argument("--trace", type=Path, metavar="FILE", help="CSV with arrival_s,input_tokens,output_tokens: LS")
+    load.add_argument("--ls-lengths", metavar="L", help="IN:OUT, lognormal:IN:OUT[:SIGMA] or CSV (default: 512:128)")
+    load.add_argument("--arrivals", default="poisson", metavar="A", help="poisson, gamma:CV or square:RATIO:PERIOD_S")
+    load.add_argument("--be", default="64", metavar="B", help="N (so many always unfinished; default: 64), rate:R, CSV")
+    load.add_argument("--be-lengths", metavar="L", help="as --ls-lengths (default: 1024:256)")
+    load.add_argument("--minutes", type=_positive, default=10.0, help="simulated (default: 10)")
+    load.add_argument(
+        "--warm-up", type=_share_below_one, default=0.2, metavar="SHARE", help="of the time, left out (default: 0.2)"
+    )
+    load.add_argument("--seed", type=int, default=0)
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--scheduler", default="omniserve", metavar="NAME,NAME", help="default: omniserve")
+    engine.add_argument("--slo", type=_slo, default=SLO(ttft_s=1.0, tpot_s=0.1), metavar="TTFT_S:TPOT_S")
+    engine.add_argument("--piggyback-slots", type=int, default=32, metavar="P")
+    engine.add_argument("--step-tokens", type=int, default=512, help="token budget of a step (default: 512)")
+    engine.add_argument("--max-requests", type=int, default=256, help="requests with KV on the device (default: 256)")
+    engine.add_argument("--host-requests", type=int, default=256, help="requests on the host tier (default: 256)")
+    engine.add_argument("--device-kv-gb", type=_positive, help="KV pool of all devices (default: what they have left)")
+    engine.add_argument("--host-kv-gb", type=_not_negative, help="KV pool of all hosts (default: most of their memory)")
+    engine.add_argument("--no-admission", action="store_true", help="reject no request")
+    engine.add_argument("--slack", choices=("step", "deadline"), default="deadline")
+    output = parser.add_argument_group("output")
+    output.add_argument("--no-plan", action="store_true", help="the table only")
+    output.add_argument("--target", type=_share, default=0.95, help="share of LS requests in their SLO (default: 0.95)")
+    output.add_argument("--record", type=Path, metavar="FILE", help="JSON with all figures and request times")
+    output.add_argument("--plot", type=Path, metavar="FILE", help="attainment and throughput over the rate")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit status: 2 if what was asked for cannot be simulated."""
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    try:
+        if args.plot is not None:
+            require_matplotlib()
+        _Program(args).run()
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+class _Program:
+    """What one command line asks for."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._machine = self._make_machine(more_hosts=0)
+        self._scenario = _scenario(args)
+        self._schedulers = args.scheduler.split(",")
+        for name in self._schedulers:
+            SCHEDULERS.get(name)
+            self._config(name, self._machine)
+        trace_rate = self._scenario.trace_rate
+        self._rates: list[float] = args.ls_rate or [trace_rate if trace_rate is not None else 1.0]
+        self._bar = tqdm(
+            total=0.0, unit="s", disable=None, leave=False, file=sys.stderr,
+            bar_format="{percentage:3.0f}% |{bar:30}| {elapsed} {desc}",
+        )  # fmt: skip
+
+    def run(self) -> None:
+        args = self._args
+        minutes, rows = args.minutes, []
+        self._bar.total = minutes * 60 * len(self._schedulers) * len(self._rates)
+        for name in self._schedulers:
+            for rate in self._rates:
+                rows.append(Row(scheduler=name, rate=rate, result=self._simulate(name, rate, minutes)))
+        self._bar.close()
+        print(f"{args.model} on {self._machine.name}, {minutes:g} simulated minutes; TTFT {args.slo.ttft_s} s, "
+              f"TPOT {args.slo.tpot_s} s")  # fmt: skip
+        print(table(rows))
+        if too_long := max(row.result.num_too_long for row in rows):
+            print(f"left out: {too_long} requests longer than the model's context or the KV pool")
+        plans: list[Row] = []
+        if not args.no_plan:
+            for name in self._schedulers:
+                plans += self._plan(name)
+        if args.record is not None:
+            write_record(args.record, config=vars(args), seed=args.seed, rows=[*rows, *plans])
+        if args.plot is not None:
+            plot(args.plot, rows, title=f"{args.model} on {self._machine.name}")
+
+    def _plan(self, name: str) -> list[Row]:
+        """Print what the machine can bear, and what more of something would bring."""
+        args = self._args
+        minutes = min(_PLAN_MINUTES, args.minutes)
+        found: dict[float, Result] = {}
+
+        def attained(rate: float, *, best_effort: bool = True) -> float:
+            result = self._simulate(name, rate, minutes, best_effort=best_effort)
+            if best_effort:
+                found[rate] = result
+            return result.classes[ServiceClass.LS].attainment
+
+        with tqdm(
+            desc=f"planning with {name}", disable=None, leave=False, file=sys.stderr, bar_format="{desc} {n} runs"
+        ) as bar:
+
+            def meets(rate: float, *, best_effort: bool = True) -> bool:
+                bar.update()
+                return attained(rate, best_effort=best_effort) >= args.target
+
+            start, least = min(self._rates), _JUDGED_BY / (minutes * 60 * (1 - args.warm_up))
+            best = highest_rate(meets, start, least=least)
+            alone = best
+            if self._scenario.has_best_effort:
+                alone = highest_rate(lambda rate: meets(rate, best_effort=False), max(best, start), least=least)
+        print(f"\nplan for {name} ({minutes:g} minutes each, {args.target:.0%} of LS requests in their SLO):")
+        print(f"  highest LS rate: {best:.3g} requests/s" + (
+            f"; {alone:.3g} without best-effort work" if self._scenario.has_best_effort else ""
+        ))  # fmt: skip
+        if best == 0.0:
+            print("  the objectives cannot be met at any rate: relax the SLO, or take faster devices")
+            return []
+        rows = [Row(scheduler=name, rate=best, result=found[best], variant="highest rate")]
+        if not self._scenario.has_best_effort:
+            return rows
+        base = found[best].classes[ServiceClass.BE].output_tokens_per_s
+        print(
+            f"  best-effort output with it: {base:.0f} tokens/s, {found[best].host_share:.0%} of them by host attention"
+        )
+        for variant, machine, slots in self._variants():
+            result = self._simulate(name, best, minutes, machine=machine, slots=slots)
+            be = result.classes[ServiceClass.BE].output_tokens_per_s
+            change = f"{be / base - 1:+.0%}" if base else f"{be:.0f} tokens/s"
+            print(f"  {variant}: {be:.0f} tokens/s ({change}), LS {result.classes[ServiceClass.LS].attainment:.1%}")
+            rows.append(Row(scheduler=name, rate=best, result=result, variant=variant))
+        return rows
+
+    def _variants(self) -> list[tuple[str, Machine, int]]:
+        slots = self._args.piggyback_slots
+        machine = self._make_machine(more_hosts=1)
+        variants = [("one more CPU host", machine, slots)] if len(machine.hosts) > len(self._machine.hosts) else []
+        if self._machine.hosts:
+            variants.append((f"P = {2 * slots} instead of {slots}", self._machine, 2 * slots))
+        return variants
+
+    def _simulate(
+        self, name: str, rate: float, minutes: float, *, best_effort: bool = True, machine: Machine | None = None,
+        slots: int | None = None,
+    ) -> Result:  # fmt: skip
+        machine = machine or self._machine
+        config = SimulationConfig(
+            machine=machine,
+            engine=self._config(name, machine, slots),
+            load=self._scenario.load(rate, minutes * 60, self._args.seed, best_effort=best_effort),
+            seed=self._args.seed,
+            noise=self._args.noise,
+        )
+        self._bar.set_description_str(f"{name}, {rate:.3g}/s", refresh=False)
+        done_s = 0.0
+
+        def show(now_s: float) -> None:
+            nonlocal done_s
+            self._bar.update(min(now_s, minutes * 60) - done_s)
+            done_s = min(now_s, minutes * 60)
+
+        result = simulate(config, progress=show)
+        show(minutes * 60)
+        return result
+
+    def _make_machine(self, *, more_hosts: int) -> Machine:
+        args = self._args
+        model = find_model(args.model)
+        if args.profile is not None:
+            if args.device is not None or args.hosts is not None:
+                raise ValueError("--profile says what the machine is: give it without --device and --hosts")
+            machine = machine_of_profile(Profile.read(args.profile), model.spec)
+            return dataclasses.replace(machine, hosts=machine.hosts + machine.hosts[:1] * more_hosts)
+        if args.device is None:
+            raise ValueError("give --device (such as 4xA100-80GB) or --profile FILE")
+        count, device = find_devices(args.device)
+        num_hosts, host = find_hosts(args.hosts) if args.hosts is not None else (0, find_hosts(_PLAN_HOST)[1])
+        return analytic_machine(model, device, count, hosts=(host,) * (num_hosts + more_hosts))
+
+    def _config(self, name: str, machine: Machine, slots: int | None = None) -> EngineConfig:
+        args = self._args
+        settings: dict[str, object] = {
+            "scheduler": name,
+            "max_piggyback_slots": slots or args.piggyback_slots,
+            "max_step_tokens": args.step_tokens,
+            "max_num_requests": args.max_requests,
+            "max_host_requests": args.host_requests,
+            "admission": not args.no_admission,
+            "slack": args.slack,
+            "classes": (
+                ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=args.slo),
+                ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE),
+            ),
+        }
+        if args.device_kv_gb is not None:
+            settings["device_kv_bytes"] = int(args.device_kv_gb * _GB)
+        if args.host_kv_gb is not None:
+            settings["host_kv_bytes"] = int(args.host_kv_gb * _GB)
+        elif machine.host_kv_bytes is None:
+            settings["host_kv_bytes"] = EngineConfig.host_kv_bytes if machine.hosts else 0
+        return engine_config_for(machine, **settings)
+
+
+def _scenario(args: argparse.Namespace) -> Scenario:
+    if args.trace is not None and args.ls_lengths is not None:
+        raise ValueError("--trace has its own lengths: give it without --ls-lengths")
+    backlog, be_rate = 0, 0.0
+    be_trace: tuple[TraceRequest, ...] = ()
+    if args.be.isdigit():
+        backlog = int(args.be)
+    elif args.be.startswith("rate:"):
+        be_rate = _rates(args.be.removeprefix("rate:"))[0]
+    else:
+        if not Path(args.be).is_file():
+            raise ValueError(f"--be must be a number, rate:R or a CSV file, got {args.be!r}")
+        be_trace = tuple(read_trace(args.be))
+    return Scenario(
+        arrivals=parse_arrivals(args.arrivals),
+        ls_lengths=None if args.trace is not None else parse_lengths(args.ls_lengths or "512:128"),
+        ls_trace=tuple(read_trace(args.trace)) if args.trace is not None else (),
+        backlog=backlog,
+        be_rate=be_rate,
+        be_lengths=parse_lengths(args.be_lengths or "1024:256") if backlog or be_rate else None,
+        be_trace=be_trace,
+        warm_up=args.warm_up,
+    )
+
+
+def _rates(text: str) -> list[float]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _slo(text: str) -> SLO:
+    ttft, _, tpot = text.partition(":")
+    return SLO(ttft_s=_positive(ttft), tpot_s=_positive(tpot))
+
+
+def _positive(text: str) -> float:
+    value = _not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"must be a number > 0, got {text!r}")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
+    return value
+
+
+def _share_below_one(text: str) -> float:
+    value = _not_negative(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"must be a share in [0, 1), got {text!r}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"must be a share in (0, 1], got {text!r}")
+    return value

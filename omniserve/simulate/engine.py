@@ -1,0 +1,175 @@
+"""SimulatedEngine: the engine's scheduler and KV manager, on a clock that a Machine moves."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from omniserve.config import EngineConfig
+from omniserve.kv import KV_MANAGERS, Tier
+from omniserve.latency import CorrectedModel, Predictor, features_of
+from omniserve.plan import HostEvent, SampledToken, StepOutput, StepPlan
+from omniserve.request import Request, RequestOutput
+from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
+from omniserve.sched.base import SchedulerStats
+from omniserve.simulate.host_tier import SimulatedHostTier
+from omniserve.simulate.machine import Machine
+
+POLL_S = 0.05
+"""An engine that waits for its host tier looks again after so long, as the server does."""
+_TOKEN = SampledToken(token_id=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """What one step was, for those who watch."""
+
+    plan: StepPlan
+    start_s: float
+    seconds: float
+    host_works: bool
+
+
+class SimulatedEngine:
+    """Steps as the engine does: arrivals, notify, schedule, (time passes), update. Tokens are invented.
+
+    Requests must have ``ignore_eos`` and end by ``max_tokens``: the tokens mean nothing.
+
+    Args:
+        machine: How long everything takes.
+        config: The engine's settings; those of tensors (compile, attention, threads, dtypes) mean nothing here, and
+            there is a host tier if the machine has hosts, the KV manager has one, and ``host_kv_bytes`` holds a block.
+        noise: Standard deviation of the logarithm of what a step takes over its prediction; the mean stays.
+        seed: Of the noise.
+        check: Verify the integrity of scheduler and KV manager after each step (slow; for tests).
+
+    Raises:
+        ValueError: A pool holds no block, or the noise is negative.
+    """
+
+    def __init__(
+        self, machine: Machine, config: EngineConfig, *, noise: float = 0.0, seed: int = 0, check: bool = False
+    ) -> None:
+        if not (math.isfinite(noise) and noise >= 0):
+            raise ValueError(f"noise must be a number >= 0, got {noise}")
+        spec = machine.spec
+        block_bytes = spec.kv_block_bytes(config.block_size)
+        if config.device_kv_bytes < block_bytes:
+            raise ValueError(
+                f"device_kv_bytes is {config.device_kv_bytes}, less than one KV block of this model ({block_bytes} "
+                "bytes); raise it"
+            )
+        self.config = config
+        self.machine = machine
+        self.num_device_blocks = config.device_kv_bytes // block_bytes
+        num_host_blocks = 0
+        if config.kv != "paged" and machine.hosts:
+            num_host_blocks = config.host_kv_bytes // spec.host_block_bytes(config.block_size, config.host_kv_dtype)
+        self.tier: SimulatedHostTier | None = None
+        if num_host_blocks:
+            self.tier = SimulatedHostTier(machine.hosts, machine.copies, spec, config.block_size)
+        self.kv = KV_MANAGERS.get(config.kv)(
+            num_device_blocks=self.num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
+        )
+        self.limits = SchedulerLimits.of(
+            config,
+            spec,
+            num_device_blocks=self.num_device_blocks,
+            has_host_tier=self.tier is not None,
+            kv=self.kv,
+        )
+        # With perfect predictions there is nothing to correct, and correcting costs as much as predicting.
+        is_exact = noise == 0 and machine.forecast is machine.device
+        self._corrected = None if is_exact else CorrectedModel(machine.forecast)
+        predictor: Predictor = self._corrected or machine.forecast
+        self._shape = machine.shape
+        forecast = Forecast(
+            predictor, self._shape, host_has_own_cores=machine.host_has_own_cores, host=machine.host_speed
+        )
+        self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self.limits, kv=self.kv, forecast=forecast)
+        self._noise = noise
+        self._rng = random.Random(seed)
+        self._check = check
+        self.now_s = 0.0
+        """The virtual clock."""
+        self.num_steps = 0
+        self.last_step: StepRecord | None = None
+        """None after a step that had nothing to compute."""
+
+    def fits(self, request: Request) -> bool:
+        """Return whether the engine would take the request at all: its context and the device pool are long enough."""
+        total = len(request.prompt_token_ids) + request.sampling.max_tokens
+        return total <= min(self.limits.max_model_len, self.num_device_blocks * self.config.block_size)
+
+    def add(self, request_id: str, request: Request, arrival_s: float) -> float | None:
+        """Take a request that came at ``arrival_s``, at most now; return its predicted TTFT.
+
+        Raises:
+            RequestRejected: Admission control refuses it.
+        """
+        slo = request.slo if request.slo is not None else self.config.class_named(request.service_class).slo
+        return self.scheduler.add(request_id, request, slo, self.now_s, arrival_s=arrival_s)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step, which moves the clock; an empty plan moves nothing (see ``wait``)."""
+        start_s = self.now_s
+        self.scheduler.notify(self._host_events())
+        plan = self.scheduler.schedule(start_s)
+        if self.tier is not None:
+            self.tier.start_moves(plan, start_s)
+        self.last_step = None
+        tokens: dict[str, SampledToken] = {}
+        if not plan.is_empty:
+            has_host_rows = bool(plan.entries or plan.joins or plan.pipelined)
+            host_works = has_host_rows or (self.tier is not None and self.tier.attends)
+            seconds = self._take(plan, host_works)
+            if self.tier is not None:
+                self.tier.submit(plan, start_s, seconds, during_step=self.machine.sends_during_step)
+            self.now_s = start_s + seconds
+            self.num_steps += 1
+            self.last_step = StepRecord(plan=plan, start_s=start_s, seconds=seconds, host_works=host_works)
+            last_layer = self.machine.spec.num_layers - 1
+            tokens = {chunk.request_id: _TOKEN for chunk in plan.chunks if chunk.samples}
+            tokens.update((join.request_id, _TOKEN) for join in plan.joins if join.layer == last_layer)
+            tokens.update((row.request_id, _TOKEN) for row in plan.pipelined)
+        outputs = self.scheduler.update(plan, StepOutput(tokens=tokens), self.now_s)
+        if self.tier is not None:
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self.tier.forget(output.request_id)
+        if self._check:
+            check = getattr(self.scheduler, "check_integrity", self.kv.check_integrity)
+            check()
+        return outputs
+
+    def wait(self, until_s: float) -> None:
+        """Let time pass after an empty step: to the next event of the host tier, at most to ``until_s`` or POLL_S."""
+        event_s = self.tier.next_event_s() if self.tier is not None else None
+        target_s = min(until_s, self.now_s + POLL_S)
+        self.now_s = max(self.now_s, target_s if event_s is None else min(target_s, event_s))
+
+    def stats(self) -> SchedulerStats:
+        """Return the scheduler's gauges and counters."""
+        return self.scheduler.stats()
+
+    def device_share_used(self) -> float:
+        """Return which share of the device's KV pool is in use."""
+        return 1.0 - self.kv.num_free(Tier.DEVICE) / self.num_device_blocks
+
+    def _host_events(self) -> list[HostEvent]:
+        return self.tier.poll(self.now_s) if self.tier is not None else []
+
+    def _take(self, plan: StepPlan, host_works: bool) -> float:
+        """Return the seconds of a step."""
+        features = features_of(plan, self._shape, host_works=host_works)
+        seconds = self.machine.device.step_s(features)
+        if self._noise:
+            seconds *= math.exp(self._rng.gauss(-(self._noise**2) / 2, self._noise))
+        if self._corrected is not None:
+            self._corrected.observe(features, seconds)
+        return seconds

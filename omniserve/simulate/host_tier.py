@@ -1,0 +1,225 @@
+"""SimulatedHostTier: the host tier's queues, threads and copies on a virtual clock.
+
+The real tier cuts tasks into pieces, so that all of a host's threads work on the oldest ones: a host is modelled as one
+server whose speed is that of its threads together, and a task that has few pieces takes at least as long as its
+largest share does on one thread. Copies go over lanes of their own (a GPU's side stream), or are made by the threads
+themselves, ahead of attention (a CPU device).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omniserve.latency.profile import AlphaBeta
+from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
+from omniserve.spec import ModelSpec
+
+_PIECE_KEYS = 256
+"""About how many keys a piece of the real tier has; a task is on as many threads as it has pieces."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostNode:
+    """One host's threads, for one layer of one model. Seconds."""
+
+    num_threads: int
+    key_s: float
+    """Of attending to one key of one request, all threads at work."""
+    task_s: float
+    """Of a task, whatever its length, all threads at work."""
+    latency_s: float = 0.0
+    """From the step to a thread and back, besides; for a remote host the network's too."""
+    move_byte_s: float = 0.0
+    """What a moved byte takes more than over the device's own link (a network that is slower)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copies:
+    """How KV moves between the tiers."""
+
+    to_host: AlphaBeta
+    to_device: AlphaBeta
+    by_host_threads: bool = False
+    """The host's threads copy, before they attend; else copies run beside them."""
+    num_lanes: int = 1
+    """Links that copy at a time: 1 for both directions together, 2 for one each."""
+
+
+@dataclass(slots=True)
+class _Server:
+    """Serves in order of arrival, urgent work first."""
+
+    urgent: deque[tuple[float, float, float, HostEvent]]
+    queue: deque[tuple[float, float, float, HostEvent]]
+    """(comes at, seconds of the server, least seconds to the event, event)."""
+    free_s: float = -math.inf
+
+    def next(self) -> tuple[float, deque[tuple[float, float, float, HostEvent]]] | None:
+        """Return when the next piece of work begins, and its queue; None if there is none."""
+        first = max(self.free_s, self.urgent[0][0]) if self.urgent else None
+        second = max(self.free_s, self.queue[0][0]) if self.queue else None
+        if first is not None and (second is None or first <= second):
+            return first, self.urgent
+        return (second, self.queue) if second is not None else None
+
+
+def _server() -> _Server:
+    return _Server(deque(), deque())
+
+
+class SimulatedHostTier:
+    """Takes what plans hand over and gives back events, as the real tier does.
+
+    A cancelled task (nobody waits for its request any more) is worked on all the same; its event comes when it is done.
+
+    Args:
+        nodes: The hosts; a request's KV is on one of them. Their block ids are one pool: that a request fits on a host
+            is not checked host by host.
+        copies: Moves.
+        spec: The model's sizes.
+        block_size: Tokens per block.
+
+    Raises:
+        ValueError: There is no host.
+    """
+
+    def __init__(self, nodes: Sequence[HostNode], copies: Copies, spec: ModelSpec, block_size: int) -> None:
+        if not nodes:
+            raise ValueError("a host tier needs at least one host")
+        self._nodes = tuple(nodes)
+        self._copies = copies
+        self._windows = [layer.window for layer in spec.attention]
+        self._last_layer = spec.num_layers - 1
+        self._block_bytes = spec.kv_block_bytes(block_size)
+        self._hosts = [_server() for _ in nodes]
+        self._lanes = [_server() for _ in range(copies.num_lanes)]
+        self._servers = [*self._hosts, *self._lanes]
+        self._events: list[tuple[float, int, HostEvent]] = []
+        self._order = itertools.count()
+        self._node_of: dict[str, int] = {}
+        self._residents = [0] * len(nodes)
+        self._in_hand = self._tasks_in_hand = 0
+        self.busy_s = 0.0
+        """Counter: seconds that hosts spent attending, summed over hosts."""
+        self.num_tasks = 0
+        """Counter: attention tasks taken."""
+
+    @property
+    def busy(self) -> bool:
+        """True while tasks or moves are in hand."""
+        return self._in_hand > 0
+
+    @property
+    def attends(self) -> bool:
+        """True while tasks are in hand; moves do not count."""
+        return self._tasks_in_hand > 0
+
+    def start_moves(self, plan: StepPlan, now_s: float) -> None:
+        """Begin the plan's moves, at the start of its step."""
+        for move in plan.moves:
+            to_host = move.direction is MoveDirection.TO_HOST
+            if to_host:
+                self._settle(move.request_id)
+            node = self._node_of.get(move.request_id, 0)
+            seconds = self._move_s(move, node)
+            event = HostEvent(kind=HostEventKind.MOVE_DONE, move_id=move.move_id)
+            self._in_hand += 1
+            if self._copies.by_host_threads:
+                self._hosts[node].urgent.append((now_s, seconds, seconds, event))
+            else:
+                lane = self._lanes[int(not to_host) % len(self._lanes)]
+                lane.queue.append((now_s, seconds, seconds, event))
+
+    def submit(self, plan: StepPlan, start_s: float, step_s: float, *, during_step: bool) -> None:
+        """Take the rows that a step sends: its entries at layer 0, its joins at the layer after theirs.
+
+        Args:
+            plan: The step.
+            start_s: When it began.
+            step_s: Seconds that it takes.
+            during_step: Rows are sent layer by layer as the step runs; else all of them at its end (a GPU).
+        """
+        end_s = start_s + step_s
+        layer_s = step_s / (self._last_layer + 1) if during_step else 0.0
+        for entry in plan.entries:
+            at_s = start_s if during_step else end_s
+            self._submit(entry.request_id, entry.slot, entry.epoch, 0, entry.position, at_s)
+        for join in plan.joins:
+            layer = join.layer + 1
+            if layer <= self._last_layer:
+                at_s = start_s + layer * layer_s if during_step else end_s
+                self._submit(join.request_id, join.slot, join.epoch, layer, join.position, at_s)
+
+    def forget(self, request_id: str) -> None:
+        """A request ended: its host has one less."""
+        node = self._node_of.pop(request_id, None)
+        if node is not None:
+            self._residents[node] -= 1
+
+    def poll(self, now_s: float) -> list[HostEvent]:
+        """Return what is done by now."""
+        if not self._in_hand:
+            return []
+        for server in self._servers:
+            self._serve(server, now_s)
+        done = []
+        events = self._events
+        while events and events[0][0] <= now_s:
+            done.append(heapq.heappop(events)[2])
+        self._in_hand -= len(done)
+        self._tasks_in_hand -= sum(event.slot >= 0 for event in done)
+        return done
+
+    def next_event_s(self) -> float | None:
+        """Return when the next event comes if nothing else is handed over; None: never."""
+        if not self._in_hand:
+            return None
+        while not self._events:
+            # What begins next is not necessarily done next, but no event can come before something begins.
+            begins = [upcoming[0] for server in self._servers if (upcoming := server.next()) is not None]
+            at_s = min(begins)
+            for server in self._servers:
+                self._serve(server, at_s)
+        return self._events[0][0]
+
+    def _submit(self, request_id: str, slot: int, epoch: int, layer: int, position: int, at_s: float) -> None:
+        index = self._node_of[request_id]
+        node = self._nodes[index]
+        window = self._windows[layer]
+        keys = position + 1 if window == 0 else min(position + 1, window)
+        seconds = node.key_s * keys + node.task_s
+        threads = min(node.num_threads, keys // _PIECE_KEYS + 1)
+        event = HostEvent(
+            kind=HostEventKind.ATTENTION_DONE, slot=slot, epoch=epoch, layer=layer, position=position
+        )  # fmt: skip
+        self._hosts[index].queue.append((at_s, seconds, seconds * node.num_threads / threads + node.latency_s, event))
+        self._in_hand += 1
+        self._tasks_in_hand += 1
+        self.num_tasks += 1
+        self.busy_s += seconds
+
+    def _serve(self, server: _Server, now_s: float) -> None:
+        """Begin all work of a server that begins by now."""
+        while (upcoming := server.next()) is not None and upcoming[0] <= now_s:
+            begin_s, queue = upcoming
+            _, seconds, least_s, event = queue.popleft()
+            server.free_s = begin_s + seconds
+            heapq.heappush(self._events, (begin_s + least_s, next(self._order), event))
+
+    def _settle(self, request_id: str) -> None:
+        """Choose the host of a request that leaves the device: the one with fewest requests for its speed."""
+        self.forget(request_id)
+        loads = [(count + 1) * node.key_s for count, node in zip(self._residents, self._nodes, strict=True)]
+        node = loads.index(min(loads))
+        self._node_of[request_id] = node
+        self._residents[node] += 1
+
+    def _move_s(self, move: KVMove, node: int) -> float:
+        num_bytes = len(move.src_block_ids) * self._block_bytes
+        link = self._copies.to_host if move.direction is MoveDirection.TO_HOST else self._copies.to_device
+        return link(num_bytes) + self._nodes[node].move_byte_s * num_bytes

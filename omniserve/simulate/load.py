@@ -1,0 +1,238 @@
+"""Arrival processes, length distributions and traces. Seeded: the same ``random.Random`` gives the same load."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TRACE_COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
+LENGTH_COLUMNS = TRACE_COLUMNS[1:]
+
+Lengths = Callable[[random.Random], tuple[int, int]]
+"""Draws (input tokens, output tokens) of one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace: when it comes and how long it is."""
+
+    arrival_s: float
+    """Seconds from the start of the trace."""
+    input_tokens: int
+    output_tokens: int
+
+
+# -- arrivals ----------------------------------------------------------------------------------------------------------
+
+
+def poisson(rate: float, duration_s: float, rng: random.Random) -> list[float]:
+    """Return the times of a Poisson process, ascending, in ``[0, duration_s)``.
+
+    Args:
+        rate: Mean arrivals a second, >= 0; 0 gives none.
+        duration_s: Seconds.
+        rng: Source of randomness.
+
+    Raises:
+        ValueError: A number is negative or not finite.
+    """
+    return gamma(rate, 1.0, duration_s, rng)
+
+
+def gamma(rate: float, cv: float, duration_s: float, rng: random.Random) -> list[float]:
+    """Return the times of a renewal process with gamma-distributed gaps, ascending, in ``[0, duration_s)``.
+
+    Args:
+        rate: Mean arrivals a second, >= 0; 0 gives none.
+        cv: Coefficient of variation of the gaps, > 0: 1 is a Poisson process, more is burstier.
+        duration_s: Seconds.
+        rng: Source of randomness.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+    _not_negative(rate=rate, duration_s=duration_s)
+    if not (math.isfinite(cv) and cv > 0):
+        raise ValueError(f"cv must be a number > 0 (1 is a Poisson process), got {cv}")
+    times: list[float] = []
+    if rate == 0:
+        return times
+    shape = 1.0 / cv**2
+    scale = 1.0 / (rate * shape)
+    now_s = rng.gammavariate(shape, scale)
+    while now_s < duration_s:
+        times.append(now_s)
+        now_s += rng.gammavariate(shape, scale)
+    return times
+
+
+def square_wave(low: float, high: float, period_s: float, duration_s: float, rng: random.Random) -> list[float]:
+    """Return Poisson times whose rate alternates: ``low`` for half a period, then ``high``; in ``[0, duration_s)``.
+
+    Raises:
+        ValueError: A number is negative or not finite, or the period is 0.
+    """
+    _not_negative(low=low, high=high, period_s=period_s, duration_s=duration_s)
+    if period_s == 0:
+        raise ValueError("period_s must be > 0")
+    times: list[float] = []
+    half_s, begin_s, rate = period_s / 2, 0.0, low
+    while begin_s < duration_s:
+        length_s = min(half_s, duration_s - begin_s)
+        times += [begin_s + time_s for time_s in poisson(rate, length_s, rng)]
+        begin_s += half_s
+        rate = high if rate == low else low
+    return times
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+def fixed_lengths(input_tokens: int, output_tokens: int) -> Lengths:
+    """Return lengths that never vary.
+
+    Raises:
+        ValueError: A length is below 1.
+    """
+    _lengths("fixed lengths", input_tokens, output_tokens)
+    return lambda rng: (input_tokens, output_tokens)
+
+
+def lognormal_lengths(
+    input_median: float, output_median: float, *, sigma: float = 1.0, max_input: int = 8192, max_output: int = 2048
+) -> Lengths:
+    """Return independent log-normal lengths, cut to ``[1, max]``: many short requests and a long tail, as in chats.
+
+    Args:
+        input_median: Median of the prompts, tokens.
+        output_median: Median of the outputs, tokens.
+        sigma: Standard deviation of the logarithms, >= 0; at 1 the mean is 1.65 medians.
+        max_input: Longest prompt.
+        max_output: Longest output.
+
+    Raises:
+        ValueError: A median or maximum is below 1, or sigma is negative.
+    """
+    _not_negative(sigma=sigma)
+    if min(input_median, output_median, max_input, max_output) < 1:
+        raise ValueError("medians and maxima of lengths must be >= 1 token")
+
+    def draw(rng: random.Random) -> tuple[int, int]:
+        tokens_in = input_median * math.exp(sigma * rng.gauss(0.0, 1.0))
+        tokens_out = output_median * math.exp(sigma * rng.gauss(0.0, 1.0))
+        return max(1, min(round(tokens_in), max_input)), max(1, min(round(tokens_out), max_output))
+
+    return draw
+
+
+def sampled_lengths(pairs: Sequence[tuple[int, int]]) -> Lengths:
+    """Return lengths drawn, with replacement, from measured (input, output) pairs.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if not pairs:
+        raise ValueError("there are no lengths to draw from")
+    return lambda rng: rng.choice(pairs)
+
+
+def requests(times: Sequence[float], lengths: Lengths, rng: random.Random) -> list[TraceRequest]:
+    """Return one request per arrival time, its lengths drawn from ``lengths``."""
+    return [TraceRequest(time_s, *lengths(rng)) for time_s in times]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def read_trace(path: Path | str) -> list[TraceRequest]:
+    """Read a CSV file (or .csv.gz) with the columns ``arrival_s,input_tokens,output_tokens``, others ignored.
+
+    Returns:
+        The requests by arrival.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: A column is missing or a value is out of range; the message names file and line.
+    """
+    requests_read = []
+    for line, row in _rows(Path(path), TRACE_COLUMNS):
+        arrival_s = _number(path, line, "arrival_s", row[0])
+        if arrival_s < 0:
+            raise ValueError(f"{path}, line {line}: arrival_s must be >= 0, got {row[0]!r}")
+        requests_read.append(
+            TraceRequest(
+                arrival_s,
+                _count(path, line, "input_tokens", row[1]),
+                _count(path, line, "output_tokens", row[2]),
+            )
+        )
+    return sorted(requests_read, key=lambda request: request.arrival_s)
+
+
+def read_lengths(path: Path | str) -> list[tuple[int, int]]:
+    """Read the (input, output) lengths of a CSV file with the columns ``input_tokens,output_tokens``; a trace is one.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: A column is missing or a value is out of range; the message names file and line.
+    """
+    return [
+        (_count(path, line, "input_tokens", row[0]), _count(path, line, "output_tokens", row[1]))
+        for line, row in _rows(Path(path), LENGTH_COLUMNS)
+    ]
+
+
+def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, list[str]]]:
+    """Return (line number, the named columns) of each row of a CSV file."""
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
+    reader = csv.reader(text.splitlines())
+    header = [name.strip() for name in next(reader, [])]
+    if missing := [name for name in columns if name not in header]:
+        raise ValueError(
+            f"{path}, line 1: the header must name {', '.join(columns)}; missing: {', '.join(missing)}, "
+            f"found: {', '.join(header) or 'nothing'}"
+        )
+    places = [header.index(name) for name in columns]
+    rows = []
+    for row in reader:
+        if not row:
+            continue
+        if len(row) != len(header):
+            raise ValueError(f"{path}, line {reader.line_num}: {len(row)} fields where the header has {len(header)}")
+        rows.append((reader.line_num, [row[place] for place in places]))
+    if not rows:
+        raise ValueError(f"{path} has no rows below its header")
+    return rows
+
+
+def _number(path: Path | str, line: int, name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{path}, line {line}: {name} must be a number, got {text!r}") from None
+    if not math.isfinite(value):
+        raise ValueError(f"{path}, line {line}: {name} must be finite, got {text!r}")
+    return value
+
+
+def _count(path: Path | str, line: int, name: str, text: str) -> int:
+    value = _number(path, line, name, text)
+    if value < 1 or value != int(value):
+        raise ValueError(f"{path}, line {line}: {name} must be a whole number >= 1, got {text!r}")
+    return int(value)
+
+
+def _not_negative(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} must be a number >= 0, got {value}")
+
+
+def _lengths(what: str, *counts: int) -> None:
+    if min(counts) < 1:
+        raise ValueError(f"{what} must be >= 1 token, got {', '.join(map(str, counts))}")

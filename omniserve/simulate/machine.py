@@ -1,0 +1,99 @@
+"""Machine: what a simulated engine runs on: a device that predicts its steps, hosts, and the links between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omniserve.latency import LATENCY_MODELS, HostSpeed, ModelShape, Predictor, Profile
+from omniserve.latency.omniserve import OmniServeModel
+from omniserve.simulate.host_tier import Copies, HostNode
+from omniserve.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Everything that takes time."""
+
+    name: str
+    spec: ModelSpec
+    device: Predictor
+    """What steps take."""
+    forecast: Predictor
+    """What the scheduler believes that they take."""
+    hosts: tuple[HostNode, ...] = ()
+    """None: there is no host tier."""
+    copies: Copies
+    sends_during_step: bool = False
+    """Rows go to the host tier while the step runs; else at its end."""
+    host_has_own_cores: bool = True
+    """A host tier at work takes nothing from the device tier."""
+    device_kv_bytes: int | None = None
+    """Memory for KV, all devices together; None: not known, the engine's settings say it."""
+    host_kv_bytes: int | None = None
+    """The same for the hosts."""
+
+    @property
+    def host_speed(self) -> HostSpeed | None:
+        """What the attention of one layer takes if all hosts share it; None without hosts."""
+        return host_speed_of(self.hosts)
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape.of(self.spec)
+
+
+def host_speed_of(hosts: Sequence[HostNode]) -> HostSpeed | None:
+    """Return what the attention of one layer takes if these hosts share it evenly; None without hosts."""
+    if not hosts:
+        return None
+    return HostSpeed(
+        per_key_s=1 / sum(1 / host.key_s for host in hosts),
+        per_request_s=max(host.task_s for host in hosts) / len(hosts),
+        per_call_s=max(host.latency_s for host in hosts),
+        threads=1,
+    )
+
+
+def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str = "omniserve") -> Machine:
+    """Return the machine that a profile was measured on.
+
+    Args:
+        profile: The measurements.
+        spec: The model's sizes, which a profile does not name.
+        latency_model: What the scheduler predicts with; steps take what the model ``omniserve`` says.
+
+    Raises:
+        ValueError: The profile is of a model of another shape.
+    """
+    if profile.shape != ModelShape.of(spec):
+        raise ValueError(
+            f"the profile is of a model with {profile.shape.num_layers} layers and windows {profile.shape.windows}, "
+            f"not of this one with {spec.num_layers}"
+        )
+    device = OmniServeModel.from_profile(profile)
+    forecast = device if latency_model == "omniserve" else LATENCY_MODELS.get(latency_model).from_profile(profile)
+    fingerprint, speed = profile.fingerprint, HostSpeed.from_profile(profile)
+    own_cores = fingerprint.device_threads == fingerprint.shared_threads
+    return Machine(
+        name=fingerprint.device,
+        spec=spec,
+        device=device,
+        forecast=forecast,
+        hosts=(_measured_node(speed),) if speed is not None else (),
+        copies=Copies(
+            to_host=profile.copy_to_host, to_device=profile.copy_to_device, by_host_threads=not own_cores
+        ),
+        sends_during_step=not own_cores,
+        host_has_own_cores=own_cores,
+    )  # fmt: skip
+
+
+def _measured_node(speed: HostSpeed) -> HostNode:
+    """Return the host whose tasks take what the profile says."""
+    return HostNode(
+        num_threads=speed.threads,
+        key_s=speed.per_key_s / speed.threads,
+        task_s=speed.per_request_s / speed.threads,
+        latency_s=speed.per_call_s,
+    )

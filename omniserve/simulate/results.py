@@ -1,0 +1,141 @@
+"""What a simulation gives: per-request times, and figures of each class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from omniserve.request import SLO
+
+
+@dataclass(slots=True)
+class RequestResult:
+    """One request; None: it did not come to that."""
+
+    service_class: str
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    """Wanted."""
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_output_tokens: int = 0
+    num_host_tokens: int = 0
+    """Output tokens whose attention was on the host tier."""
+    rejected: bool = False
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per output token after the first; None with one token, or if it did not finish."""
+        if self.finished_s is None or self.first_token_s is None or self.num_output_tokens < 2:
+            return None
+        return (self.finished_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+    def meets_ttft(self, slo: SLO) -> bool:
+        return slo.ttft_s is None or (self.ttft_s is not None and self.ttft_s <= slo.ttft_s)
+
+    def meets_tpot(self, slo: SLO) -> bool:
+        """Return whether the output kept its pace to the end; one that was cut off by the end of the run did not."""
+        if slo.tpot_s is None:
+            return self.finished_s is not None
+        return self.finished_s is not None and (self.tpot_s is None or self.tpot_s <= slo.tpot_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassResult:
+    """Figures of one class. Shares are of all its requests that came; a rejected one met nothing."""
+
+    num_requests: int
+    num_rejected: int
+    num_finished: int
+    ttft_p50_s: float
+    """Of those that got a first token; NaN for none. So are the other percentiles."""
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+    ttft_attainment: float
+    """NaN if none came, as the two below."""
+    tpot_attainment: float
+    attainment: float
+    """Both objectives."""
+    goodput: float
+    """Requests a second that met both."""
+    output_tokens_per_s: float
+    """During the load, as are those below."""
+    prompt_tokens_per_s: float
+    """Of prompts that were computed to their end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What a simulation found. Times are simulated seconds."""
+
+    duration_s: float
+    """Of the load without its warm-up; rates are over it."""
+    end_s: float
+    """When the last LS request had ended, or the run was stopped."""
+    num_steps: int
+    classes: Mapping[str, ClassResult]
+    host_share: float
+    """Share of the best-effort output tokens whose attention was on the host tier."""
+    host_tier_busy: float
+    """Share of the time that the hosts attended, their mean; 0 without a host tier."""
+    preemptions: int
+    """Of the whole run, as are the moves."""
+    swaps_out: int
+    swaps_in: int
+    num_too_long: int
+    """Requests left out because they are longer than the context or the pool."""
+    wall_s: float
+    """Real seconds of simulating."""
+    requests: tuple[RequestResult, ...]
+    """That came after the warm-up."""
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the linearly interpolated percentile of ascending values; NaN for none."""
+    if not values:
+        return math.nan
+    place = (len(values) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (place - low)
+
+
+def summarise(
+    requests: Iterable[RequestResult], slo: SLO, *, duration_s: float, output_tokens: int, prompt_tokens: int
+) -> ClassResult:
+    """Return the figures of one class.
+
+    Args:
+        requests: Those of the class.
+        slo: Its objectives.
+        duration_s: Of the load, > 0.
+        output_tokens: Sampled by its end.
+        prompt_tokens: Of prompts whose first token was sampled by its end.
+    """
+    group = list(requests)
+    ttfts = sorted(r.ttft_s for r in group if r.ttft_s is not None)
+    tpots = sorted(r.tpot_s for r in group if r.tpot_s is not None)
+    count = len(group)
+    met = sum(r.meets_ttft(slo) and r.meets_tpot(slo) for r in group)
+    return ClassResult(
+        num_requests=len(group),
+        num_rejected=sum(r.rejected for r in group),
+        num_finished=sum(r.finished_s is not None for r in group),
+        ttft_p50_s=percentile(ttfts, 50),
+        ttft_p99_s=percentile(ttfts, 99),
+        tpot_p50_s=percentile(tpots, 50),
+        tpot_p99_s=percentile(tpots, 99),
+        ttft_attainment=sum(r.meets_ttft(slo) for r in group) / count if count else math.nan,
+        tpot_attainment=sum(r.meets_tpot(slo) for r in group) / count if count else math.nan,
+        attainment=met / count if count else math.nan,
+        goodput=met / duration_s,
+        output_tokens_per_s=output_tokens / duration_s,
+        prompt_tokens_per_s=prompt_tokens / duration_s,
+    )

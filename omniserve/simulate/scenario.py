@@ -1,0 +1,152 @@
+"""Scenario: what comes at which rate, from the words of the command line."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from omniserve.simulate.load import (
+    Lengths,
+    TraceRequest,
+    fixed_lengths,
+    gamma,
+    lognormal_lengths,
+    poisson,
+    read_lengths,
+    requests,
+    sampled_lengths,
+    square_wave,
+)
+from omniserve.simulate.run import Load
+
+Arrivals = Callable[[float, float, random.Random], list[float]]
+"""(rate, duration_s, rng) -> times."""
+_PILE = 1000  # lengths of a backlog; then they repeat
+
+
+def parse_lengths(text: str) -> Lengths:
+    """Return the lengths of ``IN:OUT`` (fixed), ``lognormal:IN:OUT[:SIGMA]`` (medians) or a CSV file.
+
+    Raises:
+        ValueError: It is none of these.
+        OSError: The file cannot be read.
+    """
+    kind, *parts = text.split(":")
+    try:
+        if kind == "lognormal" and len(parts) in (2, 3):
+            sigma = float(parts[2]) if len(parts) == 3 else 1.0
+            return lognormal_lengths(float(parts[0]), float(parts[1]), sigma=sigma)
+        if len(parts) == 1 and kind.isdigit():
+            return fixed_lengths(int(kind), int(parts[0]))
+    except ValueError as error:
+        raise ValueError(f"lengths {text!r}: {error}") from error
+    if not Path(text).is_file():
+        raise ValueError(
+            f"lengths must be IN:OUT, lognormal:IN:OUT[:SIGMA] or a CSV file with input_tokens,output_tokens; {text!r} "
+            "is none of these"
+        )
+    return sampled_lengths(read_lengths(text))
+
+
+def parse_arrivals(text: str) -> Arrivals:
+    """Return the arrival process of ``poisson``, ``gamma:CV`` or ``square:RATIO:PERIOD_S`` (high rate over low one).
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    kind, *parts = text.split(":")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = []
+    if text == "poisson":
+        return poisson
+    if kind == "gamma" and len(numbers) == 1 and numbers[0] > 0:
+        return lambda rate, duration_s, rng: gamma(rate, numbers[0], duration_s, rng)
+    if kind == "square" and len(numbers) == 2 and numbers[0] >= 1 and numbers[1] > 0:
+        ratio, period_s = numbers
+
+        def wave(rate: float, duration_s: float, rng: random.Random) -> list[float]:
+            low = 2 * rate / (1 + ratio)
+            return square_wave(low, ratio * low, period_s, duration_s, rng)
+
+        return wave
+    raise ValueError(f"arrivals must be poisson, gamma:CV or square:RATIO:PERIOD_S, such as square:4:60; got {text!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """A load whose LS rate can be chosen."""
+
+    arrivals: Arrivals = poisson
+    ls_lengths: Lengths | None = None
+    """Needed without a trace."""
+    ls_trace: tuple[TraceRequest, ...] = ()
+    """Its times are stretched to the rate, its lengths kept; it repeats if it is too short."""
+    backlog: int = 0
+    be_rate: float = 0.0
+    """Best-effort arrivals a second, Poisson."""
+    be_lengths: Lengths | None = None
+    """Of a backlog, or at a rate."""
+    be_trace: tuple[TraceRequest, ...] = ()
+    """As it is."""
+    warm_up: float = 0.0
+    """Share of the time that figures leave out, in [0, 1)."""
+
+    @property
+    def trace_rate(self) -> float | None:
+        """The LS trace's own rate; None without one."""
+        if not self.ls_trace:
+            return None
+        return len(self.ls_trace) / max(self.ls_trace[-1].arrival_s, 1e-9)
+
+    @property
+    def has_best_effort(self) -> bool:
+        return bool(self.backlog or self.be_rate or self.be_trace)
+
+    def load(self, rate: float, duration_s: float, seed: int, *, best_effort: bool = True) -> Load:
+        """Draw the load: the same seed and rate give the same one, with or without best-effort work.
+
+        Args:
+            rate: LS requests a second.
+            duration_s: Seconds.
+            seed: Of arrivals and lengths.
+            best_effort: False: latency-sensitive requests only.
+        """
+        rng = random.Random(f"{seed} LS")
+        if self.ls_trace:
+            ls = self._stretched(rate, duration_s)
+        else:
+            assert self.ls_lengths is not None, "without a trace, a scenario needs ls_lengths"
+            ls = requests(self.arrivals(rate, duration_s, rng), self.ls_lengths, rng)
+        if not best_effort:
+            return Load(latency_sensitive=ls, duration_s=duration_s, warm_up_s=self.warm_up * duration_s)
+        rng = random.Random(f"{seed} BE")
+        be = [request for request in self.be_trace if request.arrival_s < duration_s]
+        if self.be_lengths is not None:
+            times = [0.0] * _PILE if self.backlog else poisson(self.be_rate, duration_s, rng)
+            be = requests(times, self.be_lengths, rng)
+        return Load(
+            latency_sensitive=ls,
+            best_effort=be,
+            backlog=self.backlog,
+            duration_s=duration_s,
+            warm_up_s=self.warm_up * duration_s,
+        )
+
+    def _stretched(self, rate: float, duration_s: float) -> list[TraceRequest]:
+        assert self.trace_rate is not None
+        span_s = len(self.ls_trace) / rate  # of one pass at this rate
+        scale = self.trace_rate / rate
+        stretched: list[TraceRequest] = []
+        begin_s = 0.0
+        while begin_s < duration_s:
+            for request in self.ls_trace:
+                arrival_s = begin_s + request.arrival_s * scale
+                if arrival_s >= duration_s:
+                    return stretched
+                stretched.append(TraceRequest(arrival_s, request.input_tokens, request.output_tokens))
+            begin_s += span_s
+        return stretched

@@ -1,0 +1,217 @@
+"""What the policies that others are compared with promise, step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from omniserve.sched import SCHEDULERS
+from tests.sched.test_policies import Bench, names
+
+HOST = {"host_blocks": 64}
+
+
+def tokens(bench: Bench) -> dict[str, int]:
+    """Run a step; return how many tokens of each request it computed on the device."""
+    return {chunk.request_id: len(chunk.token_ids) for chunk in bench.step()[0].chunks}
+
+
+# -- every policy: nobody waits for ever -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host_blocks", [0, 40])
+@pytest.mark.parametrize("policy", SCHEDULERS.names())
+def test_best_effort_work_ends_once_latency_sensitive_work_stops_coming(policy: str, host_blocks: int) -> None:
+    bench = Bench(policy, device_blocks=16, host_blocks=host_blocks, max_step_tokens=16, ls_reserve_blocks=2)
+    for i in range(5):
+        bench.add(f"be{i}", prompt=10, output=12)
+    for i in range(60):
+        bench.add(f"ls{i}", prompt=12, output=3)
+        bench.step()
+    for _ in range(600):
+        bench.step()
+    assert bench.finished == {f"be{i}" for i in range(5)} | {f"ls{i}" for i in range(60)}
+
+
+@pytest.mark.parametrize("policy", SCHEDULERS.names())
+def test_a_long_prompt_is_not_starved_by_small_best_effort_requests(policy: str) -> None:
+    for long in ("ls-long", "be-long"):
+        bench = Bench(policy, device_blocks=12, max_step_tokens=16)
+        for i in range(400):
+            bench.add(f"be{i}", prompt=3, output=6)
+            if i == 20:
+                bench.add(long, prompt=40, output=3)
+            bench.step()
+            if long in bench.finished:
+                break
+        assert long in bench.finished, f"{long} waited for {i - 20} steps"
+
+
+# -- priority ----------------------------------------------------------------------------------------------------------
+
+
+def test_priority_admits_by_class_and_then_arrival() -> None:
+    bench = Bench("priority", device_blocks=100, max_step_tokens=12)
+    for name in ("be0", "ls0", "be1", "ls1"):
+        bench.add(name, prompt=6)
+    assert names(bench.step()[0]) == ["ls0", "ls1"]
+    assert tokens(bench) == {"ls0": 1, "ls1": 1, "be0": 6, "be1": 4}
+
+
+def test_priority_takes_no_memory_from_running_requests_for_one_that_waits() -> None:
+    bench = Bench("priority", device_blocks=8)
+    bench.add("be", prompt=20, output=8)
+    bench.step()
+    bench.add("ls", prompt=16, output=4)
+    bench.add("be-small", prompt=3)
+    while "be" not in bench.finished:
+        assert names(bench.step()[0]) == ["be"], "nobody overtakes the LS prompt either"
+    assert names(bench.step()[0]) == ["ls", "be-small"]
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_priority_recomputes_the_last_of_the_lowest_class_when_a_running_request_lacks_memory() -> None:
+    bench = Bench("priority", device_blocks=6)
+    bench.add("be0", prompt=7)
+    bench.add("be1", prompt=7)
+    bench.step()
+    bench.add("ls", prompt=8)
+    bench.step()
+    # The LS request, which came last, needs a third block first.
+    assert names(bench.step()[0]) == ["ls", "be0"]
+    assert bench.scheduler.num_preemptions == 1 and "be1" in bench.scheduler.states
+
+
+def test_priority_admits_nobody_in_a_step_that_preempted() -> None:
+    bench = Bench("priority", device_blocks=6)
+    for name in ("be0", "be1"):
+        bench.add(name, prompt=11)
+    bench.step()
+    bench.add("ls", prompt=4)
+    bench.step()
+    assert names(bench.step()[0]) == ["be0"]
+    assert bench.scheduler.num_preemptions == 1
+    assert names(bench.step()[0]) == ["be0", "ls"]
+
+
+# -- online-only -------------------------------------------------------------------------------------------------------
+
+
+def test_online_only_serves_ls_requests_just_as_if_they_were_alone() -> None:
+    steps = {}
+    for has_be in (False, True):
+        bench = Bench("online-only", device_blocks=20, max_step_tokens=16)
+        seen = []
+        for i in range(120):
+            if has_be and i % 3 == 0 and i < 60:
+                bench.add(f"be{i}", prompt=9, output=9)
+            if i % 10 == 5 and i < 100:
+                bench.add(f"ls{i}a", prompt=30, output=4)
+                bench.add(f"ls{i}b", prompt=5, output=4)
+            has_ls = any(name.startswith("ls") for name in bench.scheduler.states)
+            plan, _ = bench.step()
+            if has_ls:
+                assert all(name.startswith("ls") for name in names(plan))
+                seen.append((i, [(c.request_id, c.start, len(c.token_ids)) for c in plan.chunks]))
+        steps[has_be] = seen
+    assert steps[True] == steps[False] and len(steps[True]) > 40
+
+
+def test_online_only_keeps_what_best_effort_requests_hold_until_an_ls_one_needs_it() -> None:
+    bench = Bench("online-only", device_blocks=8)
+    bench.add("be", prompt=8)
+    bench.step()
+    bench.add("ls0", prompt=8, output=2)
+    for _ in range(2):
+        assert names(bench.step()[0]) == ["ls0"]
+    assert tokens(bench) == {"be": 1}, "it goes on where it was"
+    bench.add("ls1", prompt=24, output=1)
+    assert names(bench.step()[0]) == ["ls1"]
+    assert bench.scheduler.num_preemptions == 1
+
+
+# -- non-preemptive ----------------------------------------------------------------------------------------------------
+
+
+def test_non_preemptive_gives_a_running_best_effort_request_a_token_every_step() -> None:
+    bench = Bench("non-preemptive", device_blocks=14, max_step_tokens=16)
+    bench.add("be0", prompt=12, output=20)
+    bench.add("be1", prompt=4, output=20)
+    bench.step()
+    for i in range(19):
+        bench.add(f"ls{i}", prompt=10, output=5)
+        assert {"be0", "be1"} <= set(names(bench.step()[0]))
+    assert {"be0", "be1"} <= bench.finished
+    assert bench.scheduler.num_preemptions > 0, "memory was never short"
+
+
+def test_non_preemptive_makes_an_ls_prompt_wait_for_the_memory_of_best_effort_requests() -> None:
+    bench = Bench("non-preemptive", device_blocks=8)
+    bench.add("be", prompt=20, output=8)
+    bench.step()
+    bench.add("be-next", prompt=16)
+    bench.add("ls", prompt=16)
+    while "be" not in bench.finished:
+        assert names(bench.step()[0]) == ["be"]
+    assert names(bench.step()[0]) == ["ls", "be-next"], "the LS prompt is first in line"
+
+
+# -- round-robin -------------------------------------------------------------------------------------------------------
+
+
+def test_round_robin_serves_the_kinds_in_turn() -> None:
+    bench = Bench("round-robin", device_blocks=100)
+    for name in ("be0", "ls0", "be1", "ls1"):
+        bench.add(name, prompt=6)
+    assert [names(bench.step()[0]) for _ in range(4)] == [["ls0", "ls1"], ["be0", "be1"]] * 2
+
+
+def test_round_robin_leaves_no_turn_unused() -> None:
+    bench = Bench("round-robin", device_blocks=100)
+    bench.add("be", prompt=6)
+    assert [names(bench.step()[0]) for _ in range(2)] == [["be"]] * 2
+    bench.add("ls", prompt=6, output=2)
+    assert [names(bench.step()[0]) for _ in range(5)] == [["ls"], ["be"], ["ls"], ["be"], ["be"]]
+
+
+# -- llumnix -----------------------------------------------------------------------------------------------------------
+
+
+def test_llumnix_best_effort_requests_neither_enter_the_reserve_nor_grow_into_it() -> None:
+    bench = Bench("llumnix", device_blocks=10, ls_reserve_blocks=4, **HOST)
+    for i in range(4):
+        bench.add(f"be{i}", prompt=7, output=30)
+    num_shared = 0
+    while len(bench.finished) < 4:
+        bench.step()
+        # One that has the device to itself may have all of it.
+        assert bench.kv.usage().device_used <= 6 or len(bench.scheduler.device["BE"]) <= 1
+        num_shared += len(bench.scheduler.device["BE"]) > 1
+    assert num_shared > 3
+
+
+def test_llumnix_ls_requests_take_the_reserve_first_and_then_the_memory_of_best_effort_requests() -> None:
+    bench = Bench("llumnix", device_blocks=10, ls_reserve_blocks=4)
+    bench.add("be0", prompt=11)
+    bench.add("be1", prompt=11)
+    bench.step()
+    bench.add("ls0", prompt=15)
+    assert names(bench.step()[0]) == ["ls0", "be0", "be1"]
+    assert bench.scheduler.num_preemptions == 0
+    bench.add("ls1", prompt=11)
+    assert "ls1" in names(bench.step()[0])
+    assert bench.scheduler.num_preemptions == 1 and "be1" in [s.request_id for s in bench.scheduler.waiting["BE"]]
+
+
+def test_llumnix_best_effort_requests_that_overflow_end_on_the_host_tier() -> None:
+    bench = Bench("llumnix", device_blocks=8, host_blocks=64, swap_in_delay_s=0.0, min_residence_s=0.0)
+    for i in range(5):
+        bench.add(f"be{i}", prompt=7, output=20)
+    moved: set[str] = set()
+    on_device_after: set[str] = set()
+    while len(bench.finished) < 5:
+        plan, _ = bench.step()
+        on_device_after |= moved & set(names(plan))
+        moved |= {move.request_id for move in plan.moves}
+    assert moved and not on_device_after, "who moved stays"
+    assert bench.scheduler.num_preemptions == 0
+    assert bench.scheduler.stats().host_output_tokens > 0

@@ -1,0 +1,289 @@
+"""What ``conserve`` and ``bros`` promise: with a forecast on a virtual clock (Clock), and without one (Bench)."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from omniserve.kv import Tier
+from omniserve.plan import DeviceChunk, MoveDirection, StepPlan
+from omniserve.sched import bros
+from tests.sched.test_policies import Bench, names
+from tests.sched.test_slo import Clock
+
+
+def predicted_s(plan: StepPlan) -> float:
+    assert plan.decision is not None and plan.decision.predicted_s is not None
+    return plan.decision.predicted_s
+
+
+# -- conserve ----------------------------------------------------------------------------------------------------------
+
+
+def test_conserve_takes_ls_prompts_without_a_bound() -> None:
+    bench = Clock(policy="conserve")
+    bench.add("ls1", tpot=0.040)
+    bench.step()
+    bench.add("ls2", prompt=200)
+    bench.add("be", prompt=50)
+    plan = bench.step()
+    assert bench.tokens(plan) == {"LS": 201}
+    assert predicted_s(plan) > 0.2
+
+
+def test_conserve_adds_best_effort_tokens_up_to_the_shortest_tpot() -> None:
+    bench = Clock(policy="conserve")
+    bench.add("be1", prompt=8)
+    bench.step()
+    bench.add("ls1", tpot=0.100)
+    bench.add("ls2", tpot=0.040)
+    bench.step()
+    bench.add("be2", prompt=300)
+    bench.add("be3", prompt=300)
+    plan = bench.step()
+    assert names(plan) == ["ls1", "ls2", "be1", "be2"], "decodes before prompts, and no crumbs"
+    assert plan.decision is not None and plan.decision.bound_by == "tpot of ls2"
+    assert 0.95 * 0.040 <= predicted_s(plan) <= 0.040
+    assert 25 <= bench.tokens(plan)["BE"] <= 34  # 5 ms and 1 ms a row
+
+
+def test_conserve_passes_over_a_decode_that_does_not_fit() -> None:
+    bench = Clock(policy="conserve", predict={"key": 1.0})
+    bench.add("be1", prompt=60)
+    bench.add("be2", prompt=4)
+    while "be2" not in bench.first_s:
+        bench.step()
+    bench.add("ls", tpot=0.040, output=5)
+    bench.step()
+    assert names(bench.step()) == ["ls", "be2"], "60 keys of 1 ms each are too many"
+    while "ls" in bench.scheduler.states:
+        bench.step()
+    assert names(bench.step())[0] == "be1"
+
+
+@pytest.mark.parametrize("policy", ["conserve", "bros"])
+def test_who_was_parked_comes_back_before_anybody_new_enters(policy: str) -> None:
+    bench = Bench(policy, device_blocks=8, host_blocks=40, checkpoint_blocks=8)
+    bench.add("be-old", prompt=19, output=40)
+    for _ in range(3):
+        bench.step()
+    bench.add("ls", prompt=11, output=10)
+    bench.step()
+    assert len(bench.scheduler.residents.queue) + len(bench.scheduler.moving) == 1
+    bench.add("be-new", prompt=3, output=3)
+    order = [name for _ in range(20) for name in names(bench.step()[0]) if name.startswith("be")]
+    assert order[0] == "be-old" and "be-new" in order
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_conserve_leaves_out_best_effort_work_if_ls_work_alone_is_too_long() -> None:
+    bench = Clock(policy="conserve", predict={"base": 50.0})
+    bench.add("be", prompt=8)
+    bench.step()
+    bench.add("ls", tpot=0.040, output=5)
+    assert [names(bench.step()) for _ in range(5)] == [["ls"]] * 5
+    assert names(bench.step()) == ["be"]
+
+
+@pytest.mark.parametrize("key_ms", [1e-5, 0.05, 1.0])
+def test_conserve_without_ls_work_runs_steps_of_the_best_throughput(key_ms: float) -> None:
+    bench = Clock(policy="conserve", max_step_tokens=256, predict={"base": 20.0, "row": 0.5, "key": key_ms})
+    bench.add("be", prompt=900, output=1)
+    load = bench.forecast.load
+
+    def rate(size: int) -> float:
+        step = load()
+        step.add_chunk(0, size, samples=False)
+        return size / step.seconds()
+
+    best = max(range(1, 257), key=rate)
+    size = bench.tokens(bench.step())["BE"]
+    assert rate(size) >= 0.95 * rate(best)
+    assert (size == 256) == (key_ms == 1e-5), "long steps are best while attention costs little"
+
+
+def test_conserve_in_offline_mode_grows_with_the_work_there_is() -> None:
+    bench = Clock(policy="conserve", max_step_tokens=64, predict={"base": 20.0, "row": 0.5, "key": 0.001})
+    for i in range(10):
+        bench.add(f"be{i}", prompt=5, output=20)
+    assert bench.tokens(bench.step())["BE"] == 50
+    assert bench.tokens(bench.step())["BE"] == 10
+
+
+def test_conserve_without_a_forecast_is_sarathi() -> None:
+    plans: dict[str, list[tuple[DeviceChunk, ...]]] = {}
+    for policy in ("sarathi", "conserve"):
+        bench, rng = Bench(policy, device_blocks=20, max_step_tokens=16), random.Random(3)
+        plans[policy] = []
+        for i in range(150):
+            if rng.random() < 0.4:
+                bench.add(rng.choice(["ls", "be"]) + str(i), prompt=rng.randint(1, 20), output=rng.randint(1, 20))
+            plans[policy].append(bench.step()[0].chunks)
+        assert bench.scheduler.num_preemptions > 3
+    assert plans["sarathi"] == plans["conserve"]
+
+
+@pytest.mark.parametrize("policy", ["conserve", "bros"])
+def test_best_effort_requests_with_checkpoints_leave_the_device_at_once_and_come_back_as_they_were(policy: str) -> None:
+    bench = Bench(policy, device_blocks=12, host_blocks=40, checkpoint_blocks=8, max_step_tokens=64)
+    for i in range(3):
+        bench.add(f"be{i}", prompt=11, output=12)
+    for _ in range(4):
+        bench.step()
+    assert bench.kv.num_checkpointed("be2") == 3 and bench.kv.num_free(Tier.DEVICE) == 0
+    bench.add("ls", prompt=11, output=6)
+    plan, _ = bench.step(host_chance=0.0)
+    assert "ls" in names(plan), "it does not wait for a copy"
+    outgoing = [move for move in plan.moves if not move.is_checkpoint]
+    assert [move.direction for move in outgoing] == [MoveDirection.TO_HOST]
+    assert len(outgoing[0].src_block_ids) == 1, "all but the last block was there already"
+    returns: Counter[str] = Counter()
+    while len(bench.finished) < 4:
+        plan, _ = bench.step()
+        assert not plan.entries
+        returns.update(move.request_id for move in plan.moves if move.direction is MoveDirection.TO_DEVICE)
+    assert returns[outgoing[0].request_id] == 1
+    assert bench.scheduler.num_preemptions == 0, "nothing was computed twice"
+
+
+@pytest.mark.parametrize("policy", ["conserve", "bros"])
+def test_an_ls_prompt_waits_one_step_for_the_host_and_no_longer(policy: str) -> None:
+    bench = Bench(policy, device_blocks=8, host_blocks=40, checkpoint_blocks=8)
+    for i in range(2):
+        bench.add(f"be{i}", prompt=11, output=12)
+    for _ in range(4):
+        bench.step()
+    bench.add("ls", prompt=31, output=2)
+    assert "ls" not in names(bench.step(host_chance=0.0)[0]), "the last blocks of both are still to be copied"
+    assert names(bench.step(host_chance=0.0)[0]) == ["ls"]
+    assert bench.kv.num_free(Tier.DEVICE) == 0
+
+
+# -- bros --------------------------------------------------------------------------------------------------------------
+
+
+def test_bros_serves_ls_requests_by_the_time_left_to_their_deadlines() -> None:
+    bench = Clock(policy="bros", max_step_tokens=64)
+    for name, ttft in (("ls1", None), ("ls2", 5.0), ("ls3", 1.0)):
+        bench.add(name, prompt=10, ttft=ttft)
+    # Who waits is polled in the order of arrival, who runs is sorted.
+    assert names(bench.step()) == ["ls1", "ls2", "ls3"]
+    bench = Clock(policy="bros")
+    for name, tpot in (("ls1", None), ("ls2", 0.2), ("ls3", 0.1)):
+        bench.add(name, tpot=tpot)
+    bench.step()
+    assert names(bench.step()) == ["ls3", "ls2", "ls1"]
+
+
+def test_bros_polls_the_waiting_queue_between_those_that_run() -> None:
+    bench = Clock(policy="bros", max_step_tokens=16)
+    bench.add("ls1", tpot=0.200)
+    bench.add("ls2", tpot=1.0)
+    bench.step()
+    bench.add("ls3", prompt=4, ttft=0.5)
+    assert names(bench.step()) == ["ls1", "ls3", "ls2"]
+
+
+def test_bros_packs_best_effort_requests_into_the_residual_time_of_the_most_urgent() -> None:
+    bench = Clock(policy="bros", max_step_tokens=64)
+    for i in range(8):
+        bench.add(f"be{i}", prompt=6)
+    bench.step()
+    bench.add("ls1", tpot=0.012, output=40)
+    bench.add("ls2", output=40)
+    bench.step()
+    for _ in range(10):
+        plan = bench.step()
+        assert plan.decision is not None and plan.decision.bound_by == "residual time of ls1"
+        assert predicted_s(plan) <= 0.012
+        assert bench.tokens(plan)["LS"] == 2 and 2 <= bench.tokens(plan)["BE"] < 8
+
+
+def test_bros_takes_a_prompt_whole_or_not_at_all() -> None:
+    bench = Clock(policy="bros", max_step_tokens=64)
+    bench.add("ls1", tpot=0.040, output=6)
+    bench.step()
+    bench.add("be1", prompt=50)
+    bench.add("be2", prompt=10)
+    seen = [bench.tokens(bench.step()) for _ in range(6)]
+    assert seen[:5] == [{"LS": 1}] * 5, "it does not fit, it is not cut, and nobody overtakes it"
+    assert seen[5] == {"BE": 60}
+
+
+def test_bros_doubles_its_batch_and_falls_back_when_time_keeps_somebody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bros, "BASE_BATCH_SIZE", 2)
+    bench = Clock(policy="bros", max_num_requests=20, max_step_tokens=64)
+    for i in range(20):
+        bench.add(f"be{i}", prompt=1)
+    assert [bench.tokens(bench.step())["BE"] for _ in range(6)] == [2, 4, 8, 16, 20, 20]
+    bench.add("ls1", tpot=0.030)
+    bench.step()
+    bench.add("ls2", prompt=60, ttft=10.0)
+    plan = bench.step()
+    assert bench.tokens(plan)["LS"] == 1, "60 tokens do not fit into the rest of a TPOT"
+    assert len(names(bench.step())) == 2
+
+
+def test_bros_goes_on_when_nobody_can_be_in_time() -> None:
+    """As printed, Algorithm 1 would let in nobody any more, best-effort requests included."""
+    bench = Clock(policy="bros", predict={"base": 50.0})
+    for i in range(6):
+        bench.add(f"ls{i}", tpot=0.010, ttft=0.001, output=5)
+    bench.add("be", output=5)
+    plans = [bench.step() for _ in range(5)]
+    assert [bench.tokens(plan) for plan in plans] == [{"LS": 24}] + [{"LS": 6}] * 4, "together, and without BE"
+    for _ in range(5):
+        bench.step()
+    assert not bench.scheduler.has_unfinished
+
+
+def test_bros_keeps_the_others_in_time_when_one_is_late() -> None:
+    bench = Clock(policy="bros", max_step_tokens=64)
+    bench.add("ls1", tpot=0.030, output=60)
+    bench.add("ls2", tpot=0.001, output=60)  # never in time
+    bench.step()
+    while "ls1" in bench.scheduler.states:
+        bench.step()
+    gaps = [b - a for a, b in zip(bench.token_s["ls1"], bench.token_s["ls1"][1:], strict=False)]
+    assert max(gaps) <= 0.030
+
+
+def test_bros_replaces_an_ls_request_that_can_wait_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bros, "BASE_BATCH_SIZE", 2)
+    for tpot, expected in ((0.200, ["ls1", "be"]), (0.050, ["ls1", "ls2"]), (None, ["ls1", "ls2"])):
+        bench = Clock(policy="bros", max_num_requests=2)
+        bench.add("be", output=300)
+        bench.step()
+        bench.add("ls1", tpot=0.030)
+        bench.add("ls2", tpot=tpot)
+        bench.step()
+        bench.scheduler._average_s = 0.045  # type: ignore[attr-defined]
+        assert names(bench.step()) == expected, tpot
+        for _ in range(60):
+            bench.step()
+        if tpot is not None:
+            gaps = [b - a for a, b in zip(bench.token_s["ls2"], bench.token_s["ls2"][1:], strict=False)]
+            assert max(gaps) <= tpot, "it was in time all the same"
+
+
+def test_bros_counts_the_steps_that_a_long_prompt_still_takes() -> None:
+    bench = Clock(policy="bros", max_step_tokens=20)
+    bench.add("ls1", prompt=4, ttft=1.0)
+    bench.add("ls2", prompt=100, ttft=1.0)
+    bench.scheduler._average_s = 0.05  # type: ignore[attr-defined]
+    residual_s = [bench.scheduler._residual_s(s, 0.1) for s in bench.scheduler.waiting["LS"]]  # type: ignore[attr-defined]
+    assert residual_s == pytest.approx([0.9, 0.9 - 4 * 0.05])
+
+
+def test_bros_averages_what_steps_took() -> None:
+    bench = Bench("bros", device_blocks=100)
+    bench.add("be")
+    bench.step(seconds=0.1)
+    assert bench.scheduler._average_s == pytest.approx(0.1)  # type: ignore[attr-defined]
+    for _ in range(200):
+        bench.step(seconds=0.02)
+        if not bench.scheduler.has_unfinished:
+            bench.add("be")
+    assert bench.scheduler._average_s == pytest.approx(0.02, rel=0.01)  # type: ignore[attr-defined]

@@ -1,0 +1,126 @@
+"""What ``neo`` and ``apex`` promise, step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from omniserve.latency import BatchFeatures, HostSpeed
+from omniserve.latency.omniserve import OmniServeModel
+from omniserve.plan import PiggybackEntry, PiggybackJoin
+from omniserve.sched.apex import HostWatch, LayerTimes, pipelining_pays
+from tests.latency.samples import LAYERS, make_profile
+from tests.sched.test_policies import Bench
+from tests.sched.test_slo import Clock
+
+
+def overfull(scheduler: str, **settings: object) -> Clock:
+    """A device that holds three of six BE requests; the others decode on the host tier."""
+    bench = Clock(policy=scheduler, device_blocks=33, host_blocks=100, max_piggyback_slots=4, **settings)
+    for i in range(6):
+        bench.add(f"be{i}", prompt=40, output=60)
+    for _ in range(12):
+        bench.step()
+    return bench
+
+
+def test_a_pipelined_token_passes_all_layers_in_one_step() -> None:
+    bench = Bench("neo", device_blocks=33, host_blocks=100, max_piggyback_slots=4)
+    for i in range(6):
+        bench.add(f"be{i}", prompt=40, output=60)
+    for _ in range(10):
+        bench.step()
+    plan, outputs = bench.step()
+    rows = {row.request_id for row in plan.pipelined}
+    assert rows and not plan.entries and not plan.joins
+    assert rows <= {output.request_id for output in outputs if output.new_token_ids}
+    assert rows.isdisjoint(chunk.request_id for chunk in plan.chunks)
+
+
+def test_a_second_sub_batch_stays_out_if_it_lets_fewer_requests_advance() -> None:
+    cheap, dear = (overfull("neo", predict={"wait": wait, "base": 20.0}) for wait in (0.5, 100.0))
+    assert cheap.step().pipelined
+    plan = dear.step()
+    assert plan.chunks and not plan.pipelined
+
+
+def test_a_second_sub_batch_keeps_the_tpot_of_others() -> None:
+    bench = overfull("neo")
+    assert bench.step().pipelined
+    bench.add("ls", output=200, tpot=0.012)
+    for _ in range(20):
+        plan = bench.step()
+        assert plan.decision is not None
+        if plan.decision.bound_s is not None and plan.pipelined and plan.chunks:
+            assert (plan.decision.predicted_s or 0) <= plan.decision.bound_s + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("host_per_device", "linear_over_attention", "pays"),
+    [(1 / 7, 2.0, True), (1 / 8, 2.0, False), (1 / 5.9, 1.0, True), (1 / 6.1, 1.0, False), (1 / 9.2, 3.0, True)],
+)
+def test_inequality_6(host_per_device: float, linear_over_attention: float, pays: bool) -> None:
+    """N_G / N_C < 2 T_glinear / T_gatt + 3 + T_gatt / T_glinear."""
+    attention_s, num_device = 1e-3, 64
+    linear_s = linear_over_attention * attention_s
+    expected = 1 / host_per_device < 2 * linear_over_attention + 3 + 1 / linear_over_attention
+    times = LayerTimes(linear_s, attention_s, 2 * linear_s + attention_s)
+    host_rate = host_per_device * num_device / attention_s
+    assert pipelining_pays(num_device, host_rate, times) is expected is pays
+
+
+def test_apex_chooses_by_the_hosts_speed() -> None:
+    fast, slow = (overfull("apex", predict={"host_key": key}) for key in (1e-5, 1.0))
+    assert fast.step().pipelined
+    plans = [slow.step() for _ in range(8)]
+    assert not any(plan.pipelined for plan in plans)
+    assert any(plan.joins for plan in plans)
+
+
+def test_asynchronous_overlap_moves_one_cohort_layer_by_layer() -> None:
+    bench = overfull("apex", predict={"host_key": 1.0})
+    steps = [(len(plan.entries), {join.layer for join in plan.joins}, len(plan.joins)) for plan in
+             (bench.step() for _ in range(9))]  # fmt: skip
+    for entries, layers, _ in steps:
+        assert (entries > 0) + len(layers) <= 1, "a cohort is at one place"
+    assert {layer for _, layers, _ in steps for layer in layers} == {0, 1}
+    assert max(joins for _, _, joins in steps) == max(entries for entries, _, _ in steps) > 1
+
+
+def test_a_partially_advanced_token_goes_on_from_its_layer() -> None:
+    bench = overfull("apex", predict={"host_key": 1.0})
+    while not bench.step().entries:
+        pass
+    # The host became fast: what is under way comes first, from where it is.
+    assert bench.scheduler._host is not None  # type: ignore[attr-defined]
+    bench.scheduler._host = HostWatch(HostSpeed(1e-9, 0.0, 1e-9, 1))  # type: ignore[attr-defined]
+    rows = bench.step().pipelined
+    assert rows and all(isinstance(row, PiggybackJoin) and row.layer == 0 for row in rows)
+    assert all(isinstance(row, PiggybackEntry) for row in bench.step().pipelined)
+
+
+def test_the_hosts_speed_is_learnt_only_while_it_works() -> None:
+    watch = HostWatch(HostSpeed(per_key_s=1e-6, per_request_s=0.0, per_call_s=0.0, threads=1))
+    watch.tick(0.0, is_busy=False)
+    for i in range(1, 400):
+        watch.note(1, 1000)
+        watch.tick(2e-3 * i, is_busy=True)
+    assert watch.factor == pytest.approx(2.0, rel=0.05)
+    learnt = watch.factor
+    watch.tick(1.0, is_busy=False)
+    watch.note(1, 1000)
+    watch.tick(9.0, is_busy=True)  # it was idle in between
+    assert watch.factor == learnt
+    assert watch.rate(8, 1000.0) == pytest.approx(1 / (learnt * 1e-3))
+
+
+def test_waiting_for_the_host_is_what_the_first_sub_batch_does_not_hide() -> None:
+    model = OmniServeModel(make_profile())
+    waiting, dense = (model.term_names.index(name) for name in ("waiting for the host", "pipelined rows"))
+    features = dict(pipelined_rows=4, pipelined_load=1000.0, pipelined_layers=float(LAYERS), host_works=True)
+    alone = model.terms(BatchFeatures(**features))  # type: ignore[arg-type]
+    host = HostSpeed.from_profile(make_profile())
+    assert host is not None and alone[waiting] == pytest.approx(LAYERS * host(4, 1000.0))
+    beside = model.terms(
+        BatchFeatures(**features, prefill_requests=1, prefill_tokens=400, prefill_load=80200.0, dense_layers=LAYERS)  # type: ignore[arg-type]
+    )
+    assert beside[waiting] == 0 and beside[dense] == alone[dense] > 0

@@ -1,0 +1,119 @@
+"""SimulatedHostTier: when tasks and copies are done."""
+
+from __future__ import annotations
+
+import pytest
+
+from omniserve.latency.profile import AlphaBeta
+from omniserve.plan import HostEventKind, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.simulate import Copies, HostNode, SimulatedHostTier
+from tests.simulate.machines import DIMS
+
+NODE = HostNode(num_threads=2, key_s=1e-3, task_s=0.01, latency_s=0.002)
+
+
+def tier(*nodes: HostNode, copies: Copies | None = None) -> SimulatedHostTier:
+    if copies is None:
+        copies = Copies(to_host=AlphaBeta(0.5, 0.0), to_device=AlphaBeta(0.25, 0.0))
+    return SimulatedHostTier(nodes or (NODE,), copies, DIMS.spec, block_size=16)
+
+
+def move(request_id: str, move_id: int, direction: MoveDirection = MoveDirection.TO_HOST) -> KVMove:
+    return KVMove(
+        request_id=request_id, move_id=move_id, direction=direction, src_block_ids=(0,), dst_block_ids=(0,)
+    )  # fmt: skip
+
+
+def arrived(host: SimulatedHostTier, *request_ids: str) -> None:
+    """Bring requests to the host tier, and hear of it."""
+    host.start_moves(StepPlan(step_id=0, moves=tuple(move(r, i) for i, r in enumerate(request_ids))), -100.0)
+    assert len(host.poll(-1.0)) == len(request_ids)
+
+
+def entry(request_id: str, slot: int, position: int) -> PiggybackEntry:
+    return PiggybackEntry(request_id=request_id, token_id=0, position=position, slot=slot, epoch=7, block_ids=(0,))
+
+
+def test_tasks_are_served_in_order_and_say_whose_they_are() -> None:
+    host = tier()
+    arrived(host, "a", "b")
+    host.submit(StepPlan(step_id=1, entries=(entry("a", 3, 99), entry("b", 4, 49))), 0.0, 1.0, during_step=True)
+    # 100 keys and 50 keys on one piece each: all threads could do them in 110 and 60 ms, one thread takes twice that.
+    assert host.next_event_s() == pytest.approx(0.222)
+    assert host.poll(0.2219) == [] and host.busy
+    (first,) = host.poll(0.2221)
+    assert (first.kind, first.slot, first.epoch, first.layer, first.position) == (
+        HostEventKind.ATTENTION_DONE, 3, 7, 0, 99,
+    )  # fmt: skip
+    assert host.next_event_s() == pytest.approx(0.11 + 0.12 + 0.002)
+    assert [event.slot for event in host.poll(1.0)] == [4]
+    assert not host.busy and host.next_event_s() is None
+
+
+def test_a_long_task_is_shared_by_all_threads() -> None:
+    host = tier()
+    arrived(host, "a")
+    host.submit(StepPlan(step_id=1, entries=(entry("a", 0, 999),)), 0.0, 1.0, during_step=True)
+    assert host.next_event_s() == pytest.approx(1.0 + 0.01 + 0.002)
+
+
+@pytest.mark.parametrize(("during_step", "at_s"), [(True, 5.5), (False, 6.0)])
+def test_joins_are_sent_a_layer_on_or_at_the_end_of_the_step(during_step: bool, at_s: float) -> None:
+    host = tier()
+    arrived(host, "a")
+    joins = (
+        PiggybackJoin(request_id="a", position=9, slot=1, epoch=7, layer=0),
+        PiggybackJoin(request_id="a", position=9, slot=2, epoch=7, layer=1),  # the last layer: it is a token now
+    )
+    host.submit(StepPlan(step_id=1, joins=joins), 5.0, 1.0, during_step=during_step)
+    assert host.next_event_s() == pytest.approx(at_s + 2 * (0.01 + 0.01) + 0.002)
+    assert [(event.slot, event.layer) for event in host.poll(100.0)] == [(1, 1)]
+
+
+@pytest.mark.parametrize(("lanes", "last_s"), [(1, 1.25), (2, 1.0)])
+def test_moves_share_lanes(lanes: int, last_s: float) -> None:
+    host = tier(copies=Copies(to_host=AlphaBeta(0.5), to_device=AlphaBeta(0.25), num_lanes=lanes))
+    moves = (move("a", 0), move("b", 1), move("c", 2, MoveDirection.TO_DEVICE))
+    host.start_moves(StepPlan(step_id=0, moves=moves), 0.0)
+    assert len(host.poll(last_s - 0.01)) == 2
+    assert len(host.poll(last_s)) == 1
+
+
+def test_copies_by_host_threads_go_before_attention() -> None:
+    host = tier(copies=Copies(to_host=AlphaBeta(0.5), to_device=AlphaBeta(), by_host_threads=True))
+    arrived(host, "a")
+    host.submit(StepPlan(step_id=1, entries=(entry("a", 0, 9),)), 0.0, 1.0, during_step=True)
+    host.start_moves(StepPlan(step_id=2, moves=(move("b", 9),)), 0.0)
+    events = host.poll(10.0)
+    assert [event.kind for event in events] == [HostEventKind.MOVE_DONE, HostEventKind.ATTENTION_DONE]
+    host.submit(StepPlan(step_id=3, entries=(entry("a", 0, 9),)), 10.0, 1.0, during_step=True)
+    assert host.next_event_s() == pytest.approx(10.0 + 2 * 0.02 + 0.002)
+
+
+def test_requests_are_spread_over_hosts_by_their_speed() -> None:
+    slow = HostNode(num_threads=1, key_s=2e-3, task_s=0.0)
+    host = tier(NODE, slow)
+    arrived(host, *"abc")  # two on the fast host, one on the slow one
+    host.submit(
+        StepPlan(step_id=1, entries=tuple(entry(r, i, 511) for i, r in enumerate("abc"))), 0.0, 1.0, during_step=True
+    )
+    ends = {}
+    while (at_s := host.next_event_s()) is not None:
+        ends.update((event.slot, at_s) for event in host.poll(at_s))
+    # On the fast host 522 ms each, one after the other; on the slow one 1,024.
+    assert ends == {0: pytest.approx(0.524), 1: pytest.approx(1.046), 2: pytest.approx(1.024)}
+
+
+def test_a_request_that_ended_leaves_its_host_to_others() -> None:
+    host = tier(NODE, NODE)
+    arrived(host, "a", "b")
+    host.forget("b")
+    host.forget("never came")
+    arrived(host, "c")
+    host.submit(StepPlan(step_id=1, entries=(entry("a", 0, 9), entry("c", 1, 9))), 0.0, 1.0, during_step=True)
+    assert len(host.poll(0.045)) == 2  # each on a host of its own
+
+
+def test_a_tier_needs_a_host() -> None:
+    with pytest.raises(ValueError, match="at least one host"):
+        SimulatedHostTier((), Copies(to_host=AlphaBeta(), to_device=AlphaBeta()), DIMS.spec, 16)

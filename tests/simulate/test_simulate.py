@@ -1,0 +1,225 @@
+"""simulate: the scheduler and KV manager of the engine on a virtual clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+
+from omniserve import SLO, ClassSpec, EngineConfig
+from omniserve.sched import SCHEDULERS
+from omniserve.simulate import HostNode, Load, Result, SimulationConfig, simulate
+from omniserve.simulate.engine import StepRecord
+from omniserve.simulate.load import TraceRequest, lognormal_lengths, poisson, requests
+from tests.simulate.machines import BLOCK_BYTES, constant, machine
+
+HOST = HostNode(num_threads=2, key_s=1e-5, task_s=1e-5, latency_s=1e-5)
+
+
+def engine(*, blocks: int = 200, host_blocks: int = 0, **settings: object) -> EngineConfig:
+    values: dict[str, object] = {
+        "block_size": 16, "device_kv_bytes": blocks * BLOCK_BYTES, "host_kv_bytes": host_blocks * BLOCK_BYTES,
+        "max_step_tokens": 64, "scheduler": "sarathi",
+        "classes": (ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=1.0, tpot_s=0.1)), ClassSpec(name="BE", kind="BE")),
+    }  # fmt: skip
+    return EngineConfig(**{**values, **settings})  # type: ignore[arg-type]
+
+
+def mixed_load(seed: int, *, duration_s: float = 20.0, backlog: int = 0) -> Load:
+    rng = random.Random(seed)
+    lengths = lognormal_lengths(60, 12, max_input=400, max_output=60)
+    ls = requests(poisson(1.5, duration_s, rng), lengths, rng)
+    be = requests(poisson(2.0, duration_s, rng), lengths, rng)
+    return Load(latency_sensitive=ls, best_effort=be, backlog=backlog, duration_s=duration_s)
+
+
+def everything_ended(result: Result) -> None:
+    for request in result.requests:
+        assert request.rejected or request.num_output_tokens == request.output_tokens
+        assert request.rejected or request.finished_s is not None
+
+
+def test_times_of_constant_steps_are_those_reckoned_by_hand() -> None:
+    # Steps of 10 ms and 64 tokens. The first comes at 0: two steps of prefill, so its first token is at 20 ms and the
+    # last of 3 at 40. The second comes at 5 ms, during the first step. Beside the rest of the first prompt, 36 tokens,
+    # there is room for 28 of its 30 tokens; its last two come in the step that ends at 30 ms.
+    load = Load(latency_sensitive=[TraceRequest(0.0, 100, 3), TraceRequest(0.005, 30, 2)])
+    result = simulate(SimulationConfig(machine=constant(0.01), engine=engine(), load=load))
+    first, second = result.requests
+    assert (first.ttft_s, first.finished_s) == (pytest.approx(0.02), pytest.approx(0.04))
+    assert first.tpot_s == pytest.approx(0.01)
+    assert (second.ttft_s, second.tpot_s) == (pytest.approx(0.025), pytest.approx(0.01))
+    assert result.num_steps == 4
+    ls = result.classes["LS"]
+    assert (ls.attainment, ls.num_finished) == (1.0, 2)
+
+
+def test_idle_time_is_skipped() -> None:
+    load = Load(latency_sensitive=[TraceRequest(0.0, 10, 1), TraceRequest(5000.0, 10, 1)])
+    result = simulate(SimulationConfig(machine=constant(0.01), engine=engine(), load=load))
+    assert result.num_steps == 2
+    assert [request.finished_s for request in result.requests] == [pytest.approx(0.01), pytest.approx(5000.01)]
+
+
+def test_rates_and_attainment_are_of_the_load() -> None:
+    # 100 ms steps, one request of 11 tokens: its last 10 take a second. The objective is 50 ms a token.
+    slow = ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=0.15, tpot_s=0.05))
+    config = engine(classes=(slow, ClassSpec(name="BE", kind="BE")))
+    load = Load(latency_sensitive=[TraceRequest(0.0, 16, 11)], duration_s=2.0)
+    ls = simulate(SimulationConfig(machine=constant(0.1), engine=config, load=load)).classes["LS"]
+    assert (ls.ttft_attainment, ls.tpot_attainment, ls.attainment, ls.goodput) == (1.0, 0.0, 0.0, 0.0)
+    assert ls.output_tokens_per_s == pytest.approx(11 / 2)
+    assert ls.prompt_tokens_per_s == pytest.approx(16 / 2)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS.names())
+@pytest.mark.parametrize("seed", range(4))
+def test_random_histories_end_with_exactly_their_tokens(name: str, seed: int) -> None:
+    config = SimulationConfig(
+        machine=machine(
+            hosts=(HOST,) * (1 + seed % 2), copy_s=0.003, by_host_threads=seed % 2 == 0, base=5.0, row=0.2, key=0.001
+        ),
+        engine=engine(
+            scheduler=name, blocks=40, host_blocks=60, swap_in_delay_s=0.05, min_residence_s=0.1,
+            max_piggyback_slots=4, checkpoint_kv=seed == 3,
+        ),
+        load=mixed_load(seed, duration_s=8.0, backlog=8 if seed % 2 else 0),
+        noise=0.2 if seed else 0.0, seed=seed, drain_s=math.inf, check=True,
+    )  # fmt: skip
+    result = simulate(config)
+    if seed % 2:  # what is left of the pile when the load ends is not begun
+        assert len(result.requests) > 10
+    everything_ended(result)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS.names())
+def test_the_same_seed_gives_the_same_result(name: str) -> None:
+    def run(seed: int) -> Result:
+        config = SimulationConfig(
+            machine=machine(hosts=(HOST,)), engine=engine(scheduler=name, blocks=40, host_blocks=60),
+            load=mixed_load(1, duration_s=5.0), noise=0.1, seed=seed,
+        )  # fmt: skip
+        return dataclasses.replace(simulate(config), wall_s=0.0)
+
+    assert run(1) == run(1) != run(2)
+
+
+def test_best_effort_requests_decode_on_the_host_tier_when_memory_is_short() -> None:
+    config = SimulationConfig(
+        machine=machine(hosts=(HOST,), copy_s=0.001, base=2.0, row=0.05, key=0.0),
+        engine=engine(scheduler="omniserve", blocks=30, host_blocks=200),
+        load=mixed_load(3, backlog=20),
+    )  # fmt: skip
+    result = simulate(config)
+    assert 0.05 < result.host_share <= 1.0
+    assert result.swaps_out > 0 and result.host_tier_busy > 0
+    assert sum(request.num_host_tokens for request in result.requests) > 0
+    without = simulate(dataclasses.replace(config, engine=dataclasses.replace(config.engine, host_kv_bytes=0)))
+    assert without.host_share == 0.0 and without.swaps_out == 0
+
+
+def test_a_backlog_is_kept_full_until_the_load_ends() -> None:
+    pile = [TraceRequest(0.0, 20, 5)] * 50
+    load = Load(best_effort=pile, backlog=6, duration_s=2.0)
+    seen: list[int] = []
+
+    def watch(step: StepRecord) -> None:
+        seen.append(len(step.plan.chunks))
+
+    result = simulate(
+        SimulationConfig(machine=constant(0.01), engine=engine(scheduler="omniserve"), load=load), on_step=watch
+    )
+    assert max(seen) == 6
+    assert result.end_s == pytest.approx(2.0, abs=0.02)
+    assert 50 < len(result.requests) < 500
+    assert result.classes["BE"].num_finished >= len(result.requests) - 6
+
+
+def test_a_warm_up_is_left_out() -> None:
+    arrivals = [TraceRequest(float(i), 16, 10) for i in range(10)]
+    load = Load(latency_sensitive=arrivals, duration_s=10.0, warm_up_s=4.0)
+    result = simulate(SimulationConfig(machine=constant(0.01), engine=engine(), load=load))
+    assert (result.duration_s, len(result.requests)) == (6.0, 6)
+    ls = result.classes["LS"]
+    assert ls.output_tokens_per_s == pytest.approx(10.0) and ls.prompt_tokens_per_s == pytest.approx(16.0)
+    with pytest.raises(ValueError, match="warm_up_s"):
+        late = dataclasses.replace(load, warm_up_s=10.0)
+        SimulationConfig(machine=constant(0.01), engine=engine(), load=late)
+
+
+def test_a_run_ends_after_its_drain_and_unfinished_requests_missed() -> None:
+    load = Load(latency_sensitive=[TraceRequest(0.0, 10, 2000)], duration_s=1.0)
+    result = simulate(SimulationConfig(machine=constant(0.01), engine=engine(), load=load, drain_s=2.0))
+    assert result.end_s == pytest.approx(3.0, abs=0.02)
+    assert result.requests[0].finished_s is None and result.classes["LS"].attainment == 0.0
+
+
+def test_requests_that_are_too_long_are_left_out_and_counted() -> None:
+    load = Load(latency_sensitive=[TraceRequest(0.0, 10, 2), TraceRequest(0.0, 10_000, 2)])
+    result = simulate(SimulationConfig(machine=constant(0.01), engine=engine(), load=load))
+    assert (result.num_too_long, len(result.requests)) == (1, 1)
+    with pytest.raises(ValueError, match="none of the 1 requests fits: a request may have 4096 tokens"):
+        simulate(
+            SimulationConfig(machine=constant(0.01), engine=engine(), load=Load(best_effort=[TraceRequest(0, 9999, 9)]))
+        )
+
+
+def test_rejected_requests_miss_their_objectives() -> None:
+    # A prompt of 640 tokens is ten steps of 200 ms; its first token is wanted after one second.
+    load = Load(latency_sensitive=[TraceRequest(0.0, 640, 2)], duration_s=1.0)
+    result = simulate(
+        SimulationConfig(machine=constant(0.2), engine=engine(scheduler="omniserve"), load=load)
+    )  # fmt: skip
+    ls = result.classes["LS"]
+    assert (ls.num_rejected, ls.ttft_attainment, ls.attainment) == (1, 0.0, 0.0)
+
+
+def test_noise_keeps_the_mean() -> None:
+    seconds: list[float] = []
+    load = Load(latency_sensitive=[TraceRequest(0.0, 10, 3000)])
+    config = SimulationConfig(machine=constant(0.01), engine=engine(), load=load, noise=0.3, drain_s=math.inf)
+    simulate(config, on_step=lambda step: seconds.append(step.seconds))
+    assert len(seconds) == 3000 and len(set(seconds)) > 2900
+    assert sum(seconds) / len(seconds) == pytest.approx(0.01, rel=0.03)
+
+
+def test_progress_is_told_of_simulated_time() -> None:
+    told: list[float] = []
+    load = Load(latency_sensitive=[TraceRequest(float(i), 10, 2) for i in range(10)])
+    simulate(SimulationConfig(machine=constant(0.01), engine=engine(), load=load), progress=told.append)
+    assert told == sorted(told) and 8 <= len(told) <= 10
+
+
+def test_thirty_simulated_minutes_finish() -> None:
+    config = SimulationConfig(
+        machine=machine(hosts=(HOST,), base=30.0, row=0.1, key=0.0001),
+        engine=engine(scheduler="omniserve", blocks=100, host_blocks=100),
+        load=mixed_load(0, duration_s=1800.0, backlog=10),
+    )
+    result = simulate(config)
+    assert result.end_s >= 1800 and result.classes["LS"].num_finished > 2000
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"load": Load()}, "no requests"),
+        ({"load": Load(latency_sensitive=[TraceRequest(0, 1, 1)], backlog=2)}, "backlog needs"),
+        ({"load": Load(best_effort=[TraceRequest(0, 1, 1)], backlog=2)}, "no end of its own"),
+        ({"load": Load(latency_sensitive=[TraceRequest(0, 1, 1)], duration_s=0.0)}, "duration_s"),
+        ({"load": Load(best_effort=[TraceRequest(0, 1, 1)], backlog=-1)}, "backlog must be"),
+        ({"drain_s": -1.0}, "drain_s"),
+        ({"noise": -1.0}, "noise"),
+        ({"engine": engine(device_kv_bytes=1)}, "less than one KV block"),
+        ({"engine": engine(scheduler="nobody")}, "unknown scheduler"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said(change: dict[str, object], said: str) -> None:
+    values: dict[str, object] = {
+        "machine": constant(0.01), "engine": engine(), "load": Load(latency_sensitive=[TraceRequest(0, 1, 1)]),
+        **change,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=said):
+        simulate(SimulationConfig(**values))  # type: ignore[arg-type]
