@@ -132,7 +132,7 @@ class SimulatedEngine:
         halted: dict[str, int] = {}
         if not plan.is_empty:
             has_host_rows = bool(plan.entries or plan.joins or plan.pipelined)
-            host_works = has_host_rows or (self.tier is not None and self.tier.busy)
+            host_works = has_host_rows or (self.tier is not None and self.tier.attends)
             seconds, halted = self._take(plan, host_works)
             if self.tier is not None:
                 self.tier.submit(plan, start_s, seconds, during_step=self.machine.sends_during_step)

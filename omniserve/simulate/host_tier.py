@@ -103,7 +103,7 @@ class SimulatedHostTier:
         self._order = itertools.count()
         self._node_of: dict[str, int] = {}
         self._residents = [0] * len(nodes)
-        self._in_hand = 0
+        self._in_hand = self._tasks_in_hand = 0
         self.busy_s = 0.0
         """Counter: seconds that hosts spent attending, summed over hosts."""
         self.num_tasks = 0
@@ -113,6 +113,11 @@ class SimulatedHostTier:
     def busy(self) -> bool:
         """True while tasks or moves are in hand."""
         return self._in_hand > 0
+
+    @property
+    def attends(self) -> bool:
+        """True while tasks are in hand; moves do not count."""
+        return self._tasks_in_hand > 0
 
     def start_moves(self, plan: StepPlan, now_s: float) -> None:
         """Begin the plan's moves, at the start of its step."""
@@ -167,6 +172,7 @@ class SimulatedHostTier:
         while events and events[0][0] <= now_s:
             done.append(heapq.heappop(events)[2])
         self._in_hand -= len(done)
+        self._tasks_in_hand -= sum(event.slot >= 0 for event in done)
         return done
 
     def next_event_s(self) -> float | None:
@@ -193,6 +199,7 @@ class SimulatedHostTier:
         )  # fmt: skip
         self._hosts[index].queue.append((at_s, seconds, seconds * node.num_threads / threads + node.latency_s, event))
         self._in_hand += 1
+        self._tasks_in_hand += 1
         self.num_tasks += 1
         self.busy_s += seconds
 
