@@ -75,7 +75,7 @@ def test_faults_change_no_token_of_other_users_of_the_host_tier(scheduler: str, 
     tally = Tally()
     for seed in range(500, 504):
         run_history(model, reference, seed, scheduler=scheduler, faults=True, deaths=seed % 2 == 0, tally=tally,
-                    checkpoint_kv=True)  # fmt: skip
+                    kv="tiered", checkpoint_kv=True)  # fmt: skip
     assert tally.swaps_out > 0
 
 
