@@ -131,7 +131,7 @@ class LoadSpec:
             times = random_rates(low, high, interval_s, duration_s, rng)
         else:
             times = gamma(self.ls_rate, self.ls_cv, duration_s, rng)
-        ls = requests(times, lengths_named(self.ls_lengths, trace_dir), rng)
+        ls = requests(times, lengths_named(self.ls_lengths, trace_dir), rng) if times else []
         rng = random.Random(f"{seed} BE")
         be: list[TraceRequest] = []
         if self.backlog or self.be_rate:

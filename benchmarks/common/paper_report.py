@@ -149,6 +149,6 @@ def fill_page(page: Path, experiments: Mapping[str, Mapping[str, Any]]) -> list[
             return match[0]
         return f"<!-- {match[1]} -->\n{markdown(experiments[match[1]])}\n<!-- end -->"
 
-    text = re.sub(r"<!-- (\S+) -->\n(?:.*?\n)?<!-- end -->", table, page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"<!-- (\S+) -->\n(?:.*?\n)??<!-- end -->", table, page.read_text(encoding="utf-8"), flags=re.DOTALL)
     page.write_text(text, encoding="utf-8")
     return sorted(set(marked) ^ set(experiments))
