@@ -14,17 +14,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from benchmarks.common.paper_figures import EXPERIMENTS, Case, Experiment, MachineSpec
-from benchmarks.common.paper_report import CELLS, figures_of, fill_page, markdown
+from benchmarks.common.paper_report import CELLS, TokenGaps, figures_of, fill_page, markdown
 from benchmarks.common.record import environment, write_record
 from omniserve.request import SLO, ClassSpec, ServiceClass
-from omniserve.simulate.analytic import analytic_machine, engine_config_for
+from omniserve.simulate.analytic import HostEfficiency, analytic_machine, engine_config_for
+from omniserve.simulate.engine import StepRecord
 from omniserve.simulate.hardware import GB, find_devices, find_hosts
 from omniserve.simulate.machine import Machine
 from omniserve.simulate.models import find_model
@@ -51,12 +52,15 @@ def make_machine(spec: MachineSpec) -> Machine:
     if spec.bandwidth_gb_per_s is not None:
         device = dataclasses.replace(device, bytes_per_s=spec.bandwidth_gb_per_s * GB)
     num_hosts, host = find_hosts(spec.hosts) if spec.hosts is not None else (0, None)
-    return analytic_machine(model, device, count, hosts=(host,) * num_hosts if host is not None else ())
+    hosts = (host,) * num_hosts if host is not None else ()
+    efficiency = HostEfficiency() if spec.host_share is None else HostEfficiency(bytes_share=spec.host_share)
+    return analytic_machine(model, device, count, hosts=hosts, host_efficiency=efficiency)
 
 
 def run_case(
-    case: Case, slo: SLO, *, minutes: float, warm_up: float, seed: int, trace_dir: Path | None = None
-) -> Result:
+    case: Case, slo: SLO, *, minutes: float, warm_up: float, seed: int, trace_dir: Path | None = None,
+    on_step: Callable[[StepRecord], object] | None = None,
+) -> Result:  # fmt: skip
     """Simulate one point.
 
     Args:
@@ -66,6 +70,7 @@ def run_case(
         warm_up: Share of them that figures leave out.
         seed: Of the load.
         trace_dir: See ``LoadSpec.make``.
+        on_step: See ``simulate``.
     """
     machine = make_machine(case.machine)
     classes = (
@@ -74,7 +79,8 @@ def run_case(
     )
     engine = engine_config_for(machine, scheduler=case.system, classes=classes, **dict(case.settings))
     load = case.load.make(minutes * 60, warm_up=warm_up, seed=seed, trace_dir=trace_dir)
-    return simulate(SimulationConfig(machine=machine, engine=engine, load=load, seed=seed, drain_s=DRAIN_S))
+    config = SimulationConfig(machine=machine, engine=engine, load=load, seed=seed, drain_s=DRAIN_S)
+    return simulate(config, on_step=on_step)
 
 
 def run_experiment(
@@ -87,13 +93,15 @@ def run_experiment(
     for case in experiment.cases:
         bar.set_description_str(f"{experiment.name} {case.x} {case.column}")
         slo = objectives.get(case.x, case.slo)
+        gaps = TokenGaps(begin_s=experiment.warm_up * minutes * 60)
         result = run_case(
-            case, slo, minutes=minutes, warm_up=experiment.warm_up, seed=seed, trace_dir=trace_dir
+            case, slo, minutes=minutes, warm_up=experiment.warm_up, seed=seed, trace_dir=trace_dir, on_step=gaps.note
         )  # fmt: skip
         if case.system == experiment.slo_from:
             ls = result.classes[ServiceClass.LS]
-            objectives[case.x] = SLO(ttft_s=ls.ttft_p99_s, tpot_s=ls.tpot_p99_s)
-        rows.append({"x": case.x, "column": case.column, "case": case, "slo": slo, "figures": figures_of(result, slo)})
+            objectives[case.x] = SLO(ttft_s=ls.ttft_p99_s, tpot_s=gaps.percentile(99))
+        figures = figures_of(result, slo) | {"tbt_p99_s": gaps.percentile(99)}
+        rows.append({"x": case.x, "column": case.column, "case": case, "slo": slo, "figures": figures})
         bar.update(experiment.times)
     plain = json.loads(json.dumps(rows, default=_plain))
     return {

@@ -13,9 +13,11 @@ import pytest
 from benchmarks import reproduction
 from benchmarks.common.paper_figures import EXPERIMENTS, Case, Experiment, MachineSpec
 from benchmarks.common.paper_loads import LoadSpec, lengths_named, random_rates
-from benchmarks.common.paper_report import CELLS, figures_of, fill_page, markdown
+from benchmarks.common.paper_report import CELLS, TokenGaps, figures_of, fill_page, markdown
+from omniserve.plan import DeviceChunk, StepPlan
 from omniserve.request import SLO
 from omniserve.sched import SCHEDULERS
+from omniserve.simulate.engine import StepRecord
 from omniserve.simulate.results import ClassResult, RequestResult, Result, summarise
 
 SMALL = MachineSpec(model="smollm-135m", device="1xT4", hosts="1xXeon-4215")
@@ -146,7 +148,10 @@ def test_a_run_writes_figures_to_the_record_and_keeps_other_experiments(
     assert set(results) == {"a", "b"} and list(reproduction.read_results(record)) == ["a", "b"]
     alone, shared = results["a"]["rows"]
     assert alone["slo"] == {"ttft_s": 1.0, "tpot_s": 0.1}
-    assert shared["slo"]["ttft_s"] == alone["figures"]["ttft_p99_s"]  # its objective is the other's P99
+    assert shared["slo"] == {
+        "ttft_s": alone["figures"]["ttft_p99_s"],
+        "tpot_s": alone["figures"]["tbt_p99_s"],
+    }  # its objective is the other's P99
     assert shared["figures"]["be_output_per_s"] > 0 and alone["figures"]["be_output_per_s"] == 0
     page = tmp_path / "page.md"
     page.write_text("x\n<!-- a -->\n<!-- end -->\ny\n")
@@ -200,7 +205,11 @@ def entry(cell: str, figures: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_table_has_a_row_for_each_x_and_a_column_for_each_system(cell: str) -> None:
     slo = SLO(ttft_s=1.0, tpot_s=0.1)
-    text = markdown(entry(cell, figures_of(result_of([ls_request(0.5, 1.1), ls_request(0.5, None)], slo), slo)))
+    text = markdown(
+        entry(
+            cell, {**figures_of(result_of([ls_request(0.5, 1.1), ls_request(0.5, None)], slo), slo), "tbt_p99_s": 0.1}
+        )
+    )
     lines = text.splitlines()
     assert lines[0] == "| LS/s | p | q |" and lines[1] == "|---|---|---|"
     assert [line.count("|") for line in lines[:4]] == [4, 4, 4, 4] and lines[3].endswith("|  |")
@@ -222,3 +231,23 @@ def test_filling_a_page_twice_changes_nothing_and_leaves_its_prose(tmp_path: Pat
     assert first.startswith("# Title\n\n<!-- one -->\n| LS/s |") and "<!-- end -->\nprose\n<!-- two -->\nold\n" in first
     fill_page(page, {"one": entry("hybrid", figures)})
     assert page.read_text() == first
+
+
+def test_gaps_between_tokens_are_the_steps_with_ls_decodes_once_for_each() -> None:
+    def step(start_s: float, seconds: float, *chunks: tuple[str, int, int]) -> StepRecord:
+        rows = [
+            DeviceChunk(request_id=name, token_ids=(1,) * count, start=start, block_ids=(), samples=True)
+            for name, start, count in chunks
+        ]
+        return StepRecord(
+            plan=StepPlan(step_id=0, chunks=tuple(rows)), start_s=start_s, seconds=seconds, host_works=False
+        )
+
+    gaps = TokenGaps(begin_s=1.0)
+    gaps.note(step(0.0, 9.0, ("LS-0", 5, 1)))  # in the warm-up
+    gaps.note(step(1.0, 7.0, ("BE-0", 5, 1), ("LS-1", 0, 1), ("LS-2", 0, 4)))  # no LS decode
+    for number in range(49):
+        gaps.note(step(2.0 + number, 0.1, ("LS-0", 5, 1), ("LS-1", 9, 1)))
+    gaps.note(step(60.0, 0.5, ("LS-0", 5, 1), ("LS-2", 3, 1)))
+    assert gaps.percentile(98) == 0.1 and gaps.percentile(99) == 0.5
+    assert TokenGaps().percentile(99) is None

@@ -14,7 +14,8 @@ FIXED_BUDGET = 512
 """Tokens of a step of the systems that bound no step's time: what keeps Yi-34B within its TPOT."""
 MOST_TOKENS = 2048
 """The same for those that do: the bound decides."""
-BOUNDED = ("omniserve", "neo", "apex", "conserve")
+DECODE_FIRST = "benchmarks.common.decode_first:DecodeFirst"
+BOUNDED = ("omniserve", "neo", "apex", "conserve", DECODE_FIRST)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,8 @@ class MachineSpec:
     """Of a device, if the paper's has not what the data sheet says."""
     bandwidth_gb_per_s: float | None = None
     """The same of its memory's bandwidth."""
+    host_share: float | None = None
+    """Of a host's peak bandwidth that its attention reaches, if not the simulator's."""
     max_model_len: int | None = None
     """If requests are longer than the model's own context."""
 
@@ -39,7 +42,7 @@ class Case:
     x: str
     """Place on the figure's axis: a row of its table."""
     system: str
-    """Registered scheduler: a column, with ``variant``."""
+    """Scheduler, registered or ``package.module:Class``: a column, with ``variant``."""
     variant: str = ""
     machine: MachineSpec
     load: LoadSpec
@@ -49,7 +52,7 @@ class Case:
 
     @property
     def column(self) -> str:
-        return f"{self.system} {self.variant}".strip()
+        return f"{self.system.rpartition(':')[2]} {self.variant}".strip()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +175,23 @@ def _less_best_effort() -> Experiment:
     return Experiment(
         name="omniserve-15-less", figure="As Fig. 15, yi-34b-200k, 1G4C, longbench, 2 LS/s, with less best-effort work",
         says="nothing: not in the paper, to tell the causes of a difference apart", x_name="BE/s", cases=cases,
+        cell="co-serving",
+    )  # fmt: skip
+
+
+def _order() -> Experiment:
+    cases = tuple(
+        _omniserve_case(
+            _YI, _SERVERS["1G4C"], f"{rate:g} LS/s, {data}", system,
+            LoadSpec(ls_rate=rate, be_rate=_BE_RATE, be_lengths=data), _YI_SLO,
+        )
+        for data in ("longbench", "dailymail")
+        for rate in (2.0, 6.0)
+        for system in (DECODE_FIRST,)
+    )  # fmt: skip
+    return Experiment(
+        name="omniserve-15-order", figure="As Fig. 15, 17, yi-34b-200k, 1G4C, with BE decodes before BE prompts",
+        says="nothing: not in the paper, to tell the causes of a difference apart", x_name="load", cases=cases,
         cell="co-serving",
     )  # fmt: skip
 
@@ -299,6 +319,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         _bursty(),
         _filling(),
         _less_best_effort(),
+        _order(),
         _more_cpus(),
         _admission(),
         _offline("apex-5-t4", "APEX Fig. 5a: llama-2-7b on a T4, outputs of several lengths",
@@ -309,6 +330,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         _offline("apex-7-a10", "APEX Fig. 7: llama-3.1-8b on an A10, 1,000 tokens in, outputs of several lengths",
                  "over NEO by 5 % (50 to 200 out), 17 to 31 % (200 to 500), 37 % (above 500)", _A10,
                  {f"{n} out": f"1000:{n}" for n in (100, 400, 800)}, 160),
+        _offline("apex-7-slow", "As APEX Fig. 7, with CPU attention at a tenth of its speed",
+                 "nothing: not in the paper, to tell the causes of a difference apart", replace(_A10, host_share=0.07),
+                 {f"{n} out": f"1000:{n}" for n in (100, 800)}, 160),
         _harvest("conserve-6-8b", "ConServe Fig. 6a: llama-3.1-8b on an H100",
                  "P99 TTFT and TBT within 25 % and 19 % of Online-Only; offline 82.3 % of Non-Preemptive, 3.0 times "
                  "(up to 7.48) Sarathi-P; at one load TBT 73 ms and 375 for Sarathi-P, TTFT 523 ms and 1,399",

@@ -10,9 +10,38 @@ from pathlib import Path
 from typing import Any
 
 from omniserve.request import SLO
+from omniserve.simulate.engine import StepRecord
 from omniserve.simulate.results import Result, percentile
 
 Figures = dict[str, Any]
+
+
+class TokenGaps:
+    """Times between two tokens (TBT) of LS requests: what each step with LS decodes takes, once for each of them.
+
+    Args:
+        begin_s: Steps before it do not count.
+    """
+
+    def __init__(self, begin_s: float = 0.0) -> None:
+        self._begin_s = begin_s
+        self._steps: list[tuple[float, int]] = []
+
+    def note(self, step: StepRecord) -> None:
+        """Take note of a step."""
+        decodes = (c for c in step.plan.chunks if c.samples and len(c.token_ids) == 1 and c.start > 0)
+        count = sum(chunk.request_id.startswith("LS-") for chunk in decodes)
+        if count and step.start_s >= self._begin_s:
+            self._steps.append((step.seconds, count))
+
+    def percentile(self, percent: float) -> float | None:
+        """Return the gap that so many percent of the tokens do not exceed; None without tokens."""
+        left = sum(count for _, count in self._steps) * percent / 100
+        for seconds, count in sorted(self._steps):
+            left -= count
+            if left <= 0:
+                return seconds
+        return None
 
 
 def figures_of(result: Result, slo: SLO) -> Figures:
@@ -90,7 +119,7 @@ def _offline(f: Figures) -> str:
 
 def _harvest(f: Figures) -> str:
     return (
-        f"{_number(f['ttft_p99_s'], 0, 1e3)}; {_number(f['tpot_p99_s'], 0, 1e3)}; "
+        f"{_number(f['ttft_p99_s'], 0, 1e3)}; {_number(f['tbt_p99_s'], 0, 1e3)}; "
         f"{_number(f['be_output_per_s'] + f['be_prompt_per_s'])}"
     )
 
@@ -106,7 +135,7 @@ CELLS: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "co-serving": ("LS in SLO; TPOT p50 ms; BE tokens/s out, in; of those out with host attention", _co_serving),
     "admission": ("TTFT attained by the admitted; SLO by all that came; rejected; LS tokens/s", _admission),
     "offline": ("output tokens/s (with host attention)", _offline),
-    "harvest": ("P99 TTFT ms; P99 TPOT ms; offline tokens/s, in and out", _harvest),
+    "harvest": ("P99 TTFT ms; P99 TBT ms; offline tokens/s, in and out", _harvest),
     "hybrid": ("normalized latency ms/token; TTFT attained; TPOT attained; BE requests/s", _hybrid),
 }
 """Name -> (what a cell says, from its figures)."""
