@@ -33,7 +33,7 @@ from omniserve.simulate.results import Result
 from omniserve.simulate.run import SimulationConfig, simulate
 
 RECORD = Path("benchmarks/results/reproduction.json")
-DRAIN_S = 180.0
+DRAIN_S = 300.0
 """How long LS requests may go on after the load; those that are unfinished then count as missed."""
 
 

@@ -141,8 +141,8 @@ CELLS: dict[str, tuple[str, Callable[[Figures], str]]] = {
 """Name -> (what a cell says, from its figures)."""
 
 
-def markdown(experiment: Mapping[str, Any]) -> str:
-    """Return the table of one experiment of a record."""
+def markdown(experiment: Mapping[str, Any], *, legend: bool = True) -> str:
+    """Return the table of one experiment of a record, with or without what its cells are."""
     says, cell = CELLS[experiment["cell"]]
     rows: Sequence[Mapping[str, Any]] = experiment["rows"]
     columns = list(dict.fromkeys(row["column"] for row in rows))
@@ -156,9 +156,10 @@ def markdown(experiment: Mapping[str, Any]) -> str:
         ),
     ]
     unfinished = sum(row["figures"]["ls_unfinished"] for row in rows)
-    note = f" {unfinished} LS requests were cut off by the end, and count as missed." if unfinished else ""
-    text = f"Cells: {says}. {experiment['minutes']:g} simulated minutes, seed {experiment['seed']}.{note}"
-    return "\n".join([*lines, "", text])
+    notes = [f"{unfinished} LS requests were cut off by the end, and count as missed."] if unfinished else []
+    if legend:
+        notes.insert(0, f"Cells: {says}. {experiment['minutes']:g} simulated minutes, seed {experiment['seed']}.")
+    return "\n".join([*lines, "", *notes] if notes else lines)
 
 
 def fill_page(page: Path, experiments: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -176,7 +177,7 @@ def fill_page(page: Path, experiments: Mapping[str, Mapping[str, Any]]) -> list[
         marked.append(match[1])
         if match[1] not in experiments:
             return match[0]
-        return f"<!-- {match[1]} -->\n{markdown(experiments[match[1]])}\n<!-- end -->"
+        return f"<!-- {match[1]} -->\n{markdown(experiments[match[1]], legend=False)}\n<!-- end -->"
 
     text = re.sub(r"<!-- (\S+) -->\n(?:.*?\n)??<!-- end -->", table, page.read_text(encoding="utf-8"), flags=re.DOTALL)
     page.write_text(text, encoding="utf-8")
