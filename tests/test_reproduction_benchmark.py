@@ -154,7 +154,7 @@ def test_a_run_writes_figures_to_the_record_and_keeps_other_experiments(
     }  # its objective is the other's P99
     assert shared["figures"]["be_output_per_s"] > 0 and alone["figures"]["be_output_per_s"] == 0
     page = tmp_path / "page.md"
-    page.write_text("x\n<!-- a -->\n<!-- end -->\ny\n")
+    page.write_text("x\n<!-- a -->\n\ny\n")
     reproduction.main(["--render", str(page), "--record", str(record)])
     assert "| load | online-only | sarathi |" in page.read_text()
     assert "only in the page or only in the record: b" in capsys.readouterr().out
@@ -213,7 +213,7 @@ def test_a_table_has_a_row_for_each_x_and_a_column_for_each_system(cell: str) ->
     lines = text.splitlines()
     assert lines[0] == "| LS/s | p | q |" and lines[1] == "|---|---|---|"
     assert [line.count("|") for line in lines[:4]] == [4, 4, 4, 4] and lines[3].endswith("|  |")
-    assert lines[5].startswith("Cells: ") and lines[6].startswith("3 LS requests were cut off")
+    assert lines[4].startswith("| 3 LS requests were cut off") and lines[6].startswith("Cells: ")
 
 
 def test_a_table_shows_a_dash_where_there_is_no_number() -> None:
@@ -225,10 +225,12 @@ def test_filling_a_page_twice_changes_nothing_and_leaves_its_prose(tmp_path: Pat
     slo = SLO(ttft_s=1.0, tpot_s=0.1)
     figures = figures_of(result_of([ls_request(0.5, 1.1)], slo), slo)
     page = tmp_path / "page.md"
-    page.write_text("# Title\n\n<!-- one -->\n<!-- end -->\nprose\n<!-- two -->\nold\n<!-- end -->\nrest\n")
+    page.write_text("# Title\n\n<!-- one -->\n\nprose\n\n<!-- two -->\nold\n\nrest\n")
     assert fill_page(page, {"one": entry("hybrid", figures), "three": entry("hybrid", figures)}) == ["three", "two"]
     first = page.read_text()
-    assert first.startswith("# Title\n\n<!-- one -->\n| LS/s |") and "<!-- end -->\nprose\n<!-- two -->\nold\n" in first
+    assert first.startswith("# Title\n\n<!-- one -->\n| LS/s |") and first.endswith(
+        "|\n\nprose\n\n<!-- two -->\nold\n\nrest\n"
+    )
     fill_page(page, {"one": entry("hybrid", figures)})
     assert page.read_text() == first
 

@@ -156,14 +156,15 @@ def markdown(experiment: Mapping[str, Any], *, legend: bool = True) -> str:
         ),
     ]
     unfinished = sum(row["figures"]["ls_unfinished"] for row in rows)
-    notes = [f"{unfinished} LS requests were cut off by the end, and count as missed."] if unfinished else []
+    if unfinished:
+        lines.append(f"| {unfinished} LS requests were cut off by the end, and count as missed |")
     if legend:
-        notes.insert(0, f"Cells: {says}. {experiment['minutes']:g} simulated minutes, seed {experiment['seed']}.")
-    return "\n".join([*lines, "", *notes] if notes else lines)
+        lines += ["", f"Cells: {says}. {experiment['minutes']:g} simulated minutes, seed {experiment['seed']}."]
+    return "\n".join(lines)
 
 
 def fill_page(page: Path, experiments: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Put the tables between the marks ``<!-- NAME -->`` and ``<!-- end -->`` of a page.
+    """Put the tables under the marks ``<!-- NAME -->`` of a page, in the place of the lines there up to an empty one.
 
     Returns:
         Names that the page marks and the record lacks, or the record has and the page does not mark.
@@ -177,8 +178,8 @@ def fill_page(page: Path, experiments: Mapping[str, Mapping[str, Any]]) -> list[
         marked.append(match[1])
         if match[1] not in experiments:
             return match[0]
-        return f"<!-- {match[1]} -->\n{markdown(experiments[match[1]], legend=False)}\n<!-- end -->"
+        return f"<!-- {match[1]} -->\n{markdown(experiments[match[1]], legend=False)}\n"
 
-    text = re.sub(r"<!-- (\S+) -->\n(?:.*?\n)??<!-- end -->", table, page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"<!-- (\S+) -->\n(?:[^\n]+\n)*", table, page.read_text(encoding="utf-8"))
     page.write_text(text, encoding="utf-8")
     return sorted(set(marked) ^ set(experiments))
