@@ -20,6 +20,7 @@ from omniserve.sched import SCHEDULERS
 from omniserve.simulate.engine import StepRecord
 from omniserve.simulate.results import ClassResult, RequestResult, Result, summarise
 
+ROOT = Path(__file__).parents[1]
 SMALL = MachineSpec(model="smollm-135m", device="1xT4", hosts="1xXeon-4215")
 
 # -- loads ----------------------------------------------------------------------------------------------------------
@@ -253,3 +254,12 @@ def test_gaps_between_tokens_are_the_steps_with_ls_decodes_once_for_each() -> No
     gaps.note(step(60.0, 0.5, ("LS-0", 5, 1), ("LS-2", 3, 1)))
     assert gaps.percentile(98) == 0.1 and gaps.percentile(99) == 0.5
     assert TokenGaps().percentile(99) is None
+
+
+def test_the_page_shows_the_record_and_all_of_it(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text((ROOT / "docs/reproduction.md").read_text())
+    results = reproduction.read_results(ROOT / reproduction.RECORD)
+    assert list(results) == list(EXPERIMENTS)
+    assert fill_page(page, results) == []
+    assert page.read_text() == (ROOT / "docs/reproduction.md").read_text(), "render the page anew"
