@@ -1,0 +1,154 @@
+"""Loads of the papers' evaluations by name: seeded generators of like lengths, or traces of a folder where it has them.
+
+Means are the papers'; medians and spreads, which they do not print, are those of public traces of the same data set.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from omniserve.simulate.load import (
+    Lengths,
+    TraceRequest,
+    gamma,
+    poisson,
+    read_lengths,
+    read_trace,
+    requests,
+    sampled_lengths,
+)
+from omniserve.simulate.run import Load
+
+_PILE = 2000  # lengths of a backlog; then they repeat
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Tokens of prompts, or of outputs: log-normal with a mean, cut to ``[least, most]``; sigma 0: all the same."""
+
+    mean: float
+    """Before the cut."""
+    sigma: float
+    most: int
+    least: int = 1
+
+    def draw(self, rng: random.Random) -> int:
+        """Return a number of tokens."""
+        median = self.mean / math.exp(self.sigma**2 / 2)
+        return max(self.least, min(round(median * math.exp(self.sigma * rng.gauss(0.0, 1.0))), self.most))
+
+
+@dataclass(frozen=True, slots=True)
+class UniformSide:
+    """Tokens, uniform in ``[least, most]``."""
+
+    least: int
+    most: int
+
+    def draw(self, rng: random.Random) -> int:
+        """Return a number of tokens."""
+        return rng.randint(self.least, self.most)
+
+
+GENERATORS: dict[str, tuple[Side | UniformSide, Side | UniformSide]] = {
+    "sharegpt": (Side(260, 1.4, 4096), Side(330, 0.8, 1024)),
+    "longbench": (Side(9200, 0.35, 12000, 1000), Side(136, 0.6, 1024)),  # omniserve 5.1.1: means 8,952 and 136
+    "dailymail": (Side(1964, 0.4, 8000), Side(397, 0.4, 2048)),  # omniserve 5.1.1
+    "azure": (Side(1155, 0.9, 8192), Side(211, 0.8, 1024)),  # Azure's conversations of 2023
+    "multinews": (Side(6916, 0.3, 16384), Side(394, 0.3, 1024)),  # conserve, Table 1
+    "bros-rt": (Side(222.8, 0.92, 1024), Side(234.5, 0.92, 1000)),  # bros, Table 2, ShareGPT
+    "bros-be": (UniformSide(512, 1024), UniformSide(32, 128)),  # bros 7.1
+}
+"""Name -> (prompts, outputs)."""
+
+LENGTH_FILES = {"sharegpt": "lengths/sharegpt_v3_first_turn.csv", "azure": "azure2023_conv.csv"}
+"""Name -> file of a trace folder that is drawn from instead."""
+TIMES_FILE = "azure2023_conv.csv"
+"""Whose arrival pattern best-effort arrivals follow (omniserve 5.1.1), if there is a folder."""
+
+
+def lengths_named(name: str, trace_dir: Path | None = None) -> Lengths:
+    """Return the lengths of a data set, or of ``IN:OUT``, fixed.
+
+    Raises:
+        ValueError: Unknown name.
+        OSError: The folder lacks the file.
+    """
+    first, _, second = name.partition(":")
+    if first.isdigit() and second.isdigit():
+        return lambda rng: (int(first), int(second))
+    if name not in GENERATORS:
+        raise ValueError(f"unknown lengths {name!r}; known: {', '.join(GENERATORS)}, or IN:OUT")
+    if trace_dir is not None and name in LENGTH_FILES:
+        return sampled_lengths(read_lengths(trace_dir / LENGTH_FILES[name]))
+    inputs, outputs = GENERATORS[name]
+    return lambda rng: (inputs.draw(rng), outputs.draw(rng))
+
+
+def random_rates(low: float, high: float, interval_s: float, duration_s: float, rng: random.Random) -> list[float]:
+    """Return Poisson times whose rate is drawn anew from ``[low, high]`` every ``interval_s`` (omniserve, Fig. 14)."""
+    times: list[float] = []
+    begin_s = 0.0
+    while begin_s < duration_s:
+        length_s = min(interval_s, duration_s - begin_s)
+        times += [begin_s + time_s for time_s in poisson(rng.uniform(low, high), length_s, rng)]
+        begin_s += interval_s
+    return times
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadSpec:
+    """What comes."""
+
+    ls_rate: float = 0.0
+    """Requests a second; 0: none."""
+    ls_lengths: str = "sharegpt"
+    ls_cv: float = 1.0
+    """Of the gaps between arrivals (gamma); 1 is Poisson."""
+    ls_rates: tuple[float, float, float] | None = None
+    """(low, high, seconds): rates drawn anew, instead of ``ls_rate``."""
+    be_rate: float = 0.0
+    """Best-effort arrivals a second; 0: see ``backlog``."""
+    backlog: int = 0
+    """Best-effort requests that are always unfinished."""
+    be_lengths: str = "longbench"
+
+    def make(self, duration_s: float, *, warm_up: float, seed: int, trace_dir: Path | None = None) -> Load:
+        """Draw the load; LS and best-effort requests do not depend on each other.
+
+        Args:
+            duration_s: Simulated seconds.
+            warm_up: Share of them that figures leave out.
+            seed: Of arrivals and lengths.
+            trace_dir: Folder with traces; None: generators.
+        """
+        rng = random.Random(f"{seed} LS")
+        if self.ls_rates is not None:
+            low, high, interval_s = self.ls_rates
+            times = random_rates(low, high, interval_s, duration_s, rng)
+        else:
+            times = gamma(self.ls_rate, self.ls_cv, duration_s, rng)
+        ls = requests(times, lengths_named(self.ls_lengths, trace_dir), rng) if times else []
+        rng = random.Random(f"{seed} BE")
+        be: list[TraceRequest] = []
+        if self.backlog or self.be_rate:
+            be_times = [0.0] * _PILE if self.backlog else self._be_times(duration_s, rng, trace_dir)
+            be = requests(be_times, lengths_named(self.be_lengths, trace_dir), rng)
+        return Load(
+            latency_sensitive=ls,
+            best_effort=be,
+            backlog=self.backlog,
+            duration_s=duration_s,
+            warm_up_s=warm_up * duration_s,
+        )
+
+    def _be_times(self, duration_s: float, rng: random.Random, trace_dir: Path | None) -> list[float]:
+        if trace_dir is None:
+            return poisson(self.be_rate, duration_s, rng)
+        trace = read_trace(trace_dir / TIMES_FILE)
+        scale = len(trace) / trace[-1].arrival_s / self.be_rate
+        times = (request.arrival_s * scale for request in trace)
+        return [time_s for time_s in times if time_s < duration_s]

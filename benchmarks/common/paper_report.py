@@ -1,0 +1,185 @@
+"""Tables of reproduced figures: a row for each x, a column for each system; in Markdown, also into a page."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omniserve.request import SLO
+from omniserve.simulate.engine import StepRecord
+from omniserve.simulate.results import Result, percentile
+
+Figures = dict[str, Any]
+
+
+class TokenGaps:
+    """Times between two tokens (TBT) of LS requests: what each step with LS decodes takes, once for each of them.
+
+    Args:
+        begin_s: Steps before it do not count.
+    """
+
+    def __init__(self, begin_s: float = 0.0) -> None:
+        self._begin_s = begin_s
+        self._steps: list[tuple[float, int]] = []
+
+    def note(self, step: StepRecord) -> None:
+        """Take note of a step."""
+        decodes = (c for c in step.plan.chunks if c.samples and len(c.token_ids) == 1 and c.start > 0)
+        count = sum(chunk.request_id.startswith("LS-") for chunk in decodes)
+        if count and step.start_s >= self._begin_s:
+            self._steps.append((step.seconds, count))
+
+    def percentile(self, percent: float) -> float | None:
+        """Return the gap that so many percent of the tokens do not exceed; None without tokens."""
+        left = sum(count for _, count in self._steps) * percent / 100
+        for seconds, count in sorted(self._steps):
+            left -= count
+            if left <= 0:
+                return seconds
+        return None
+
+
+def figures_of(result: Result, slo: SLO) -> Figures:
+    """Return what is kept of one simulation: plain numbers, None where there is none.
+
+    ``attainment`` and its parts are of all LS requests that came; ``admitted_ttft`` is of those that were not rejected.
+    ``normalized_s`` is the mean, over LS requests that finished, of their seconds per output token (bros 7.1).
+    """
+    ls, be = result.classes["LS"], result.classes["BE"]
+    group = [request for request in result.requests if request.service_class == "LS"]
+    admitted = [request for request in group if not request.rejected]
+    tpots = sorted(request.tpot_s for request in group if request.tpot_s is not None)
+    normalized = [
+        (request.finished_s - request.arrival_s) / request.num_output_tokens
+        for request in group
+        if request.finished_s is not None and request.num_output_tokens
+    ]
+    found = {
+        "ls_requests": ls.num_requests,
+        "ls_unfinished": ls.num_requests - ls.num_finished - ls.num_rejected,
+        "rejected": ls.num_rejected,
+        "attainment": ls.attainment,
+        "ttft_attainment": ls.ttft_attainment,
+        "tpot_attainment": ls.tpot_attainment,
+        "admitted_ttft": sum(r.meets_ttft(slo) for r in admitted) / len(admitted) if admitted else math.nan,
+        "ttft_p50_s": ls.ttft_p50_s,
+        "ttft_p99_s": ls.ttft_p99_s,
+        "tpot_p50_s": ls.tpot_p50_s,
+        "tpot_p99_s": ls.tpot_p99_s,
+        "tpot_max_s": percentile(tpots, 100),
+        "normalized_s": statistics.fmean(normalized) if normalized else math.nan,
+        "ls_output_per_s": ls.output_tokens_per_s,
+        "be_output_per_s": be.output_tokens_per_s,
+        "be_prompt_per_s": be.prompt_tokens_per_s,
+        "be_finished_per_s": be.num_finished / result.duration_s,
+        "host_share": result.host_share,
+        "host_busy": result.host_tier_busy,
+        "preemptions": result.preemptions,
+        "swaps_out": result.swaps_out,
+        "too_long": result.num_too_long,
+        "steps": result.num_steps,
+        "wall_s": result.wall_s,
+    }
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in found.items()
+    }
+
+
+def _number(value: float | None, digits: int = 0, scale: float = 1.0) -> str:
+    return "-" if value is None else f"{scale * value:,.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _co_serving(f: Figures) -> str:
+    be = f"{_number(f['be_output_per_s'])} out {_number(f['be_prompt_per_s'])} in"
+    return (
+        f"{_percent(f['attainment'])}; {_number(f['tpot_p50_s'], 0, 1e3)}; {be}; {_number(f['host_share'], 0, 100)} %"
+    )
+
+
+def _admission(f: Figures) -> str:
+    return (
+        f"{_percent(f['admitted_ttft'])}; {_percent(f['attainment'])}; {f['rejected']}/{f['ls_requests']}; "
+        f"{_number(f['ls_output_per_s'])}"
+    )
+
+
+def _offline(f: Figures) -> str:
+    total = f["be_output_per_s"]
+    return f"{_number(total, 0)} ({_number(f['host_share'], 0, 100)} % host)"
+
+
+def _harvest(f: Figures) -> str:
+    return (
+        f"{_number(f['ttft_p99_s'], 0, 1e3)}; {_number(f['tbt_p99_s'], 0, 1e3)}; "
+        f"{_number(f['be_output_per_s'] + f['be_prompt_per_s'])}"
+    )
+
+
+def _hybrid(f: Figures) -> str:
+    return (
+        f"{_number(f['normalized_s'], 0, 1e3)}; {_percent(f['ttft_attainment'])}; {_percent(f['tpot_attainment'])}; "
+        f"{_number(f['be_finished_per_s'], 2)}"
+    )
+
+
+CELLS: dict[str, tuple[str, Callable[[Figures], str]]] = {
+    "co-serving": ("LS in SLO; TPOT p50 ms; BE tokens/s out, in; of those out with host attention", _co_serving),
+    "admission": ("TTFT attained by the admitted; SLO by all that came; rejected; LS tokens/s", _admission),
+    "offline": ("output tokens/s (with host attention)", _offline),
+    "harvest": ("P99 TTFT ms; P99 TBT ms; offline tokens/s, in and out", _harvest),
+    "hybrid": ("normalized latency ms/token; TTFT attained; TPOT attained; BE requests/s", _hybrid),
+}
+"""Name -> (what a cell says, from its figures)."""
+
+
+def markdown(experiment: Mapping[str, Any], *, legend: bool = True) -> str:
+    """Return the table of one experiment of a record, with or without what its cells are."""
+    says, cell = CELLS[experiment["cell"]]
+    rows: Sequence[Mapping[str, Any]] = experiment["rows"]
+    columns = list(dict.fromkeys(row["column"] for row in rows))
+    found = {(row["x"], row["column"]): cell(row["figures"]) for row in rows}
+    lines = [
+        f"| {experiment['x_name']} | {' | '.join(columns)} |",
+        "|---" * (1 + len(columns)) + "|",
+        *(
+            f"| {x} | {' | '.join(found.get((x, column), '') for column in columns)} |"
+            for x in dict.fromkeys(row["x"] for row in rows)
+        ),
+    ]
+    unfinished = sum(row["figures"]["ls_unfinished"] for row in rows)
+    if unfinished:
+        lines.append(f"| {unfinished} LS requests were cut off by the end, and count as missed |")
+    if legend:
+        lines += ["", f"Cells: {says}. {experiment['minutes']:g} simulated minutes, seed {experiment['seed']}."]
+    return "\n".join(lines)
+
+
+def fill_page(page: Path, experiments: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Put the tables under the marks ``<!-- NAME -->`` of a page, in the place of the lines there up to an empty one.
+
+    Returns:
+        Names that the page marks and the record lacks, or the record has and the page does not mark.
+
+    Raises:
+        OSError: The page cannot be read or written.
+    """
+    marked: list[str] = []
+
+    def table(match: re.Match[str]) -> str:
+        marked.append(match[1])
+        if match[1] not in experiments:
+            return match[0]
+        return f"<!-- {match[1]} -->\n{markdown(experiments[match[1]], legend=False)}\n"
+
+    text = re.sub(r"<!-- (\S+) -->\n(?:[^\n]+\n)*", table, page.read_text(encoding="utf-8"))
+    page.write_text(text, encoding="utf-8")
+    return sorted(set(marked) ^ set(experiments))
