@@ -77,7 +77,9 @@ def run_case(
         ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=slo),
         ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE),
     )
-    engine = engine_config_for(machine, scheduler=case.system, classes=classes, **dict(case.settings))
+    engine = engine_config_for(
+        machine, scheduler=case.system, classes=classes, **{"be_order": "prefill"} | dict(case.settings)
+    )
     load = case.load.make(minutes * 60, warm_up=warm_up, seed=seed, trace_dir=trace_dir)
     config = SimulationConfig(machine=machine, engine=engine, load=load, seed=seed, drain_s=DRAIN_S)
     return simulate(config, on_step=on_step)

@@ -73,6 +73,9 @@ class EngineConfig:
     """Name in LATENCY_MODELS, or ``package.module:Class``; it is used if the engine is given a profile."""
     admission: bool = True
     """Reject LS requests whose predicted TTFT misses their objective."""
+    be_order: str = "decode"
+    """``decode``: BE decodes come before BE prompts, which get the time that is left. ``prefill``: the paper's order
+    (omniserve 3.3.2); more BE prompts than the device can prefill then leave no time to decode."""
     slack: str = "deadline"
     """``step``: no step is longer than the shortest TPOT in it. ``deadline``: a request that is ahead of its schedule
     lends its lead to the step."""
@@ -111,6 +114,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a number >= 0, got {getattr(self, name)}")
         if self.checkpoint_kv and self.kv == "paged":
             raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
+        if self.be_order not in ("decode", "prefill"):
+            raise ValueError(f"be_order must be decode or prefill, got {self.be_order!r}")
         if self.slack not in ("step", "deadline"):
             raise ValueError(f"slack must be step or deadline, got {self.slack!r}")
         for name in ("device_threads", "host_threads", "max_model_len", "max_piggyback_rows"):

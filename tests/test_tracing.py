@@ -85,8 +85,24 @@ def test_line_tells_the_step(tmp_path):
     assert (step.predicted_s, step.predicted_ls_s, step.bound_s, step.bound_by) == (0.5, 0.3, 0.6, "tpot of b")
     assert (step.features, step.terms) == ({"seats": 4}, {"dense": 0.25, "head": 0.125})
     assert step.scheduled == {
-        "LS": {"requests": 2, "tokens": 31, "prefill_tokens": 30, "entries": 0, "moves": 0, "joins": {}},
-        "BE": {"requests": 3, "tokens": 8, "prefill_tokens": 8, "entries": 1, "moves": 1, "joins": {"2": 2, "4": 1}},
+        "LS": {
+            "requests": 2,
+            "tokens": 31,
+            "prefill_tokens": 30,
+            "entries": 0,
+            "pipelined": 0,
+            "moves": 0,
+            "joins": {},
+        },
+        "BE": {
+            "requests": 3,
+            "tokens": 8,
+            "prefill_tokens": 8,
+            "entries": 1,
+            "pipelined": 0,
+            "moves": 1,
+            "joins": {"2": 2, "4": 1},
+        },
     }
     assert step.chunks == [["a", "LS", 0, 30], ["b", "LS", 9, 1], ["x", "BE", 8, 8]]
     assert (step.entries, step.joins) == (["y"], [["z", 2], ["z", 2], ["z", 4]])

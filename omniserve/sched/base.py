@@ -42,6 +42,7 @@ class SchedulerLimits:
     min_residence_s: float = 5.0
     admission: bool = True
     slack: str = "deadline"
+    be_order: str = "decode"
 
     @classmethod
     def of(
@@ -74,6 +75,7 @@ class SchedulerLimits:
             admission=config.admission,
             checkpoint_blocks=max(1, -(-config.max_step_tokens // config.block_size)) if has_checkpoints else 0,
             slack=config.slack,
+            be_order=config.be_order,
         )
 
 

@@ -66,6 +66,7 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("--max-piggyback-slots", "max_piggyback_slots", integer(1), "most piggyback rows a layer"),
     ("--swap-in-delay", "swap_in_delay_s", number, "seconds of light load before KV moves back to the device"),
     ("--latency-model", "latency_model", str, "what predicts steps: a name or package.module:Class"),
+    ("--be-order", "be_order", str, "decode (BE decodes before BE prompts) or prefill (the paper's order)"),
     ("--slack", "slack", str, "step (none longer than the shortest TPOT in it) or deadline"),
     ("--trace-steps", "trace_steps", str, "file that gets a line a step, for python -m omniserve.explain"),
     ("--device-threads", "device_threads", integer(1), "CPU threads of the device tier while the host tier is idle"),

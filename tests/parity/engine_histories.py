@@ -97,6 +97,7 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
         "ls_reserve_fraction": rng.choice([0.0, 0.1]),
         "swap_in_delay_s": rng.choice([0.0, 0.01]),
         "min_residence_s": rng.choice([0.0, 0.02]),
+        "be_order": rng.choice(["decode", "prefill"]),
         "slack": rng.choice(["step", "deadline"]),
         "checkpoint_kv": rng.choice([False, True]) and fixed.get("kv") != "paged",
         "host_threads": rng.choice([1, 2, 3]),

@@ -51,6 +51,7 @@ def make(
         max_piggyback_rows=rng.choice([None, 2]),
         ls_reserve_blocks=rng.choice([0, 3]),
         checkpoint_blocks=rng.choice([0, 1, 4]),
+        be_order="decode" if num_device_blocks % 2 else "prefill",
         swap_in_delay_s=rng.choice([0.0, 0.02]),
         min_residence_s=rng.choice([0.0, 0.1]),
     )

@@ -15,7 +15,9 @@ from tests.sched.test_slo import Clock
 
 def overfull(scheduler: str, **settings: object) -> Clock:
     """A device that holds three of six BE requests; the others decode on the host tier."""
-    bench = Clock(policy=scheduler, device_blocks=33, host_blocks=100, max_piggyback_slots=4, **settings)
+    bench = Clock(
+        policy=scheduler, device_blocks=33, host_blocks=100, max_piggyback_slots=4, be_order="prefill", **settings
+    )
     for i in range(6):
         bench.add(f"be{i}", prompt=40, output=60)
     for _ in range(12):

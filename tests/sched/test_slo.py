@@ -169,6 +169,21 @@ def test_an_idle_machine_works_whatever_the_bound() -> None:
     assert "be" not in bench.scheduler.states
 
 
+@pytest.mark.parametrize(("order", "decodes"), [("decode", True), ("prefill", False)])
+def test_more_prompts_than_time_do_not_keep_decodes_out(order: str, decodes: bool) -> None:
+    bench = Clock(be_order=order)
+    bench.add("ls", output=500, tpot=0.03)
+    bench.add("be0", prompt=8, output=500)
+    for _ in range(5):
+        bench.step()
+    for i in range(1, 40):
+        bench.add(f"be{i}", prompt=200)
+    before = len(bench.token_s["be0"])
+    for _ in range(20):
+        bench.step()
+    assert (len(bench.token_s["be0"]) - before == 20) is decodes
+
+
 def test_best_effort_requests_all_finish_while_ls_leaves_slack() -> None:
     bench = Clock(device_blocks=60, host_blocks=200, max_piggyback_slots=4)
     for i in range(12):
