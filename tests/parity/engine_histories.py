@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -221,4 +222,27 @@ def run_history(
     tally.swaps_out += stats.swaps_out
     tally.swaps_in += stats.swaps_in
     tally.failures += stats.host_failures
+    return tally
+
+
+def run_histories(
+    model: PreTrainedModel, reference: Reference, seeds: range, *, reach: tuple[str, ...], **settings: Any
+) -> Tally:
+    """Run histories, and then more until they have come to all that they are about.
+
+    What a history comes to depends on how fast the machine's threads are, so more may be needed on one than on another.
+
+    Args:
+        seeds: Of those that are run in any case; at most ten times as many are.
+        reach: Fields of Tally that must be above 0 in the end.
+        settings: See ``run_history``; a function of the seed where it should differ.
+    """
+    tally = Tally()
+    for seed in range(seeds.start, seeds.start + 10 * len(seeds)):
+        if seed not in seeds and all(getattr(tally, name) > 0 for name in reach):
+            break
+        drawn = {name: value(seed) if callable(value) else value for name, value in settings.items()}
+        run_history(model, reference, seed, tally=tally, **drawn)
+    missed = [name for name in reach if getattr(tally, name) == 0]
+    assert not missed, f"the histories never came to {', '.join(missed)}: {tally}"
     return tally

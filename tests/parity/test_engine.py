@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from omniserve import patch
 from omniserve.kv import KV_MANAGERS
 from omniserve.sched import SCHEDULERS
-from tests.parity.engine_histories import Reference, Tally, run_history
+from tests.parity.engine_histories import Reference, Tally, run_histories, run_history
 from tests.parity.models import MODELS, tiny_model
 from tests.sched import preemptible
 
@@ -29,10 +29,10 @@ def model_and_reference(family: str, device: str) -> tuple[PreTrainedModel, Refe
 @pytest.mark.parametrize("family", list(MODELS))
 def test_piggybacked_tokens_equal_hugging_face(family: str, device: str) -> None:
     model, reference = model_and_reference(family, device)
-    tally = Tally()
-    for seed in range(3):
-        run_history(model, reference, seed, has_profile=False, tally=tally, host_kv_bytes=1 << 20, max_host_requests=16)
-    assert tally.host_tokens > 0 and tally.swaps_out > 0
+    run_histories(
+        model, reference, range(3), reach=("host_tokens", "swaps_out"), has_profile=False, host_kv_bytes=1 << 20,
+        max_host_requests=16,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -49,10 +49,7 @@ def test_every_scheduler_with_every_kv_manager_over_random_histories(scheduler: 
 @pytest.mark.parametrize("device", DEVICES)
 def test_preempted_requests_resume_from_their_checkpoints(device: str) -> None:
     model, reference = model_and_reference("llama", device)
-    tally = Tally()
-    for seed in range(100, 108):
-        run_history(model, reference, seed, kv="incremental", tally=tally)
-    assert tally.preemptions > 0 and tally.resumed_tokens > 0
+    run_histories(model, reference, range(100, 108), reach=("preemptions", "resumed_tokens"), kv="incremental")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -62,41 +59,36 @@ def test_preempted_requests_resume_from_their_checkpoints(device: str) -> None:
 )
 def test_late_shuffled_and_failing_host_attention_changes_no_token(family: str, scheduler: str, device: str) -> None:
     model, reference = model_and_reference(family, device)
-    tally = Tally()
-    for seed in range(200, 208):
-        run_history(model, reference, seed, scheduler=scheduler, faults=True, tally=tally)
-    assert tally.host_tokens > 0 and tally.failures > 0
+    run_histories(
+        model, reference, range(200, 208), reach=("host_tokens", "failures"), scheduler=scheduler, faults=True
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scheduler", ["llumnix", "conserve", "bros"])
 def test_faults_change_no_token_of_other_users_of_the_host_tier(scheduler: str, device: str) -> None:
     model, reference = model_and_reference("llama", device)
-    tally = Tally()
-    for seed in range(500, 504):
-        run_history(model, reference, seed, scheduler=scheduler, faults=True, deaths=seed % 2 == 0, tally=tally,
-                    kv="tiered", checkpoint_kv=True)  # fmt: skip
-    assert tally.swaps_out > 0
+    run_histories(
+        model, reference, range(500, 504), reach=("swaps_out",), scheduler=scheduler, faults=True,
+        deaths=lambda seed: seed % 2 == 0, kv="tiered", checkpoint_kv=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scheduler", ["omniserve", "neo", "apex"])
 def test_dying_host_threads_change_no_token(scheduler: str, device: str) -> None:
     model, reference = model_and_reference("llama", device)
-    tally = Tally()
-    for seed in range(300, 310):
-        run_history(model, reference, seed, scheduler=scheduler, faults=True, deaths=True, tally=tally)
-    assert tally.failures > 0 and tally.host_tokens > 0
+    run_histories(
+        model, reference, range(300, 310), reach=("failures", "host_tokens"), scheduler=scheduler, faults=True,
+        deaths=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
 def test_rows_that_leave_a_step_between_layers_change_no_token(family: str, device: str) -> None:
     model, reference = model_and_reference(family, device)
-    tally = Tally()
-    for seed in range(500, 510):
-        run_history(model, reference, seed, scheduler=preemptible.NAME, tally=tally)
-    assert tally.halted > 0 and tally.preemptions > 0
+    run_histories(model, reference, range(500, 510), reach=("halted", "preemptions"), scheduler=preemptible.NAME)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -104,10 +96,7 @@ def test_compiled_halves_in_the_engine_equal_hugging_face(device: str) -> None:
     model = tiny_model("llama", seed=1).to(device)
     reference = Reference(model, num_prompts=6, max_tokens=12)
     patch(model, compile=True)
-    tally = Tally()
-    for seed in range(400, 404):
-        run_history(model, reference, seed, has_profile=False, compile=True, tally=tally)
-    assert tally.host_tokens > 0
+    run_histories(model, reference, range(400, 404), reach=("host_tokens",), has_profile=False, compile=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
