@@ -21,7 +21,7 @@ PACKAGE = ROOT / "omniserve"
 LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats"}
 ENGINE = {
     "engine", "runner", "pipelining", "safepoint", "sampling", "outputs", "step_inputs", "detokenizer", "cores",
-    "fingerprint",
+    "fingerprint", "step_log",
 }  # fmt: skip
 ALLOWED = {
     "ops": set(),
