@@ -92,9 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _predictions(trace: Trace, top: int) -> Iterator[str]:
     seconds = trace.steps[-1].ended_s - trace.steps[0].started_s
     yield f"{len(trace.steps)} steps in {seconds:.1f} s"
-    predicted = [(step, step.predicted_s) for step in trace.steps if step.predicted_s]
+    partial = sum(not step.is_whole for step in trace.steps)
+    if partial:
+        yield f"{partial} of them computed a part of their layers (rows left, or came back) and are not judged"
+    predicted = [(step, step.predicted_s) for step in trace.steps if step.predicted_s and step.is_whole]
     if not predicted:
-        yield "No step was predicted: the engine had no latency model."
+        yield "No whole step was predicted: the engine had no latency model."
         return
     errors = sorted(abs(p - step.measured_s) / step.measured_s for step, p in predicted)
     p90 = errors[min(len(errors) - 1, int(0.9 * len(errors)))]

@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks import demo
 from benchmarks.common.client import LoadRequest, RequestRecord, Wire, body_of, run_load
-from benchmarks.common.record import write_record
+from benchmarks.common.record import ROOT, portable, write_record
 from benchmarks.common.server import ServerFailed, ServerProcess
 from benchmarks.common.stats import LatencySummary, percentile, summarize
 from benchmarks.common.step_loads import trace_load
@@ -162,6 +162,29 @@ def test_record_says_what_ran_where(tmp_path: Path) -> None:
     assert "torch" in record["environment"]["versions"] and record["environment"]["hardware"]["cores"] >= 1
     write_record(path, name="x", config={"a": 2}, seed=7, results={})
     assert json.loads(path.read_text())["workload_hash"] != record["workload_hash"]
+
+
+def test_record_keeps_of_paths_what_other_machines_know(tmp_path: Path) -> None:
+    config = {
+        "trace": tmp_path / "trace.csv",
+        "arguments": ("--model", str(ROOT / ".cache" / "model"), "--url", "http://localhost/v1", 3, None),
+        "record": "benchmarks/results/x.json",
+    }
+    write_record(tmp_path / "a", name="x", config=config, seed=7, results={})
+    write_record(tmp_path / "b", name="x", config=config | {"trace": "/elsewhere/trace.csv"}, seed=7, results={})
+    first, second = (json.loads((tmp_path / name).read_text()) for name in "ab")
+    assert first["config"] == {
+        "trace": "trace.csv",
+        "arguments": ["--model", ".cache/model", "--url", "http://localhost/v1", 3, None],
+        "record": "benchmarks/results/x.json",
+    }
+    assert first["workload_hash"] == second["workload_hash"]
+
+
+def test_committed_records_name_no_place_of_the_machine_they_were_made_on() -> None:
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        config = json.loads(path.read_text())["config"]
+        assert portable(config) == config, path.name
 
 
 def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:

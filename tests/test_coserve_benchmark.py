@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import random
@@ -255,7 +254,6 @@ def test_records_of_one_load_are_joined_and_of_two_refused(tmp_path: Path) -> No
         joined_records([ours, longer])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the bench extra is not installed")
 def test_plots_are_drawn_from_rows(tmp_path: Path) -> None:
     runs = [run_of(name, a, b, rate) for rate in (1.0, 2.0) for name, a, b in (("a", 1.0, 9.0), ("b", 0.2, 99.0))]
     path = tmp_path / "new" / "plot.svg"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -64,10 +65,10 @@ def output(request_id="a", *, num_new=1, num_output=1, reason=None, times=None):
     )
 
 
-def record(tracer, plan=PLAN, *, outputs=(), slos=None, terms=None):
+def record(tracer, plan=PLAN, *, outputs=(), slos=None, terms=None, halted=None):
     tracer.record(
-        plan, started_s=10.0, seconds=0.25, features={"seats": 4}, terms=terms or {}, outputs=outputs,
-        slos=slos or {}, classes=CLASSES,
+        plan, started_s=10.0, seconds=0.25, features={"seats": 4}, terms=terms or {}, halted=halted or {},
+        outputs=outputs, slos=slos or {}, classes=CLASSES,
     )  # fmt: skip
 
 
@@ -109,6 +110,15 @@ def test_line_tells_the_step(tmp_path):
     assert step.moves == [["x", "to_host", 2, True]]
     assert step.left_out == [["BE prefill", 2, "q", "time"]]
     assert step.outcomes == []
+    assert step.is_whole
+
+
+def test_step_of_rows_that_left_or_came_back_is_not_whole(tmp_path):
+    back = StepPlan(step_id=0, chunks=(chunk("a", 2), dataclasses.replace(chunk("x", 2), from_layer=5)))
+    step = written(tmp_path, plan=back)
+    assert (step.halted, step.resumed, step.is_whole) == ({}, {"x": 5}, False)
+    step = written(tmp_path, halted={"x": 3})
+    assert (step.halted, step.resumed, step.is_whole) == ({"x": 3}, {}, False)
 
 
 def test_policy_that_predicts_nothing(tmp_path):

@@ -215,7 +215,10 @@ class OmniServeScheduler(RequestScheduler):
         return bound
 
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
-        """Return d w, the time that device BE work leaves for results that wait (3.3.4, erratum in the design)."""
+        """Return d w, the time that device BE work leaves for results that wait.
+
+        Paper: OmniServe 3.3.4, whose text gives the stricter bound to steps *without* results; it means the others.
+        """
         if batch.load is None:
             return 0.0
         ready = self.residents.num_ready

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from omniserve.latency import BatchFeatures, ModelShape, features_of
 from omniserve.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, StepPlan
+from tests.latency.samples import with_chunk
 
 WINDOWED = ModelShape(num_layers=6, windows=((0, 2), (5, 4)))
 
@@ -29,7 +30,7 @@ def test_features_of_a_plan_are_those_of_its_chunks_added_one_by_one(chunks: lis
     plan = StepPlan(step_id=0, chunks=tuple(chunk(i, s, c, samples=y) for i, (s, c, y) in enumerate(chunks)))
     added = BatchFeatures()
     for start, count, samples in chunks:
-        added = WINDOWED.with_chunk(added, start, count, samples=samples)
+        added = with_chunk(WINDOWED, added, start, count, samples=samples)
     whole = features_of(plan, WINDOWED)
     assert (whole.prefill_load, whole.decode_load) == pytest.approx((added.prefill_load, added.decode_load))
     for name in set(BatchFeatures.__slots__) - {"prefill_load", "decode_load"}:

@@ -13,7 +13,7 @@ from omniserve.simulate import Load, SimulationConfig, machine_of_profile, simul
 from omniserve.simulate.load import TraceRequest
 from omniserve.simulate.models import ModelDims
 from omniserve.spec import ModelSpec
-from tests.latency.samples import FINGERPRINT, LAYERS, SHAPE, make_profile
+from tests.latency.samples import FINGERPRINT, LAYERS, SHAPE, make_profile, with_chunk
 
 SPEC: ModelSpec = ModelDims(
     name="measured", num_layers=LAYERS, hidden_size=64, num_heads=4, num_kv_heads=2, head_size=16,
@@ -37,7 +37,7 @@ def test_steps_hosts_and_copies_take_what_was_measured() -> None:
     request = TraceRequest(0.0, 100, 1)
     config = EngineConfig(device_kv_bytes=1 << 24, host_kv_bytes=0, block_size=16)
     result = simulate(SimulationConfig(machine=machine, engine=config, load=Load(latency_sensitive=[request])))
-    features = SHAPE.with_chunk(BatchFeatures(), 0, 100, samples=True)
+    features = with_chunk(SHAPE, BatchFeatures(), 0, 100, samples=True)
     assert result.requests[0].ttft_s == pytest.approx(model.step_s(features))
 
 
