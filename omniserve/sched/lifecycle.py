@@ -206,6 +206,7 @@ class RequestLifecycle(Scheduler):
 
     def _requeue(self, state: RequestState) -> None:
         self._counters["preemptions"] += 1
+        self._counters["preempted_tokens"] += state.num_computed_tokens
         state.num_computed_tokens = 0
         state.halted = None
         state.phase = Phase.WAITING
@@ -354,6 +355,7 @@ class RequestLifecycle(Scheduler):
             prompt_tokens=dict(self._prompt_tokens),
             host_output_tokens=self._counters["host_output_tokens"],
             preemptions=self._counters["preemptions"],
+            preempted_tokens=self._counters["preempted_tokens"],
             layer_preemptions=self._counters["layer_preemptions"],
             swaps_out=self._counters["swaps_out"],
             swaps_in=self._counters["swaps_in"],
