@@ -161,10 +161,12 @@ def test_conserve_in_offline_mode_grows_with_the_work_there_is() -> None:
     assert bench.tokens(bench.step())["BE"] == 10
 
 
-def test_conserve_without_a_forecast_is_sarathi() -> None:
+@pytest.mark.parametrize(("kv", "host_blocks"), [("paged", 0), ("tiered", 0), ("incremental", 0), ("incremental", 40)])
+def test_conserve_without_a_forecast_is_sarathi(kv: str, host_blocks: int) -> None:
     plans: dict[str, list[tuple[DeviceChunk, ...]]] = {}
     for policy in ("sarathi", "conserve"):
-        bench, rng = Bench(policy, device_blocks=20, max_step_tokens=16), random.Random(3)
+        bench, rng = Bench(policy, kv=kv, device_blocks=20, host_blocks=host_blocks, checkpoint_blocks=4,
+                           max_step_tokens=16), random.Random(3)  # fmt: skip
         plans[policy] = []
         for i in range(150):
             if rng.random() < 0.4:

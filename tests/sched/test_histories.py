@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
 from omniserve.errors import RequestRejected
 from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.latency import features_of
-from omniserve.plan import Bound, HostEvent, HostEventKind, StepPlan
+from omniserve.plan import Bound, HostEvent, HostEventKind, MoveDirection, StepPlan
 from omniserve.request import SLO, FinishReason, Request, SamplingParams, ServiceClass
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.sched.admission import LARGEST_MARGIN
@@ -126,6 +127,7 @@ def run_history(
             events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
         sched.notify(events)
         plan = sched.schedule(now_s)
+        check_request_limit(sched, plan)
         if has_forecast and SCHEDULERS.get(scheduler).predicts:
             num_bounded += check_decision(sched, plan)
         now_s += 0.005 if plan.decision is None or not plan.decision.predicted_s else plan.decision.predicted_s
@@ -151,6 +153,17 @@ def run_history(
             "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
             "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,
             "bounded": num_bounded, "resumed": stats.resumed_tokens, "restored": device.num_restored}  # fmt: skip
+
+
+def check_request_limit(sched: RequestScheduler, plan: StepPlan) -> None:
+    """Verify that nobody comes, or comes back, to a device that is full; BE requests do not count against LS ones."""
+    restored = {move.request_id for move in plan.moves if move.direction is MoveDirection.TO_DEVICE}
+    holding = Counter({kind: len(sched.device[kind]) for kind in ServiceClass})
+    holding.update(state.kind for state, move in sched.moving.values() if move.direction is MoveDirection.TO_DEVICE)
+    most = sched.limits.max_num_requests
+    assert max(holding.values()) <= most, holding
+    if any(sched.states[request_id].kind is ServiceClass.BE for request_id in restored):
+        assert holding.total() <= most, holding
 
 
 def check_decision(sched: RequestScheduler, plan: StepPlan) -> bool:

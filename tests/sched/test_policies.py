@@ -169,6 +169,33 @@ def test_kv_comes_back_only_after_memory_was_light_for_a_while() -> None:
     assert returned_after is not None and returned_after >= 10
 
 
+@pytest.mark.parametrize("policy", ["omniserve", "neo", "apex", "conserve", "bros"])
+def test_kv_comes_back_only_where_the_request_limit_has_room(policy: str) -> None:
+    bench = Bench(
+        policy, device_blocks=40, host_blocks=64, max_num_requests=2, checkpoint_blocks=8, swap_in_delay_s=0.02,
+        min_residence_s=0.0,
+    )  # fmt: skip
+    for i in range(2):
+        bench.add(f"be{i}", prompt=7, output=60)
+    for _ in range(3):
+        bench.step()
+    bench.add("ls-large", prompt=150, output=4)
+    bench.step()
+    bench.add("ls-small", prompt=7, output=40)
+    for i in range(2, 4):
+        bench.add(f"be{i}", prompt=7, output=60)
+    num_full = 0
+    for _ in range(200):
+        bench.step()
+        scheduler = bench.scheduler
+        returning = sum(move.direction is MoveDirection.TO_DEVICE for _, move in scheduler.moving.values())
+        num_holding = sum(map(len, scheduler.device.values())) + returning
+        assert num_holding <= 2
+        num_full += num_holding == 2 and len(scheduler.residents.queue) > 0
+    assert num_full > 5, "nobody was kept from coming back"
+    assert len(bench.finished) == 6
+
+
 def test_piggyback_rows_are_admitted_lowest_layer_first() -> None:
     bench = Bench("omniserve", device_blocks=8, host_blocks=64, max_piggyback_rows=1)
     for i in range(4):
