@@ -20,10 +20,10 @@ from typing import Any
 
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.stats import percentile
 from omniserve import SLO, Engine, EngineConfig, Request, SamplingParams
 from omniserve.plan import StepPlan
 from omniserve.profiling import find_or_make_profile
+from omniserve.simulate.results import percentile
 
 MODES = {"kept": True, "dropped": True, "no safepoints": False}
 

@@ -172,6 +172,16 @@ class StepOutput:
     """Requests of ``pipelined`` whose host attention failed: they must be recomputed."""
 
 
+def is_whole(plan: StepPlan, halted: Mapping[str, int]) -> bool:
+    """Return True if all rows of a step passed all layers: only then did it take the time of its rows.
+
+    Args:
+        plan: The step.
+        halted: Those of its requests that left it (see StepOutput).
+    """
+    return not halted and all(chunk.from_layer == 0 for chunk in plan.chunks)
+
+
 class HostEventKind(enum.StrEnum):
     """What the host tier, or a KV copy, reports."""
 
