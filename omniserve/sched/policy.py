@@ -90,7 +90,10 @@ class RequestScheduler(RequestLifecycle):
                     self.run_or_preempt(batch, state, victims)
 
     def num_admitted(self, kind: ServiceClass) -> int:
-        """Return how many requests hold device memory, or soon will, and count against the limit of this kind."""
+        """Return how many requests, on the device or on their way to it, count against the limit of this kind.
+
+        Those on their way to the host do not; one that fails to get there comes on top.
+        """
         # BE requests never use up the seats of LS ones.
         kinds = (LS,) if kind is LS else (LS, BE)
         incoming = (state for state, move in self.moving.values() if move.direction is MoveDirection.TO_DEVICE)

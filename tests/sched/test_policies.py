@@ -2,69 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import pytest
 
-from omniserve.kv import KV_MANAGERS
-from omniserve.plan import HostEvent, HostEventKind, MoveDirection, StepPlan
-from omniserve.request import SLO, Request, RequestOutput, SamplingParams
-from omniserve.sched import SCHEDULERS, SchedulerLimits
+from omniserve.plan import HostEvent, HostEventKind, MoveDirection
 from omniserve.sched.piggyback import seat_bucket
-from omniserve.sched.policy import RequestScheduler
-from tests.sched.fake_device import FakeDevice
-
-BLOCK = 4
-
-
-class Bench:
-    """A scheduler on a fake device with a virtual clock; ``step`` runs one step with all host work done before it."""
-
-    def __init__(
-        self,
-        policy: str,
-        *,
-        kv: str = "tiered",
-        device_blocks: int = 8,
-        host_blocks: int = 0,
-        seed: int = 0,
-        **limits: Any,
-    ) -> None:
-        self.now_s = 0.0
-        self.finished: set[str] = set()
-        self.limits = SchedulerLimits(
-            num_layers=2, block_size=BLOCK, max_model_len=1000, num_host_slots=8 if host_blocks else 0, **limits
-        )
-        self.kv = KV_MANAGERS.get(kv)(num_device_blocks=device_blocks, num_host_blocks=host_blocks, block_size=BLOCK)
-        scheduler = SCHEDULERS.get(policy)(limits=self.limits, kv=self.kv)
-        assert isinstance(scheduler, RequestScheduler)
-        self.scheduler = scheduler
-        self.device = FakeDevice(
-            block_size=BLOCK, num_layers=2, max_tokens=self.limits.max_step_tokens, rng=random.Random(seed)
-        )
-        self.device.abandoned = scheduler.abandoned_moves
-
-    def add(self, name: str, *, prompt: int = 4, output: int = 100) -> None:
-        request = Request(
-            prompt_token_ids=[7] * prompt,
-            sampling=SamplingParams(max_tokens=output),
-            service_class="LS" if name.startswith("ls") else "BE",
-        )
-        self.scheduler.add(name, request, SLO(), self.now_s)
-
-    def step(self, *, host_chance: float = 1.0, seconds: float = 0.01) -> tuple[StepPlan, list[RequestOutput]]:
-        self.scheduler.notify(self.device.poll(host_chance))
-        plan = self.scheduler.schedule(self.now_s)
-        self.now_s += seconds
-        outputs = self.scheduler.update(plan, self.device.execute(plan), self.now_s)
-        self.finished |= {output.request_id for output in outputs if output.finished}
-        self.scheduler.check_integrity()
-        return plan, outputs
-
-
-def names(plan: StepPlan) -> list[str]:
-    return [chunk.request_id for chunk in plan.chunks]
+from tests.sched.benches import Bench, names
 
 
 @pytest.mark.parametrize("policy", ["sarathi", "omniserve"])
@@ -217,8 +159,7 @@ def test_a_stale_result_is_dropped() -> None:
     bench = Bench("omniserve", device_blocks=8, host_blocks=64)
     for i in range(4):
         bench.add(f"be{i}", prompt=7, output=40)
-    while not bench.device.running:
-        bench.step()
+    bench.run_until(lambda: bench.device.running)
     event = bench.device.running[0]
     stale = HostEvent(
         kind=HostEventKind.ATTENTION_DONE,
