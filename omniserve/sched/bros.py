@@ -90,6 +90,12 @@ class Selection:
         self.tokens_left += sum(one.count for one in self.chosen[count:])
         del self.chosen[count:]
 
+    def replace(self, chosen: list[Chosen]) -> None:
+        """Choose these instead; the tokens they need must be there."""
+        self.tokens_left += sum(one.count for one in self.chosen) - sum(one.count for one in chosen)
+        assert self.tokens_left >= 0, "more tokens than the step's budget"
+        self.chosen = chosen
+
     def seconds(self, chosen: Iterable[Chosen]) -> float:
         """Return C, the predicted seconds of a step of these."""
         if self._forecast is None:
@@ -291,7 +297,7 @@ class BROSScheduler(RequestScheduler):
 
         count = largest(excess_s, len(new), 0.0)
         if count > 0:
-            step.chosen = replaced(count)
+            step.replace(replaced(count))
 
     def _place_be(self, batch: Batch, chosen: Iterable[Chosen], bound_s: float, *, complete: bool) -> None:
         """Put the chosen into the batch.

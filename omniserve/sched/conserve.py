@@ -13,8 +13,9 @@ paper (``keep_halted``).
 
 Departures: the paper has one TBT objective, here it is the shortest TPOT of the unfinished LS requests. Without a
 latency model no step is bounded, and BE requests fill the token budget as in ``sarathi``. The latency model is
-``latency_model``'s; the paper's own polynomial is there under the name ``conserve``. Evicting and prefetching is by
-request, not by token: a request runs only with all of its KV on the device.
+``latency_model``'s; the paper's own polynomial is there under the name ``conserve``. Evicting and prefetching is
+by request with ``tiered`` and by block with ``incremental``, not by token: a request runs only with all of its KV on
+the device.
 """
 
 from __future__ import annotations

@@ -30,8 +30,6 @@ from omniserve.sched.state import HaltedChunk, Phase, RequestQueue, RequestState
 
 logger = logging.getLogger(__name__)
 
-LS, BE = ServiceClass.LS, ServiceClass.BE
-
 
 class RequestLifecycle(Scheduler):
     """Book-keeping shared by all policies.
