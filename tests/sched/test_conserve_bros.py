@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -268,6 +269,23 @@ def test_bros_doubles_its_batch_and_falls_back_when_time_keeps_somebody_out(monk
     plan = bench.step()
     assert bench.tokens(plan)["LS"] == 1, "60 tokens do not fit into the rest of a TPOT"
     assert len(names(bench.step())) == 2
+
+
+def test_bros_recovers_from_an_overload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of B_base requests, 196 tokens a second, are too few for the 500 that come; steps of 12 bring 1,070."""
+    monkeypatch.setattr(bros, "BASE_BATCH_SIZE", 2)
+    bench = Clock(policy="bros", max_step_tokens=64, predict={"base": 10.0, "row": 0.1, "key": 0.0})
+    due_s, count = 0.0, 0
+    while bench.now_s < 4.0:
+        while due_s <= bench.now_s:
+            late = 0.5 < due_s < 0.6
+            bench.add(f"ls{count}", prompt=1, output=20, ttft=0.001 if late else 0.1, tpot=0.02)
+            due_s, count = due_s + 0.04, count + 1
+        bench.step()
+    assert len(bench.scheduler.waiting["LS"]) == 0
+    assert len(bench.scheduler.states) < 16
+    times = bench.token_s[f"ls{count - 20}"]
+    assert max(b - a for a, b in itertools.pairwise(times)) <= 0.02
 
 
 def test_bros_goes_on_when_nobody_can_be_in_time() -> None:
