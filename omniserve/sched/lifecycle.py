@@ -266,6 +266,16 @@ class RequestLifecycle(Scheduler):
             self._requeue(state)
 
     @property
+    def moves_to_host(self) -> list[KVMove]:
+        """Moves of requests to the host that are under way, the first begun first."""
+        return [move for _, move in self.moving.values() if move.direction is MoveDirection.TO_HOST]
+
+    @property
+    def blocks_moving_out(self) -> int:
+        """Device blocks that they will free."""
+        return sum(len(move.src_block_ids) for move in self.moves_to_host)
+
+    @property
     def num_preemptions(self) -> int:
         return self._counters["preemptions"]
 
