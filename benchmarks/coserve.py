@@ -10,8 +10,8 @@ Every run is one policy, rate and seed on a fresh server (a random-weight bf16 m
 --model says otherwise), warmed up by a few requests of both kinds. Within a repeat all policies serve the same requests
 one after the other, and each repeat begins with another policy, so that drift of the machine hits all alike. A policy
 is a scheduler, with flags of its server if need be: `conserve,kv=incremental`. Flags after `--` go to every server.
-Device memory holds less than half of the BE work by default; with --load memory an eighth, of which LS requests take
-their part: what a policy does then, host attention, swapping or recomputing, is most of what BE requests get.
+Device memory holds less than half of the BE work by default, and a few requests at a time with --load memory (the
+built-in model): what a policy does then, host attention, swapping or recomputing, decides what BE requests get.
 
 LS requests arrive as a Poisson, gamma (--cv) or square-wave process, or as a trace (CSV with the columns arrival_s,
 input_tokens, output_tokens), of which --trace-start and --seconds choose a slice and --trace-scale the speed. BE work
@@ -61,11 +61,13 @@ LOADS: dict[str, dict[str, Any]] = {
         "policies": [
             "omniserve", "neo", "apex", "conserve,kv=incremental", "bros,checkpoint-kv", "llumnix", "sarathi", "fcfs"
         ],
-        "device_kv_gib": 0.0625, "seconds": 25.0, "drain_s": 5.0, "be_requests": 64, "be_input": 128, "be_output": 256,
+        "model": "builtin", "device_kv_gib": 0.006, "seconds": 20.0, "drain_s": 5.0, "rates": [4.0], "slo_ttft": 0.1,
+        "slo_tpot": 0.012, "be_requests": 256, "be_input": 384, "be_output": 256,
     },
 }  # fmt: skip
-"""Values of the arguments that are not given. memory: prompts are short, or reading them would be all that BE requests
-come to while LS requests are there; the device has 2,880 tokens of KV, the BE work needs 24,576."""
+"""Values of the arguments that are not given. memory: the device has 2,048 tokens of KV of the 164,000 that the BE work
+needs, and of these LS requests take their part. Its model has six layers: a request on the host tier gets a token every
+seven steps, so that 200 of them bring more than the four that fit on the device; with SmolLM's 30 they would not."""
 
 
 def report(runs: Sequence[Mapping[str, Any]], plot_path: Path | None) -> None:
