@@ -168,40 +168,47 @@ class BidirectionalKVManager(TieredKVManager):
 
     def _find(self, request_id: str, count: int, num_in_last: int, reserve_blocks: int) -> list[int] | None:
         """Take ``count`` >= 1 blocks, using so many slots of the last one; None, and unchanged, if in vain."""
-        host = None
-        if self._device.num_free < count and not self.runs_from_right(request_id):
-            host = self._most_empty(num_in_last)
-        # To move in beside a request on the device takes no block that was free.
-        num_taken = count - (host is not None and host not in self._pending)
-        shortage = num_taken + reserve_blocks - self._device.num_free
-        if num_taken > 0 and shortage > self._num_reclaimable(Tier.DEVICE, spare=request_id):
-            return None
-        last = [self._move_in(request_id, host, num_in_last)] if host is not None else []
-        rest = count - len(last)
-        self._reclaim(Tier.DEVICE, rest - self._device.num_free, spare=request_id)
-        blocks = self._device.take(rest)
-        assert blocks is not None, f"no room for {rest} blocks of {request_id}"
-        return blocks + last
+        num_free = self._device.num_free
+        num_takeable = num_free + self._num_reclaimable(Tier.DEVICE, spare=request_id) - reserve_blocks
+        may_share = num_free < count and num_in_last < self.block_size and not self.runs_from_right(request_id)
+        if num_takeable < count:
+            # To move in beside a request on the device takes no block that was free.
+            is_enough = may_share and (count == 1 or num_takeable >= count - 1)
+            if not is_enough or self._most_empty(num_in_last, among_pending=False) is None:
+                return None
+        num_whole = count - 1 if may_share else count
+        blocks = self._take(request_id, num_whole)
+        if may_share:
+            other = self._most_empty(num_in_last, among_pending=num_takeable >= count)
+            blocks += (
+                [self._move_in(request_id, other, num_in_last)] if other is not None else self._take(request_id, 1)
+            )
+        return blocks
 
-    def _most_empty(self, num_tokens: int) -> str | None:
-        """Return the BE request with the most empty slots in the block that it can share with so many LS tokens."""
-        best, most = None, 0
-        if num_tokens == self.block_size:
-            return None  # nothing of the other would be left
+    def _take(self, request_id: str, count: int) -> list[int]:
+        """Take whole blocks, if need be of pending requests; there are so many."""
+        self._reclaim(Tier.DEVICE, count - self._device.num_free, spare=request_id)
+        blocks = self._device.take(count)
+        assert blocks is not None, f"no room for {count} blocks of {request_id}"
+        return blocks
+
+    def _most_empty(self, num_tokens: int, *, among_pending: bool) -> str | None:
+        """Return the BE request with the most empty slots in the block that it can share with so many LS tokens.
+
+        Args:
+            among_pending: Also of pending requests, which may lose what stands in the way; else only of those at rest.
+        """
+        best, most = None, -1
         for request_id in self._best_effort:
+            num_empty = -1
             table, pending = self._tables.get(request_id), self._pending.get(request_id)
-            if pending is not None and pending.blocks:
-                is_shared = pending.blocks[-1] in self._device.sharers
-                if is_shared and len(pending.blocks) == 1:
-                    continue
-                num_empty = 0 if is_shared else self.block_size - self._num_in_tail(request_id)
+            if pending is not None and among_pending and len(pending.blocks) > self._has_guest(pending):
+                num_empty = 0 if self._has_guest(pending) else self.block_size - self._num_in_tail(request_id)
             elif table is not None and table.tier is Tier.DEVICE and table.move is None:
-                num_empty = self.block_size - self._num_in_tail(request_id)
-                if num_empty < num_tokens or table.blocks[-1] in self._device.sharers:
-                    continue
-            else:
-                continue
-            if best is None or num_empty > most:
+                is_shared = table.blocks[-1] in self._device.sharers
+                fitting = self.block_size - self._num_in_tail(request_id)
+                num_empty = fitting if fitting >= num_tokens and not is_shared else -1
+            if num_empty > most:
                 best, most = request_id, num_empty
         return best
 
@@ -324,6 +331,9 @@ class BidirectionalKVManager(TieredKVManager):
             self._flights[move.move_id] = _Flight(request_id, copied)
             moves.append(move)
         return moves
+
+    def drop_checkpoint(self, request_id: str) -> None:
+        self._drop_copies(request_id)
 
     def _endangered(self, num_ahead: int) -> Iterator[tuple[str, int]]:
         """Yield what of pending BE requests is about to be overwritten: (request, index of the block)."""
