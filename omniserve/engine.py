@@ -15,7 +15,7 @@ from omniserve.cores import CoreSplit, default_host_threads
 from omniserve.errors import EngineStopped
 from omniserve.fingerprint import fingerprint_of
 from omniserve.host.tier import HostTier
-from omniserve.kv import KV_MANAGERS
+from omniserve.kv import KV_MANAGERS, has_host_tier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency import LATENCY_MODELS, CorrectedModel, HostSpeed, ModelShape
 from omniserve.latency.profile import Profile
@@ -79,12 +79,14 @@ class Engine:
         self._num_device_blocks = _num_blocks(config.device_kv_bytes, block_bytes, "device_kv_bytes")
         host_block_bytes = self.spec.host_block_bytes(config.block_size, config.host_kv_dtype)
         manager = KV_MANAGERS.get(config.kv)
-        num_host_blocks = config.host_kv_bytes // host_block_bytes if config.kv != "paged" else 0
-        if manager.restores and num_host_blocks == 0:
+        if manager.restores and config.host_kv_bytes < host_block_bytes:
             raise ValueError(
                 f"kv={config.kv!r} keeps checkpoints in host memory, but host_kv_bytes is {config.host_kv_bytes}; "
                 f"give at least {host_block_bytes}, or set kv to paged"
             )
+        num_host_blocks = 0
+        if has_host_tier(config):
+            num_host_blocks = _num_blocks(config.host_kv_bytes, host_block_bytes, "host_kv_bytes")
         storage = DeviceKVStorage(
             self.spec,
             num_blocks=self._num_device_blocks,
@@ -157,6 +159,7 @@ class Engine:
         return SchedulerLimits.of(
             self.config,
             self.spec,
+            max_model_len=self.max_model_len,
             num_device_blocks=self._num_device_blocks,
             has_host_tier=self.host_tier is not None,
             has_checkpoints=self.config.checkpoint_kv or self.kv.restores,

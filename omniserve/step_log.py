@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from omniserve.latency import CorrectedModel, ModelShape, features_of
-from omniserve.plan import StepOutput, StepPlan
+from omniserve.plan import StepOutput, StepPlan, is_whole
 from omniserve.request import SLO, RequestOutput
 from omniserve.tracing import StepTracer
 
@@ -78,8 +78,7 @@ class StepLog:
                 halted=result.halted, outputs=outputs, slos={name: entry.slo for name, entry in requests.items()},
                 classes={name: entry.service_class for name, entry in requests.items()},
             )  # fmt: skip
-        is_whole = not result.halted and all(chunk.from_layer == 0 for chunk in plan.chunks)
-        if self._latency is not None and is_whole:  # of other steps the features count rows that were not computed
+        if self._latency is not None and is_whole(plan, result.halted):
             self._latency.observe(features, seconds)
 
     def close(self) -> None:

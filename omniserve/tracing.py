@@ -186,7 +186,7 @@ class StepTracer:
             self._file = None
 
 
-def read_trace(path: str | Path) -> Trace:
+def read_steps(path: str | Path) -> Trace:
     """Read a trace; a last line that is not complete (the engine still writes, or was killed) is left out.
 
     Raises:

@@ -20,7 +20,6 @@ from benchmarks.common.co_summary import medians, summarize_co_serving
 from benchmarks.common.loads import Arrivals, TraceSlice, backlog, poisson_stream
 from omniserve.sched import SCHEDULERS
 from omniserve.simulate.load import TraceRequest
-from tests.test_benchmarks_common import stub  # noqa: F401 (a fixture)
 
 # -- loads ----------------------------------------------------------------------------------------------------------
 
@@ -264,7 +263,7 @@ def test_plots_are_drawn_from_rows(tmp_path: Path) -> None:
 
 
 def test_any_server_of_the_api_can_be_measured(
-    stub: ThreadingHTTPServer,  # noqa: F811
+    stub: ThreadingHTTPServer,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -167,12 +167,12 @@ def test_steps_of_some_layers_only_are_not_judged(explain):
     text = explain(steps)
     assert "2 of them computed a part of their layers" in text
     assert "1 predicted: accuracy -200.0%" in text
-    assert "No whole step was predicted" in explain(steps[:2])
+    assert "No whole step was predicted.\n" in explain(steps[:2])
 
 
 def test_engine_without_latency_model(explain):
     text = explain([step(0, 1, OWN, outcomes=[outcome(from_s=0, to_s=1)])])
-    assert "No whole step was predicted" in text
+    assert "No step was predicted: the engine had no latency model" in text
     assert table(text, "Missed objectives by main cause") == [["LS", "ttft", "own work", "1"]]
 
 

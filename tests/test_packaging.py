@@ -33,7 +33,7 @@ ALLOWED = {
     "sched": {"kv", "latency"},
     "simulate": {"sched", "kv", "latency"},
     "tracing": set(),
-    "explain": {"tracing"},
+    "explain": {"latency", "tracing"},
     "profiling": {"engine", "cores", "fingerprint", "host", "kv", "latency", "ops", "patching", "step_inputs"},
     "server": {
         "engine", "detokenizer", "patching", "layers", "sched", "kv", "ops", "latency", "profiling", "builtin_model",

@@ -22,7 +22,7 @@ from omniserve.plan import (
     StepPlan,
 )
 from omniserve.request import SLO, FinishReason, RequestOutput, RequestTimes
-from omniserve.tracing import Outcome, StepTracer, read_trace
+from omniserve.tracing import Outcome, StepTracer, read_steps
 
 CLASSES = {"a": "LS", "b": "LS", "x": "BE", "y": "BE", "z": "BE"}
 
@@ -75,7 +75,7 @@ def record(tracer, plan=PLAN, *, outputs=(), slos=None, terms=None, halted=None)
 def written(tmp_path, **kwargs):
     tracer = StepTracer(tmp_path / "steps", classes=DEFAULT_CLASSES)
     record(tracer, **kwargs)
-    [step] = read_trace(tmp_path / "steps").steps  # there before the tracer is closed
+    [step] = read_steps(tmp_path / "steps").steps  # there before the tracer is closed
     tracer.close()
     return step
 
@@ -180,10 +180,10 @@ def test_partial_last_line_is_left_out(tmp_path):
         record(tracer)
     tracer.close()
     whole = path.read_text()
-    assert len(read_trace(path).steps) == 2
+    assert len(read_steps(path).steps) == 2
     for cut in (1, 30):
         path.write_text(whole[:-cut])
-        assert len(read_trace(path).steps) == 1
+        assert len(read_steps(path).steps) == 1
 
 
 @pytest.mark.parametrize(
@@ -193,10 +193,10 @@ def test_file_that_is_no_trace(tmp_path, content):
     path = tmp_path / "steps"
     path.write_text(content)
     with pytest.raises(ValueError, match="is no trace of steps; make one with --trace-steps"):
-        read_trace(path)
+        read_steps(path)
     path.write_bytes(b"\xff\xfe\n")
     with pytest.raises(ValueError, match="is no trace of steps"):
-        read_trace(path)
+        read_steps(path)
 
 
 @pytest.mark.parametrize("damage", ["{", json.dumps({"step": 3}), "7"])
@@ -208,4 +208,4 @@ def test_damaged_line_is_named(tmp_path, damage):
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines, damage, lines[-1], ""]))
     with pytest.raises(ValueError, match="line 3: this is no traced step"):
-        read_trace(path)
+        read_steps(path)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from omniserve.config import EngineConfig
 from omniserve.plan import KVMove, MoveDirection, SlotCopy
 from omniserve.registry import Registry
 from omniserve.request import ServiceClass
@@ -56,6 +57,8 @@ class KVManager(ABC):
         block_size: Tokens per block.
     """
 
+    uses_host: ClassVar[bool] = True
+    """KV may live on the host, or be copied there: an engine with it has a host tier if ``host_kv_bytes`` is not 0."""
     restores: ClassVar[bool] = False
     """Checkpoints outlive an eviction: they are worth making whether or not requests move to the host."""
     is_directed: ClassVar[bool] = False
@@ -178,9 +181,6 @@ class KVManager(ABC):
         """Return how many of the request's first blocks have a copy on the host, those under way not counted."""
         return 0
 
-    def drop_checkpoint(self, request_id: str) -> None:  # noqa: B027 - there is nothing to drop
-        """Give the host blocks of a checkpoint back; those of a copy under way when it ends."""
-
     def evict(self, request_id: str, num_computed_tokens: int) -> None:
         """Take a request's table away, for nothing is copied. Its blocks are free, but keep their KV until taken.
 
@@ -246,3 +246,12 @@ class KVManager(ABC):
 
 
 KV_MANAGERS: Registry[type[KVManager]] = Registry("KV manager", package="omniserve.kv")
+
+
+def has_host_tier(config: EngineConfig) -> bool:
+    """Return whether an engine with this configuration has a host tier.
+
+    Raises:
+        ValueError: There is no such KV manager.
+    """
+    return config.host_kv_bytes > 0 and KV_MANAGERS.get(config.kv).uses_host

@@ -332,9 +332,6 @@ class BidirectionalKVManager(TieredKVManager):
             moves.append(move)
         return moves
 
-    def drop_checkpoint(self, request_id: str) -> None:
-        self._drop_copies(request_id)
-
     def _endangered(self, num_ahead: int) -> Iterator[tuple[str, int]]:
         """Yield what of pending BE requests is about to be overwritten: (request, index of the block)."""
         for ls, be in self._device.sharers.values():

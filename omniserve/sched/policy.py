@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from omniserve.kv.base import Tier
-from omniserve.plan import Bound, Decision, KVMove, PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.plan import Bound, Decision, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.request import ServiceClass
 from omniserve.sched.batch import Batch
 from omniserve.sched.lifecycle import RequestLifecycle
@@ -45,7 +45,7 @@ class RequestScheduler(RequestLifecycle):
         One that has to be restored first takes its blocks and nothing of the batch: it is MOVING then, and on the
         device when the copy is done.
         """
-        if self._num_admitted(state.kind) >= self.limits.max_num_requests:
+        if self.num_admitted(state.kind) >= self.limits.max_num_requests:
             batch.refused_by = Bound.REQUESTS
             return False
         if self.needs_restore(state):
@@ -84,17 +84,28 @@ class RequestScheduler(RequestLifecycle):
 
     def run_admitted(self, batch: Batch, kind: ServiceClass, *, victims: Iterable[ServiceClass]) -> None:
         """Schedule the DEVICE requests of one kind, decodes before prefills; see ``run_or_preempt``."""
+        for state in self.runnable(batch, kind):
+            self.run_or_preempt(batch, state, victims)
+
+    def runnable(self, batch: Batch, kind: ServiceClass) -> Iterator[RequestState]:
+        """Yield the DEVICE requests of one kind that the batch lacks, decodes before prefills.
+
+        Those before a request may have taken its memory, so each is looked at only when it is its turn.
+        """
         for decodes in (True, False):
             for state in self.device[kind]:
                 if state.phase is Phase.DEVICE and state.decodes is decodes and state not in batch:
-                    self.run_or_preempt(batch, state, victims)
+                    yield state
 
-    def _num_admitted(self, kind: ServiceClass) -> int:
-        """Return how many requests count against the limit of a request of this kind."""
+    def num_admitted(self, kind: ServiceClass) -> int:
+        """Return how many requests, on the device or on their way to it, count against the limit of this kind.
+
+        Those on their way to the host do not; one that fails to get there comes on top.
+        """
         # BE requests never use up the seats of LS ones.
         kinds = (LS,) if kind is LS else (LS, BE)
-        num_restored = sum(state.slot < 0 and state.kind in kinds for state, _ in self.moving.values())
-        return num_restored + sum(len(self.device[kind]) for kind in kinds)
+        incoming = (state for state, move in self.moving.values() if move.direction is MoveDirection.TO_DEVICE)
+        return sum(state.kind in kinds for state in incoming) + sum(len(self.device[kind]) for kind in kinds)
 
     def run_or_preempt(
         self,
@@ -104,23 +115,25 @@ class RequestScheduler(RequestLifecycle):
         *,
         bound_s: float = math.inf,
         min_tokens: int = 0,
+        let_go: Callable[[RequestState], None] | None = None,
     ) -> bool:
-        """Schedule a DEVICE request; if blocks are short, recompute others (youngest first) until it fits.
+        """Schedule a DEVICE request; if blocks are short, others give way (youngest first) until it fits.
 
         Args:
             victims: Kinds that may lose a request, first to last; of the request's own kind only those behind it do.
+            let_go: Takes the memory of who gives way; None: ``preempt``.
 
         Returns:
             False if it is not scheduled: the budget or the bound is used up, or the request itself had to give way.
         """
+        let_go = let_go or self.preempt
         while not batch.add(state, bound_s=bound_s, min_tokens=min_tokens):
             if batch.refused_by is not Bound.MEMORY:
                 return False
             victim = self.youngest_victim(batch, state, victims)
+            let_go(victim or state)
             if victim is None:
-                self.preempt(state)
                 return False
-            self.preempt(victim)
         return True
 
     def run_or_preempt_youngest(self, batch: Batch, state: RequestState) -> None:
@@ -198,7 +211,7 @@ class RequestScheduler(RequestLifecycle):
     def _prefetch(self) -> None:
         """Restore the first BE request in line while it waits for its turn, if memory is left. Paper: conserve 4.4."""
         first = next(iter(self.waiting[BE]), None)
-        if first is None or len(self.waiting[LS]) or self._num_admitted(BE) >= self.limits.max_num_requests:
+        if first is None or len(self.waiting[LS]) or self.num_admitted(BE) >= self.limits.max_num_requests:
             return
         if self.needs_restore(first):
             # Each device request may need one more block soon.

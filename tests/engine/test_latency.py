@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from omniserve import SLO, Engine, EngineConfig, Request, RequestRejected, SamplingParams
 from omniserve.fingerprint import fingerprint_of
 from omniserve.latency import ModelShape, Profile, ProfileMismatch
-from omniserve.tracing import read_trace
+from omniserve.tracing import read_steps
 from tests.latency.samples import make_profile
 from tests.sched import preemptible
 
@@ -89,7 +89,7 @@ def test_nothing_is_learnt_from_steps_that_rows_left_or_came_back_to(model: PreT
         engine.add(request(num_output=1))
         run(engine)
         assert engine.stats().latency_drift != 1.0
-    assert [step.is_whole for step in read_trace(path).steps] == [False, False, True]
+    assert [step.is_whole for step in read_steps(path).steps] == [False, False, True]
 
 
 def test_a_trace_has_a_line_for_each_step_and_an_outcome_for_each_request(
@@ -101,7 +101,7 @@ def test_a_trace_has_a_line_for_each_step_and_an_outcome_for_each_request(
         ids = {engine.add(request(num_output=n, ttft_s=100.0, tpot_s=1e-9)) for n in (3, 5)}
         run(engine)
         num_steps = engine.stats().steps
-    trace = read_trace(path)
+    trace = read_steps(path)
     assert len(trace.steps) == num_steps
     assert all(step.predicted_s is not None and step.predicted_s > 0 for step in trace.steps)
     assert {outcome.request_id for step in trace.steps for outcome in step.outcomes} == ids

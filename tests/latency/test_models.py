@@ -128,7 +128,9 @@ def test_what_piggyback_rows_add_grows_with_them() -> None:
 def test_the_host_tiers_time_for_a_layer() -> None:
     host = HostSpeed.from_profile(make_profile())
     assert host is not None and host(0, 0) == 0
-    assert host(8, 4096, 2) == pytest.approx((1e-8 * 4096 + 8e-6) / 2 + 3e-5, rel=0.01)
+    assert host(8, 4096) == pytest.approx((1e-8 * 4096 + 8e-6) / host.threads + 3e-5, rel=0.01)
+    twice = replace(host, threads=2 * host.threads)
+    assert twice(8, 4096) == pytest.approx((1e-8 * 4096 + 8e-6) / twice.threads + 3e-5, rel=0.01)
 
 
 def test_fit_terms_recovers_coefficients_in_spite_of_outliers() -> None:

@@ -77,6 +77,8 @@ class FakeDevice:
         """Blocks that were copied to the device."""
         self.num_relocated = 0
         """Blocks that were copied on the device."""
+        self.num_failed_returns = 0
+        """Moves to the device that failed."""
 
     def _slot(self, block_ids: Sequence[int], position: int, *, is_reversed: bool = False) -> int:
         offset = position % self.block_size
@@ -228,6 +230,8 @@ class FakeDevice:
                 if not failed:
                     self._copy(move)
                     self.num_restored += len(move.src_block_ids) * (move.direction is MoveDirection.TO_DEVICE)
+                elif move.direction is MoveDirection.TO_DEVICE:
+                    self.num_failed_returns += 1
                 del self._seen[move.move_id]
                 kind = HostEventKind.MOVE_FAILED if failed else HostEventKind.MOVE_DONE
                 events.append(HostEvent(kind=kind, move_id=move.move_id))
