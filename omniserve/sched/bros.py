@@ -270,7 +270,7 @@ class BROSScheduler(RequestScheduler):
             yield state
 
     def _by_missing_tokens(self) -> Iterable[RequestState]:
-        """Return waiting BE requests by class: first those of whose KV least must be copied back, last those without."""
+        """Return waiting BE requests by class, the less KV must be copied back the sooner; last those without any."""
         if not self.kv.restores:
             return self.waiting[BE]
 
