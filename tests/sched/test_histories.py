@@ -260,8 +260,8 @@ def test_a_dead_host_tier_loses_nothing(scheduler: str, seed: int) -> None:
 def test_restores_that_fail_lose_nothing(scheduler: str, trouble: str) -> None:
     totals = [
         run_history(
-            scheduler, 4000 + seed, kv=("incremental", "bidirectional")[seed % 2], failure_rate=0.3 * (trouble == "failures"),
-            down_at_return=trouble == "death",
+            scheduler, 4000 + seed, kv=("incremental", "bidirectional")[seed % 2],
+            failure_rate=0.3 * (trouble == "failures"), down_at_return=trouble == "death",
         )
         for seed in range(40)
     ]  # fmt: skip
