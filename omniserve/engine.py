@@ -111,7 +111,7 @@ class Engine:
         self.runner = ModelRunner(
             model=patched,
             storage=storage,
-            attend=resolve_attention(config.attention, patched.device),
+            attend=resolve_attention(config.attention, patched.device, is_directed=manager.is_directed),
             sampler=self._sampler,
             tier=self.host_tier,
             num_slots=config.max_host_requests if self.host_tier else 0,

@@ -83,6 +83,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one step; waits for the host tier only if the plan has a second sub-batch."""
+        self._storage.copy_slots(plan.relocations)
         self._hand_over(plan)
         if plan.is_empty:
             return StepOutput()
@@ -238,5 +239,6 @@ class ModelRunner:
             inputs.seq_lens_R,
             self._model.spec.attention[layer],
             lengths=inputs.lengths,
+            reversed_RM=inputs.reversed_RM,
         )
         return out_TNH.view(n, -1)

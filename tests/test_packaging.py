@@ -43,10 +43,12 @@ ALLOWED = {
 PLAIN = (
     "sched",
     "kv/base.py",
+    "kv/bidirectional.py",
     "kv/block_pool.py",
     "kv/checkpoints.py",
     "kv/incremental.py",
     "kv/paged.py",
+    "kv/shared_pool.py",
     "kv/tiered.py",
     "simulate",
     "plan.py",
