@@ -80,11 +80,11 @@ class KVMove:
 class Bound(enum.StrEnum):
     """What kept work out of a step."""
 
-    TIME = "time"  # the step would have become longer than its bound
+    TIME = "time"  # the step would have become longer than its bound, or, of host rows, bring less a second
     TOKENS = "tokens"  # max_step_tokens
     REQUESTS = "requests"  # max_num_requests
     MEMORY = "memory"  # no device blocks
-    HOST_MEMORY = "host memory"
+    HOST_MEMORY = "host memory"  # no host blocks
     SEATS = "seats"  # max_piggyback_slots or max_piggyback_rows
     ORDER = "order"  # somebody before it was kept out, and it must not overtake
 
@@ -94,7 +94,7 @@ class LeftOut:
     """Work of one kind that could have been in a step and was not."""
 
     work: str
-    """``LS prefill``, ``BE prefill``, ``BE decode``, ``piggyback entry``, ``piggyback join``."""
+    """``LS prefill``, ``BE prefill``, ``BE decode``, ``piggyback entry``, ``piggyback join``, ``pipelined row``."""
     num_requests: int
     first_request_id: str
     bound: Bound

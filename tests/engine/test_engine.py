@@ -157,15 +157,11 @@ def test_a_closed_engine_says_so(make_engine: MakeEngine) -> None:
 
 
 def test_close_ends_the_host_threads(model: PreTrainedModel) -> None:
-    def num_threads() -> int:
-        with open("/proc/self/status") as status:
-            return int(next(line for line in status if line.startswith("Threads")).split()[1])
-
-    before = num_threads()
+    before = host_threads("omni-")
     engine = Engine(model, EngineConfig(compile=False, host_threads=3, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20))
     assert len(host_threads()) == 3
     engine.close()
-    assert num_threads() == before  # the one that touches the pool's pages, too
+    assert set(host_threads("omni-")) <= set(before)  # the one that touches the pool's pages ends, too
 
 
 @pytest.mark.parametrize(
