@@ -72,7 +72,7 @@ def test_a_summary_counts_what_is_within_the_goal_whichever_is_larger() -> None:
     )
     assert columns["again"][0] == {"median": 0.0, "largest": pytest.approx(0.2), "within_goal": pytest.approx(2 / 3)}
     lines = summary_table(found).splitlines()
-    assert lines[0].split() == ["median", "off", "by", "calibrated", *["10.0%"] * 5]
+    assert lines[0].split() == ["off", "by,", "median", "calibrated", *["10.0%"] * 5]
     assert lines[5].split() == ["within", "5%", "again", *["67%"] * 5]
 
 
