@@ -159,6 +159,7 @@ class Engine:
         return SchedulerLimits.of(
             self.config,
             self.spec,
+            max_model_len=self.max_model_len,
             num_device_blocks=self._num_device_blocks,
             has_host_tier=self.host_tier is not None,
             has_checkpoints=self.config.checkpoint_kv or self.kv.restores,

@@ -156,9 +156,6 @@ class KVManager(ABC):
         """Return how many of the request's first blocks have a copy on the host, those under way not counted."""
         return 0
 
-    def drop_checkpoint(self, request_id: str) -> None:  # noqa: B027 - there is nothing to drop
-        """Give the host blocks of a checkpoint back; those of a copy under way when it ends."""
-
     def evict(self, request_id: str, num_computed_tokens: int) -> None:
         """Take a request's table away, for nothing is copied. Its blocks are free, but keep their KV until taken.
 

@@ -31,7 +31,6 @@ class DeviceKVStorage:
         self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, spec.head_size)
-        self.num_blocks = num_blocks
         self.block_size = block_size
         # empty, not zeros: a block is never read past what was written (tests poison it).
         self.k_LBKSH = torch.empty(shape, dtype=dtype, device=device)

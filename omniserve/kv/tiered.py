@@ -171,9 +171,6 @@ class TieredKVManager(KVManager):
     def num_checkpointed(self, request_id: str) -> int:
         return self._checkpoints.num_blocks(request_id)
 
-    def drop_checkpoint(self, request_id: str) -> None:
-        self._checkpoints.drop(request_id)
-
     def _new_move(
         self,
         request_id: str,

@@ -21,32 +21,46 @@ class SchedulerLimits:
     """What a policy may use; taken from EngineConfig and ModelSpec, so that a policy sees neither."""
 
     num_layers: int
+    """L."""
     block_size: int
+    """Tokens per KV block."""
     max_model_len: int
+    """Longest prompt plus output, in tokens."""
     classes: tuple[ClassSpec, ...] = (
         ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS),
         ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE),
     )
     """Highest priority first."""
     eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end a request, unless it ignores them."""
     max_step_tokens: int = 512
+    """Most device rows in a step."""
     max_num_requests: int = 256
+    """Most requests that hold device KV at a time; BE requests do not count against LS ones."""
     num_host_slots: int = 0
-    """0: there is no host tier."""
+    """Most requests on the host tier; 0: there is none."""
     max_piggyback_slots: int = 32
+    """P: most piggyback rows of a layer, and most rows of a second sub-batch."""
     max_piggyback_rows: int | None = None
+    """Most piggyback rows of a step, over all layers; None: P in every layer."""
     ls_reserve_blocks: int = 0
+    """Device blocks that BE requests leave free."""
     checkpoint_blocks: int = 0
     """Most blocks of BE requests to checkpoint a step; 0: none."""
     swap_in_delay_s: float = 1.0
+    """Seconds that load must have been light before BE KV moves back to the device."""
     min_residence_s: float = 5.0
+    """Seconds that BE KV stays where it is after a move, unless an LS request needs the memory."""
     admission: bool = True
+    """Reject LS requests whose predicted TTFT misses their objective."""
     slack: str = "deadline"
+    """``step`` or ``deadline``; see EngineConfig."""
     be_order: str = "decode"
+    """``decode`` or ``prefill``: which BE work comes first."""
 
     @classmethod
     def of(
-        cls, config: EngineConfig, spec: ModelSpec, *, num_device_blocks: int, has_host_tier: bool,
+        cls, config: EngineConfig, spec: ModelSpec, *, max_model_len: int, num_device_blocks: int, has_host_tier: bool,
         has_checkpoints: bool,
     ) -> Self:  # fmt: skip
         """Take them from an engine's settings and its model.
@@ -54,6 +68,7 @@ class SchedulerLimits:
         Args:
             config: The settings.
             spec: The model's sizes.
+            max_model_len: Longest prompt plus output, in tokens.
             num_device_blocks: Blocks of the device pool.
             has_host_tier: There is a host tier.
             has_checkpoints: BE blocks are copied to it as they fill.
@@ -61,7 +76,7 @@ class SchedulerLimits:
         return cls(
             num_layers=spec.num_layers,
             block_size=config.block_size,
-            max_model_len=config.max_model_len if config.max_model_len is not None else spec.max_model_len,
+            max_model_len=max_model_len,
             classes=config.classes,
             eos_token_ids=spec.eos_token_ids,
             max_step_tokens=config.max_step_tokens,

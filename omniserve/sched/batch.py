@@ -47,6 +47,8 @@ class Batch:
     def chunk_size(self, state: RequestState, *, bound_s: float = math.inf, min_tokens: int = 0) -> int:
         """Return how many of a request's tokens the step has time and tokens for; if none, ``refused_by`` says why.
 
+        A chunk that left an earlier step goes on as it is; if it does not fit, the request forgets it and begins anew.
+
         Args:
             bound_s: Longest step.
             min_tokens: So many are let in if the bound lets in none.
@@ -55,8 +57,8 @@ class Batch:
         if count <= 0:
             self.refused_by = Bound.TOKENS
             return 0
-        if self._fits_halted(state, bound_s):
-            return state.halted.num_tokens if state.halted is not None else 0
+        if (num_halted := self._resume_or_drop_halted(state, bound_s)) > 0:
+            return num_halted
         if self.load is None or bound_s == math.inf:
             return count
         start = state.num_computed_tokens
@@ -66,18 +68,19 @@ class Batch:
             self.refused_by = Bound.TIME
         return count
 
-    def _fits_halted(self, state: RequestState, bound_s: float) -> bool:
-        """Return whether a chunk that left an earlier step can go on as it is; if not, it begins anew."""
+    def _resume_or_drop_halted(self, state: RequestState, bound_s: float) -> int:
+        """Return how many tokens of a chunk that left an earlier step can go on; if they do not fit, forget it: 0."""
         halted = state.halted
         if halted is None:
-            return False
+            return 0
         fits = halted.num_tokens <= self.tokens_left
         if fits and self.load is not None and bound_s < math.inf:
             samples = halted.start + halted.num_tokens == state.num_tokens
             fits = self.load.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s
         if not fits:
             state.halted = None
-        return fits
+            return 0
+        return halted.num_tokens
 
     def add(
         self, state: RequestState, *, bound_s: float = math.inf, min_tokens: int = 0, reserve_blocks: int = 0

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from omniserve.plan import Decision, LeftOut
+from omniserve.sched.load import StepLoad
 from omniserve.sched.state import RequestState
 
 LS_HEADROOM = 0.03
@@ -58,3 +60,23 @@ def ttft_left_s(state: RequestState, now_s: float) -> float:
     if state.slo.ttft_s is None:
         return math.inf
     return state.arrival_s + (1 - TTFT_HEADROOM) * state.slo.ttft_s - now_s
+
+
+def decision_of(
+    load: StepLoad | None, ls_s: float | None, bound: TimeBound, left_out: Iterable[LeftOut] = ()
+) -> Decision:
+    """Return why a step is what it is.
+
+    Args:
+        load: The whole step; None: there is no latency model.
+        ls_s: Its predicted seconds without best-effort work.
+        bound: Up to what that was added.
+        left_out: What stays out.
+    """
+    return Decision(
+        predicted_s=load.seconds() if load is not None else None,
+        predicted_ls_s=ls_s,
+        bound_s=bound.seconds if bound.seconds < math.inf else None,
+        bound_by=bound.by,
+        left_out=tuple(left_out),
+    )

@@ -42,11 +42,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from omniserve.kv.base import KVManager, Tier
-from omniserve.plan import Decision, StepOutput, StepPlan
+from omniserve.plan import StepOutput, StepPlan
 from omniserve.request import RequestOutput
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
-from omniserve.sched.bounds import TimeBound
+from omniserve.sched.bounds import TimeBound, decision_of
 from omniserve.sched.load import Forecast, largest
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import BE, LS, RequestScheduler
@@ -89,6 +89,12 @@ class Selection:
         """Drop all but the first ``count``."""
         self.tokens_left += sum(one.count for one in self.chosen[count:])
         del self.chosen[count:]
+
+    def replace(self, chosen: list[Chosen]) -> None:
+        """Choose these instead; the tokens they need must be there."""
+        self.tokens_left += sum(one.count for one in self.chosen) - sum(one.count for one in chosen)
+        assert self.tokens_left >= 0, "more tokens than the step's budget"
+        self.chosen = chosen
 
     def seconds(self, chosen: Iterable[Chosen]) -> float:
         """Return C, the predicted seconds of a step of these."""
@@ -143,12 +149,7 @@ class BROSScheduler(RequestScheduler):
         ls_s = load.seconds() if load is not None else None
         self._place_be(batch, [one for one in step.chosen if one.state.kind is BE], bound.seconds, complete=complete)
         self._parking.end_step(sorted(self.residents.queue, key=lambda s: (self.kv.num_blocks(s.request_id), s.place)))
-        decision = Decision(
-            predicted_s=load.seconds() if load is not None else None,
-            predicted_ls_s=ls_s,
-            bound_s=bound.seconds if bound.seconds < math.inf else None,
-            bound_by=bound.by,
-        )
+        decision = decision_of(load, ls_s, bound)
         return self.make_plan(batch, now_s, moves=self._parking.moves, decision=decision)
 
     def update(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
@@ -291,7 +292,7 @@ class BROSScheduler(RequestScheduler):
 
         count = largest(excess_s, len(new), 0.0)
         if count > 0:
-            step.chosen = replaced(count)
+            step.replace(replaced(count))
 
     def _place_be(self, batch: Batch, chosen: Iterable[Chosen], bound_s: float, *, complete: bool) -> None:
         """Put the chosen into the batch.

@@ -13,8 +13,9 @@ paper (``keep_halted``).
 
 Departures: the paper has one TBT objective, here it is the shortest TPOT of the unfinished LS requests. Without a
 latency model no step is bounded, and BE requests fill the token budget as in ``sarathi``. The latency model is
-``latency_model``'s; the paper's own polynomial is there under the name ``conserve``. Evicting and prefetching is by
-request, not by token: a request runs only with all of its KV on the device.
+``latency_model``'s; the paper's own polynomial is there under the name ``conserve``. Evicting and prefetching is
+by request with ``tiered`` and by block with ``incremental``, not by token: a request runs only with all of its KV on
+the device.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import itertools
 import math
 
 from omniserve.kv.base import KVManager
-from omniserve.plan import Decision, StepPlan
+from omniserve.plan import StepPlan
 from omniserve.request import SLO
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
-from omniserve.sched.bounds import TimeBound, tpot_bound
+from omniserve.sched.bounds import TimeBound, decision_of, tpot_bound
 from omniserve.sched.load import Forecast
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import BE, LS, RequestScheduler
@@ -60,12 +61,7 @@ class ConServeScheduler(RequestScheduler):
         bound = tpot_bound(online, now_s, "step", headroom=0.0) if load is not None else TimeBound()
         self._serve_be(batch, bound.seconds)
         self._parking.end_step(self.residents.queue)
-        decision = Decision(
-            predicted_s=load.seconds() if load is not None else None,
-            predicted_ls_s=ls_s,
-            bound_s=bound.seconds if bound.seconds < math.inf else None,
-            bound_by=bound.by,
-        )
+        decision = decision_of(load, ls_s, bound)
         self._step_ends_s = now_s + (decision.predicted_s or 0.0)
         offline = frozenset(c.request_id for c in batch.chunks if self.states[c.request_id].kind is BE)
         return self.make_plan(batch, now_s, moves=self._parking.moves, preemptible=offline, decision=decision)
@@ -81,10 +77,8 @@ class ConServeScheduler(RequestScheduler):
         return waited_s + remaining_s + load.seconds() > slo.ttft_s
 
     def _serve_ls(self, batch: Batch) -> None:
-        for decodes in (True, False):
-            for state in self.device[LS]:
-                if state.phase is Phase.DEVICE and state.decodes is decodes and state not in batch:
-                    self._parking.run(batch, state, (BE, LS))
+        for state in self.runnable(batch, LS):
+            self._parking.run(batch, state, (BE, LS))
         for state in self.waiting[LS]:
             if not self._parking.admit_ls(batch, state):
                 return

@@ -19,7 +19,6 @@ from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.load import Forecast
 from omniserve.sched.policy import BE, LS, HostRows, RequestScheduler
-from omniserve.sched.state import Phase
 from omniserve.sched.tier_moves import TierMoves
 
 
@@ -58,10 +57,8 @@ class LlumnixScheduler(RequestScheduler):
                 return
 
     def _run_be(self, batch: Batch) -> None:
-        for decodes in (True, False):
-            for state in self.device[BE]:
-                if state.phase is Phase.DEVICE and state.decodes is decodes and state not in batch:
-                    self._moves.run_or_offload(batch, state)
+        for state in self.runnable(batch, BE):
+            self._moves.run_or_offload(batch, state)
 
     def _admit_be(self, batch: Batch) -> None:
         for state in self.waiting[BE]:
@@ -70,5 +67,5 @@ class LlumnixScheduler(RequestScheduler):
                 continue
             if batch.refused_by is Bound.MEMORY:
                 shortage = self.blocks_for(state) + reserve - self.kv.num_free(Tier.DEVICE)
-                self._moves.offload_until(shortage - self._moves.blocks_moving_out, batch)
+                self._moves.offload_until(shortage - self.blocks_moving_out, batch)
             return

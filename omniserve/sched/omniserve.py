@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from omniserve.kv.base import KVManager, Tier
 from omniserve.plan import (
     Bound,
-    Decision,
     LeftOut,
     StepPlan,
 )
@@ -22,7 +21,7 @@ from omniserve.request import SLO, Request
 from omniserve.sched.admission import AdmissionMargin
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
-from omniserve.sched.bounds import BE_HEADROOM, LS_HEADROOM, TimeBound, tpot_bound, ttft_left_s
+from omniserve.sched.bounds import BE_HEADROOM, LS_HEADROOM, TimeBound, decision_of, tpot_bound, ttft_left_s
 from omniserve.sched.load import Forecast, StepLoad, largest
 from omniserve.sched.piggyback import PiggybackPlan, choose, fill, seat_bucket
 from omniserve.sched.policy import BE, LS, HostRows, RequestScheduler
@@ -94,13 +93,7 @@ class OmniServeScheduler(RequestScheduler):
             self._prefill_be(batch, device_bound_s)
         self._moves.swap_back(batch, device_bound_s, nothing_left_out=not self._left_out)
         rows = self.host_rows(batch, bound.seconds, tokens_before - batch.tokens_left)
-        decision = Decision(
-            predicted_s=load.seconds() if load is not None else None,
-            predicted_ls_s=ls_s,
-            bound_s=bound.seconds if bound.seconds < math.inf else None,
-            bound_by=bound.by,
-            left_out=tuple(self._left_out),
-        )
+        decision = decision_of(load, ls_s, bound, self._left_out)
         return self.make_plan(batch, now_s, host_rows=rows, moves=self._moves.moves, decision=decision)
 
     def leave_out(self, work: str, states: Sequence[RequestState] | int, first: str, bound: Bound | None) -> None:
@@ -171,7 +164,7 @@ class OmniServeScheduler(RequestScheduler):
         decoding = [s for s in self.device[LS] if s.decodes]
         has_best_effort = bool(len(self.waiting[BE]) or len(self.device[BE]))
         blocks = {s.request_id: self.kv.num_blocks(s.request_id) for s in self.device[LS]}
-        free = self.kv.num_free(Tier.DEVICE) + self._moves.blocks_moving_out
+        free = self.kv.num_free(Tier.DEVICE) + self.blocks_moving_out
         free += sum(self.kv.num_blocks(s.request_id) for s in self.device[BE])
         prediction = self._ttft.predict(
             ahead, decoding, len(request.prompt_token_ids), slo=slo, waited_s=waited_s, has_best_effort=has_best_effort,
@@ -253,7 +246,7 @@ class OmniServeScheduler(RequestScheduler):
             self.leave_out("BE prefill", len(self.waiting[BE]), state.request_id, batch.refused_by)
             if batch.refused_by is Bound.MEMORY:
                 shortage = self.blocks_for(state) + reserve - self.kv.num_free(Tier.DEVICE)
-                self._moves.offload_until(shortage - self._moves.blocks_moving_out, batch)
+                self._moves.offload_until(shortage - self.blocks_moving_out, batch)
             return
 
     def _add_be(self, batch: Batch, state: RequestState, bound_s: float) -> bool:

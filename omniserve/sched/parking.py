@@ -63,22 +63,8 @@ class Parking:
     def run(
         self, batch: Batch, state: RequestState, victims: Iterable[ServiceClass], *, bound_s: float = math.inf
     ) -> bool:
-        """Schedule a DEVICE request; if blocks are short, others give way, youngest first, until it fits.
-
-        Args:
-            victims: Kinds that may lose a request, first to last; of the request's own kind only those behind it do.
-
-        Returns:
-            False if it is not scheduled: the budget or the bound is used up, or the request itself had to give way.
-        """
-        while not batch.add(state, bound_s=bound_s):
-            if batch.refused_by is not Bound.MEMORY:
-                return False
-            victim = self._scheduler.youngest_victim(batch, state, victims)
-            self._let_go(victim or state)
-            if victim is None:
-                return False
-        return True
+        """Schedule a DEVICE request as ``run_or_preempt`` does; who gives way is parked."""
+        return self._scheduler.run_or_preempt(batch, state, victims, bound_s=bound_s, let_go=self._let_go)
 
     def admit_ls(self, batch: Batch, state: RequestState) -> bool:
         """Admit a WAITING LS request, if need be into the memory of BE requests; False if it is kept out."""
@@ -94,10 +80,7 @@ class Parking:
     def num_obtainable(self) -> int:
         """Device blocks that LS requests can have: free ones, those of BE requests, and those on their way out."""
         num_held = sum(self._kv.num_blocks(state.request_id) for state in self._scheduler.device[BE])
-        return self._kv.num_free(Tier.DEVICE) + num_held + sum(len(move.src_block_ids) for move in self._outgoing())
-
-    def _outgoing(self) -> list[KVMove]:
-        return [m for _, m in self._scheduler.moving.values() if m.direction is MoveDirection.TO_HOST]
+        return self._kv.num_free(Tier.DEVICE) + num_held + self._scheduler.blocks_moving_out
 
     def _make_room(self, num_blocks: int, batch: Batch) -> None:
         """Free device blocks of BE requests, youngest first; of nobody if all of them would not do."""
@@ -108,7 +91,7 @@ class Parking:
                 return
             assert victim not in batch, "LS requests are admitted before BE ones run"
             self._let_go(victim)
-        for move in self._outgoing():
+        for move in self._scheduler.moves_to_host:
             # A step ago these were the last blocks of a parked request: the host is too slow to wait for them longer.
             if self._kv.num_free(Tier.DEVICE) >= num_blocks:
                 return

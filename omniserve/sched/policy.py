@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from omniserve.kv.base import Tier
@@ -84,10 +84,18 @@ class RequestScheduler(RequestLifecycle):
 
     def run_admitted(self, batch: Batch, kind: ServiceClass, *, victims: Iterable[ServiceClass]) -> None:
         """Schedule the DEVICE requests of one kind, decodes before prefills; see ``run_or_preempt``."""
+        for state in self.runnable(batch, kind):
+            self.run_or_preempt(batch, state, victims)
+
+    def runnable(self, batch: Batch, kind: ServiceClass) -> Iterator[RequestState]:
+        """Yield the DEVICE requests of one kind that the batch lacks, decodes before prefills.
+
+        Those before a request may have taken its memory, so each is looked at only when it is its turn.
+        """
         for decodes in (True, False):
             for state in self.device[kind]:
                 if state.phase is Phase.DEVICE and state.decodes is decodes and state not in batch:
-                    self.run_or_preempt(batch, state, victims)
+                    yield state
 
     def num_admitted(self, kind: ServiceClass) -> int:
         """Return how many requests, on the device or on their way to it, count against the limit of this kind.
@@ -107,23 +115,25 @@ class RequestScheduler(RequestLifecycle):
         *,
         bound_s: float = math.inf,
         min_tokens: int = 0,
+        let_go: Callable[[RequestState], None] | None = None,
     ) -> bool:
-        """Schedule a DEVICE request; if blocks are short, recompute others (youngest first) until it fits.
+        """Schedule a DEVICE request; if blocks are short, others give way (youngest first) until it fits.
 
         Args:
             victims: Kinds that may lose a request, first to last; of the request's own kind only those behind it do.
+            let_go: Takes the memory of who gives way; None: ``preempt``.
 
         Returns:
             False if it is not scheduled: the budget or the bound is used up, or the request itself had to give way.
         """
+        let_go = let_go or self.preempt
         while not batch.add(state, bound_s=bound_s, min_tokens=min_tokens):
             if batch.refused_by is not Bound.MEMORY:
                 return False
             victim = self.youngest_victim(batch, state, victims)
+            let_go(victim or state)
             if victim is None:
-                self.preempt(state)
                 return False
-            self.preempt(victim)
         return True
 
     def run_or_preempt_youngest(self, batch: Batch, state: RequestState) -> None:

@@ -78,7 +78,7 @@ class HostResidents:
     @property
     def num_at_token_boundary(self) -> int:
         """Residents whose next token may enter."""
-        return sum(state.away is None and state.slot >= 0 for state in self.queue)
+        return sum(state.away is None for state in self.queue)
 
     def plan_joins(self, max_rows: int, seats: int) -> list[PiggybackJoin]:
         """Pick waiting results for this step, lowest layer first (3.3.6), oldest request first inside a layer.
@@ -121,7 +121,7 @@ class HostResidents:
         for state in self.queue:
             if len(entries) >= max_entries:
                 break
-            if state.away is not None or state.slot < 0:
+            if state.away is not None:
                 continue
             blocks = allocate(state)
             if blocks is None:

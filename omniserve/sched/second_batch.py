@@ -15,7 +15,7 @@ Allocate = Callable[[RequestState], tuple[int, ...] | None]
 
 def candidates(residents: HostResidents) -> list[RequestState]:
     """Return the residents whose token can run: those furthest through the layers first (apex 3.4), then the oldest."""
-    waiting = [s for s in residents.queue if s.slot >= 0 and (s.away is None or s.away.ready)]
+    waiting = [s for s in residents.queue if s.away is None or s.away.ready]
     return sorted(waiting, key=lambda s: -s.away.layer if s.away is not None else 1)
 
 

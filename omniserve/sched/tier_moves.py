@@ -41,12 +41,6 @@ class TierMoves:
         self._now_s = now_s
         self.moves = []
 
-    @property
-    def blocks_moving_out(self) -> int:
-        """Device blocks that moves to the host under way will free."""
-        outgoing = (m for _, m in self._scheduler.moving.values() if m.direction is MoveDirection.TO_HOST)
-        return sum(len(move.src_block_ids) for move in outgoing)
-
     def offload(self, state: RequestState) -> bool:
         """Start to move a decoding BE request to the host tier (3.3.5); False if there is no room."""
         return self._start(state, MoveDirection.TO_HOST, self._scheduler.host_headroom)
@@ -96,17 +90,17 @@ class TierMoves:
             return
         if state.blocked_since_s is None:
             state.blocked_since_s = self._now_s
-        still_missing = self.offload_until(shortage - self.blocks_moving_out, batch)
+        still_missing = self.offload_until(shortage - scheduler.blocks_moving_out, batch)
         out_of_patience = self._now_s - state.blocked_since_s >= LS_PATIENCE_S
         if still_missing <= 0 and not out_of_patience:
             return
         if not scheduler.make_room(needed, batch, (BE,)) and out_of_patience:
             # The host tier is too slow or stuck: what is on its way there must not hold up an LS request.
-            for move_id, (_, move) in reversed(tuple(scheduler.moving.items())):
-                if scheduler.make_room(needed, batch, (BE,)):
-                    break
-                if move.direction is MoveDirection.TO_HOST and move not in self.moves:
-                    scheduler.abandon_move(move_id)
+            for move in reversed(scheduler.moves_to_host):
+                if move not in self.moves:
+                    scheduler.abandon_move(move.move_id)
+                    if scheduler.make_room(needed, batch, (BE,)):
+                        break
 
     def offload_for_time(self, kept_out: Sequence[RequestState]) -> None:
         """Offload a decode that the time bound has kept out for a while, if the host tier has cores of its own.

@@ -77,6 +77,7 @@ class SimulatedEngine:
         self.limits = SchedulerLimits.of(
             config,
             spec,
+            max_model_len=config.max_model_len if config.max_model_len is not None else spec.max_model_len,
             num_device_blocks=self.num_device_blocks,
             has_host_tier=self.tier is not None,
             has_checkpoints=config.checkpoint_kv or self.kv.restores,

@@ -52,7 +52,6 @@ class PoisonedBlocks:
             self.finish: 6,
             self.abandon: 0.2,
             self.free: 0.3,
-            self.drop: 0.3,
         }
 
     def run(self, num_actions: int) -> None:
@@ -199,14 +198,6 @@ class PoisonedBlocks:
             del self.requests[request_id]
             assert self.kv.num_checkpointed(request_id) == 0
 
-    def drop(self) -> None:
-        request_id = self.pick()
-        if request_id is not None:
-            num_free, num_copied = self.kv.num_free(Tier.HOST), self.kv.num_checkpointed(request_id)
-            self.kv.drop_checkpoint(request_id)
-            assert self.kv.num_checkpointed(request_id) == 0
-            assert self.kv.num_free(Tier.HOST) == num_free + num_copied
-
     def check(self) -> None:
         """Poison what is free; every request at rest then still reads what it wrote."""
         self.kv.check_integrity()
@@ -293,7 +284,7 @@ def test_a_failed_move_keeps_a_request_that_had_no_checkpoint_and_loses_one_that
     assert usage.device_used == usage.host_used == 0
 
 
-@pytest.mark.parametrize("ending", ["free", "move", "drop", "reclaim"])
+@pytest.mark.parametrize("ending", ["free", "move", "reclaim"])
 def test_the_target_of_a_copy_that_nobody_needs_is_held_until_it_ends(ending: str) -> None:
     kv = make(num_host_blocks=6, num_tokens=12)
     checkpoint(kv, "a", 4)
@@ -301,8 +292,6 @@ def test_the_target_of_a_copy_that_nobody_needs_is_held_until_it_ends(ending: st
     assert copy is not None and len(copy.dst_block_ids) == 2
     if ending == "free":
         kv.free("a")
-    elif ending == "drop":
-        kv.drop_checkpoint("a")
     elif ending == "move":
         move = kv.start_move("a", TO_HOST)
         assert move is not None and len(move.src_block_ids) == 2, "what is under way does not count as copied"
@@ -379,7 +368,6 @@ def test_without_a_host_tier_nothing_is_checkpointed() -> None:
     paged = PagedKVManager(num_device_blocks=4, num_host_blocks=0, block_size=BLOCK)
     paged.allocate("a", 8)
     assert paged.start_checkpoint("a", 8, max_blocks=9) is None
-    paged.drop_checkpoint("a")
     assert paged.num_checkpointed("a") == 0
 
 

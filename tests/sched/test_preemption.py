@@ -125,7 +125,7 @@ def test_the_first_in_line_is_restored_before_its_turn() -> None:
     old, be = (bench.scheduler.states[name] for name in ("be-old", "be"))
     for state in (be, old):
         bench.scheduler.preempt(state)
-    bench.scheduler.kv.drop_checkpoint("be-old")
+    bench.kv._checkpoints.drop("be-old")  # type: ignore[attr-defined]
     bench.kv.allocate("other", 40 * BLOCK)
     bench.kv.free("other")
     bench.step()
