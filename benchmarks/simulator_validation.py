@@ -46,7 +46,7 @@ HOST_KV_BYTES = 256 * MIB
 FIGURES = {"TTFT p50": "ttft_p50_s", "p99": "ttft_p99_s", "TPOT p50": "tpot_p50_s", "p99 ": "tpot_p99_s"}
 """Heading -> figure of the latency-sensitive class; then comes the best-effort class's throughput."""
 GOAL = 0.05
-_COMPILE_S = 3.0
+_COMPILE_S = 2.0
 _WIDTH = 9
 
 
@@ -399,7 +399,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedulers", nargs="+", default=["sarathi", "fcfs", "omniserve"])
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--seconds", type=float, default=7.0, help="of each load (default: 7)")
+    parser.add_argument("--seconds", type=float, default=6.5, help="of each load (default: 6.5)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of the engine (default: 3)")
     parser.add_argument("--seeds", type=int, default=10, help="calibrated simulations of a run (default: 10)")
     parser.add_argument("--slo", type=float, nargs=2, default=[1.0, 0.15], metavar=("TTFT_S", "TPOT_S"))
