@@ -372,6 +372,7 @@ class Engine:
             prompt_tokens=sched.prompt_tokens,
             host_output_tokens=sched.host_output_tokens,
             preemptions=sched.preemptions,
+            preempted_tokens=sched.preempted_tokens,
             layer_preemptions=sched.layer_preemptions,
             swaps_out=sched.swaps_out,
             swaps_in=sched.swaps_in,
