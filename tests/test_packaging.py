@@ -31,7 +31,7 @@ ALLOWED = {
     "host": {"ops", "kv"},
     "latency": set(),
     "sched": {"kv", "latency"},
-    "simulate": {"sched", "kv", "latency"},
+    "simulate": {"sched", "kv", "latency", "tracing"},
     "tracing": set(),
     "explain": {"latency", "tracing"},
     "profiling": {"engine", "cores", "fingerprint", "host", "kv", "latency", "ops", "patching", "step_inputs"},
