@@ -29,7 +29,8 @@ from tqdm import tqdm
 
 from benchmarks.common.paper_cases import Case, Experiment, MachineSpec
 from benchmarks.common.paper_figures import EXPERIMENTS
-from benchmarks.common.paper_report import CELLS, TokenGaps, figures_of, fill_page, markdown
+from benchmarks.common.paper_page import TEMPLATE, render
+from benchmarks.common.paper_report import CELLS, TokenGaps, figures_of, markdown
 from benchmarks.common.record import environment, write_record
 from omniserve.request import SLO, ClassSpec, ServiceClass
 from omniserve.simulate.analytic import HostEfficiency, analytic_machine, engine_config_for
@@ -210,16 +211,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
     parser.add_argument("--trace-dir", type=Path, metavar="FOLDER", help="traces to draw lengths and arrivals from")
     parser.add_argument("--record", type=Path, metavar="FILE", help=f"add to this record (to render: {RECORD})")
-    parser.add_argument("--render", type=Path, metavar="PAGE", help="simulate nothing; put the record's tables there")
+    parser.add_argument(
+        "--render", type=Path, metavar="PAGE", help="simulate nothing; write the page of the record there"
+    )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     if args.render is not None:
-        missing = fill_page(args.render, read_results(args.record or RECORD))
-        if missing:
-            print(f"only in the page or only in the record: {', '.join(missing)}")
+        page = render(read_results(args.record or RECORD), TEMPLATE.read_text(encoding="utf-8"))
+        args.render.write_text(page, encoding="utf-8")
         return
     experiments = chosen(args.only)
     results = read_results(args.record) if args.record is not None else {}

@@ -15,7 +15,8 @@ from benchmarks import reproduction
 from benchmarks.common.paper_cases import PAPER_ORDER, Case, Experiment, MachineSpec, both_orders, with_settings
 from benchmarks.common.paper_figures import EXPERIMENTS
 from benchmarks.common.paper_loads import LoadSpec, lengths_named, random_rates
-from benchmarks.common.paper_report import CELLS, TokenGaps, figures_of, fill_page, markdown
+from benchmarks.common.paper_page import number, render, span, verdict
+from benchmarks.common.paper_report import CELLS, TokenGaps, figures_of, markdown
 from omniserve.plan import DeviceChunk, StepPlan
 from omniserve.request import SLO
 from omniserve.sched import SCHEDULERS
@@ -198,11 +199,11 @@ def test_a_run_writes_figures_to_the_record_and_keeps_other_experiments(
         "tpot_s": alone["figures"]["tbt_p99_s"],
     }  # its objective is the other's P99
     assert shared["figures"]["be_output_per_s"] > 0 and alone["figures"]["be_output_per_s"] == 0
-    page = tmp_path / "page.md"
-    page.write_text("x\n<!-- a -->\n\ny\n")
-    reproduction.main(["--render", str(page), "--record", str(record)])
-    assert "| load | online-only | sarathi |" in page.read_text()
-    assert "only in the page or only in the record: b" in capsys.readouterr().out
+    template = tmp_path / "page.jinja"
+    template.write_text("{{ table('a') }}\n\n{{ table('b') }}\n")
+    monkeypatch.setattr(reproduction, "TEMPLATE", template)
+    reproduction.main(["--render", str(tmp_path / "page.md"), "--record", str(record)])
+    assert "| load | online-only | sarathi |" in (tmp_path / "page.md").read_text()
 
 
 # -- figures and tables ---------------------------------------------------------------------------------------------
@@ -271,18 +272,57 @@ def test_a_table_shows_a_dash_where_there_is_no_number() -> None:
     assert "| 1 | -; -; " in markdown(entry("co-serving", figures_of(result_of([], slo), slo)))
 
 
-def test_filling_a_page_twice_changes_nothing_and_leaves_its_prose(tmp_path: Path) -> None:
-    slo = SLO(ttft_s=1.0, tpot_s=0.1)
-    figures = figures_of(result_of([ls_request(0.5, 1.1)], slo), slo)
-    page = tmp_path / "page.md"
-    page.write_text("# Title\n\n<!-- one -->\n\nprose\n\n<!-- two -->\nold\n\nrest\n")
-    assert fill_page(page, {"one": entry("hybrid", figures), "three": entry("hybrid", figures)}) == ["three", "two"]
-    first = page.read_text()
-    assert first.startswith("# Title\n\n<!-- one -->\n| LS/s |") and first.endswith(
-        "|\n\nprose\n\n<!-- two -->\nold\n\nrest\n"
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+def record_of(**figures: tuple[float | None, ...]) -> dict[str, Any]:
+    """Return two experiments, ``one`` and ``two``, each with x 1 and 2 in the columns p and q."""
+    found = {}
+    for name, shift in (("one", 0.0), ("two", 10.0)):
+        rows = [
+            {"x": x, "column": column, "figures": {"rate": None if rate is None else rate + shift}}
+            for (x, column), rate in zip([("1", "p"), ("1", "q"), ("2", "p"), ("2", "q")], figures["rate"], strict=True)
+        ]
+        found[name] = {"x_name": "LS/s", "cell": "plain", "minutes": 3.0, "seed": 0, "rows": rows}
+    return found
+
+
+@pytest.fixture
+def plain_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.common.paper_page.markdown", lambda entry, legend: f"table {len(entry['rows'])}")
+
+
+def test_a_page_takes_its_tables_and_numbers_from_the_record(plain_tables: None) -> None:
+    template = (
+        "{{ table('one') }} {{ table('two') }}\n{{ v('one', '1', 'q', 'rate') | n(1) }}; "
+        "{{ ratio('one', '2', 'p', 'q', 'rate') | n(2) }}; {{ values('two', 'p', 'rate') | span }}; "
+        "{{ ratios('one', 'p', 'q', 'rate') | mean | n(3) }}; {{ gains(['one', 'two'], 'p', 'q', 'rate') | span }}\n"
     )
-    fill_page(page, {"one": entry("hybrid", figures)})
-    assert page.read_text() == first
+    assert render(record_of(rate=(1.0, 2.0, 3.0, 4.0)), template) == "table 4 table 4\n2.0; 0.75; 11 to 13; 0.625; -1\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("table('three')", "no experiment three: run it with --only three"),
+        ("v('one', '9', 'p', 'rate')", "one has no p at 9"),
+        ("v('one', '1', 'p', 'speed')", "one, 1, p has no speed"),
+        ("v('one', '2', 'q', 'rate')", "one, 2, q has no rate"),
+        ("ratio('one', '1', 'p', 'q', 'rate')", "rate of q in one at 1 is 0"),
+        ("table('one')", "shows no table of two"),
+    ],
+)
+def test_a_page_that_asks_for_what_is_not_there_or_forgets_a_table_is_refused(
+    asked: str, message: str, plain_tables: None
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        render(record_of(rate=(1.0, 0.0, 3.0, None)), "{{ " + asked + " }}")
+
+
+def test_numbers_on_the_page() -> None:
+    assert number(1234.56, 1) == "1,234.6" and number(0.1234, 1, 100) == "12.3" and number(-0.0004, 2) == "0.00"
+    assert span([2.0, 1.0]) == "1 to 2" and span([1.01, 1.02], 1) == "1.0" and span([0.5], 0, 100) == "50"
+    assert [verdict(True, True), verdict(True, False), verdict(False)] == ["holds", "in part", "**does not hold**"]
 
 
 def test_gaps_between_tokens_are_the_steps_with_ls_decodes_once_for_each() -> None:
@@ -298,8 +338,8 @@ def test_gaps_between_tokens_are_the_steps_with_ls_decodes_once_for_each() -> No
     gaps = TokenGaps(begin_s=1.0)
     gaps.note(step(0.0, 9.0, ("LS-0", 5, 1)))  # in the warm-up
     gaps.note(step(1.0, 7.0, ("BE-0", 5, 1), ("LS-1", 0, 1), ("LS-2", 0, 4)))  # no LS decode
-    for number in range(49):
-        gaps.note(step(2.0 + number, 0.1, ("LS-0", 5, 1), ("LS-1", 9, 1)))
+    for second in range(49):
+        gaps.note(step(2.0 + second, 0.1, ("LS-0", 5, 1), ("LS-1", 9, 1)))
     gaps.note(step(60.0, 0.5, ("LS-0", 5, 1), ("LS-2", 3, 1)))
     assert gaps.percentile(98) == 0.1 and gaps.percentile(99) == 0.5
     assert gaps.share_within(0.1) == 0.98 and gaps.share_within(0.5) == 1.0 and gaps.share_within(None) is None

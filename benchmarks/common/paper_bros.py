@@ -54,9 +54,9 @@ def _pure() -> Experiment:
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     _hybrid("bros-10-13b", OPT_13B, (3.0, 6.0, 9.0)),
-    _hybrid("bros-10-30b", OPT_30B, (3.0, 9.0)),
+    _hybrid("bros-10-30b", OPT_30B, (6.0,)),
     _hybrid("bros-10-70b", LLAMA_70B, (5.0, 15.0)),
-    _hybrid("bros-10-lmsys", OPT_13B, (3.0, 6.0, 9.0), "LMSYS"),
+    _hybrid("bros-10-lmsys", OPT_13B, (6.0,), "LMSYS"),
     _pure(),
 )
 """In the order of the page."""

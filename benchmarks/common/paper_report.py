@@ -1,12 +1,10 @@
-"""Tables of reproduced figures: a row for each x, a column for each system; in Markdown, also into a page."""
+"""Tables of reproduced figures: a row for each x, a column for each system; in Markdown."""
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from omniserve.request import SLO
@@ -196,25 +194,3 @@ def markdown(experiment: Mapping[str, Any], *, legend: bool = True) -> str:
     if legend:
         lines += ["", f"Cells: {says}. {experiment['minutes']:g} simulated minutes, seed {experiment['seed']}."]
     return "\n".join(lines)
-
-
-def fill_page(page: Path, experiments: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Put the tables under the marks ``<!-- NAME -->`` of a page, in the place of the lines there up to an empty one.
-
-    Returns:
-        Names that the page marks and the record lacks, or the record has and the page does not mark.
-
-    Raises:
-        OSError: The page cannot be read or written.
-    """
-    marked: list[str] = []
-
-    def table(match: re.Match[str]) -> str:
-        marked.append(match[1])
-        if match[1] not in experiments:
-            return match[0]
-        return f"<!-- {match[1]} -->\n{markdown(experiments[match[1]], legend=False)}\n"
-
-    text = re.sub(r"<!-- (\S+) -->\n(?:[^\n]+\n)*", table, page.read_text(encoding="utf-8"))
-    page.write_text(text, encoding="utf-8")
-    return sorted(set(marked) ^ set(experiments))
