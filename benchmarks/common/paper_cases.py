@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
 from benchmarks.common.paper_loads import LoadSpec
@@ -13,7 +14,7 @@ MOST_TOKENS = 2048
 """The same for those that do: the bound decides."""
 BOUNDED = ("omniserve", "neo", "apex", "conserve")
 PAPER_ORDER = "paper's order"
-"""Variant of ``omniserve`` that prefills best-effort prompts before it decodes (omniserve 3.3.2)."""
+"""Variant that prefills best-effort prompts before it decodes (omniserve 3.3.2; apex, Algorithm 1)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +97,6 @@ def with_settings(case: Case, variant: str, **settings: object) -> Case:
     return replace(case, variant=variant, settings=(*kept, *settings.items()))
 
 
-def both_orders(case: Case) -> list[Case]:
-    """Return a case with the engine's order of best-effort work, and with the paper's; others than ``omniserve`` once.
-
-    ``neo`` and ``apex``, whose papers name no such order, have the engine's.
-    """
-    return [case, with_settings(case, PAPER_ORDER, be_order="prefill")] if case.system == "omniserve" else [case]
+def both_orders(case: Case, systems: Container[str] = ("omniserve",)) -> list[Case]:
+    """Return a case with the engine's order of best-effort work and with the paper's; those but ``systems`` once."""
+    return [case, with_settings(case, PAPER_ORDER, be_order="prefill")] if case.system in systems else [case]
