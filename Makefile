@@ -33,7 +33,7 @@ test: setup ## Run the tests (ARGS="-k name" for some)
 demo: setup ## Serve and load the built-in model, and print what best-effort work costs the others
 	@$(BIN)/python -m benchmarks.demo $(ARGS)
 
-coserve: $(VENV)/.plots ## Measure every policy on one load of both kinds: a table and a plot, in minutes (ARGS="--rates 1 2")
+coserve: $(VENV)/.installed ## Measure every policy on one load of both kinds: a table and a plot, in minutes (ARGS="--rates 1 2")
 	@$(BIN)/python -m benchmarks.coserve --plot .cache/coserve.png $(ARGS)
 
 check: lint test ## Format, lint, types and tests: what CI runs
@@ -72,8 +72,4 @@ $(VENV)/.torch: constraints.txt
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py $(CSRC)
 	rm -f omniserve/_C*.so
 	$(PIP) install -q -c constraints.txt --no-build-isolation $(if $(filter-out $(CSRC),$?),,--no-deps) -e '.[$(EXTRAS)$(CUDA_EXTRA)]'
-	@touch $@
-
-$(VENV)/.plots: $(VENV)/.installed
-	$(PIP) install -q -c constraints.txt matplotlib
 	@touch $@

@@ -3,9 +3,9 @@
     python -m benchmarks.checkpointing --record benchmarks/results/checkpointing.json
 
 SmolLM-135M's shape, random weights. Cost: BE requests are prefilled and decode, and nobody needs their memory; seconds
-of prefill and decode steps with ``incremental`` over those with ``paged``. Savings: waves of LS requests take the
-memory of BE requests under ``sarathi``; tokens that were computed again, and seconds until all is done. A pair of runs,
-one of each manager, follows one another in each repeat. Paper: conserve 4.4 and 6.5.
+of prefill and decode steps with ``incremental`` and with ``paged``. Savings: waves of LS requests take the memory of BE
+requests under ``sarathi``; tokens that were computed again, and seconds until all is done. A pair of runs, one of each
+manager, follows one another in each repeat. About four minutes on two quiet cores. Paper: conserve 4.4 and 6.5.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ from omniserve.plan import MoveDirection, StepPlan
 
 MANAGERS = ("paged", "incremental")
 WARM_UP_STEPS = 3
+FIGURES = {
+    "cost": ("prefill_step_s", "decode_step_s", "prefill_s", "decode_s", "cpu_s"),
+    "savings": ("recomputed_tokens", "seconds", "preemptions", "ls_ttft_p50_s"),
+}
+"""What is printed of each part."""
 
 
 class Watch:
@@ -92,6 +97,7 @@ def measure_cost(model: Any, kv: str, args: argparse.Namespace) -> dict[str, Any
     return {
         "prefill_s": sum(watch.seconds["prefill"]),
         "decode_s": sum(watch.seconds["decode"]),
+        "prefill_step_s": statistics.median(watch.seconds["prefill"]),
         "decode_step_s": statistics.median(watch.seconds["decode"]),
         "cpu_s": cpu_s,
         "copy_s": copy_s,
@@ -128,6 +134,7 @@ def measure_savings(model: Any, kv: str, args: argparse.Namespace) -> dict[str, 
     return {
         "seconds": seconds,
         "tokens": dict(watch.tokens),
+        "recomputed_tokens": watch.tokens["computed again"],
         "resumed_tokens": stats.resumed_tokens,
         "preemptions": stats.preemptions,
         "blocks": dict(watch.blocks),
@@ -136,10 +143,22 @@ def measure_savings(model: Any, kv: str, args: argparse.Namespace) -> dict[str, 
     }
 
 
-def ratios(runs: dict[str, list[dict[str, Any]]], name: str) -> float:
-    """Return the median over the repeats of ``incremental`` over ``paged``."""
-    pairs = zip(runs["incremental"], runs["paged"], strict=True)
-    return statistics.median(ours[name] / theirs[name] for ours, theirs in pairs)
+def medians(runs: dict[str, list[dict[str, Any]]], names: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """Return, by figure, each manager's median over the repeats, and that of ``incremental`` over ``paged``."""
+    result = {}
+    for name in names:
+        result[name] = {kv: statistics.median(run[name] for run in runs[kv]) for kv in MANAGERS}
+        pairs = zip(runs["incremental"], runs["paged"], strict=True)
+        ratios = [ours[name] / theirs[name] for ours, theirs in pairs if theirs[name]]
+        if ratios:
+            result[name]["incremental / paged"] = statistics.median(ratios)
+    return result
+
+
+def show(name: str, figures: dict[str, dict[str, float]]) -> None:
+    """Print the figures of a part, one a line."""
+    for figure, values in figures.items():
+        print(f"{name:<8} {figure:<18} " + "  ".join(f"{key} {value:.4g}" for key, value in values.items()), flush=True)
 
 
 def main() -> None:
@@ -150,7 +169,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--ls", type=int, default=8, help="LS requests a wave")
     parser.add_argument("--ls-output", type=int, default=32)
-    parser.add_argument("--waves", type=int, default=6)
+    parser.add_argument("--waves", type=int, default=4)
     parser.add_argument("--device-kv-mib", type=int, default=160)
     parser.add_argument("--host-kv-mib", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
@@ -165,9 +184,9 @@ def main() -> None:
             for kv in MANAGERS if repeat % 2 == 0 else reversed(MANAGERS):
                 runs[kv].append(measure(model, kv, args))
                 print(name, kv, runs[kv][-1], flush=True)
-        shown = ("prefill_s", "decode_s", "decode_step_s", "cpu_s") if name == "cost" else ("seconds",)
-        results[name] = {"runs": runs, "incremental_over_paged": {key: ratios(runs, key) for key in shown}}
-        print(name, "incremental / paged:", results[name]["incremental_over_paged"], flush=True)
+        results[name] = {"runs": runs, "medians": medians(runs, FIGURES[name])}
+    for name in results:
+        show(name, results[name]["medians"])
     write_record(args.record, name="checkpointing", config=vars(args) | {"model": SMOLLM_135M}, seed=0, results=results)
 
 

@@ -15,7 +15,8 @@ input_tokens, output_tokens), of which --trace-start and --seconds choose a slic
 is a backlog that is there from the start, or a trace. Prompts are random tokens.
 
 Objectives are --slo-ttft and --slo-tpot times each of --slo-scales. A policy that reads objectives runs once for each;
-one that does not (BLIND) runs once and is compared with all of them; --rerun-slo runs these each time as well.
+one that does not (``Scheduler.predicts``) runs once and is compared with all of them; --rerun-slo runs these each time
+as well.
 
 The table has medians over the repeats. `attained`: met both objectives, of the requests that were not rejected, or `of
 all`. `BE tok/s beside LS`: in the first --seconds, while LS requests come; `in all`: until the BE work was done, or cut
@@ -48,9 +49,6 @@ from benchmarks.common.record import ROOT, write_record
 from benchmarks.common.server import ServerFailed
 from omniserve.sched import SCHEDULERS
 from omniserve.simulate.report import require_matplotlib
-
-BLIND = {"fcfs", "llumnix", "non-preemptive", "online-only", "priority", "round-robin", "sarathi"}
-"""Policies that read no objective, so that one run shows what they do under all."""
 
 
 def report(runs: Sequence[Mapping[str, Any]], plot_path: Path | None) -> None:
@@ -183,9 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     servers = servers_of(args)
     policies = [args.name] if args.url is not None else list(dict.fromkeys(args.policies))
-    blind = set() if args.rerun_slo else BLIND
-    if args.url is not None and not args.omniserve_fields:
-        blind = {args.name}
+    if args.url is not None:
+        blind = set() if args.omniserve_fields else {args.name}
+    else:  # one run of a policy that reads no objective shows what it does under all
+        blind = set() if args.rerun_slo else {name for name in policies if not SCHEDULERS.get(name).predicts}
     runs = plan_runs(policies, points, args.slo_scales, args.repeats, blind=blind)
     results: dict[str, Any] = {"runs": [], "failed": []}
     for number, run in enumerate(runs, start=1):

@@ -22,14 +22,13 @@ from pydoc_data import topics
 from tqdm import tqdm
 
 from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecord, run_load
+from benchmarks.common.driving import drive
 from benchmarks.common.record import write_record
-from benchmarks.common.server import ServerFailed, ServerProcess
+from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, ServerFailed, ServerProcess
 from benchmarks.common.stats import LatencySummary, summarize
 from omniserve.simulate.load import poisson
 
 WARM_UP_TIMEOUT_S = 120.0
-BE_TOKENS_METRIC = 'omniserve_output_tokens_total{service_class="BE"}'
-HOST_TOKENS_METRIC = "omniserve_host_output_tokens_total"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +135,8 @@ async def run_phase(
         name=name,
         duration_s=end_s,
         ls=summarize((record for record in records if record.service_tier == LS_TIER), end_s),
-        be_tokens=after.get(BE_TOKENS_METRIC, 0.0) - before.get(BE_TOKENS_METRIC, 0.0),
-        be_host_tokens=after[HOST_TOKENS_METRIC] - before[HOST_TOKENS_METRIC],
+        be_tokens=after.get(BE_TOKENS, 0.0) - before.get(BE_TOKENS, 0.0),
+        be_host_tokens=after[HOST_TOKENS] - before[HOST_TOKENS],
         records=records,
     )
 
@@ -147,15 +146,7 @@ def warm_up(server: ServerProcess, settings: Settings) -> None:
     load = make_load(settings, settings.beside_s, with_be=True)
     few = [dataclasses.replace(request, send_at_s=0.0, max_tokens=8) for request in (*load[:2], *load[-2:])]
 
-    async def watch(now_s: float, records: Sequence[RequestRecord]) -> None:
-        check(server, records)
-
-    records, _ = asyncio.run(
-        run_load(server.base_url, few, must_finish=lambda request: True, cutoff_s=WARM_UP_TIMEOUT_S, watch=watch)
-    )
-    check(server, records)
-    if not all(record.finished for record in records):
-        raise ServerFailed(f"the warm-up did not finish in {WARM_UP_TIMEOUT_S:g} s\n{server.log_tail()}")
+    drive(server, few, cutoff_s=WARM_UP_TIMEOUT_S)
 
 
 def run_scheduler(settings: Settings, scheduler: str, log_path: Path, progress: tqdm) -> list[Phase]:

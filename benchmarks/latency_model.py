@@ -26,7 +26,16 @@ from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from benchmarks.common.step_loads import trace_load
 from omniserve import Engine, EngineConfig, Request, SamplingParams
-from omniserve.latency import LATENCY_MODELS, Accuracy, CorrectedModel, Predictor, Profile, StepSample, accuracy_of
+from omniserve.latency import (
+    LATENCY_MODELS,
+    Accuracy,
+    CorrectedModel,
+    Predictor,
+    Profile,
+    StepSample,
+    accuracy_of,
+    accuracy_of_errors,
+)
 from omniserve.profiling import Arrival, measure_steps, mixed_load, profile_model
 from omniserve.profiling.summary import summarise
 from omniserve.server.loading import builtin_model_path
@@ -72,8 +81,7 @@ def noise_floor(engine: Engine) -> dict[str, Accuracy]:
     for name, load in (("prompt of 128", prompts), ("8 decodes", decodes)):
         samples = measure(engine, load, NOISE_REPEATS, 60.0, name)
         median = statistics.median(sample.seconds for sample in samples)
-        errors = sorted(abs(median - sample.seconds) / sample.seconds for sample in samples)
-        floors[name] = Accuracy(mean=1 - statistics.mean(errors), p90=1 - errors[int(0.9 * (len(errors) - 1))])
+        floors[name] = accuracy_of_errors([abs(median - sample.seconds) / sample.seconds for sample in samples])
     return floors
 
 
@@ -84,8 +92,7 @@ def learning_accuracy(model: Predictor, samples: Sequence[StepSample]) -> Accura
     for sample in samples:
         errors.append(abs(corrected.step_s(sample.features) - sample.seconds) / sample.seconds)
         corrected.observe(sample.features, sample.seconds)
-    errors.sort()
-    return Accuracy(mean=1 - statistics.mean(errors), p90=1 - errors[int(0.9 * (len(errors) - 1))])
+    return accuracy_of_errors(errors)
 
 
 def prediction_us(model: Predictor, samples: Sequence[StepSample]) -> float:

@@ -2,11 +2,17 @@
 
     python -m benchmarks.safepoints --record benchmarks/results/safepoints.json
 
-`conserve` with a pile of BE prompts and a Poisson stream of LS requests that come in the middle of steps, in one
-process; a random-weight bf16 model in SmolLM-135M's shape. Modes, alternating: safepoints that keep what rows had
-computed; safepoints that drop it (the paper's); none. `delay`: from an arrival in a step with BE rows to the end of
-that step, when the LS request can be scheduled. `overhead`: a step of BE decodes with and without a safepoint in each
-layer that nobody uses, turn and turn about. Paper: conserve 4.3 and 6.5.
+`conserve` with a pile of BE prompts and a thin Poisson stream of short LS requests, in one process; a random-weight
+bf16 model in SmolLM-135M's shape. While no LS request is there, BE steps are as large as throughput likes
+(--step-tokens at most), most of a second long on two cores; most LS requests come in the middle of one. Beside LS
+requests the TPOT keeps steps short, and there is little to preempt. Modes, alternating, each with the same arrivals:
+safepoints that keep what rows had computed; safepoints that drop it (the paper's); none.
+
+Of the LS requests that came in a step of BE work alone: `delay`, from the arrival to the end of that step, when they
+can be scheduled; `ttft`, from the arrival to the end of their first step. `alone_step_s`: steps of BE work that
+nobody left. `overhead`: a BE decode step with and without a look for new requests between all layers, while none
+comes, turn and turn about. The first steps of each engine, halted and resumed ones among them, are not counted.
+Paper: conserve 4.3 and 6.5.
 """
 
 from __future__ import annotations
@@ -15,149 +21,197 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.stats import percentile
 from omniserve import SLO, Engine, EngineConfig, Request, SamplingParams
 from omniserve.plan import StepPlan
 from omniserve.profiling import find_or_make_profile
+from omniserve.simulate.results import percentile
 
 MODES = {"kept": True, "dropped": True, "no safepoints": False}
 
 
-class Stream:
-    """LS requests that come at their own times, whatever the engine does, and what became of them."""
+def be_request(rng: random.Random, prompt: int, output: int) -> Request:
+    """Return a BE request."""
+    return Request(
+        prompt_token_ids=[rng.randrange(1, SMOLLM_135M["vocab_size"]) for _ in range(prompt)],
+        sampling=SamplingParams(max_tokens=output, ignore_eos=True),
+        service_class="BE",
+    )
 
-    def __init__(self, engine: Engine, args: argparse.Namespace, rng: random.Random, *, has_safepoints: bool) -> None:
+
+def ls_request(rng: random.Random, args: argparse.Namespace) -> Request:
+    """Return an LS request."""
+    return Request(
+        prompt_token_ids=[rng.randrange(1, SMOLLM_135M["vocab_size"]) for _ in range(args.ls_prompt)],
+        sampling=SamplingParams(max_tokens=args.ls_output, ignore_eos=True),
+        service_class="LS",
+        slo=SLO(ttft_s=args.ttft, tpot_s=args.tpot),
+    )
+
+
+class Stream:
+    """LS requests that come at their own times, whatever the engine does.
+
+    Args:
+        engine: Is told of them.
+        requests: Seconds from now, ascending, and what comes then.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[tuple[float, Request]]) -> None:
         self._engine = engine
-        self._args = args
-        self._rng = rng
-        self._began_s = time.monotonic()
-        self._next_s = self._began_s + rng.expovariate(args.rate)
-        self._arrived: list[tuple[float, Request]] = []
-        self.arrived_s: dict[str, float] = {}
-        self.delays_s: list[float] = []
-        if has_safepoints:
-            engine.on_safepoint = self.announce
+        began_s = time.monotonic()
+        self._due = [(began_s + after_s, request) for after_s, request in requests]
+        self._num_announced = 0
 
     def announce(self) -> None:
         """Tell the engine, in the middle of a step, who has come, as a server does."""
-        known = len(self._arrived)
-        self._look()
-        for arrival_s, request in self._arrived[known:]:
+        now_s = time.monotonic()
+        for arrival_s, request in self._due[self._num_announced :]:
+            if arrival_s > now_s:
+                return
+            self._num_announced += 1
             self._engine.arriving(request, arrival_s=arrival_s)
 
-    def _look(self) -> None:
-        while (now_s := time.monotonic()) >= self._next_s and now_s - self._began_s < self._args.seconds:
-            prompt = [self._rng.randrange(1, SMOLLM_135M["vocab_size"]) for _ in range(self._args.ls_prompt)]
-            request = Request(
-                prompt_token_ids=prompt,
-                sampling=SamplingParams(max_tokens=8, ignore_eos=True),
-                service_class="LS",
-                slo=SLO(ttft_s=self._args.ttft, tpot_s=self._args.tpot),
-            )
-            self._arrived.append((self._next_s, request))
-            self._next_s += self._rng.expovariate(self._args.rate)
-
-    def add(self, *, during_step: bool) -> None:
-        """Give the engine those that have come, between two steps."""
-        self._look()
-        for arrival_s, request in self._arrived:
-            if during_step:
-                self.delays_s.append(time.monotonic() - arrival_s)
-            self.arrived_s[self._engine.add(request, arrival_s=arrival_s)] = arrival_s
-        self._arrived = []
+    def add(self) -> list[tuple[str, float]]:
+        """Give the engine those that have come, between two steps; return their ids and times of arrival."""
+        now_s = time.monotonic()
+        come = [(arrival_s, request) for arrival_s, request in self._due if arrival_s <= now_s]
+        del self._due[: len(come)]
+        self._num_announced = 0  # whoever came after the last layer is in the next step anyway
+        return [(self._engine.add(request, arrival_s=arrival_s), arrival_s) for arrival_s, request in come]
 
 
-def be_request(rng: random.Random, args: argparse.Namespace) -> Request:
-    """Return a BE request."""
-    return Request(
-        prompt_token_ids=[rng.randrange(1, SMOLLM_135M["vocab_size"]) for _ in range(args.be_prompt)],
-        sampling=SamplingParams(max_tokens=args.be_output, ignore_eos=True),
-        service_class="BE",
-    )
+@dataclass(slots=True)
+class Times:
+    """What a stream is about."""
+
+    alone_steps_s: list[float] = field(default_factory=list)
+    delays_s: list[float] = field(default_factory=list)
+    ttfts_s: list[float] = field(default_factory=list)
+    all_ttfts_s: list[float] = field(default_factory=list)
+    """Also of those that came beside other LS requests."""
+
+
+def warm_up(engine: Engine, args: argparse.Namespace) -> None:
+    """Serve requests of both kinds; their steps are left between two layers, and go on."""
+    rng = random.Random(77)
+    ask, left = engine.runner.safepoint, iter([True, False, False] * 4)
+    engine.runner.safepoint = lambda: next(left, False)
+    engine.generate([*(be_request(rng, args.be_prompt, 4) for _ in range(3)), ls_request(rng, args)])
+    engine.runner.safepoint = ask
 
 
 def measure_stream(model: Any, config: EngineConfig, args: argparse.Namespace, mode: str, seed: int) -> dict[str, Any]:
     """Serve the stream beside the pile and return delays, TTFTs and BE throughput."""
     rng = random.Random(seed)
-    ttfts: list[float] = []
-    be_tokens = 0
+    coming = []
+    after_s = rng.expovariate(args.rate)
+    while after_s < args.seconds:
+        coming.append((after_s, ls_request(rng, args)))
+        after_s += rng.expovariate(args.rate)
+    times, arrived_s, in_alone = Times(), dict[str, float](), set[str]()
     with Engine(model, config, profile=find_or_make_profile(model, config)) as engine:
+        warm_up(engine, args)
+        before = engine.stats()
         for _ in range(args.be):
-            engine.add(be_request(rng, args))
-        stream = Stream(engine, args, rng, has_safepoints=MODES[mode])
-        had_be = False
+            engine.add(be_request(rng, args.be_prompt, args.be_output))
+        was_alone, halted = False, before.layer_preemptions
 
         def watch(plan: StepPlan, host_works: bool, seconds: float) -> None:
-            nonlocal had_be
-            had_be = bool(plan.preemptible)
+            nonlocal was_alone, halted
+            was_alone = len(plan.preemptible) == len(plan.chunks)
+            if was_alone and halted == engine.stats().layer_preemptions:
+                times.alone_steps_s.append(seconds)
+            halted = engine.stats().layer_preemptions
 
         engine.on_step = watch
+        stream = Stream(engine, coming)
+        if MODES[mode]:
+            engine.on_safepoint = stream.announce
         began_s = time.monotonic()
         while time.monotonic() - began_s < args.seconds:
-            outputs = engine.step()
-            stream.add(during_step=had_be)
-            for output in outputs:
-                if output.service_class == "BE":
-                    be_tokens += len(output.new_token_ids)
-                    if output.finished:  # the pile never ends
-                        be_tokens += output.num_prompt_tokens
-                        engine.add(be_request(rng, args))
+            for output in engine.step():
+                if output.service_class == "BE" and output.finished:  # the pile never ends
+                    engine.add(be_request(rng, args.be_prompt, args.be_output))
                 elif output.finished and output.times is not None and output.times.first_token_s is not None:
-                    ttfts.append(output.times.first_token_s - stream.arrived_s[output.request_id])
+                    ttft_s = output.times.first_token_s - arrived_s[output.request_id]
+                    times.all_ttfts_s.append(ttft_s)
+                    if output.request_id in in_alone:
+                        times.ttfts_s.append(ttft_s)
+            ended_s = time.monotonic()
+            for request_id, arrival_s in stream.add():
+                arrived_s[request_id] = arrival_s
+                if was_alone:
+                    in_alone.add(request_id)
+                    times.delays_s.append(ended_s - arrival_s)
         seconds = time.monotonic() - began_s
-        halted = engine.stats().layer_preemptions
+        after = engine.stats()
+    be_tokens = sum(
+        counts(after)["BE"] - counts(before)["BE"]
+        for counts in (lambda stats: stats.prompt_tokens, lambda stats: stats.output_tokens)
+    )
     return {
-        "ls_requests": len(ttfts),
-        "delay_p50_s": percentile(stream.delays_s, 50),
-        "delay_p99_s": percentile(stream.delays_s, 99),
-        "ttft_p50_s": percentile(ttfts, 50),
-        "ttft_p99_s": percentile(ttfts, 99),
-        "ttft_attained": sum(ttft <= args.ttft for ttft in ttfts) / len(ttfts),
+        "ls_requests": len(times.all_ttfts_s),
+        "ls_in_be_steps": len(times.delays_s),
+        "alone_step_p50_s": percentile(times.alone_steps_s, 50),
+        "delay_p50_s": percentile(times.delays_s, 50),
+        "delay_max_s": max(times.delays_s),
+        "ttft_p50_s": percentile(times.ttfts_s, 50),
+        "ttft_max_s": max(times.ttfts_s),
+        "ttft_attained_of_all": sum(ttft_s <= args.ttft for ttft_s in times.all_ttfts_s) / len(times.all_ttfts_s),
         "be_tokens_per_s": be_tokens / seconds,
-        "chunks_halted": halted,
+        "chunks_halted": after.layer_preemptions - before.layer_preemptions,
+        "delays_s": times.delays_s,
+        "ttfts_s": times.ttfts_s,
     }
 
 
 def measure_overhead(model: Any, config: EngineConfig, args: argparse.Namespace) -> dict[str, float]:
-    """Return the median step of BE decodes with unused safepoints over that without, and both."""
+    """Return the median step of BE decodes with safepoints over that without, both, and what one look takes."""
     rng = random.Random(0)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with Engine(model, config, profile=find_or_make_profile(model, config)) as engine:
+        warm_up(engine, args)
+        engine.on_safepoint = Stream(engine, [(1e9, ls_request(rng, args))]).announce
         ask, asked = engine.runner.safepoint, True
         for _ in range(args.be):
-            engine.add(
-                Request(
-                    prompt_token_ids=[rng.randrange(1, 1000) for _ in range(32)],
-                    sampling=SamplingParams(max_tokens=2 * args.steps + 50, ignore_eos=True),
-                    service_class="BE",
-                )
-            )
+            engine.add(be_request(rng, 32, 2 * args.steps + 50))
+        while not engine.step():  # prompts
+            pass
         engine.on_step = lambda plan, host_works, taken_s: seconds[asked].append(taken_s)
-        for step in range(2 * args.steps + 20):
+        for step in range(2 * args.steps):
             asked = step % 2 == 0
             engine.runner.safepoint = ask if asked else None
             engine.step()
-    with_s, without_s = (statistics.median(seconds[key][10:]) for key in (True, False))
-    return {"ratio": with_s / without_s, "with_s": with_s, "without_s": without_s}
+        assert ask is not None
+        began_s = time.perf_counter()
+        for _ in range(1000):
+            ask()
+        look_s = (time.perf_counter() - began_s) / 1000
+    with_s, without_s = (statistics.median(seconds[key]) for key in (True, False))
+    return {"ratio": with_s / without_s, "with_s": with_s, "without_s": without_s, "look_s": look_s}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=0.7, help="LS requests a second")
-    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--rate", type=float, default=0.8, help="LS requests a second")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each mode and repeat")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=150, help="of each kind, for the overhead")
+    parser.add_argument("--step-tokens", type=int, default=1024, help="max_step_tokens: the largest BE step")
     parser.add_argument("--be", type=int, default=16)
-    parser.add_argument("--be-prompt", type=int, default=512)
-    parser.add_argument("--be-output", type=int, default=16)
+    parser.add_argument("--be-prompt", type=int, default=768)
+    parser.add_argument("--be-output", type=int, default=2)
     parser.add_argument("--ls-prompt", type=int, default=64)
-    parser.add_argument("--ttft", type=float, default=0.25)
-    parser.add_argument("--tpot", type=float, default=1.0)
+    parser.add_argument("--ls-output", type=int, default=4)
+    parser.add_argument("--ttft", type=float, default=0.2)
+    parser.add_argument("--tpot", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, default=Path(".cache/safepoints.json"))
     args = parser.parse_args()
@@ -166,15 +220,19 @@ def main() -> None:
     for repeat in range(args.repeats):
         for mode in MODES:
             config = EngineConfig(
-                scheduler="conserve", device_kv_bytes=2 << 30, host_kv_bytes=0, max_model_len=1024,
-                keep_halted=mode == "kept",
+                scheduler="conserve", device_kv_bytes=1 << 30, host_kv_bytes=0, max_model_len=1024,
+                max_step_tokens=args.step_tokens, keep_halted=mode == "kept",
             )  # fmt: skip
             runs[mode].append(measure_stream(model, config, args, mode, args.seed + repeat))
-            print(mode, runs[mode][-1], flush=True)
+            print(mode, {k: v for k, v in runs[mode][-1].items() if not isinstance(v, list)}, flush=True)
     overhead = measure_overhead(model, config, args)
     print("overhead", overhead)
     medians = {
-        mode: {key: statistics.median([run[key] for run in samples]) for key in samples[0]}
+        mode: {
+            key: statistics.median(run[key] for run in samples)
+            for key, value in samples[0].items()
+            if not isinstance(value, list)
+        }
         for mode, samples in runs.items()
     }
     results = {"medians": medians, "runs": runs, "overhead": overhead}

@@ -3,7 +3,8 @@
     python -m benchmarks.scheduling --record benchmarks/results/scheduling.json
 
 The real policies with the latency model of a measured profile (SmolLM-135M's shape; cached, or made now), driven
-without a device: a step takes what the model predicts. Up to 200 requests run, half of them LS; the others wait.
+without a device: the clock moves by 10 ms a step, and shares are of the step as the model predicts it. Up to 200
+requests run, half of them LS; the others wait.
 """
 
 from __future__ import annotations
@@ -83,13 +84,15 @@ def main() -> None:
     args = parser.parse_args()
     profile = find_or_make_profile(random_llama(**SMOLLM_135M), EngineConfig(device_kv_bytes=2 << 30))
     results: dict[str, Any] = {}
-    print(f"{'':24s}{'schedule ms':>12s}{'update ms':>11s}{'add us':>8s}{'step ms':>9s}{'in step':>9s}{'share':>8s}")
+    header = f"{'':24s}{'schedule ms':>12s}{'update ms':>11s}{'add us':>8s}{'step ms':>9s}{'in step':>9s}"
+    print(f"{header}{'schedule':>10s}{'both':>8s}")
     for count in args.requests:
         for scheduler in ("omniserve", "conserve", "bros", "sarathi", "fcfs"):
             result = results[f"{scheduler}, {count}"] = measure(scheduler, profile, count, args.steps, args.seed)
             line = f"{f'{scheduler}, {count} requests':24s}{1e3 * result['schedule_s']:12.3f}"
             line += f"{1e3 * result['update_s']:11.3f}{1e6 * result['add_s']:8.0f}{1e3 * result['step_s']:9.1f}"
-            print(f"{line}{result['requests_in_step']:9.0f}{result['schedule_share']:8.2%}", flush=True)
+            line += f"{result['requests_in_step']:9.0f}{result['schedule_share']:10.2%}{result['share']:8.2%}"
+            print(line, flush=True)
     write_record(args.record, name="scheduling", config=vars(args), seed=args.seed, results=results)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tqdm import tqdm
@@ -17,28 +15,22 @@ from omniserve.cores import CoreSplit, default_host_threads
 from omniserve.errors import EngineStopped
 from omniserve.fingerprint import fingerprint_of
 from omniserve.host.tier import HostTier
-from omniserve.kv import KV_MANAGERS
+from omniserve.kv import KV_MANAGERS, has_host_tier
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.latency import LATENCY_MODELS, CorrectedModel, HostSpeed, ModelShape, features_of
+from omniserve.latency import LATENCY_MODELS, CorrectedModel, HostSpeed, ModelShape
 from omniserve.latency.profile import Profile
 from omniserve.ops.attention import resolve_attention
 from omniserve.outputs import OutputCollector
 from omniserve.patching import PatchedModel, patch
 from omniserve.plan import HostEvent, HostEventKind, StepPlan
-from omniserve.request import SLO, Completion, Request, RequestOutput, ServiceClass
+from omniserve.request import Completion, Request, RequestOutput, ServiceClass
 from omniserve.runner import ModelRunner
 from omniserve.sampling import Sampler
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.spec import ModelSpec
 from omniserve.stats import EngineStats
+from omniserve.step_log import OpenRequest, StepLog
 from omniserve.tracing import StepTracer
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenRequest:
-    service_class: str
-    slo: SLO
-    predicted_ttft_s: float | None
 
 
 class Engine:
@@ -76,7 +68,7 @@ class Engine:
         self._clock = clock
         self._tokenizer = tokenizer
         self._outputs = OutputCollector(tokenizer)
-        self._open: dict[str, _OpenRequest] = {}
+        self._open: dict[str, OpenRequest] = {}
         """Unfinished requests, and those that ended in the step under way."""
         self._ids = itertools.count()
         self._closed = False
@@ -87,12 +79,14 @@ class Engine:
         self._num_device_blocks = _num_blocks(config.device_kv_bytes, block_bytes, "device_kv_bytes")
         host_block_bytes = self.spec.host_block_bytes(config.block_size, config.host_kv_dtype)
         manager = KV_MANAGERS.get(config.kv)
-        num_host_blocks = config.host_kv_bytes // host_block_bytes if config.kv != "paged" else 0
-        if manager.restores and num_host_blocks == 0:
+        if manager.restores and config.host_kv_bytes < host_block_bytes:
             raise ValueError(
                 f"kv={config.kv!r} keeps checkpoints in host memory, but host_kv_bytes is {config.host_kv_bytes}; "
                 f"give at least {host_block_bytes}, or set kv to paged"
             )
+        num_host_blocks = 0
+        if has_host_tier(config):
+            num_host_blocks = _num_blocks(config.host_kv_bytes, host_block_bytes, "host_kv_bytes")
         storage = DeviceKVStorage(
             self.spec,
             num_blocks=self._num_device_blocks,
@@ -117,7 +111,7 @@ class Engine:
         self.kv = manager(
             num_device_blocks=self._num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
         )
-        self._shape = ModelShape.of(self.spec)
+        shape = ModelShape.of(self.spec)
         self._latency: CorrectedModel | None = None
         if profile is not None:
             profile.require(fingerprint_of(model, config))
@@ -127,7 +121,7 @@ class Engine:
             threads = profile.fingerprint.device_threads, profile.fingerprint.shared_threads
             forecast = Forecast(
                 self._latency,
-                self._shape,
+                shape,
                 host_has_own_cores=threads[0] == threads[1],
                 host=HostSpeed.from_profile(profile),
             )
@@ -157,14 +151,9 @@ class Engine:
         """The last step had nothing to compute: everybody waits for the host tier (see ``wait``)."""
         self.on_step: Callable[[StepPlan, bool, float], None] | None = None
         """Called after each step that computed something: its plan, whether the host tier worked, its seconds."""
-        self._tracer = (
-            StepTracer(config.trace_steps, classes=config.classes) if config.trace_steps is not None else None
-        )
+        tracer = StepTracer(config.trace_steps, classes=config.classes) if config.trace_steps is not None else None
+        self._log = StepLog(shape, latency=self._latency, tracer=tracer)
         self._last_end_s: float | None = None
-        self._num_steps = 0
-        self._step_seconds = 0.0
-        self._num_device_tokens = 0
-        self._num_piggyback_rows = 0
 
     def _limits(self) -> SchedulerLimits:
         return SchedulerLimits.of(
@@ -198,7 +187,7 @@ class Engine:
         now_s = self._clock()
         arrival_s = now_s if arrival_s is None else min(arrival_s, now_s)
         predicted_s = self.scheduler.add(request_id, request, slo, now_s, arrival_s=arrival_s)
-        self._open[request_id] = _OpenRequest(request.service_class, slo, predicted_s)
+        self._open[request_id] = OpenRequest(request.service_class, slo, predicted_s)
         self._sampler.add(request_id, request.sampling, request.prompt_token_ids)
         self._outputs.open(request_id, request)
         return request_id
@@ -293,35 +282,16 @@ class Engine:
         self._last_end_s = ended_s if self.has_unfinished and not plan.is_empty else None
         if not plan.is_empty:
             seconds = ended_s - started_s
-            self._num_steps += 1
-            self._step_seconds += seconds
-            self._num_device_tokens += plan.num_device_tokens
-            self._num_piggyback_rows += len(plan.joins)
-            self._trace(plan, started_s, seconds, outputs)
-            self._learn(plan, seconds)
+            self._log.record(
+                plan, result, outputs, host_works=self.runner.host_works, started_s=started_s, seconds=seconds,
+                requests=self._open,
+            )  # fmt: skip
             if self.on_step is not None:
                 self.on_step(plan, self.runner.host_works, seconds)
         for output in outputs:
             if output.finished:
                 del self._open[output.request_id]
         return outputs
-
-    def _learn(self, plan: StepPlan, seconds: float) -> None:
-        if self._latency is not None:
-            self._latency.observe(features_of(plan, self._shape, host_works=self.runner.host_works), seconds)
-
-    def _trace(self, plan: StepPlan, started_s: float, seconds: float, outputs: Sequence[RequestOutput]) -> None:
-        if self._tracer is None:
-            return
-        features = features_of(plan, self._shape, host_works=self.runner.host_works)
-        terms: dict[str, float] = {}
-        if self._latency is not None:
-            terms = dict(zip(self._latency.term_names, self._latency.terms(features), strict=True))
-        self._tracer.record(
-            plan, started_s=started_s, seconds=seconds, features=dataclasses.asdict(features), terms=terms,
-            outputs=outputs, slos={request_id: entry.slo for request_id, entry in self._open.items()},
-            classes={request_id: entry.service_class for request_id, entry in self._open.items()},
-        )  # fmt: skip
 
     def _finish(self, output: RequestOutput, now_s: float) -> RequestOutput:
         """Look for stop strings, and forget a request that ended."""
@@ -393,10 +363,10 @@ class Engine:
             host_blocks_used=usage.host_used,
             host_blocks_total=usage.host_total,
             host_requests=sched.host_requests,
-            steps=self._num_steps,
-            step_seconds=self._step_seconds,
-            device_tokens=self._num_device_tokens,
-            piggyback_rows=self._num_piggyback_rows,
+            steps=self._log.num_steps,
+            step_seconds=self._log.seconds,
+            device_tokens=self._log.num_device_tokens,
+            piggyback_rows=self._log.num_piggyback_rows,
             output_tokens=sched.output_tokens,
             prompt_tokens=sched.prompt_tokens,
             host_output_tokens=sched.host_output_tokens,
@@ -417,8 +387,7 @@ class Engine:
         """Stop the host tier's threads; unfinished requests are dropped. A second call does nothing."""
         if not self._closed:
             self._closed = True
-            if self._tracer is not None:
-                self._tracer.close()
+            self._log.close()
             if self.host_tier is not None:
                 self.host_tier.close()
 

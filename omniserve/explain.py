@@ -9,9 +9,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from omniserve.latency import accuracy_of_errors
 from omniserve.plan import Bound
 from omniserve.request import ServiceClass
-from omniserve.tracing import Outcome, Trace, TracedStep, read_trace
+from omniserve.tracing import Outcome, Trace, TracedStep, read_steps
 
 CAUSES = ("waiting", "memory", "LS prefill", "best effort", "misprediction", "own work")
 """What a request's time goes to (see ``causes_of``)."""
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.top < 1:
         parser.error(f"argument --top: must be >= 1, got {args.top}")
     try:
-        trace = read_trace(args.file)
+        trace = read_steps(args.file)
         if not trace.steps:
             raise ValueError(f"{args.file} has no step yet; send the server some requests")
     except (OSError, ValueError) as error:
@@ -92,13 +93,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _predictions(trace: Trace, top: int) -> Iterator[str]:
     seconds = trace.steps[-1].ended_s - trace.steps[0].started_s
     yield f"{len(trace.steps)} steps in {seconds:.1f} s"
-    predicted = [(step, step.predicted_s) for step in trace.steps if step.predicted_s]
+    partial = sum(not step.is_whole for step in trace.steps)
+    if partial:
+        yield f"{partial} of them computed a part of their layers (rows left, or came back) and are not judged"
+    predicted = [(step, step.predicted_s) for step in trace.steps if step.predicted_s and step.is_whole]
     if not predicted:
-        yield "No step was predicted: the engine had no latency model."
+        if any(step.predicted_s for step in trace.steps):
+            yield "No whole step was predicted."
+        else:
+            yield "No step was predicted: the engine had no latency model."
         return
-    errors = sorted(abs(p - step.measured_s) / step.measured_s for step, p in predicted)
-    p90 = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
-    yield f"{len(predicted)} predicted: accuracy {1 - statistics.fmean(errors):.1%} on average, {1 - p90:.1%} at P90"
+    accuracy = accuracy_of_errors([abs(p - step.measured_s) / step.measured_s for step, p in predicted])
+    yield f"{len(predicted)} predicted: accuracy {accuracy.mean:.1%} on average, {accuracy.p90:.1%} at P90"
     worst = sorted(predicted, key=lambda pair: -abs(pair[0].measured_s - pair[1]))[:top]
     rows = []
     for step, p in worst:

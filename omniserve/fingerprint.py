@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 import omniserve
 from omniserve.config import EngineConfig
 from omniserve.cores import CoreSplit, available_cores, default_host_threads
+from omniserve.kv import has_host_tier
 from omniserve.latency.profile import Fingerprint
 
 
@@ -26,8 +27,7 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
     for name in ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"):
         description.pop(name, None)
     device = model.device
-    has_tier = config.host_kv_bytes > 0 and config.kv != "paged"
-    host_threads = (config.host_threads or default_host_threads(device)) if has_tier else 0
+    host_threads = (config.host_threads or default_host_threads(device)) if has_host_tier(config) else 0
     cores = CoreSplit(device=device, device_threads=config.device_threads, host_threads=host_threads)
     return Fingerprint(
         model=hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:16],

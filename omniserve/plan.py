@@ -80,11 +80,11 @@ class KVMove:
 class Bound(enum.StrEnum):
     """What kept work out of a step."""
 
-    TIME = "time"  # the step would have become longer than its bound
+    TIME = "time"  # the step would have become longer than its bound, or, of host rows, bring less a second
     TOKENS = "tokens"  # max_step_tokens
     REQUESTS = "requests"  # max_num_requests
     MEMORY = "memory"  # no device blocks
-    HOST_MEMORY = "host memory"
+    HOST_MEMORY = "host memory"  # no host blocks
     SEATS = "seats"  # max_piggyback_slots or max_piggyback_rows
     ORDER = "order"  # somebody before it was kept out, and it must not overtake
 
@@ -94,7 +94,7 @@ class LeftOut:
     """Work of one kind that could have been in a step and was not."""
 
     work: str
-    """``LS prefill``, ``BE prefill``, ``BE decode``, ``piggyback entry``, ``piggyback join``."""
+    """``LS prefill``, ``BE prefill``, ``BE decode``, ``piggyback entry``, ``piggyback join``, ``pipelined row``."""
     num_requests: int
     first_request_id: str
     bound: Bound
@@ -170,6 +170,16 @@ class StepOutput:
     computed is dropped."""
     lost: frozenset[str] = frozenset()
     """Requests of ``pipelined`` whose host attention failed: they must be recomputed."""
+
+
+def is_whole(plan: StepPlan, halted: Mapping[str, int]) -> bool:
+    """Return True if all rows of a step passed all layers: only then did it take the time of its rows.
+
+    Args:
+        plan: The step.
+        halted: Those of its requests that left it (see StepOutput).
+    """
+    return not halted and all(chunk.from_layer == 0 for chunk in plan.chunks)
 
 
 class HostEventKind(enum.StrEnum):

@@ -9,14 +9,13 @@ into the cache folder, under a name that a server with the same model, settings 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from omniserve.errors import UnsupportedModelError
 from omniserve.latency.profile import Profile, default_folder, path_in
-from omniserve.server.engine_flags import add_engine_flags, config_from
+from omniserve.server.engine_flags import add_engine_flags, config_from, positive
 from omniserve.server.loading import EngineLoader, builtin_model_path
 
 
@@ -29,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="profile to write (default: in the cache folder)")
     parser.add_argument(
-        "--time-limit", type=_seconds, default=60.0, metavar="SECONDS", help="about how long to measure (default: 60)"
+        "--time-limit", type=positive, default=60.0, metavar="SECONDS", help="about how long to measure (default: 60)"
     )
     add_engine_flags(parser)
     return parser
@@ -76,13 +75,6 @@ def _measure(loader: EngineLoader, time_limit_s: float) -> Profile:
         profile = profile_model(model, loader.config, time_limit_s=time_limit_s, progress=show)
         show("done", 1.0)
     return profile
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds > 0, got {text}")
-    return value
 
 
 if __name__ == "__main__":

@@ -68,6 +68,10 @@ class TracedStep:
     """(request id, direction, blocks, is it a checkpoint)."""
     pipelined: list[str] = field(default_factory=list)
     """Request ids of the second sub-batch."""
+    halted: dict[str, int] = field(default_factory=dict)
+    """Request id -> first layer that was not computed, of those that were asked to leave."""
+    resumed: dict[str, int] = field(default_factory=dict)
+    """Request id -> first layer that was computed, of those that had left an earlier step."""
     left_out: list[tuple[str, int, str, str]] = field(default_factory=list)
     """(work, number of requests, id of the first, bound)."""
     outcomes: list[Outcome] = field(default_factory=list)
@@ -76,6 +80,11 @@ class TracedStep:
     @property
     def ended_s(self) -> float:
         return self.started_s + self.measured_s
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all rows passed all layers: the others took less than was predicted, rightly."""
+        return not (self.halted or self.resumed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +122,7 @@ class StepTracer:
         seconds: float,
         features: Mapping[str, float],
         terms: Mapping[str, float],
+        halted: Mapping[str, int],
         outputs: Sequence[RequestOutput],
         slos: Mapping[str, SLO],
         classes: Mapping[str, str],
@@ -125,6 +135,7 @@ class StepTracer:
             seconds: How long it took.
             features: Its BatchFeatures.
             terms: Parts of its prediction; empty without a latency model.
+            halted: Request id -> first layer that was not computed, of those that left it.
             outputs: What it produced.
             slos: Request id -> objectives; of the outputs' requests at least.
             classes: Request id -> name of its class; of all requests of the plan at least.
@@ -150,6 +161,8 @@ class StepTracer:
             entries=[entry.request_id for entry in plan.entries],
             pipelined=[row.request_id for row in plan.pipelined],
             joins=[(join.request_id, join.layer) for join in plan.joins],
+            halted=dict(halted),
+            resumed={chunk.request_id: chunk.from_layer for chunk in plan.chunks if chunk.from_layer},
             moves=[(m.request_id, str(m.direction), len(m.src_block_ids), m.is_checkpoint) for m in plan.moves],
             left_out=[(o.work, o.num_requests, o.first_request_id, str(o.bound)) for o in decision.left_out],
             outcomes=[outcome for output in outputs for outcome in _outcomes(output, slos[output.request_id])],
@@ -173,7 +186,7 @@ class StepTracer:
             self._file = None
 
 
-def read_trace(path: str | Path) -> Trace:
+def read_steps(path: str | Path) -> Trace:
     """Read a trace; a last line that is not complete (the engine still writes, or was killed) is left out.
 
     Raises:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.stub_server import stub  # noqa: F401 (a fixture)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out the tests marked ``gpu`` on a machine without one; the summary counts them as skipped."""

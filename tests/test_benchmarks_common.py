@@ -8,66 +8,21 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Sequence
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import demo
 from benchmarks.common.client import LoadRequest, RequestRecord, Wire, body_of, run_load
-from benchmarks.common.record import write_record
+from benchmarks.common.record import ROOT, portable, write_record
 from benchmarks.common.server import ServerFailed, ServerProcess
-from benchmarks.common.stats import LatencySummary, percentile, summarize
+from benchmarks.common.stats import LatencySummary, summarize
 from benchmarks.common.step_loads import trace_load
-
-TOKEN_GAP_S = 0.02
-
-
-class StubHandler(BaseHTTPRequestHandler):
-    """Streams ``max_tokens`` tokens; refuses the prompt ``bad``; never ends for the prompt ``endless``."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body["prompt"] == "bad":
-            self.send_response(400)
-            self.end_headers()
-            self.wfile.write(b'{"error": {"message": "no"}}')
-            return
-        self.send_response(200)
-        self.end_headers()
-        try:
-            sent = 0
-            while body["prompt"] == "endless" or sent < body["max_tokens"]:
-                time.sleep(TOKEN_GAP_S)
-                self.event({"choices": [{"text": "x"}]})
-                sent += 1
-            self.event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": sent}})
-            self.wfile.write(b"data: [DONE]\n\n")
-        except (BrokenPipeError, ConnectionResetError):
-            self.server.disconnects += 1  # type: ignore[attr-defined]
-
-    def event(self, content: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
-        self.wfile.flush()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def stub() -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), StubHandler)
-    server.disconnects = 0  # type: ignore[attr-defined]
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+from omniserve.simulate.results import percentile
+from tests.stub_server import TOKEN_GAP_S
 
 
 def load(*prompts: str, tier: str = "priority", at_s: float = 0.0) -> list[LoadRequest]:
@@ -162,6 +117,29 @@ def test_record_says_what_ran_where(tmp_path: Path) -> None:
     assert "torch" in record["environment"]["versions"] and record["environment"]["hardware"]["cores"] >= 1
     write_record(path, name="x", config={"a": 2}, seed=7, results={})
     assert json.loads(path.read_text())["workload_hash"] != record["workload_hash"]
+
+
+def test_record_keeps_of_paths_what_other_machines_know(tmp_path: Path) -> None:
+    config = {
+        "trace": tmp_path / "trace.csv",
+        "arguments": ("--model", str(ROOT / ".cache" / "model"), "--url", "http://localhost/v1", 3, None),
+        "record": "benchmarks/results/x.json",
+    }
+    write_record(tmp_path / "a", name="x", config=config, seed=7, results={})
+    write_record(tmp_path / "b", name="x", config=config | {"trace": "/elsewhere/trace.csv"}, seed=7, results={})
+    first, second = (json.loads((tmp_path / name).read_text()) for name in "ab")
+    assert first["config"] == {
+        "trace": "trace.csv",
+        "arguments": ["--model", ".cache/model", "--url", "http://localhost/v1", 3, None],
+        "record": "benchmarks/results/x.json",
+    }
+    assert first["workload_hash"] == second["workload_hash"]
+
+
+def test_committed_records_name_no_place_of_the_machine_they_were_made_on() -> None:
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        config = json.loads(path.read_text())["config"]
+        assert portable(config) == config, path.name
 
 
 def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import random
@@ -21,7 +20,6 @@ from benchmarks.common.co_summary import medians, summarize_co_serving
 from benchmarks.common.loads import Arrivals, TraceSlice, backlog, poisson_stream
 from omniserve.sched import SCHEDULERS
 from omniserve.simulate.load import TraceRequest
-from tests.test_benchmarks_common import stub  # noqa: F401 (a fixture)
 
 # -- loads ----------------------------------------------------------------------------------------------------------
 
@@ -255,7 +253,6 @@ def test_records_of_one_load_are_joined_and_of_two_refused(tmp_path: Path) -> No
         joined_records([ours, longer])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the bench extra is not installed")
 def test_plots_are_drawn_from_rows(tmp_path: Path) -> None:
     runs = [run_of(name, a, b, rate) for rate in (1.0, 2.0) for name, a, b in (("a", 1.0, 9.0), ("b", 0.2, 99.0))]
     path = tmp_path / "new" / "plot.svg"
@@ -266,7 +263,7 @@ def test_plots_are_drawn_from_rows(tmp_path: Path) -> None:
 
 
 def test_any_server_of_the_api_can_be_measured(
-    stub: ThreadingHTTPServer,  # noqa: F811
+    stub: ThreadingHTTPServer,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -72,7 +71,6 @@ ROWS = {
 }
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the bench extra is not installed")
 def test_shares_are_plotted(tmp_path: Path) -> None:
     report.plot_shares(ROWS, tmp_path / "plots" / "shares.png")
     assert (tmp_path / "plots" / "shares.png").read_bytes().startswith(b"\x89PNG")

@@ -161,9 +161,18 @@ def test_top_limits_the_worst(explain):
     assert table(text, "Missed objectives by main cause")[0][-1] == "5"
 
 
+def test_steps_of_some_layers_only_are_not_judged(explain):
+    fields = {"halted": {"x": 3}, "resumed": {}}, {"halted": {}, "resumed": {"x": 3}}, {}
+    steps = [step(i, i + 1, BEST_EFFORT, predicted_s=i + 2, **fields[i]) for i in range(3)]
+    text = explain(steps)
+    assert "2 of them computed a part of their layers" in text
+    assert "1 predicted: accuracy -200.0%" in text
+    assert "No whole step was predicted.\n" in explain(steps[:2])
+
+
 def test_engine_without_latency_model(explain):
     text = explain([step(0, 1, OWN, outcomes=[outcome(from_s=0, to_s=1)])])
-    assert "No step was predicted" in text
+    assert "No step was predicted: the engine had no latency model" in text
     assert table(text, "Missed objectives by main cause") == [["LS", "ttft", "own work", "1"]]
 
 

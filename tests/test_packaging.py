@@ -16,12 +16,12 @@ import omniserve
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "omniserve"
 
-# Which rooms a room may import from (design: server -> engine -> {sched, runner} -> {kv, layers, host} -> ops).
+# Which rooms a room may import from (server -> engine -> {sched, runner} -> {latency, kv, layers, host} -> ops).
 # Leaves are plain data that everybody may use; `plain` rooms must stay free of torch, models and ops.
 LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats"}
 ENGINE = {
     "engine", "runner", "pipelining", "safepoint", "sampling", "outputs", "step_inputs", "detokenizer", "cores",
-    "fingerprint",
+    "fingerprint", "step_log",
 }  # fmt: skip
 ALLOWED = {
     "ops": set(),
@@ -33,7 +33,7 @@ ALLOWED = {
     "sched": {"kv", "latency"},
     "simulate": {"sched", "kv", "latency"},
     "tracing": set(),
-    "explain": {"tracing"},
+    "explain": {"latency", "tracing"},
     "profiling": {"engine", "cores", "fingerprint", "host", "kv", "latency", "ops", "patching", "step_inputs"},
     "server": {
         "engine", "detokenizer", "patching", "layers", "sched", "kv", "ops", "latency", "profiling", "builtin_model",

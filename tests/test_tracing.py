@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -21,7 +22,7 @@ from omniserve.plan import (
     StepPlan,
 )
 from omniserve.request import SLO, FinishReason, RequestOutput, RequestTimes
-from omniserve.tracing import Outcome, StepTracer, read_trace
+from omniserve.tracing import Outcome, StepTracer, read_steps
 
 CLASSES = {"a": "LS", "b": "LS", "x": "BE", "y": "BE", "z": "BE"}
 
@@ -64,17 +65,17 @@ def output(request_id="a", *, num_new=1, num_output=1, reason=None, times=None):
     )
 
 
-def record(tracer, plan=PLAN, *, outputs=(), slos=None, terms=None):
+def record(tracer, plan=PLAN, *, outputs=(), slos=None, terms=None, halted=None):
     tracer.record(
-        plan, started_s=10.0, seconds=0.25, features={"seats": 4}, terms=terms or {}, outputs=outputs,
-        slos=slos or {}, classes=CLASSES,
+        plan, started_s=10.0, seconds=0.25, features={"seats": 4}, terms=terms or {}, halted=halted or {},
+        outputs=outputs, slos=slos or {}, classes=CLASSES,
     )  # fmt: skip
 
 
 def written(tmp_path, **kwargs):
     tracer = StepTracer(tmp_path / "steps", classes=DEFAULT_CLASSES)
     record(tracer, **kwargs)
-    [step] = read_trace(tmp_path / "steps").steps  # there before the tracer is closed
+    [step] = read_steps(tmp_path / "steps").steps  # there before the tracer is closed
     tracer.close()
     return step
 
@@ -109,6 +110,15 @@ def test_line_tells_the_step(tmp_path):
     assert step.moves == [["x", "to_host", 2, True]]
     assert step.left_out == [["BE prefill", 2, "q", "time"]]
     assert step.outcomes == []
+    assert step.is_whole
+
+
+def test_step_of_rows_that_left_or_came_back_is_not_whole(tmp_path):
+    back = StepPlan(step_id=0, chunks=(chunk("a", 2), dataclasses.replace(chunk("x", 2), from_layer=5)))
+    step = written(tmp_path, plan=back)
+    assert (step.halted, step.resumed, step.is_whole) == ({}, {"x": 5}, False)
+    step = written(tmp_path, halted={"x": 3})
+    assert (step.halted, step.resumed, step.is_whole) == ({"x": 3}, {}, False)
 
 
 def test_policy_that_predicts_nothing(tmp_path):
@@ -170,10 +180,10 @@ def test_partial_last_line_is_left_out(tmp_path):
         record(tracer)
     tracer.close()
     whole = path.read_text()
-    assert len(read_trace(path).steps) == 2
+    assert len(read_steps(path).steps) == 2
     for cut in (1, 30):
         path.write_text(whole[:-cut])
-        assert len(read_trace(path).steps) == 1
+        assert len(read_steps(path).steps) == 1
 
 
 @pytest.mark.parametrize(
@@ -183,10 +193,10 @@ def test_file_that_is_no_trace(tmp_path, content):
     path = tmp_path / "steps"
     path.write_text(content)
     with pytest.raises(ValueError, match="is no trace of steps; make one with --trace-steps"):
-        read_trace(path)
+        read_steps(path)
     path.write_bytes(b"\xff\xfe\n")
     with pytest.raises(ValueError, match="is no trace of steps"):
-        read_trace(path)
+        read_steps(path)
 
 
 @pytest.mark.parametrize("damage", ["{", json.dumps({"step": 3}), "7"])
@@ -198,4 +208,4 @@ def test_damaged_line_is_named(tmp_path, damage):
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines, damage, lines[-1], ""]))
     with pytest.raises(ValueError, match="line 3: this is no traced step"):
-        read_trace(path)
+        read_steps(path)

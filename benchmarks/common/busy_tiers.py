@@ -66,7 +66,6 @@ class AttentionLoad:
         )  # fmt: skip
         blocks_each = -(-settings.context_len // BLOCK_SIZE)
         num_blocks, self._num_slots = settings.num_requests * blocks_each, settings.num_requests
-        self._all_cpus = tuple(all_cpus)
         self.tier = HostTier(
             spec=spec, dtype=torch.bfloat16, block_size=BLOCK_SIZE,
             kv_bytes=num_blocks * spec.host_block_bytes(BLOCK_SIZE), num_slots=self._num_slots,

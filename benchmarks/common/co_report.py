@@ -116,7 +116,7 @@ def plot(rows: Sequence[Row], runs: Sequence[Row], path: Path) -> None:
 
 
 def _draw_frontier(
-    panel: Any, rows: Sequence[tuple[Row, bool]], runs: Sequence[tuple[Row, bool]], colours: Row
+    panel: Any, rows: Sequence[tuple[Row, bool]], runs: Sequence[tuple[Row, bool]], colours: Mapping[str, Any]
 ) -> None:
     best = sorted((row[BE_RATE], row[ATTAINED]) for row, is_best in rows if is_best)
     panel.plot(*zip(*best, strict=True), color="grey", linewidth=0.8, linestyle="--", zorder=1)

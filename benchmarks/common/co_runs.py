@@ -16,10 +16,9 @@ from benchmarks.common.co_load import CoServingLoad
 from benchmarks.common.co_summary import medians, summarize_co_serving
 from benchmarks.common.driving import drive
 from benchmarks.common.other_load import OtherLoad
-from benchmarks.common.server import OutsideServer, Server, ServerProcess, read_metrics
+from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, OutsideServer, Server, ServerProcess, read_metrics
 
 WARM_UP_S = 120.0
-BE_TOKENS, HOST_TOKENS = 'omniserve_output_tokens_total{service_class="BE"}', "omniserve_host_output_tokens_total"
 COUNTERS = {
     "preemptions": "omniserve_preemptions_total",
     "swaps_out": 'omniserve_swaps_total{direction="out"}',

@@ -41,7 +41,7 @@ def summarize_co_serving(
     be_end_s = math.inf
     if be:
         finished = all(record.finished for record in be)
-        be_end_s = max((record.last_token_s or 0.0 for record in be), default=0.0) if finished else end_s
+        be_end_s = max(record.last_token_s or 0.0 for record in be) if finished else end_s
         tokens = sum(_tokens_until(record, end_s) for record in be)
         result |= {"be_tokens_per_s": tokens / be_end_s, "be_end_s": be_end_s, "be_finished": finished}
         if stream_s is not None:

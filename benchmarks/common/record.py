@@ -26,7 +26,8 @@ def environment() -> dict[str, Any]:
 
 
 def write_record(path: Path, *, name: str, config: Mapping[str, Any], seed: int, results: Mapping[str, Any]) -> None:
-    """Write one record; dataclasses in ``results`` become objects.
+    """Write one record; dataclasses become objects, and of absolute paths in ``config`` only what means something on
+    other machines is kept (see ``portable``).
 
     Args:
         path: File to write; its folder is made.
@@ -35,18 +36,40 @@ def write_record(path: Path, *, name: str, config: Mapping[str, Any], seed: int,
         seed: Seed of the workload.
         results: Summaries and raw per-request times.
     """
-    config_text = json.dumps({"config": dict(config), "seed": seed}, sort_keys=True, default=str)
+    config = portable(config)
+    config_text = json.dumps({"config": config, "seed": seed}, sort_keys=True)
     record = {
         "benchmark": name,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": environment(),
-        "config": dict(config),
+        "config": config,
         "seed": seed,
         "workload_hash": hashlib.sha256(config_text.encode()).hexdigest()[:16],
         "results": dict(results),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1, default=_plain) + "\n")
+
+
+def portable(value: Any) -> Any:
+    """Return a setting as JSON knows it; a path within the project from its root, any other absolute path as its name.
+
+    Args:
+        value: What ``json`` takes, dataclasses, mappings, sequences and paths of these; anything else becomes its text.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [portable(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = str(value)
+    path = Path(text)
+    if not path.is_absolute():
+        return text
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def _plain(value: object) -> object:

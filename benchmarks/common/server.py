@@ -16,6 +16,8 @@ from typing import Protocol
 import httpx
 
 STOP_TIMEOUT_S = 30.0
+BE_TOKENS = 'omniserve_output_tokens_total{service_class="BE"}'
+HOST_TOKENS = "omniserve_host_output_tokens_total"
 
 
 class ServerFailed(RuntimeError):

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.common.client import RequestRecord
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the linearly interpolated percentile (as NumPy's default); NaN for no values.
-
-    Raises:
-        ValueError: ``percent`` is outside [0, 100].
-    """
-    if not 0 <= percent <= 100:
-        raise ValueError(f"percent must be in [0, 100], got {percent}")
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+from omniserve.simulate.results import percentile
 
 
 @dataclass(frozen=True, kw_only=True)

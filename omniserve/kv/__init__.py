@@ -1,6 +1,6 @@
 """KV managers: who owns which block on which tier. Ids only; the tensors are in ``storage``."""
 
-from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
+from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier, has_host_tier
 from omniserve.kv.incremental import IncrementalKVManager
 from omniserve.kv.paged import PagedKVManager
 from omniserve.kv.tiered import TieredKVManager
@@ -14,4 +14,5 @@ __all__ = [
     "PagedKVManager",
     "Tier",
     "TieredKVManager",
+    "has_host_tier",
 ]

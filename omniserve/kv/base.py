@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from omniserve.config import EngineConfig
 from omniserve.plan import KVMove, MoveDirection
 from omniserve.registry import Registry
 
@@ -55,6 +56,8 @@ class KVManager(ABC):
         block_size: Tokens per block.
     """
 
+    uses_host: ClassVar[bool] = True
+    """KV may live on the host, or be copied there: an engine with it has a host tier if ``host_kv_bytes`` is not 0."""
     restores: ClassVar[bool] = False
     """Checkpoints outlive an eviction: they are worth making whether or not requests move to the host."""
 
@@ -217,3 +220,12 @@ class KVManager(ABC):
 
 
 KV_MANAGERS: Registry[type[KVManager]] = Registry("KV manager", package="omniserve.kv")
+
+
+def has_host_tier(config: EngineConfig) -> bool:
+    """Return whether an engine with this configuration has a host tier.
+
+    Raises:
+        ValueError: There is no such KV manager.
+    """
+    return config.host_kv_bytes > 0 and KV_MANAGERS.get(config.kv).uses_host

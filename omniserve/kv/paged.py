@@ -11,6 +11,8 @@ from omniserve.plan import KVMove, MoveDirection
 class PagedKVManager(KVManager):
     """Paged KV on the device; nothing ever moves. What does not fit is recomputed (vLLM's default)."""
 
+    uses_host = False
+
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self._pool = BlockPool(num_device_blocks, "device")

@@ -4,7 +4,7 @@ Importing this registers the built-in models in LATENCY_MODELS; scikit-learn is 
 """
 
 from omniserve.latency import bros, conserve, omniserve
-from omniserve.latency.accuracy import Accuracy, accuracy_of
+from omniserve.latency.accuracy import Accuracy, accuracy_of, accuracy_of_errors
 from omniserve.latency.base import LATENCY_MODELS, LatencyModel, Predictor
 from omniserve.latency.correction import CorrectedModel
 from omniserve.latency.features import BatchFeatures, ModelShape, features_of
@@ -24,6 +24,7 @@ __all__ = [
     "ProfileMismatch",
     "StepSample",
     "accuracy_of",
+    "accuracy_of_errors",
     "bros",
     "conserve",
     "features_of",

@@ -31,6 +31,10 @@ def accuracy_of(model: Predictor, samples: Sequence[StepSample]) -> Accuracy:
     """
     if not samples:
         raise ValueError("an accuracy needs measured steps, got none")
-    errors = sorted(abs(model.step_s(s.features) - s.seconds) / s.seconds for s in samples)
-    nearest_rank = math.ceil(0.9 * len(errors)) - 1
-    return Accuracy(mean=1 - sum(errors) / len(errors), p90=1 - errors[nearest_rank])
+    return accuracy_of_errors([abs(model.step_s(s.features) - s.seconds) / s.seconds for s in samples])
+
+
+def accuracy_of_errors(errors: Sequence[float]) -> Accuracy:
+    """Return the accuracy of predictions that were off by these relative errors, one at least; P90 is nearest rank."""
+    ordered = sorted(errors)
+    return Accuracy(mean=1 - sum(ordered) / len(ordered), p90=1 - ordered[math.ceil(0.9 * len(ordered)) - 1])

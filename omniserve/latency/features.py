@@ -82,30 +82,6 @@ class ModelShape:
             total += layers * _keys_seen(start, count, window)
         return total / self.num_layers
 
-    def with_chunk(self, features: BatchFeatures, start: int, count: int, *, samples: bool) -> BatchFeatures:
-        """Return the features with one more device chunk: rows at positions ``[start, start + count)``, count >= 1."""
-        decodes = count == 1
-        load = self.load(start, count)
-        return BatchFeatures(
-            prefill_requests=features.prefill_requests + (not decodes),
-            prefill_tokens=features.prefill_tokens + (0 if decodes else count),
-            prefill_context=features.prefill_context + (0 if decodes else start),
-            prefill_load=features.prefill_load + (0.0 if decodes else load),
-            decode_requests=features.decode_requests + decodes,
-            decode_context=features.decode_context + (start if decodes else 0),
-            decode_load=features.decode_load + (load if decodes else 0.0),
-            sampled_rows=features.sampled_rows + samples,
-            seats=features.seats,
-            piggyback_rows=features.piggyback_rows,
-            piggyback_layers=features.piggyback_layers,
-            dense_layers=self.num_layers,
-            host_works=features.host_works,
-            pipelined_rows=features.pipelined_rows,
-            pipelined_load=features.pipelined_load,
-            pipelined_layers=features.pipelined_layers,
-            swap_bytes=features.swap_bytes,
-        )
-
 
 def _keys_seen(start: int, count: int, window: int) -> int:
     """Sum of min(i, window) over i in ``[start + 1, start + count]``; window 0 is none."""

@@ -30,15 +30,14 @@ class HostSpeed:
         per_key_s, per_request_s, per_call_s = fit_terms(rows, [row[-1] for row in profile.host_attention])
         return cls(per_key_s, per_request_s, per_call_s, max(1, profile.fingerprint.host_threads))
 
-    def __call__(self, requests: int, context: float, threads: int | None = None) -> float:
-        """Return the seconds for one layer's tasks.
+    def __call__(self, requests: int, context: float) -> float:
+        """Return the seconds for one layer's tasks on all host threads.
 
         Args:
             requests: Tasks.
             context: Keys of all of them together.
-            threads: Host threads that work on them; None: all.
         """
         if requests <= 0:
             return 0.0
         work_s = self.per_key_s * context + self.per_request_s * requests
-        return work_s / (threads or self.threads) + self.per_call_s
+        return work_s / self.threads + self.per_call_s

@@ -97,20 +97,6 @@ class OmniServeModel(LatencyModel):
     def terms(self, features: BatchFeatures) -> tuple[float, ...]:
         return tuple([scale * x for scale, x in zip(self.scales, self._quantities(features), strict=True)])
 
-    def piggyback_layer_s(self, features: BatchFeatures, seats: int, rows: int) -> float:
-        """Return w: the seconds that ``rows`` tokens in ``seats`` seats add to one layer of a step.
-
-        Args:
-            features: The step without them.
-            seats: P, with which the halves have as many rows more.
-            rows: Occupied seats.
-        """
-        n, shared = features.rows, features.host_works
-        more_dense = self._dense_s(n + seats, shared) - self._dense_s(n, shared)
-        per_pass, per_seat, per_call, per_row = self._piggyback
-        measured = per_pass + per_seat * seats + (per_call + per_row * rows if rows else 0.0)
-        return more_dense + self.scales[8] * measured + (self.scales[9] if rows else 0.0)
-
     def _dense_s(self, rows: int, shared: bool) -> float:
         """Return the seconds of a layer's halves, scaled."""
         seconds = self._dense[shared](rows)

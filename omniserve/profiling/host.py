@@ -178,10 +178,12 @@ def measure_host(
     cores.apply(host_works=True)
     attention: list[tuple[float, ...]] = []
     counts = sorted({1, fingerprint.host_threads})
-    for threads in counts:
+    began = timer.spent
+    for number, threads in enumerate(counts):
+        end = began + (_HOST_END - 0.06 - began) * (number + 1) / len(counts)
         with _host_bench(model, config, threads) as bench:
             kind = f"host attention, {threads} threads"
-            for _ in _rounds(timer, _HOST_END - 0.06):
+            for _ in _rounds(timer, end):
                 for requests, context in bench.grid():
                     progress("host attention", timer.spent)
                     timer.add(kind, (requests, context), bench.attention(requests, context))

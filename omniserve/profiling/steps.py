@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from omniserve.config import EngineConfig
 from omniserve.engine import Engine
+from omniserve.kv import has_host_tier
 from omniserve.latency import BatchFeatures, ModelShape, StepSample, features_of
 from omniserve.patching import PatchedModel
 from omniserve.plan import StepPlan
@@ -167,7 +168,7 @@ def measure_mixed_steps(
     roomy = min(config.device_kv_bytes, round(2 * _MEAN_ACTIVE) * blocks_each * block_bytes)
     tight = min(config.device_kv_bytes, max(2 * blocks_each, round(_MEAN_ACTIVE * blocks_each / 4)) * block_bytes)
     host_bytes = min(config.host_kv_bytes, 2 * roomy)
-    has_tier = config.kv != "paged" and host_bytes >= spec.host_block_bytes(config.block_size, config.host_kv_dtype)
+    has_tier = has_host_tier(config) and host_bytes >= spec.host_block_bytes(config.block_size, config.host_kv_dtype)
     pools = [(roomy, 0), (tight, host_bytes)] if has_tier else [(roomy, 0)]
     samples: list[StepSample] = []
     began = timer.spent

@@ -109,8 +109,10 @@ class ConServeScheduler(RequestScheduler):
         if self.waiting[LS] or self.residents.queue:
             return  # their memory is not for newcomers
         for state in self.waiting[BE]:
-            if not self.admit(batch, state, bound_s=bound_s) or not batch.samples(state):
+            if not self.admit(batch, state, bound_s=bound_s):
                 return
+            if state.phase is not Phase.MOVING and not batch.samples(state):
+                return  # what is copied back takes nothing of the step
 
     def _best_size(self, forecast: Forecast) -> int:
         """Return how many tokens a step of BE work has at most for the best predicted throughput (offline mode).

@@ -14,7 +14,7 @@ from omniserve.sched.base import SCHEDULERS
 from omniserve.sched.batch import Batch
 from omniserve.sched.omniserve import OmniServeScheduler
 from omniserve.sched.policy import HostRows
-from omniserve.sched.state import RequestState
+from omniserve.sched.state import Phase, RequestState
 
 _MOST_FOR_HOST_ROWS = 0.5
 
@@ -58,8 +58,11 @@ class NEOScheduler(OmniServeScheduler):
     def run_through(self, batch: Batch, states: Sequence[RequestState], count: int) -> HostRows:
         """Make a second sub-batch of the first ``count`` of ``states`` (those of them that get host blocks)."""
         rows = second_batch.rows_of(self.residents, states[:count], self.host_blocks_for)
-        if len(rows) < len(states):
-            self.leave_out("pipelined row", len(states) - len(rows), "", Bound.TIME)
+        self.leave_out("pipelined row", count - len(rows), "", Bound.HOST_MEMORY)
+        self.leave_out("pipelined row", len(states) - count, "", Bound.TIME)
+        if count > 0 and not rows and all(state.phase is Phase.HOST for state in states[:count]):
+            # Those with seats are the oldest, and wait for blocks: who gives way is the youngest, which has no seat.
+            self.preempt(next(state for state in reversed(self.residents.queue) if state.away is None))
         if batch.load is not None:
             taken = {row.request_id for row in rows}
             second_batch.put(

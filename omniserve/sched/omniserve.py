@@ -215,7 +215,10 @@ class OmniServeScheduler(RequestScheduler):
         return bound
 
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
-        """Return d w, the time that device BE work leaves for results that wait (3.3.4, erratum in the design)."""
+        """Return d w, the time that device BE work leaves for results that wait.
+
+        Paper: OmniServe 3.3.4, whose text gives the stricter bound to steps *without* results; it means the others.
+        """
         if batch.load is None:
             return 0.0
         ready = self.residents.num_ready
@@ -324,8 +327,11 @@ class OmniServeScheduler(RequestScheduler):
         entries = self.residents.plan_entries(self.host_blocks_for, min(num_entries, allowed)) if allowed else []
         joins = self.residents.plan_joins(chosen.rows - len(entries), chosen.seats) if chosen.seats else []
         bound = Bound.TIME if chosen.rows < min(self.max_piggyback_rows, sum(ready) + num_entries) else Bound.SEATS
+        # Who stands at a token boundary has been asked in turn until the seats were taken.
+        lacks_blocks = len(entries) < min(num_entries, allowed)
+        entry_bound = Bound.HOST_MEMORY if lacks_blocks else bound
         if num_entries > len(entries):
-            self.leave_out("piggyback entry", num_entries - len(entries), "", bound)
+            self.leave_out("piggyback entry", num_entries - len(entries), "", entry_bound)
         if sum(ready) > len(joins):
             self.leave_out("piggyback join", sum(ready) - len(joins), "", bound)
         rows = HostRows(entries=entries, joins=joins)

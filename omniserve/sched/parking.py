@@ -51,6 +51,8 @@ class Parking:
         scheduler = self._scheduler
         if not scheduler.waiting[LS]:
             for state in parked:
+                if scheduler.num_admitted(BE) >= scheduler.limits.max_num_requests:
+                    break
                 others = sum(map(len, scheduler.device.values())) + len(scheduler.moving)
                 reserve = scheduler.limits.ls_reserve_blocks + others + 1 if others else 0
                 move = scheduler.start_move(state, MoveDirection.TO_DEVICE, reserve_blocks=reserve)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from omniserve.kv.base import Tier
-from omniserve.plan import Bound, Decision, KVMove, PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.plan import Bound, Decision, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.request import ServiceClass
 from omniserve.sched.batch import Batch
 from omniserve.sched.lifecycle import RequestLifecycle
@@ -45,7 +45,7 @@ class RequestScheduler(RequestLifecycle):
         One that has to be restored first takes its blocks and nothing of the batch: it is MOVING then, and on the
         device when the copy is done.
         """
-        if self._num_admitted(state.kind) >= self.limits.max_num_requests:
+        if self.num_admitted(state.kind) >= self.limits.max_num_requests:
             batch.refused_by = Bound.REQUESTS
             return False
         if self.needs_restore(state):
@@ -89,12 +89,15 @@ class RequestScheduler(RequestLifecycle):
                 if state.phase is Phase.DEVICE and state.decodes is decodes and state not in batch:
                     self.run_or_preempt(batch, state, victims)
 
-    def _num_admitted(self, kind: ServiceClass) -> int:
-        """Return how many requests count against the limit of a request of this kind."""
+    def num_admitted(self, kind: ServiceClass) -> int:
+        """Return how many requests, on the device or on their way to it, count against the limit of this kind.
+
+        Those on their way to the host do not; one that fails to get there comes on top.
+        """
         # BE requests never use up the seats of LS ones.
         kinds = (LS,) if kind is LS else (LS, BE)
-        num_restored = sum(state.slot < 0 and state.kind in kinds for state, _ in self.moving.values())
-        return num_restored + sum(len(self.device[kind]) for kind in kinds)
+        incoming = (state for state, move in self.moving.values() if move.direction is MoveDirection.TO_DEVICE)
+        return sum(state.kind in kinds for state in incoming) + sum(len(self.device[kind]) for kind in kinds)
 
     def run_or_preempt(
         self,
@@ -198,7 +201,7 @@ class RequestScheduler(RequestLifecycle):
     def _prefetch(self) -> None:
         """Restore the first BE request in line while it waits for its turn, if memory is left. Paper: conserve 4.4."""
         first = next(iter(self.waiting[BE]), None)
-        if first is None or len(self.waiting[LS]) or self._num_admitted(BE) >= self.limits.max_num_requests:
+        if first is None or len(self.waiting[LS]) or self.num_admitted(BE) >= self.limits.max_num_requests:
             return
         if self.needs_restore(first):
             # Each device request may need one more block soon.

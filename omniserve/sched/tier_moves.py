@@ -146,6 +146,8 @@ class TierMoves:
             self._light_since_s = self._now_s
         if self._now_s - self._light_since_s < self._limits.swap_in_delay_s:
             return
+        if scheduler.num_admitted(BE) >= self._limits.max_num_requests:
+            return
         for state in scheduler.residents.queue:
             if state.away is not None or not self._has_stayed(state):
                 continue

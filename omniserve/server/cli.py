@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from omniserve.server.engine_flags import add_engine_flags, config_from, integer, number
+from omniserve.server.engine_flags import add_engine_flags, config_from, integer, number, positive
 from omniserve.server.loading import BUILTIN_MODEL_NAME, EngineLoader, builtin_model_path
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     profile.add_argument("--no-profile", action="store_true", help="predict no latencies: objectives are not enforced")
     parser.add_argument(
         "--profile-time-limit",
-        type=_positive,
+        type=positive,
         default=30.0,
         metavar="SECONDS",
         help="how long the start may measure if there is no profile yet (default: %(default)s)",
@@ -91,10 +91,3 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
         with_profile=not args.no_profile,
     )
     return options, loader
-
-
-def _positive(text: str) -> float:
-    value = number(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("must be > 0, got 0")
-    return value

@@ -34,6 +34,14 @@ def number(text: str) -> float:
     return value
 
 
+def positive(text: str) -> float:
+    """Read a finite number > 0; an argparse type."""
+    value = number(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"must be a number > 0, got {text}")
+    return value
+
+
 def _gib(text: str) -> int:
     return int(number(text) * GIB)
 

@@ -89,11 +89,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.plot is not None:
             require_matplotlib()
+    except RuntimeError as error:
+        return _refuse(parser, error)
+    try:
         _Program(args).run()
-    except (OSError, ValueError, RuntimeError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
+    except (OSError, ValueError) as error:
+        return _refuse(parser, error)
     return 0
+
+
+def _refuse(parser: argparse.ArgumentParser, error: Exception) -> int:
+    print(f"{parser.prog}: error: {error}", file=sys.stderr)
+    return 2
 
 
 class _Program:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from omniserve.config import EngineConfig
-from omniserve.kv import KV_MANAGERS, Tier
+from omniserve.kv import KV_MANAGERS, has_host_tier
 from omniserve.latency import CorrectedModel, Predictor, features_of
-from omniserve.plan import HostEvent, SampledToken, StepOutput, StepPlan
+from omniserve.plan import HostEvent, SampledToken, StepOutput, StepPlan, is_whole
 from omniserve.request import Request, RequestOutput, ServiceClass
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.sched.base import SchedulerStats
@@ -66,7 +66,7 @@ class SimulatedEngine:
         self.machine = machine
         self.num_device_blocks = config.device_kv_bytes // block_bytes
         num_host_blocks = 0
-        if config.kv != "paged" and machine.hosts:
+        if has_host_tier(config) and machine.hosts:
             num_host_blocks = config.host_kv_bytes // spec.host_block_bytes(config.block_size, config.host_kv_dtype)
         self.tier: SimulatedHostTier | None = None
         if num_host_blocks:
@@ -163,10 +163,6 @@ class SimulatedEngine:
         """Return the scheduler's gauges and counters."""
         return self.scheduler.stats()
 
-    def device_share_used(self) -> float:
-        """Return which share of the device's KV pool is in use."""
-        return 1.0 - self.kv.num_free(Tier.DEVICE) / self.num_device_blocks
-
     def _host_events(self) -> list[HostEvent]:
         return self.tier.poll(self.now_s) if self.tier is not None else []
 
@@ -179,7 +175,7 @@ class SimulatedEngine:
             seconds, halted = self._layer_by_layer(plan, host_works, factor)
         else:
             seconds = factor * self.machine.device.step_s(features)
-        if self._corrected is not None:
+        if self._corrected is not None and is_whole(plan, halted):
             self._corrected.observe(features, seconds)
         return seconds, halted
 

@@ -106,7 +106,6 @@ class SimulatedHostTier:
         self._in_hand = self._tasks_in_hand = 0
         self.busy_s = 0.0
         """Counter: seconds that hosts spent attending, summed over hosts."""
-        self.num_tasks = 0
         """Counter: attention tasks taken."""
 
     @property
@@ -200,7 +199,6 @@ class SimulatedHostTier:
         self._hosts[index].queue.append((at_s, seconds, seconds * node.num_threads / threads + node.latency_s, event))
         self._in_hand += 1
         self._tasks_in_hand += 1
-        self.num_tasks += 1
         self.busy_s += seconds
 
     def _serve(self, server: _Server, now_s: float) -> None:

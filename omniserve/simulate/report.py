@@ -32,11 +32,11 @@ class Row:
     """What differs from the command line; empty: nothing."""
 
 
-def table(rows: Sequence[Row], ls: str = "LS", be: str = "BE") -> str:
+def table(rows: Sequence[Row]) -> str:
     """Return a plain-text table of simulations."""
     lines = [_HEADER]
     for row in rows:
-        first, second = row.result.classes[ls], row.result.classes[be]
+        first, second = row.result.classes["LS"], row.result.classes["BE"]
         lines.append(
             (
                 row.scheduler + (f", {row.variant}" if row.variant else ""),
@@ -83,7 +83,7 @@ def require_matplotlib() -> Any:
         ) from error
 
 
-def plot(path: Path, rows: Sequence[Row], *, title: str, ls: str = "LS", be: str = "BE") -> None:
+def plot(path: Path, rows: Sequence[Row], *, title: str) -> None:
     """Draw SLO attainment and best-effort throughput over the LS rate, a line for each scheduler.
 
     Raises:
@@ -94,8 +94,8 @@ def plot(path: Path, rows: Sequence[Row], *, title: str, ls: str = "LS", be: str
     for scheduler in dict.fromkeys(row.scheduler for row in rows):
         group = sorted((row for row in rows if row.scheduler == scheduler), key=lambda row: row.rate)
         rates = [row.rate for row in group]
-        left.plot(rates, [row.result.classes[ls].attainment for row in group], marker="o", label=scheduler)
-        right.plot(rates, [row.result.classes[be].output_tokens_per_s for row in group], marker="o", label=scheduler)
+        left.plot(rates, [row.result.classes["LS"].attainment for row in group], marker="o", label=scheduler)
+        right.plot(rates, [row.result.classes["BE"].output_tokens_per_s for row in group], marker="o", label=scheduler)
     for axes, name in ((left, "share of LS requests that met their SLO"), (right, "best-effort output tokens/s")):
         axes.set(xlabel="LS requests/s", ylabel=name, ylim=(0, None))
         axes.grid(alpha=0.3)

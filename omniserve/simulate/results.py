@@ -98,13 +98,20 @@ class Result:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the linearly interpolated percentile of ascending values; NaN for none."""
+    """Return the linearly interpolated percentile (as NumPy's default); NaN for no values.
+
+    Raises:
+        ValueError: ``percent`` is outside [0, 100].
+    """
+    if not 0 <= percent <= 100:
+        raise ValueError(f"percent must be in [0, 100], got {percent}")
     if not values:
         return math.nan
-    place = (len(values) - 1) * percent / 100
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * (place - low)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def summarise(
@@ -120,8 +127,8 @@ def summarise(
         prompt_tokens: Of prompts whose first token was sampled by its end.
     """
     group = list(requests)
-    ttfts = sorted(r.ttft_s for r in group if r.ttft_s is not None)
-    tpots = sorted(r.tpot_s for r in group if r.tpot_s is not None)
+    ttfts = [r.ttft_s for r in group if r.ttft_s is not None]
+    tpots = [r.tpot_s for r in group if r.tpot_s is not None]
     count = len(group)
     met = sum(r.meets_ttft(slo) and r.meets_tpot(slo) for r in group)
     return ClassResult(

@@ -134,6 +134,12 @@ class _Run:
             )
         self._pile: Iterator[tuple[int, Request]] = iter(())
         if config.load.backlog:
+            if not be:
+                raise ValueError(
+                    f"none of the {len(config.load.best_effort)} best-effort requests of the backlog fits: "
+                    f"a request may have {self._engine.limits.max_model_len} tokens, and the device pool holds "
+                    f"{self._engine.num_device_blocks * config.engine.block_size}"
+                )
             self._pile = enumerate(itertools.cycle([request for *_, request in be]))
             be = []
         self._upcoming = sorted([*ls, *be], key=lambda arrival: arrival[0], reverse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from omniserve import Engine, EngineConfig, EngineStopped, FinishReason, Request, SamplingParams
+from omniserve.fingerprint import fingerprint_of
+from omniserve.kv import PagedKVManager
 from tests.host.helpers import host_threads
 from tests.parity.models import VOCAB_SIZE, tiny_model
 
@@ -154,15 +157,11 @@ def test_a_closed_engine_says_so(make_engine: MakeEngine) -> None:
 
 
 def test_close_ends_the_host_threads(model: PreTrainedModel) -> None:
-    def num_threads() -> int:
-        with open("/proc/self/status") as status:
-            return int(next(line for line in status if line.startswith("Threads")).split()[1])
-
-    before = num_threads()
+    before = host_threads("omni-")
     engine = Engine(model, EngineConfig(compile=False, host_threads=3, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20))
     assert len(host_threads()) == 3
     engine.close()
-    assert num_threads() == before  # the one that touches the pool's pages, too
+    assert set(host_threads("omni-")) <= set(before)  # the one that touches the pool's pages ends, too
 
 
 @pytest.mark.parametrize(
@@ -237,3 +236,19 @@ def test_checkpoints_are_made_and_restored_beside_steps_that_have_all_cores(make
     stats = engine.stats()
     assert stats.checkpoints > 0 and stats.preemptions > 0 and stats.resumed_tokens > 0
     assert not any(worked)
+
+
+class DeviceOnly(PagedKVManager):
+    """A KV manager of somebody's own that uses no host memory."""
+
+
+def test_a_manager_that_uses_no_host_memory_has_no_host_tier(model: PreTrainedModel, make_engine: MakeEngine) -> None:
+    engine = make_engine(kv=f"{__name__}:DeviceOnly")
+    assert engine.host_tier is None
+    assert fingerprint_of(model, engine.config).host_threads == 0
+    assert fingerprint_of(model, dataclasses.replace(engine.config, kv="tiered")).host_threads > 0
+
+
+def test_a_host_pool_of_less_than_a_block_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="host_kv_bytes is 7, less than one KV block"):
+        Engine(model, EngineConfig(host_kv_bytes=7, compile=False))

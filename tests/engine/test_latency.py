@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from omniserve import SLO, Engine, EngineConfig, Request, RequestRejected, SamplingParams
 from omniserve.fingerprint import fingerprint_of
 from omniserve.latency import ModelShape, Profile, ProfileMismatch
-from omniserve.tracing import read_trace
+from omniserve.tracing import read_steps
 from tests.latency.samples import make_profile
+from tests.sched import preemptible
 
 CONFIG = EngineConfig(compile=False, host_threads=1, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20)
 
@@ -75,6 +76,22 @@ def test_the_engine_learns_how_long_its_steps_take(model: PreTrainedModel) -> No
         assert stats.latency_error > 0 and stats.latency_drift != 1.0
 
 
+def test_nothing_is_learnt_from_steps_that_rows_left_or_came_back_to(model: PreTrainedModel, tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    config = dataclasses.replace(CONFIG, trace_steps=str(path), scheduler=preemptible.NAME)
+    with Engine(model, config, profile=profile_for(model, config)) as engine:
+        engine.add(dataclasses.replace(request(num_output=1), service_class="BE"))
+        engine.on_safepoint = lambda: engine.arriving(request())
+        for _ in range(2):
+            engine.step()
+            engine.on_safepoint = None
+            assert engine.stats().latency_drift == 1.0
+        engine.add(request(num_output=1))
+        run(engine)
+        assert engine.stats().latency_drift != 1.0
+    assert [step.is_whole for step in read_steps(path).steps] == [False, False, True]
+
+
 def test_a_trace_has_a_line_for_each_step_and_an_outcome_for_each_request(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -84,7 +101,7 @@ def test_a_trace_has_a_line_for_each_step_and_an_outcome_for_each_request(
         ids = {engine.add(request(num_output=n, ttft_s=100.0, tpot_s=1e-9)) for n in (3, 5)}
         run(engine)
         num_steps = engine.stats().steps
-    trace = read_trace(path)
+    trace = read_steps(path)
     assert len(trace.steps) == num_steps
     assert all(step.predicted_s is not None and step.predicted_s > 0 for step in trace.steps)
     assert {outcome.request_id for step in trace.steps for outcome in step.outcomes} == ids

@@ -133,12 +133,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def host_threads() -> list[Path]:
-    """Folders in /proc of this process's host tier threads."""
+def host_threads(name: str = "omni-host") -> list[Path]:
+    """Folders in /proc of this process's host tier threads, those whose names begin so."""
     threads = []
     for task in Path("/proc/self/task").iterdir():
         try:
-            if (task / "comm").read_text().startswith("omni-host"):
+            if (task / "comm").read_text().startswith(name):
                 threads.append(task)
         except FileNotFoundError:
             continue  # some other thread ended in between

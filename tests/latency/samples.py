@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -58,6 +59,23 @@ def make_profile(steps: tuple[StepSample, ...] = ()) -> Profile:
     )
 
 
+def with_chunk(shape: ModelShape, features: BatchFeatures, start: int, count: int, *, samples: bool) -> BatchFeatures:
+    """Return the features with one more device chunk: rows at positions ``[start, start + count)``, count >= 1."""
+    decodes, load = count == 1, shape.load(start, count)
+    return dataclasses.replace(
+        features,
+        prefill_requests=features.prefill_requests + (not decodes),
+        prefill_tokens=features.prefill_tokens + (0 if decodes else count),
+        prefill_context=features.prefill_context + (0 if decodes else start),
+        prefill_load=features.prefill_load + (0.0 if decodes else load),
+        decode_requests=features.decode_requests + decodes,
+        decode_context=features.decode_context + (start if decodes else 0),
+        decode_load=features.decode_load + (load if decodes else 0.0),
+        sampled_rows=features.sampled_rows + samples,
+        dense_layers=shape.num_layers,
+    )
+
+
 def draw_features(rng: random.Random) -> BatchFeatures:
     """Draw a step: some decodes, maybe a chunk, maybe seats."""
     seats = rng.choice((0, 0, 8, 32))
@@ -66,9 +84,9 @@ def draw_features(rng: random.Random) -> BatchFeatures:
         seats=seats, piggyback_rows=rows, piggyback_layers=min(rows, LAYERS), host_works=seats > 0 or rng.random() < 0.3
     )
     for _ in range(rng.randint(0, 20)):
-        features = SHAPE.with_chunk(features, rng.randint(0, 1000), 1, samples=True)
+        features = with_chunk(SHAPE, features, rng.randint(0, 1000), 1, samples=True)
     if rng.random() < 0.5 or not features.device_rows:
-        features = SHAPE.with_chunk(features, rng.randint(0, 500), rng.randint(2, 300), samples=rng.random() < 0.5)
+        features = with_chunk(SHAPE, features, rng.randint(0, 500), rng.randint(2, 300), samples=rng.random() < 0.5)
     return features
 
 

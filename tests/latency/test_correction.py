@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from omniserve.latency import CorrectedModel, accuracy_of
+from omniserve.latency import BatchFeatures, CorrectedModel, accuracy_of
+from omniserve.latency.conserve import ConServeModel
 from omniserve.latency.omniserve import OmniServeModel
 from tests.latency.samples import draw_steps, make_profile
 
@@ -86,7 +87,11 @@ def test_steps_without_time_or_work_are_left_out() -> None:
     model = CorrectedModel(MODEL)
     step = draw_steps(1, 1, drifted(1.0))[0]
     model.observe(step.features, 0.0)
-    assert model.factors == (1.0,) * len(MODEL.term_names)
+    idle = CorrectedModel(ConServeModel((1e-5, 1e-9, 1e-7, 0.0), 4))
+    idle.observe(BatchFeatures(), 1.0)
+    for corrected in (model, idle):
+        assert corrected.factors == (1.0,) * len(corrected.term_names)
+        assert (corrected.error, corrected.drift) == (0.0, 1.0)
 
 
 def test_its_terms_are_the_models_times_the_factors() -> None:

@@ -7,8 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omniserve.latency import BatchFeatures, ModelShape, features_of
+from omniserve.latency.omniserve import OmniServeModel
 from omniserve.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.sched import Forecast
+from tests.latency.samples import make_profile
 
+MODEL = OmniServeModel(make_profile())
 WINDOWED = ModelShape(num_layers=6, windows=((0, 2), (5, 4)))
 
 
@@ -27,9 +31,10 @@ def entry(index: int) -> PiggybackEntry:
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30), st.booleans()), min_size=1, max_size=8))
 def test_features_of_a_plan_are_those_of_its_chunks_added_one_by_one(chunks: list[tuple[int, int, bool]]) -> None:
     plan = StepPlan(step_id=0, chunks=tuple(chunk(i, s, c, samples=y) for i, (s, c, y) in enumerate(chunks)))
-    added = BatchFeatures()
+    step = Forecast(MODEL, WINDOWED).load()
     for start, count, samples in chunks:
-        added = WINDOWED.with_chunk(added, start, count, samples=samples)
+        step.add_chunk(start, count, samples=samples)
+    added = step.features()
     whole = features_of(plan, WINDOWED)
     assert (whole.prefill_load, whole.decode_load) == pytest.approx((added.prefill_load, added.decode_load))
     for name in set(BatchFeatures.__slots__) - {"prefill_load", "decode_load"}:

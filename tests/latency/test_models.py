@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,17 @@ from omniserve.latency.conserve import ConServeModel
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.latency.profile import AlphaBeta
 from omniserve.latency.regression import fit_terms
-from tests.latency.samples import LAYERS, SHAPE, decode_s, dense_s, draw_features, draw_steps, make_profile, prefill_s
+from tests.latency.samples import (
+    LAYERS,
+    SHAPE,
+    decode_s,
+    dense_s,
+    draw_features,
+    draw_steps,
+    make_profile,
+    prefill_s,
+    with_chunk,
+)
 
 NAMES = LATENCY_MODELS.names()
 
@@ -45,15 +56,15 @@ def test_ours_learns_a_machine_from_a_hundred_steps() -> None:
 
 
 def test_ours_is_right_before_any_step_if_the_modules_are_all() -> None:
-    features = SHAPE.with_chunk(SHAPE.with_chunk(BatchFeatures(), 100, 32, samples=False), 500, 1, samples=True)
+    features = with_chunk(SHAPE, with_chunk(SHAPE, BatchFeatures(), 100, 32, samples=False), 500, 1, samples=True)
     expected = LAYERS * (dense_s(33) + prefill_s(32, 100) + decode_s(1, 501)) + 1.1e-4
     assert OmniServeModel(make_profile()).step_s(features) == pytest.approx(expected, rel=0.01)
 
 
 def test_shared_cores_and_the_cores_alone_are_fitted_apart() -> None:
     model = MODELS["omniserve"]
-    alone = SHAPE.with_chunk(BatchFeatures(), 100, 256, samples=False)
-    shared = SHAPE.with_chunk(BatchFeatures(host_works=True), 100, 256, samples=False)
+    alone = with_chunk(SHAPE, BatchFeatures(), 100, 256, samples=False)
+    shared = with_chunk(SHAPE, BatchFeatures(host_works=True), 100, 256, samples=False)
     for features in (alone, shared):
         assert model.step_s(features) == pytest.approx(machine_s(features), rel=0.05)
 
@@ -79,7 +90,7 @@ def test_bros_recovers_its_coefficients_whatever_waits_for_swaps() -> None:
 @given(seed=st.integers(0, 10**6), start=st.integers(0, 1000), count=st.integers(1, 400), samples=st.booleans())
 def test_one_more_chunk_never_makes_a_step_shorter(name: str, seed: int, start: int, count: int, samples: bool) -> None:
     features = draw_features(random.Random(seed))
-    more = SHAPE.with_chunk(features, start, count, samples=samples)
+    more = with_chunk(SHAPE, features, start, count, samples=samples)
     assert MODELS[name].step_s(more) >= MODELS[name].step_s(features) * (1 - 1e-12)
 
 
@@ -87,8 +98,8 @@ def test_one_more_chunk_never_makes_a_step_shorter(name: str, seed: int, start: 
 @given(seed=st.integers(0, 10**6), start=st.integers(0, 1000), count=st.integers(2, 400))
 def test_a_longer_chunk_never_takes_less_time(name: str, seed: int, start: int, count: int) -> None:
     features = draw_features(random.Random(seed))
-    shorter = SHAPE.with_chunk(features, start, count, samples=True)
-    longer = SHAPE.with_chunk(features, start, count + 1, samples=True)
+    shorter = with_chunk(SHAPE, features, start, count, samples=True)
+    longer = with_chunk(SHAPE, features, start, count + 1, samples=True)
     assert MODELS[name].step_s(longer) >= MODELS[name].step_s(shorter) * (1 - 1e-12)
 
 
@@ -106,15 +117,20 @@ def test_terms_are_named_not_negative_and_add_up(name: str, seed: int) -> None:
 
 def test_what_piggyback_rows_add_grows_with_them() -> None:
     model = MODELS["omniserve"]
-    features = SHAPE.with_chunk(BatchFeatures(host_works=True), 100, 1, samples=True)
-    few, many = model.piggyback_layer_s(features, 8, 1), model.piggyback_layer_s(features, 8, 8)
-    assert 0 < few < many < model.piggyback_layer_s(features, 32, 8)
+    features = with_chunk(SHAPE, BatchFeatures(host_works=True), 100, 1, samples=True)
+
+    def step_s(seats: int, rows: int) -> float:
+        return model.step_s(replace(features, seats=seats, piggyback_rows=rows, piggyback_layers=bool(rows)))
+
+    assert step_s(0, 0) < step_s(8, 1) < step_s(8, 8) < step_s(32, 8)
 
 
 def test_the_host_tiers_time_for_a_layer() -> None:
     host = HostSpeed.from_profile(make_profile())
     assert host is not None and host(0, 0) == 0
-    assert host(8, 4096, 2) == pytest.approx((1e-8 * 4096 + 8e-6) / 2 + 3e-5, rel=0.01)
+    assert host(8, 4096) == pytest.approx((1e-8 * 4096 + 8e-6) / host.threads + 3e-5, rel=0.01)
+    twice = replace(host, threads=2 * host.threads)
+    assert twice(8, 4096) == pytest.approx((1e-8 * 4096 + 8e-6) / twice.threads + 3e-5, rel=0.01)
 
 
 def test_fit_terms_recovers_coefficients_in_spite_of_outliers() -> None:

@@ -49,7 +49,7 @@ def test_without_output_it_goes_into_the_cache(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--time-limit", "0"], "seconds > 0"),
+        (["--time-limit", "0"], "must be a number > 0, got 0"),
         (["--time-limit", "soon"], "--time-limit"),
         (["--no-such-flag"], "--no-such-flag"),
     ],

@@ -75,6 +75,8 @@ class FakeDevice:
         self.num_pipelined = 0
         self.num_restored = 0
         """Blocks that were copied to the device."""
+        self.num_failed_returns = 0
+        """Moves to the device that failed."""
 
     def _slot(self, block_ids: tuple[int, ...], position: int) -> int:
         return block_ids[position // self.block_size] * self.block_size + position % self.block_size
@@ -207,6 +209,8 @@ class FakeDevice:
                 if not failed:
                     self._copy(move)
                     self.num_restored += len(move.src_block_ids) * (move.direction is MoveDirection.TO_DEVICE)
+                elif move.direction is MoveDirection.TO_DEVICE:
+                    self.num_failed_returns += 1
                 del self._seen[move.move_id]
                 kind = HostEventKind.MOVE_FAILED if failed else HostEventKind.MOVE_DONE
                 events.append(HostEvent(kind=kind, move_id=move.move_id))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omniserve.sched import SCHEDULERS
-from tests.sched.test_policies import Bench, names
+from tests.sched.benches import Bench, names
 
 HOST = {"host_blocks": 64}
 
@@ -63,8 +63,8 @@ def test_priority_takes_no_memory_from_running_requests_for_one_that_waits() -> 
     bench.step()
     bench.add("ls", prompt=16, output=4)
     bench.add("be-small", prompt=3)
-    while "be" not in bench.finished:
-        assert names(bench.step()[0]) == ["be"], "nobody overtakes the LS prompt either"
+    for plan, _ in bench.steps_until(lambda: "be" in bench.finished):
+        assert names(plan) == ["be"], "nobody overtakes the LS prompt either"
     assert names(bench.step()[0]) == ["ls", "be-small"]
     assert bench.scheduler.num_preemptions == 0
 
@@ -150,8 +150,8 @@ def test_non_preemptive_makes_an_ls_prompt_wait_for_the_memory_of_best_effort_re
     bench.step()
     bench.add("be-next", prompt=16)
     bench.add("ls", prompt=16)
-    while "be" not in bench.finished:
-        assert names(bench.step()[0]) == ["be"]
+    for plan, _ in bench.steps_until(lambda: "be" in bench.finished):
+        assert names(plan) == ["be"]
     assert names(bench.step()[0]) == ["ls", "be-next"], "the LS prompt is first in line"
 
 
@@ -181,8 +181,7 @@ def test_llumnix_best_effort_requests_neither_enter_the_reserve_nor_grow_into_it
     for i in range(4):
         bench.add(f"be{i}", prompt=7, output=30)
     num_shared = 0
-    while len(bench.finished) < 4:
-        bench.step()
+    for _ in bench.steps_until(lambda: len(bench.finished) == 4):
         # One that has the device to itself may have all of it.
         assert bench.kv.usage().device_used <= 6 or len(bench.scheduler.device["BE"]) <= 1
         num_shared += len(bench.scheduler.device["BE"]) > 1
@@ -208,8 +207,7 @@ def test_llumnix_best_effort_requests_that_overflow_end_on_the_host_tier() -> No
         bench.add(f"be{i}", prompt=7, output=20)
     moved: set[str] = set()
     on_device_after: set[str] = set()
-    while len(bench.finished) < 5:
-        plan, _ = bench.step()
+    for plan, _ in bench.steps_until(lambda: len(bench.finished) == 5):
         on_device_after |= moved & set(names(plan))
         moved |= {move.request_id for move in plan.moves}
     assert moved and not on_device_after, "who moved stays"

@@ -17,7 +17,7 @@ from tests.sched.fake_device import FakeDevice
 BLOCK = 4
 
 
-class Bench:
+class CheckpointBench:
     """Requests on the device of a fake machine; ``step`` computes all their tokens, copies beside them."""
 
     def __init__(self, *, max_blocks: int = 100, host_blocks: int = 32, kv: str = "tiered") -> None:
@@ -68,7 +68,7 @@ def done(move: KVMove) -> HostEvent:
 
 
 def test_a_request_goes_on_while_its_full_blocks_are_copied() -> None:
-    bench = Bench()
+    bench = CheckpointBench()
     state = bench.add(10)
     assert bench.plan() == [], "nothing has been computed yet"
     bench.step([])
@@ -80,9 +80,9 @@ def test_a_request_goes_on_while_its_full_blocks_are_copied() -> None:
         for event in bench.device.poll(0.5):
             assert bench.checkpoints.on_move(event)
     assert state.num_computed_tokens == 20
-    while bench.checkpoints.busy:
-        for event in bench.device.poll(0.5):
-            assert bench.checkpoints.on_move(event)
+    for event in bench.device.poll(1.0):
+        assert bench.checkpoints.on_move(event)
+    assert not bench.checkpoints.busy
     num_blocks = bench.kv.num_checkpointed("be0")
     assert num_blocks >= 3 and len(copied) == num_blocks == bench.checkpoints.num_blocks_copied
     slots = [block * BLOCK + offset for block in copied for offset in range(BLOCK)]
@@ -90,7 +90,7 @@ def test_a_request_goes_on_while_its_full_blocks_are_copied() -> None:
 
 
 def test_the_youngest_come_first_and_a_step_copies_so_many_blocks() -> None:
-    bench = Bench(max_blocks=5)
+    bench = CheckpointBench(max_blocks=5)
     for num_tokens in (8, 13, 8):
         bench.add(num_tokens)
     bench.step([])
@@ -101,7 +101,7 @@ def test_the_youngest_come_first_and_a_step_copies_so_many_blocks() -> None:
 
 
 def test_blocks_still_under_way_count_against_the_next_step() -> None:
-    bench = Bench(max_blocks=3)
+    bench = CheckpointBench(max_blocks=3)
     bench.add(20)
     bench.add(8)
     bench.step([])
@@ -115,7 +115,7 @@ def test_blocks_still_under_way_count_against_the_next_step() -> None:
 
 
 def test_the_reserve_of_the_host_pool_is_left_free() -> None:
-    bench = Bench(host_blocks=6)
+    bench = CheckpointBench(host_blocks=6)
     bench.add(40)
     bench.step([])
     assert bench.plan(reserve_blocks=4) == [("be0", 2)]
@@ -123,7 +123,7 @@ def test_the_reserve_of_the_host_pool_is_left_free() -> None:
 
 
 def test_who_is_not_on_the_device_is_passed_over() -> None:
-    bench = Bench()
+    bench = CheckpointBench()
     moving, waiting, _ = bench.add(8), bench.add(8), bench.add(8)
     bench.step([])
     assert bench.kv.start_move("be0", MoveDirection.TO_HOST) is not None
@@ -134,7 +134,7 @@ def test_who_is_not_on_the_device_is_passed_over() -> None:
 
 
 def test_a_copy_of_a_request_that_has_ended_keeps_the_machine_busy_and_counts_for_nothing() -> None:
-    bench = Bench()
+    bench = CheckpointBench()
     bench.add(8)
     bench.step([])
     bench.plan()
@@ -146,7 +146,7 @@ def test_a_copy_of_a_request_that_has_ended_keeps_the_machine_busy_and_counts_fo
 
 
 def test_a_failed_copy_is_planned_again() -> None:
-    bench = Bench()
+    bench = CheckpointBench()
     bench.add(8)
     bench.step([])
     assert bench.plan() == [("be0", 2)]
@@ -156,7 +156,7 @@ def test_a_failed_copy_is_planned_again() -> None:
 
 
 def test_an_event_of_another_move_is_left_to_others() -> None:
-    bench = Bench()
+    bench = CheckpointBench()
     bench.add(8)
     bench.step([])
     move = bench.kv.start_move("be0", MoveDirection.TO_HOST)
@@ -165,7 +165,7 @@ def test_an_event_of_another_move_is_left_to_others() -> None:
 
 
 def test_the_fake_device_tears_a_copy_of_a_block_that_is_still_written() -> None:
-    bench = Bench()
+    bench = CheckpointBench()
     state = bench.add(6)
     bench.step([])
     move = bench.kv.start_checkpoint("be0", 8, max_blocks=2)
@@ -187,7 +187,7 @@ def test_a_bound_of_no_blocks_is_refused() -> None:
 def test_where_checkpoints_are_restored_the_oldest_gives_way_if_host_memory_is_short(
     kv: str, copied: list[int]
 ) -> None:
-    bench = Bench(host_blocks=6, kv=kv)
+    bench = CheckpointBench(host_blocks=6, kv=kv)
     for num_tokens in (16, 8, 8):
         bench.add(num_tokens)
         bench.step([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -10,8 +11,7 @@ import pytest
 from omniserve.kv import Tier
 from omniserve.plan import DeviceChunk, MoveDirection, StepPlan
 from omniserve.sched import bros
-from tests.sched.test_policies import Bench, names
-from tests.sched.test_slo import Clock
+from tests.sched.benches import Bench, Clock, names
 
 
 def predicted_s(plan: StepPlan) -> float:
@@ -53,13 +53,11 @@ def test_conserve_passes_over_a_decode_that_does_not_fit() -> None:
     bench = Clock(policy="conserve", predict={"key": 1.0})
     bench.add("be1", prompt=60)
     bench.add("be2", prompt=4)
-    while "be2" not in bench.first_s:
-        bench.step()
+    bench.run_until(lambda: "be2" in bench.first_s)
     bench.add("ls", tpot=0.040, output=5)
     bench.step()
     assert names(bench.step()) == ["ls", "be2"], "60 keys of 1 ms each are too many"
-    while "ls" in bench.scheduler.states:
-        bench.step()
+    bench.run_until(lambda: "ls" in bench.finished)
     assert names(bench.step())[0] == "be1"
 
 
@@ -88,13 +86,11 @@ def test_a_parked_request_stays_away_while_an_ls_prompt_waits_for_memory(policy:
     bench.step()
     bench.add("ls-long", prompt=38, output=20)
     bench.add("ls-large", prompt=95, output=3)
-    while "ls-first" not in bench.finished:
-        bench.step()
+    bench.run_until(lambda: "ls-first" in bench.finished)
     for _ in range(10):
         assert names(bench.step()[0]) == ["ls-long"]
     assert bench.kv.num_free(Tier.DEVICE) > 10 and len(bench.scheduler.residents.queue) == 1
-    while "ls-large" not in bench.finished:
-        bench.step()
+    bench.run_until(lambda: "ls-large" in bench.finished)
     for _ in range(5):
         bench.step()
     assert len(bench.scheduler.device["BE"]) == 1 and bench.scheduler.num_preemptions == 0
@@ -121,8 +117,7 @@ def test_a_parked_request_comes_back_only_into_memory_that_nobody_is_about_to_ne
     bench.add("ls-long", prompt=14, output=20)
     bench.add("ls-short", prompt=5, output=6)
     num_moves = 0
-    while "ls-long" not in bench.finished:
-        plan, _ = bench.step()
+    for plan, _ in bench.steps_until(lambda: "ls-long" in bench.finished):
         num_moves += sum(move.direction is MoveDirection.TO_HOST and not move.is_checkpoint for move in plan.moves)
     assert num_moves == 1
 
@@ -161,10 +156,12 @@ def test_conserve_in_offline_mode_grows_with_the_work_there_is() -> None:
     assert bench.tokens(bench.step())["BE"] == 10
 
 
-def test_conserve_without_a_forecast_is_sarathi() -> None:
+@pytest.mark.parametrize(("kv", "host_blocks"), [("paged", 0), ("tiered", 0), ("incremental", 0), ("incremental", 40)])
+def test_conserve_without_a_forecast_is_sarathi(kv: str, host_blocks: int) -> None:
     plans: dict[str, list[tuple[DeviceChunk, ...]]] = {}
     for policy in ("sarathi", "conserve"):
-        bench, rng = Bench(policy, device_blocks=20, max_step_tokens=16), random.Random(3)
+        bench, rng = Bench(policy, kv=kv, device_blocks=20, host_blocks=host_blocks, checkpoint_blocks=4,
+                           max_step_tokens=16), random.Random(3)  # fmt: skip
         plans[policy] = []
         for i in range(150):
             if rng.random() < 0.4:
@@ -189,8 +186,7 @@ def test_best_effort_requests_with_checkpoints_leave_the_device_at_once_and_come
     assert [move.direction for move in outgoing] == [MoveDirection.TO_HOST]
     assert len(outgoing[0].src_block_ids) == 1, "all but the last block was there already"
     returns: Counter[str] = Counter()
-    while len(bench.finished) < 4:
-        plan, _ = bench.step()
+    for plan, _ in bench.steps_until(lambda: len(bench.finished) == 4):
         assert not plan.entries
         returns.update(move.request_id for move in plan.moves if move.direction is MoveDirection.TO_DEVICE)
     assert returns[outgoing[0].request_id] == 1
@@ -275,6 +271,23 @@ def test_bros_doubles_its_batch_and_falls_back_when_time_keeps_somebody_out(monk
     assert len(names(bench.step())) == 2
 
 
+def test_bros_recovers_from_an_overload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of B_base requests, 196 tokens a second, are too few for the 500 that come; steps of 12 bring 1,070."""
+    monkeypatch.setattr(bros, "BASE_BATCH_SIZE", 2)
+    bench = Clock(policy="bros", max_step_tokens=64, predict={"base": 10.0, "row": 0.1, "key": 0.0})
+    due_s, count = 0.0, 0
+    while bench.now_s < 4.0:
+        while due_s <= bench.now_s:
+            late = 0.5 < due_s < 0.6
+            bench.add(f"ls{count}", prompt=1, output=20, ttft=0.001 if late else 0.1, tpot=0.02)
+            due_s, count = due_s + 0.04, count + 1
+        bench.step()
+    assert len(bench.scheduler.waiting["LS"]) == 0
+    assert len(bench.scheduler.states) < 16
+    times = bench.token_s[f"ls{count - 20}"]
+    assert max(b - a for a, b in itertools.pairwise(times)) <= 0.02
+
+
 def test_bros_goes_on_when_nobody_can_be_in_time() -> None:
     """As printed, Algorithm 1 would let in nobody any more, best-effort requests included."""
     bench = Clock(policy="bros", predict={"base": 50.0})
@@ -315,8 +328,7 @@ def test_bros_keeps_the_others_in_time_when_one_is_late() -> None:
     bench.add("ls1", tpot=0.030, output=60)
     bench.add("ls2", tpot=0.001, output=60)  # never in time
     bench.step()
-    while "ls1" in bench.scheduler.states:
-        bench.step()
+    bench.run_until(lambda: "ls1" in bench.finished)
     gaps = [b - a for a, b in zip(bench.token_s["ls1"], bench.token_s["ls1"][1:], strict=False)]
     assert max(gaps) <= 0.030
 
@@ -346,8 +358,8 @@ def test_bros_replaces_nobody_by_what_takes_too_long(monkeypatch: pytest.MonkeyP
     bench.step()
     bench.add("ls1", tpot=0.012, output=5)
     bench.add("ls2", tpot=0.300, output=9)
-    while "ls1" in bench.scheduler.states:
-        assert names(bench.step()) == ["ls1", "ls2"], "14 tokens of the prompt are left"
+    for plan in bench.steps_until(lambda: "ls1" in bench.finished):
+        assert names(plan) == ["ls1", "ls2"], "14 tokens of the prompt are left"
     assert "be" in names(bench.step())
 
 

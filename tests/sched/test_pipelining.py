@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from omniserve.latency import BatchFeatures, HostSpeed
 from omniserve.latency.omniserve import OmniServeModel
-from omniserve.plan import PiggybackEntry, PiggybackJoin
+from omniserve.plan import Bound, PiggybackEntry, PiggybackJoin
 from omniserve.sched.apex import HostWatch, LayerTimes, pipelining_pays
 from tests.latency.samples import LAYERS, make_profile
-from tests.sched.test_policies import Bench
-from tests.sched.test_slo import Clock
+from tests.sched.benches import Bench, Clock
 
 
 def overfull(scheduler: str, **settings: object) -> Clock:
@@ -49,11 +50,42 @@ def test_a_second_sub_batch_keeps_the_tpot_of_others() -> None:
     bench = overfull("neo")
     assert bench.step().pipelined
     bench.add("ls", output=200, tpot=0.012)
+    num_bounded = 0
     for _ in range(20):
         plan = bench.step()
         assert plan.decision is not None
         if plan.decision.bound_s is not None and plan.pipelined and plan.chunks:
             assert (plan.decision.predicted_s or 0) <= plan.decision.bound_s + 1e-9
+            num_bounded += 1
+    assert num_bounded > 10
+
+
+def test_a_full_host_pool_with_more_residents_than_seats_stalls_nobody() -> None:
+    """The youngest resident, which gives way, once had to have a seat for that."""
+    bench = Bench("neo", device_blocks=24, host_blocks=24, max_piggyback_slots=2)
+    for i in range(40):
+        bench.add(f"be{i}", prompt=7, output=60)
+    num_empty = longest = most_residents = 0
+    kept_out: Counter[Bound] = Counter()
+    for plan, _ in bench.steps_until(lambda: len(bench.finished) == 40):
+        num_empty = num_empty + 1 if plan.is_empty else 0
+        longest, most_residents = max(longest, num_empty), max(most_residents, len(bench.scheduler.residents.queue))
+        assert plan.decision is not None
+        kept_out.update(out.bound for out in plan.decision.left_out if out.work == "pipelined row")
+    assert longest <= 1
+    assert most_residents > 2, "everybody had a seat"
+    assert kept_out.keys() == {Bound.HOST_MEMORY}, "nothing bounds the time"
+
+
+def test_an_entry_without_host_blocks_is_kept_out_by_host_memory() -> None:
+    bench = Bench("omniserve", device_blocks=24, host_blocks=24, max_piggyback_slots=8)
+    for i in range(40):
+        bench.add(f"be{i}", prompt=7, output=60)
+    kept_out: Counter[Bound] = Counter()
+    for plan, _ in bench.steps_until(lambda: len(bench.finished) == 40):
+        assert plan.decision is not None
+        kept_out.update(out.bound for out in plan.decision.left_out if out.work == "piggyback entry")
+    assert kept_out.keys() == {Bound.HOST_MEMORY}, "each resident has a seat, and nothing bounds the time"
 
 
 @pytest.mark.parametrize(
@@ -90,8 +122,7 @@ def test_asynchronous_overlap_moves_one_cohort_layer_by_layer() -> None:
 
 def test_a_partially_advanced_token_goes_on_from_its_layer() -> None:
     bench = overfull("apex", predict={"host_key": 1.0})
-    while not bench.step().entries:
-        pass
+    next(plan for plan in bench.steps_until(lambda: False) if plan.entries)
     # The host became fast: what is under way comes first, from where it is.
     assert bench.scheduler._host is not None  # type: ignore[attr-defined]
     bench.scheduler._host = HostWatch(HostSpeed(1e-9, 0.0, 1e-9, 1))  # type: ignore[attr-defined]

@@ -2,69 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import pytest
 
-from omniserve.kv import KV_MANAGERS
-from omniserve.plan import HostEvent, HostEventKind, MoveDirection, StepPlan
-from omniserve.request import SLO, Request, RequestOutput, SamplingParams
-from omniserve.sched import SCHEDULERS, SchedulerLimits
+from omniserve.plan import HostEvent, HostEventKind, MoveDirection
 from omniserve.sched.piggyback import seat_bucket
-from omniserve.sched.policy import RequestScheduler
-from tests.sched.fake_device import FakeDevice
-
-BLOCK = 4
-
-
-class Bench:
-    """A scheduler on a fake device with a virtual clock; ``step`` runs one step with all host work done before it."""
-
-    def __init__(
-        self,
-        policy: str,
-        *,
-        kv: str = "tiered",
-        device_blocks: int = 8,
-        host_blocks: int = 0,
-        seed: int = 0,
-        **limits: Any,
-    ) -> None:
-        self.now_s = 0.0
-        self.finished: set[str] = set()
-        self.limits = SchedulerLimits(
-            num_layers=2, block_size=BLOCK, max_model_len=1000, num_host_slots=8 if host_blocks else 0, **limits
-        )
-        self.kv = KV_MANAGERS.get(kv)(num_device_blocks=device_blocks, num_host_blocks=host_blocks, block_size=BLOCK)
-        scheduler = SCHEDULERS.get(policy)(limits=self.limits, kv=self.kv)
-        assert isinstance(scheduler, RequestScheduler)
-        self.scheduler = scheduler
-        self.device = FakeDevice(
-            block_size=BLOCK, num_layers=2, max_tokens=self.limits.max_step_tokens, rng=random.Random(seed)
-        )
-        self.device.abandoned = scheduler.abandoned_moves
-
-    def add(self, name: str, *, prompt: int = 4, output: int = 100) -> None:
-        request = Request(
-            prompt_token_ids=[7] * prompt,
-            sampling=SamplingParams(max_tokens=output),
-            service_class="LS" if name.startswith("ls") else "BE",
-        )
-        self.scheduler.add(name, request, SLO(), self.now_s)
-
-    def step(self, *, host_chance: float = 1.0, seconds: float = 0.01) -> tuple[StepPlan, list[RequestOutput]]:
-        self.scheduler.notify(self.device.poll(host_chance))
-        plan = self.scheduler.schedule(self.now_s)
-        self.now_s += seconds
-        outputs = self.scheduler.update(plan, self.device.execute(plan), self.now_s)
-        self.finished |= {output.request_id for output in outputs if output.finished}
-        self.scheduler.check_integrity()
-        return plan, outputs
-
-
-def names(plan: StepPlan) -> list[str]:
-    return [chunk.request_id for chunk in plan.chunks]
+from tests.sched.benches import Bench, names
 
 
 @pytest.mark.parametrize("policy", ["sarathi", "omniserve"])
@@ -169,6 +111,33 @@ def test_kv_comes_back_only_after_memory_was_light_for_a_while() -> None:
     assert returned_after is not None and returned_after >= 10
 
 
+@pytest.mark.parametrize("policy", ["omniserve", "neo", "apex", "conserve", "bros"])
+def test_kv_comes_back_only_where_the_request_limit_has_room(policy: str) -> None:
+    bench = Bench(
+        policy, device_blocks=40, host_blocks=64, max_num_requests=2, checkpoint_blocks=8, swap_in_delay_s=0.02,
+        min_residence_s=0.0,
+    )  # fmt: skip
+    for i in range(2):
+        bench.add(f"be{i}", prompt=7, output=60)
+    for _ in range(3):
+        bench.step()
+    bench.add("ls-large", prompt=150, output=4)
+    bench.step()
+    bench.add("ls-small", prompt=7, output=40)
+    for i in range(2, 4):
+        bench.add(f"be{i}", prompt=7, output=60)
+    num_full = 0
+    for _ in range(200):
+        bench.step()
+        scheduler = bench.scheduler
+        returning = sum(move.direction is MoveDirection.TO_DEVICE for _, move in scheduler.moving.values())
+        num_holding = sum(map(len, scheduler.device.values())) + returning
+        assert num_holding <= 2
+        num_full += num_holding == 2 and len(scheduler.residents.queue) > 0
+    assert num_full > 5, "nobody was kept from coming back"
+    assert len(bench.finished) == 6
+
+
 def test_piggyback_rows_are_admitted_lowest_layer_first() -> None:
     bench = Bench("omniserve", device_blocks=8, host_blocks=64, max_piggyback_rows=1)
     for i in range(4):
@@ -190,8 +159,7 @@ def test_a_stale_result_is_dropped() -> None:
     bench = Bench("omniserve", device_blocks=8, host_blocks=64)
     for i in range(4):
         bench.add(f"be{i}", prompt=7, output=40)
-    while not bench.device.running:
-        bench.step()
+    bench.run_until(lambda: bench.device.running)
     event = bench.device.running[0]
     stale = HostEvent(
         kind=HostEventKind.ATTENTION_DONE,

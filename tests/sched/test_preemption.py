@@ -9,8 +9,8 @@ from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection, Step
 from omniserve.request import FinishReason
 from omniserve.sched import SCHEDULERS
 from omniserve.sched.state import Phase
+from tests.sched.benches import BLOCK, Bench, names
 from tests.sched.fake_device import expected_tokens
-from tests.sched.test_policies import BLOCK, Bench, names
 
 
 def make(policy: str = "sarathi", *, kv: str = "incremental", host_blocks: int = 32, **limits: int) -> Bench:
@@ -121,8 +121,7 @@ def test_the_first_in_line_is_restored_before_its_turn() -> None:
     bench = make("omniserve", device_blocks=40, max_step_tokens=4, be_order="prefill")
     bench.add("be-old", prompt=60, output=4)
     bench.add("be", prompt=16, output=12)
-    while bench.scheduler.states["be"].num_output_tokens < 2:
-        bench.step()
+    bench.run_until(lambda: bench.scheduler.states["be"].num_output_tokens >= 2)
     old, be = (bench.scheduler.states[name] for name in ("be-old", "be"))
     for state in (be, old):
         bench.scheduler.preempt(state)
@@ -139,8 +138,7 @@ def test_the_first_in_line_is_restored_before_its_turn() -> None:
 def test_who_is_aborted_while_it_is_restored_leaves_nothing(fails: bool) -> None:
     bench = make()
     preempt_be(bench, ls_prompt=8 * BLOCK - 2)
-    while bench.scheduler.states["be"].phase is not Phase.MOVING:
-        plan, _ = bench.step(host_chance=1.0)
+    plan, _ = bench.run_until(lambda: bench.scheduler.states["be"].phase is Phase.MOVING)[-1]
     output = bench.scheduler.abort("be", bench.now_s)
     assert output is not None and output.finish_reason is FinishReason.ABORT
     assert bench.kv.usage().device_used > 0, "the copy still writes there"
@@ -155,8 +153,7 @@ def test_after_a_failed_restore_a_request_is_recomputed() -> None:
     bench = make()
     preempt_be(bench, ls_prompt=8 * BLOCK - 2)
     state = bench.scheduler.states["be"]
-    while state.phase is not Phase.MOVING:
-        bench.step()
+    bench.run_until(lambda: state.phase is Phase.MOVING)
     bench.device.failure_rate = 1.0
     plan, _ = bench.step()
     assert tokens_of("be", plan) == state.num_tokens - 1 and not restores(plan)

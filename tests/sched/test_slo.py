@@ -3,88 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
-from typing import Any
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omniserve.errors import RequestRejected
-from omniserve.kv import TieredKVManager
-from omniserve.plan import Bound, StepPlan
-from omniserve.request import SLO, ClassSpec, Request, SamplingParams, ServiceClass
-from omniserve.sched import SCHEDULERS, SchedulerLimits
+from omniserve.plan import Bound
+from omniserve.request import SLO, ClassSpec, ServiceClass
 from omniserve.sched.load import largest
-from omniserve.sched.policy import RequestScheduler
-from tests.sched.fake_device import FakeDevice
-from tests.sched.predictor import forecast
+from tests.sched.benches import Clock
 
 LS, BE = ServiceClass.LS, ServiceClass.BE
-BLOCK = 4
-
-
-class Clock:
-    """A scheduler on a fake device, whose steps take just what the forecast says, or ``slower`` times that."""
-
-    def __init__(
-        self, *, device_blocks: int = 400, host_blocks: int = 0, predict: dict[str, float] | None = None,
-        slower: float = 1.0, policy: str = "omniserve", **limits: Any,
-    ) -> None:  # fmt: skip
-        self.now_s = 0.0
-        self.slower = slower
-        self.limits = SchedulerLimits(
-            **{"num_layers": 2, "block_size": BLOCK, "max_model_len": 1000, "num_host_slots": 8 if host_blocks else 0}
-            | limits
-        )
-        self.forecast = forecast(self.limits.num_layers, **(predict or {}))
-        scheduler = SCHEDULERS.get(policy)(
-            limits=self.limits,
-            kv=TieredKVManager(num_device_blocks=device_blocks, num_host_blocks=host_blocks, block_size=BLOCK),
-            forecast=self.forecast,
-        )
-        assert isinstance(scheduler, RequestScheduler)
-        self.scheduler = scheduler
-        self.device = FakeDevice(
-            block_size=BLOCK, num_layers=self.limits.num_layers, max_tokens=self.limits.max_step_tokens,
-            rng=random.Random(0),
-        )  # fmt: skip
-        self.device.abandoned = scheduler.abandoned_moves
-        self.first_s: dict[str, float] = {}
-        self.token_s: defaultdict[str, list[float]] = defaultdict(list)
-        self.moves: list[tuple[float, str]] = []
-
-    def add(
-        self, name: str, *, prompt: int = 4, output: int = 100, ttft: float | None = None, tpot: float | None = None,
-        waited: float = 0.0,
-    ) -> float | None:  # fmt: skip
-        request = Request(
-            prompt_token_ids=[7] * prompt,
-            sampling=SamplingParams(max_tokens=output),
-            service_class=name.rstrip("0123456789").upper(),
-        )
-        return self.scheduler.add(
-            name, request, SLO(ttft_s=ttft, tpot_s=tpot), self.now_s, arrival_s=self.now_s - waited
-        )
-
-    def step(self) -> StepPlan:
-        self.scheduler.notify(self.device.poll(1.0))
-        plan = self.scheduler.schedule(self.now_s)
-        assert plan.decision is not None and plan.decision.predicted_s is not None
-        self.moves += [(self.now_s, move.request_id) for move in plan.moves]
-        self.now_s += self.slower * plan.decision.predicted_s or 0.001
-        for output in self.scheduler.update(plan, self.device.execute(plan), self.now_s):
-            self.first_s.setdefault(output.request_id, self.now_s)
-            self.token_s[output.request_id] += [self.now_s] * len(output.new_token_ids)
-        self.scheduler.check_integrity()
-        return plan
-
-    def tokens(self, plan: StepPlan) -> Counter[str]:
-        """Return device tokens by class."""
-        tokens: Counter[str] = Counter()
-        for chunk in plan.chunks:
-            tokens[chunk.request_id.rstrip("0123456789").upper()] += len(chunk.token_ids)
-        return tokens
 
 
 @given(
@@ -119,9 +50,7 @@ def test_a_long_ls_prompt_is_cut_under_the_tpot_of_those_that_decode() -> None:
     bench.add("ls1", output=50, tpot=0.040)
     bench.step()
     bench.add("ls2", prompt=200, output=2)
-    sizes = []
-    while "ls2" not in bench.first_s:
-        sizes.append(bench.tokens(bench.step())["LS"] - 1)
+    sizes = [bench.tokens(plan)["LS"] - 1 for plan in bench.run_until(lambda: "ls2" in bench.first_s)]
     assert sum(sizes) == 200 and max(sizes) <= 33 and len(sizes) >= 6
     gaps = [b - a for a, b in zip(bench.token_s["ls1"], bench.token_s["ls1"][1:], strict=False)]
     assert max(gaps) <= 0.040
@@ -152,8 +81,7 @@ def test_without_ls_work_a_step_leaves_room_for_a_newcomer() -> None:
     assert plan.decision is not None and plan.decision.bound_by == "ttft of a new request"
     assert plan.decision.bound_s == pytest.approx(0.16)  # half of 80 %: nobody has come yet
     bench.add("ls", prompt=100, output=1, ttft=0.4, waited=bench.now_s)
-    while "ls" in bench.scheduler.states:
-        bench.step()
+    bench.run_until(lambda: "ls" in bench.finished)
     assert bench.first_s["ls"] <= 0.4
     plan = bench.step()
     assert plan.decision is not None
@@ -207,8 +135,7 @@ def test_a_prompt_that_would_miss_its_ttft_is_rejected_at_once_and_told_when_to_
     assert error.retry_after_s == pytest.approx(error.predicted_ttft_s - 0.8 * 0.5)
     assert "ls9" not in bench.scheduler.states and bench.scheduler.stats().rejected == {"LS": 1, "BE": 0}
     until_s = bench.now_s + error.retry_after_s
-    while bench.now_s < until_s:
-        bench.step()
+    bench.run_until(lambda: bench.now_s >= until_s)
     bench.add("ls9", prompt=100, ttft=0.5)
 
 
@@ -263,8 +190,7 @@ def test_predicted_ttft_is_what_happens(tpot: float | None) -> None:
             bench.step()
         arrived_s = bench.now_s
         predicted = [bench.add(f"ls{i}", prompt=70 * i, output=1, ttft=10.0) for i in range(1, count + 1)]
-        while f"ls{count}" not in bench.first_s:
-            bench.step()
+        bench.run_until(lambda bench=bench, last=f"ls{count}": last in bench.first_s)
         # Of the last one: those before it share their steps with prompts that the prediction could not know of.
         assert bench.first_s[f"ls{count}"] - arrived_s == pytest.approx(predicted[-1], rel=0.15)
 
@@ -287,8 +213,7 @@ def test_a_request_ahead_of_its_schedule_lends_its_lead() -> None:
             bench.step()  # 6 ms each: about 0.17 s ahead
         bench.add("be", prompt=400)
         chunks[slack] = bench.tokens(bench.step())["BE"]
-        while len(bench.token_s["ls"]) < 50:
-            bench.step()
+        bench.run_until(lambda bench=bench: len(bench.token_s["ls"]) == 50)
         times = bench.token_s["ls"]
         assert (times[-1] - times[0]) / 49 <= 0.040
     assert chunks["deadline"] > 2 * chunks["step"]
@@ -303,8 +228,7 @@ def test_best_effort_work_lets_decodes_run_ahead_so_that_a_prompt_fits_into_one_
     assert 24 <= len(bench.token_s["ls1"]) <= 30
     bench.add("ls2", prompt=50, output=2)
     assert bench.tokens(bench.step())["LS"] == 51
-    while len(bench.token_s["ls1"]) < 60:
-        bench.step()
+    bench.run_until(lambda: len(bench.token_s["ls1"]) == 60)
     times = bench.token_s["ls1"]
     assert (times[-1] - times[0]) / 59 <= 0.040
 

@@ -58,7 +58,6 @@ def test_a_trace_and_best_effort_arrivals(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
     assert main([*QUICK, "--no-plan", "--ls-rate", "1,2", "--plot", str(path)]) == 0
     assert path.read_bytes()[:4] == b"\x89PNG"

@@ -8,12 +8,13 @@ import pytest
 
 from omniserve import EngineConfig
 from omniserve.latency import BatchFeatures, HostSpeed
+from omniserve.latency.conserve import ConServeModel
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.simulate import Load, SimulationConfig, machine_of_profile, simulate
 from omniserve.simulate.load import TraceRequest
 from omniserve.simulate.models import ModelDims
 from omniserve.spec import ModelSpec
-from tests.latency.samples import FINGERPRINT, LAYERS, SHAPE, make_profile
+from tests.latency.samples import FINGERPRINT, LAYERS, SHAPE, draw_steps, make_profile, with_chunk
 
 SPEC: ModelSpec = ModelDims(
     name="measured", num_layers=LAYERS, hidden_size=64, num_heads=4, num_kv_heads=2, head_size=16,
@@ -37,7 +38,7 @@ def test_steps_hosts_and_copies_take_what_was_measured() -> None:
     request = TraceRequest(0.0, 100, 1)
     config = EngineConfig(device_kv_bytes=1 << 24, host_kv_bytes=0, block_size=16)
     result = simulate(SimulationConfig(machine=machine, engine=config, load=Load(latency_sensitive=[request])))
-    features = SHAPE.with_chunk(BatchFeatures(), 0, 100, samples=True)
+    features = with_chunk(SHAPE, BatchFeatures(), 0, 100, samples=True)
     assert result.requests[0].ttft_s == pytest.approx(model.step_s(features))
 
 
@@ -48,8 +49,10 @@ def test_a_gpu_keeps_its_cores_and_copies_by_itself() -> None:
 
 
 def test_the_scheduler_may_believe_another_latency_model() -> None:
-    machine = machine_of_profile(make_profile(), SPEC, latency_model="omniserve")
-    assert machine.forecast is machine.device
+    steps = draw_steps(1, 50, lambda features: 0.01 + 1e-5 * features.rows)
+    machine = machine_of_profile(make_profile(tuple(steps)), SPEC, latency_model="conserve")
+    assert isinstance(machine.forecast, ConServeModel) and isinstance(machine.device, OmniServeModel)
+    assert (same := machine_of_profile(make_profile(), SPEC)).forecast is same.device
 
 
 def test_a_profile_of_another_shape_is_refused() -> None:

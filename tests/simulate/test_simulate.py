@@ -164,6 +164,10 @@ def test_requests_that_are_too_long_are_left_out_and_counted() -> None:
         simulate(
             SimulationConfig(machine=constant(0.01), engine=engine(), load=Load(best_effort=[TraceRequest(0, 9999, 9)]))
         )
+    ls, be = [TraceRequest(0, 9, 9)], [TraceRequest(0, 9999, 9)]
+    nothing_to_draw = Load(latency_sensitive=ls, best_effort=be, backlog=2, duration_s=1.0)
+    with pytest.raises(ValueError, match="none of the 1 best-effort requests of the backlog fits"):
+        simulate(SimulationConfig(machine=constant(0.01), engine=engine(), load=nothing_to_draw))
 
 
 def test_rejected_requests_miss_their_objectives() -> None:

@@ -1,0 +1,143 @@
+"""A scheduler on a fake device with a virtual clock: ``Bench`` sets what a step takes, ``Clock`` predicts it."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omniserve.kv import KV_MANAGERS
+from omniserve.plan import StepPlan
+from omniserve.request import SLO, Request, RequestOutput, SamplingParams
+from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
+from omniserve.sched.policy import RequestScheduler
+from tests.sched.fake_device import FakeDevice
+from tests.sched.predictor import forecast
+
+BLOCK = 4
+
+
+def names(plan: StepPlan) -> list[str]:
+    return [chunk.request_id for chunk in plan.chunks]
+
+
+def class_of(name: str) -> str:
+    """Requests are named after their class: ``be``, ``ls3``, ``ls-long``."""
+    match = re.match("[a-z]+", name)
+    assert match is not None, name
+    return match[0].upper()
+
+
+class Machine:
+    """What the two have in common; ``step`` is theirs."""
+
+    def __init__(
+        self, policy: str, *, kv: str, device_blocks: int, host_blocks: int, seed: int = 0,
+        predict: dict[str, float] | None = None, limits: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.now_s = 0.0
+        self.finished: set[str] = set()
+        self.limits = SchedulerLimits(
+            **{"num_layers": 2, "block_size": BLOCK, "max_model_len": 1000, "num_host_slots": 8 if host_blocks else 0}
+            | limits
+        )
+        self.kv = KV_MANAGERS.get(kv)(num_device_blocks=device_blocks, num_host_blocks=host_blocks, block_size=BLOCK)
+        self.forecast: Forecast | None = None
+        if predict is not None:
+            self.forecast = forecast(self.limits.num_layers, **predict)
+        scheduler = SCHEDULERS.get(policy)(limits=self.limits, kv=self.kv, forecast=self.forecast)
+        assert isinstance(scheduler, RequestScheduler)
+        self.scheduler = scheduler
+        self.device = FakeDevice(
+            block_size=BLOCK, num_layers=self.limits.num_layers, max_tokens=self.limits.max_step_tokens,
+            rng=random.Random(seed),
+        )  # fmt: skip
+        self.device.abandoned = scheduler.abandoned_moves
+
+    def add(
+        self, name: str, *, prompt: int = 4, output: int = 100, ttft: float | None = None, tpot: float | None = None,
+        waited: float = 0.0,
+    ) -> float | None:  # fmt: skip
+        request = Request(
+            prompt_token_ids=[7] * prompt,
+            sampling=SamplingParams(max_tokens=output),
+            service_class=class_of(name),
+        )
+        return self.scheduler.add(
+            name, request, SLO(ttft_s=ttft, tpot_s=tpot), self.now_s, arrival_s=self.now_s - waited
+        )
+
+    def step(self) -> Any:
+        raise NotImplementedError
+
+    def steps_until(self, condition: Callable[[], object], most: int = 1000) -> Iterator[Any]:
+        """Yield what each step returns, until the condition holds before one."""
+        for _ in range(most):
+            if condition():
+                return
+            yield self.step()
+        assert condition(), f"not reached in {most} steps: {self.scheduler.stats()}"
+
+    def run_until(self, condition: Callable[[], object], most: int = 1000) -> list[Any]:
+        """Run steps until the condition holds; return what they returned."""
+        return list(self.steps_until(condition, most))
+
+    def _run(self, host_chance: float, seconds: Callable[[StepPlan], float]) -> tuple[StepPlan, list[RequestOutput]]:
+        self.scheduler.notify(self.device.poll(host_chance))
+        plan = self.scheduler.schedule(self.now_s)
+        self.now_s += seconds(plan)
+        outputs = self.scheduler.update(plan, self.device.execute(plan), self.now_s)
+        self.finished |= {output.request_id for output in outputs if output.finished}
+        self.scheduler.check_integrity()
+        return plan, outputs
+
+
+class Bench(Machine):
+    """Without a forecast; a step runs with all host work done before it, or part of it."""
+
+    def __init__(
+        self, policy: str, *, kv: str = "tiered", device_blocks: int = 8, host_blocks: int = 0, seed: int = 0,
+        **limits: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(policy, kv=kv, device_blocks=device_blocks, host_blocks=host_blocks, seed=seed, limits=limits)
+
+    def step(self, *, host_chance: float = 1.0, seconds: float = 0.01) -> tuple[StepPlan, list[RequestOutput]]:
+        return self._run(host_chance, lambda plan: seconds)
+
+
+class Clock(Machine):
+    """Steps take just what the forecast says, or ``slower`` times that."""
+
+    def __init__(
+        self, *, device_blocks: int = 400, host_blocks: int = 0, predict: dict[str, float] | None = None,
+        slower: float = 1.0, policy: str = "omniserve", **limits: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            policy, kv="tiered", device_blocks=device_blocks, host_blocks=host_blocks, predict=predict or {},
+            limits=limits,
+        )  # fmt: skip
+        self.slower = slower
+        self.first_s: dict[str, float] = {}
+        self.token_s: defaultdict[str, list[float]] = defaultdict(list)
+        self.moves: list[tuple[float, str]] = []
+
+    def step(self) -> StepPlan:
+        plan, outputs = self._run(1.0, self._seconds)
+        for output in outputs:
+            self.first_s.setdefault(output.request_id, self.now_s)
+            self.token_s[output.request_id] += [self.now_s] * len(output.new_token_ids)
+        return plan
+
+    def _seconds(self, plan: StepPlan) -> float:
+        assert plan.decision is not None and plan.decision.predicted_s is not None
+        self.moves += [(self.now_s, move.request_id) for move in plan.moves]
+        return self.slower * plan.decision.predicted_s or 0.001
+
+    def tokens(self, plan: StepPlan) -> Counter[str]:
+        """Return device tokens by class."""
+        tokens: Counter[str] = Counter()
+        for chunk in plan.chunks:
+            tokens[class_of(chunk.request_id)] += len(chunk.token_ids)
+        return tokens
