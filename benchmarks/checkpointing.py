@@ -4,8 +4,9 @@
 
 SmolLM-135M's shape, random weights. Cost: BE requests are prefilled and decode, and nobody needs their memory; seconds
 of prefill and decode steps with ``incremental`` and with ``paged``. Savings: waves of LS requests take the memory of BE
-requests under ``sarathi``; tokens that were computed again, and seconds until all is done. A pair of runs, one of each
-manager, follows one another in each repeat. About four minutes on two quiet cores. Paper: conserve 4.4 and 6.5.
+requests under ``sarathi``; tokens that were computed again, and seconds until all is done. A run of each manager
+(``--managers``) follows one another in each repeat. About four minutes on two quiet cores. Paper: conserve 4.4 and 6.5;
+bros 5.2 (``bidirectional``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from omniserve import Engine, EngineConfig, Request, SamplingParams
 from omniserve.cores import available_cores
 from omniserve.plan import MoveDirection, StepPlan
 
-MANAGERS = ("paged", "incremental")
+MANAGERS = ("incremental", "bidirectional")
 WARM_UP_STEPS = 3
 FIGURES = {
     "cost": ("prefill_step_s", "decode_step_s", "prefill_s", "decode_s", "cpu_s"),
@@ -57,11 +58,12 @@ class Watch:
         for move in plan.moves:
             kind = "restored" if move.direction is MoveDirection.TO_DEVICE else "checkpointed"
             self.blocks[kind] += len(move.src_block_ids)
+        self.blocks["relocated"] += len(plan.relocations)
 
 
 def open_engine(model: Any, kv: str, device_kv_bytes: int, args: argparse.Namespace) -> Engine:
     torch.set_num_threads(available_cores())  # an engine before this one may have left fewer
-    host_kv_bytes = args.host_kv_mib << 20 if kv == "incremental" else 0
+    host_kv_bytes = args.host_kv_mib << 20 if kv != "paged" else 0
     return Engine(
         model,
         EngineConfig(
@@ -144,14 +146,15 @@ def measure_savings(model: Any, kv: str, args: argparse.Namespace) -> dict[str, 
 
 
 def medians(runs: dict[str, list[dict[str, Any]]], names: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """Return, by figure, each manager's median over the repeats, and that of ``incremental`` over ``paged``."""
+    """Return, by figure, each manager's median over the repeats, and that of its ratio to ``paged``."""
     result = {}
     for name in names:
-        result[name] = {kv: statistics.median(run[name] for run in runs[kv]) for kv in MANAGERS}
-        pairs = zip(runs["incremental"], runs["paged"], strict=True)
-        ratios = [ours[name] / theirs[name] for ours, theirs in pairs if theirs[name]]
-        if ratios:
-            result[name]["incremental / paged"] = statistics.median(ratios)
+        result[name] = {kv: statistics.median(run[name] for run in runs[kv]) for kv in runs}
+        for kv in runs.keys() - {"paged"}:
+            pairs = zip(runs[kv], runs["paged"], strict=True)
+            ratios = [ours[name] / theirs[name] for ours, theirs in pairs if theirs[name]]
+            if ratios:
+                result[name][f"{kv} / paged"] = statistics.median(ratios)
     return result
 
 
@@ -172,16 +175,18 @@ def main() -> None:
     parser.add_argument("--waves", type=int, default=4)
     parser.add_argument("--device-kv-mib", type=int, default=160)
     parser.add_argument("--host-kv-mib", type=int, default=1024)
+    parser.add_argument("--managers", nargs="+", choices=MANAGERS, default=MANAGERS[:1], help="beside paged")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--record", type=Path, default=Path(".cache/checkpointing.json"))
     args = parser.parse_args()
     model = random_llama(**SMOLLM_135M)
+    managers = ["paged", *args.managers]
     results: dict[str, Any] = {}
     for name, measure in (("cost", measure_cost), ("savings", measure_savings)):
-        runs: dict[str, list[dict[str, Any]]] = {kv: [] for kv in MANAGERS}
+        runs: dict[str, list[dict[str, Any]]] = {kv: [] for kv in managers}
         measure_cost(model, "paged", argparse.Namespace(**vars(args) | {"be": 1, "output": 4}))  # compilation
         for repeat in range(args.repeats):
-            for kv in MANAGERS if repeat % 2 == 0 else reversed(MANAGERS):
+            for kv in managers if repeat % 2 == 0 else reversed(managers):
                 runs[kv].append(measure(model, kv, args))
                 print(name, kv, runs[kv][-1], flush=True)
         results[name] = {"runs": runs, "medians": medians(runs, FIGURES[name])}

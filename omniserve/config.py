@@ -29,7 +29,8 @@ class EngineConfig:
     """Name in SCHEDULERS, or ``package.module:Class``."""
     kv: str = "tiered"
     """Name in KV_MANAGERS (``paged``: device only; ``tiered``: device and host; ``incremental``: the same, and
-    preempted requests resume from checkpoints), or ``package.module:Class``."""
+    preempted requests resume from checkpoints; ``bidirectional``: likewise, and LS requests share blocks with BE ones),
+    or ``package.module:Class``."""
     attention: str = "auto"
     """Name in DEVICE_ATTENTION; ``auto`` takes the best that this device has."""
 
@@ -65,7 +66,7 @@ class EngineConfig:
     """Seconds that a BE request's KV stays where it is after a move, unless an LS request needs the memory."""
     checkpoint_kv: bool = False
     """Copy full blocks of BE requests to the host tier as they fill, so that moving a request there costs one block.
-    ``incremental`` always does."""
+    ``incremental`` always does, ``bidirectional`` never: it copies what is about to be overwritten."""
     keep_halted: bool = True
     """BE rows that leave a step between two layers (``conserve``) go on from there later; False: they begin anew."""
 

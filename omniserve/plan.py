@@ -24,6 +24,8 @@ class DeviceChunk:
     """Device blocks that cover ``[0, start + len(token_ids))``, in order."""
     samples: bool
     """The last row is the request's newest known token, so a new token is sampled from it."""
+    is_reversed: bool = False
+    """The blocks run from the right: offset i of a block is its slot ``block_size - 1 - i``."""
     from_layer: int = 0
     """Above 0: these very tokens left an earlier step before this layer, and go on there (``StepOutput.halted``)."""
 
@@ -75,6 +77,18 @@ class KVMove:
     dst_block_ids: tuple[int, ...]
     is_checkpoint: bool = False
     """A copy to the host of blocks that are full, and so never written again: the request goes on meanwhile."""
+    is_reversed: bool = False
+    """The device blocks run from the right; those of the host never do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotCopy:
+    """Copy the slots ``[begin, end)`` of a device block (all layers, K and V) into those of another one."""
+
+    source_block: int
+    target_block: int
+    begin: int
+    end: int
 
 
 class Bound(enum.StrEnum):
@@ -127,6 +141,8 @@ class StepPlan:
     """At most ``num_piggyback_slots`` a layer."""
     num_piggyback_slots: int = 0
     """P: seats for piggyback rows, one of a small set of buckets; 0 is plain continuous batching."""
+    relocations: tuple[SlotCopy, ...] = ()
+    """Done in this order before anything else of the step reads or writes."""
     moves: tuple[KVMove, ...] = ()
     """Copies to start; they run beside the steps."""
     pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()

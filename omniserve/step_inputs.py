@@ -42,6 +42,8 @@ class StepInputs:
     """``[num_device_rows]`` int64: block * block_size + offset."""
     block_table_RM: Tensor
     """int32, padded with 0."""
+    reversed_RM: Tensor | None
+    """The direction table, bool; None: no block runs from the right."""
     query_start_R1: Tensor
     """int32 prefix sums."""
     seq_lens_R: Tensor
@@ -82,7 +84,11 @@ def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device
         block_table[row, : len(chunk.block_ids)] = chunk.block_ids
     device_positions = positions[:num_rows]
     blocks = block_table[np.repeat(np.arange(len(chunks)), lengths), device_positions // block_size]
-    slot_mapping = blocks.astype(np.int64) * block_size + device_positions % block_size
+    offsets = device_positions % block_size
+    is_reversed = np.fromiter((c.is_reversed for c in chunks), np.bool_, len(chunks))
+    if is_directed := bool(is_reversed.any()):
+        offsets = np.where(np.repeat(is_reversed, lengths), block_size - 1 - offsets, offsets)
+    slot_mapping = blocks.astype(np.int64) * block_size + offsets
 
     joining: defaultdict[int, list[PiggybackJoin]] = defaultdict(list)
     for join in plan.joins:
@@ -99,6 +105,7 @@ def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device
         positions_T=to_device(positions),
         slot_mapping=to_device(slot_mapping),
         block_table_RM=to_device(block_table),
+        reversed_RM=to_device(is_reversed[:, None].repeat(widest, axis=1)) if is_directed else None,
         query_start_R1=to_device(query_start.astype(np.int32)),
         seq_lens_R=to_device((starts + lengths).astype(np.int32)),
         lengths=HostLengths(query_lens=tuple(lengths.tolist()), seq_lens=tuple((starts + lengths).tolist())),

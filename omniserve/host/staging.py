@@ -145,7 +145,8 @@ class StagedMover:
         shape = self._block_shape
         staging = [half[: shape.numel() * len(src)].view(shape[0], len(src), *shape[1:]) for half in self._staging]
         if (self._hop == 0) == to_host:
-            self._hop_is_done = self._on_device(device, staging, src if to_host else dst, to_host)
+            ids = src if to_host else dst
+            self._hop_is_done = self._on_device(device, staging, ids, to_host, is_reversed=move.is_reversed)
         else:
             self._copying_on_host = True
             self._host_copy(_COPY_ID, to_host, *staging, tuple(range(len(src))), dst if to_host else src)
@@ -153,7 +154,13 @@ class StagedMover:
         return True
 
     def _on_device(
-        self, device: tuple[Tensor, Tensor], staging: list[Tensor], ids: Sequence[int], to_host: bool
+        self,
+        device: tuple[Tensor, Tensor],
+        staging: list[Tensor],
+        ids: Sequence[int],
+        to_host: bool,
+        *,
+        is_reversed: bool,
     ) -> Callable[[], bool]:
         """Copy between device blocks and the staging buffer on the side stream; return what tells when it is done."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):  # None, without CUDA: no stream
@@ -161,9 +168,11 @@ class StagedMover:
             index = torch.tensor(ids, pin_memory=self._pin_memory).to(device[0].device, non_blocking=True)
             for cache, buffer in zip(device, staging, strict=True):
                 if to_host:
-                    buffer.copy_(cache.index_select(1, index), non_blocking=True)
+                    blocks = cache.index_select(1, index)
+                    buffer.copy_(blocks.flip(3) if is_reversed else blocks, non_blocking=True)
                 else:
-                    cache.index_copy_(1, index, buffer.to(cache.device, non_blocking=True))
+                    blocks = buffer.to(cache.device, non_blocking=True)
+                    cache.index_copy_(1, index, blocks.flip(3) if is_reversed else blocks)
             return self._stream.record_event().query if self._stream is not None else lambda: True
 
     def _new_staging(self) -> Tensor:

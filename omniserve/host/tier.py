@@ -235,7 +235,7 @@ class HostTier:
             if ids and not (0 <= min(ids) and max(ids) < num_blocks):
                 raise ValueError(f"block ids must be in [0, {num_blocks}), got {min(ids)} to {max(ids)}")
         if device_k_LBKSH.device.type == "cpu":
-            _host.start_move(self._handle, move.move_id, to_host, *device, device_ids, pool_ids)
+            _host.start_move(self._handle, move.move_id, to_host, *device, device_ids, pool_ids, move.is_reversed)
         else:
             self._mover.start(move, device_k_LBKSH, device_v_LBKSH)
         self._moving[move.move_id] = device

@@ -1,12 +1,14 @@
 """KV managers: who owns which block on which tier. Ids only; the tensors are in ``storage``."""
 
 from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier, has_host_tier
+from omniserve.kv.bidirectional import BidirectionalKVManager
 from omniserve.kv.incremental import IncrementalKVManager
 from omniserve.kv.paged import PagedKVManager
 from omniserve.kv.tiered import TieredKVManager
 
 __all__ = [
     "KV_MANAGERS",
+    "BidirectionalKVManager",
     "IncrementalKVManager",
     "KVManager",
     "KVUsage",

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from omniserve.config import EngineConfig
-from omniserve.plan import KVMove, MoveDirection
+from omniserve.plan import KVMove, MoveDirection, SlotCopy
 from omniserve.registry import Registry
+from omniserve.request import ServiceClass
 
 
 class Tier(enum.StrEnum):
@@ -60,9 +61,22 @@ class KVManager(ABC):
     """KV may live on the host, or be copied there: an engine with it has a host tier if ``host_kv_bytes`` is not 0."""
     restores: ClassVar[bool] = False
     """Checkpoints outlive an eviction: they are worth making whether or not requests move to the host."""
+    is_directed: ClassVar[bool] = False
+    """Some requests' device blocks run from the right (``runs_from_right``)."""
 
     @abstractmethod
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None: ...
+
+    def declare(self, request_id: str, kind: ServiceClass) -> None:  # noqa: B027 - most treat all kinds alike
+        """Say of which kind a new request is, before anything else is said of it; one that was not declared is LS."""
+
+    def runs_from_right(self, request_id: str) -> bool:
+        """Tell whether offset i of the request's device blocks is their slot ``block_size - 1 - i``."""
+        return False
+
+    def take_relocations(self) -> tuple[SlotCopy, ...]:
+        """Return, once, what is to be copied on the device, in order, before the next step."""
+        return ()
 
     @abstractmethod
     def allocate(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
@@ -152,6 +166,17 @@ class KVManager(ABC):
         """
         return None
 
+    def start_saving(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> list[KVMove]:
+        """Begin to copy to the host what evicted requests are about to lose on the device; see ``start_checkpoint``.
+
+        Args:
+            num_ahead: The device blocks that would be taken next, so many, are looked at.
+            max_blocks: Copy at most so many blocks.
+            reserve_blocks: Host blocks that must still be free afterwards.
+        Paper: bros 5.2 (lazy checkpointing).
+        """
+        return []
+
     def num_checkpointed(self, request_id: str) -> int:
         """Return how many of the request's first blocks have a copy on the host, those under way not counted."""
         return 0
@@ -172,14 +197,18 @@ class KVManager(ABC):
         self.free(request_id)
 
     def num_kept_tokens(self, request_id: str, tier: Tier) -> int:
-        """Return how many first tokens of an evicted request still have their KV on a tier; 0 if it is not evicted."""
+        """Return how many first tokens of an evicted request still have their KV on a tier; 0 if it is not evicted.
+
+        Of the host: so many the device has after ``start_restore``, be some of them only there.
+        """
         return 0
 
     def start_restore(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> KVMove | None:
         """Give an evicted request device blocks for ``num_tokens`` and copy what only its checkpoint has into them.
 
         As with a move, nothing can be done with the request until ``finish_move``: after ARRIVED it is on the device,
-        with the KV of as many tokens as its checkpoint had, and still has the checkpoint; after LOST it has nothing.
+        with the KV of as many tokens as ``num_kept_tokens`` said of the host, and still has the checkpoint; after LOST
+        it is evicted again, and most of its KV is gone.
 
         Args:
             num_tokens: At least as many as were computed when it was evicted.

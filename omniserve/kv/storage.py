@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+from collections.abc import Iterable
 
 import torch
 
+from omniserve.plan import SlotCopy
 from omniserve.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,13 @@ class DeviceKVStorage:
         # Indexing a layer costs microseconds, so the views are made once.
         self.k_layers = tuple(self.k_LBKSH.unbind(0))
         self.v_layers = tuple(self.v_LBKSH.unbind(0))
+
+    def copy_slots(self, copies: Iterable[SlotCopy]) -> None:
+        """Copy slots between blocks, one copy after another."""
+        for copy in copies:
+            slots = slice(copy.begin, copy.end)
+            for pool in (self.k_LBKSH, self.v_LBKSH):
+                pool[:, copy.target_block, :, slots] = pool[:, copy.source_block, :, slots]
 
 
 def ask_for_huge_pages(tensor: torch.Tensor) -> None:

@@ -45,6 +45,7 @@ class DeviceAttention(Protocol):
         spec: AttentionSpec,
         *,
         lengths: HostLengths | None = None,
+        reversed_RM: Tensor | None = None,
     ) -> Tensor:
         """Return ``[T, N, H]``, the dtype of q.
 
@@ -57,6 +58,8 @@ class DeviceAttention(Protocol):
             seq_lens_R: Context of each request including this chunk, int32.
             spec: Scale, window, softcap.
             lengths: The same lengths on the host; None copies them from the device.
+            reversed_RM: The direction table: which entries of the block table are of blocks that run from the right,
+                bool, so that offset i of such a block is its row ``S - 1 - i``. None: no block does. Paper: bros 6.
         """
         ...
 
@@ -64,16 +67,24 @@ class DeviceAttention(Protocol):
 DEVICE_ATTENTION: Registry[DeviceAttention] = Registry("device attention", package="omniserve.ops.attention")
 
 
-def resolve_attention(name: str, device: torch.device) -> DeviceAttention:
+def resolve_attention(name: str, device: torch.device, *, is_directed: bool = False) -> DeviceAttention:
     """Return the implementation called ``name``; "auto" takes the best that ``device`` has.
 
+    Args:
+        is_directed: Some blocks will run from the right (``reversed_RM``).
+
     Raises:
-        ValueError: The name is unknown, or its implementation does not run on this device.
+        ValueError: The name is unknown, or its implementation does not run on this device or in both directions.
     """
     if name == "auto":
         name = "cpu" if device.type == "cpu" else "xformers" if importlib.util.find_spec("xformers") else "sdpa"
     if (wanted := {"cpu": "cpu", "xformers": "cuda"}.get(name, device.type)) != device.type:
         raise ValueError(f"device attention {name!r} runs on {wanted}, not on {device.type}; give 'sdpa' or 'auto'")
+    if is_directed and name == "xformers":
+        raise ValueError(
+            "the KV manager lets blocks run in two directions, which device attention 'xformers' cannot read; "
+            "set attention='sdpa', or a KV manager other than 'bidirectional'"
+        )
     return DEVICE_ATTENTION.get(name)
 
 
@@ -88,11 +99,12 @@ def attend_cpu(
     spec: AttentionSpec,
     *,
     lengths: HostLengths | None = None,
+    reversed_RM: Tensor | None = None,
 ) -> Tensor:
     """Attend with the C++ operator."""
     return torch.ops.omniserve.paged_attention.default(
         q_TNH, k_cache_BKSH, v_cache_BKSH, block_table_RM, query_start_R1, seq_lens_R,
-        spec.scale, spec.window, spec.softcap,
+        spec.scale, spec.window, spec.softcap, reversed_RM,
     )  # fmt: skip
 
 
@@ -107,6 +119,7 @@ def attend_sdpa(
     spec: AttentionSpec,
     *,
     lengths: HostLengths | None = None,
+    reversed_RM: Tensor | None = None,
 ) -> Tensor:
     """Attend request by request with torch's SDPA over gathered KV (soft-capped: plain matrix products).
 
@@ -125,8 +138,9 @@ def attend_sdpa(
         seen = k_pos <= q_pos
         if spec.window:
             seen &= k_pos > q_pos - spec.window
-        k_CKH = gather_keys(k_cache_BKSH, block_table_RM[request], first, seq_len)
-        v_CKH = gather_keys(v_cache_BKSH, block_table_RM[request], first, seq_len)
+        reversed_M = reversed_RM[request] if reversed_RM is not None else None
+        k_CKH = gather_keys(k_cache_BKSH, block_table_RM[request], first, seq_len, reversed_M)
+        v_CKH = gather_keys(v_cache_BKSH, block_table_RM[request], first, seq_len, reversed_M)
         q, k, v = (rows.transpose(0, 1)[None] for rows in (q_TNH[begin:end], k_CKH, v_CKH))
         if spec.softcap:
             group = q.shape[1] // k.shape[1]
@@ -151,6 +165,7 @@ def attend_xformers(
     spec: AttentionSpec,
     *,
     lengths: HostLengths | None = None,
+    reversed_RM: Tensor | None = None,
 ) -> Tensor:
     """Attend with xformers: decodes over the pages where its kernel can, the rest over gathered KV.
 
@@ -158,7 +173,7 @@ def attend_xformers(
     half precision, no window. Not yet run on CUDA.
 
     Raises:
-        ValueError: The layer soft-caps its scores, which xformers cannot.
+        ValueError: The layer soft-caps its scores, or there is a direction table: xformers can do neither.
     """
     from xformers.ops import fmha  # optional; slow to import
     from xformers.ops.fmha.attn_bias import (
@@ -166,6 +181,8 @@ def attend_xformers(
         PagedBlockDiagonalCausalWithOffsetPaddedKeysMask,
     )
 
+    if reversed_RM is not None:
+        raise ValueError("xformers reads blocks from the left only; give attention='sdpa'")
     if spec.softcap:
         raise ValueError("xformers has no soft-capped attention; give attention='sdpa' for this model")
     lengths = lengths or _lengths_of(query_start_R1, seq_lens_R)
@@ -217,11 +234,14 @@ def attend_xformers(
     return fmha.memory_efficient_attention_forward(q, k, v, attn_bias=bias, scale=spec.scale).reshape(q_TNH.shape)
 
 
-def gather_keys(cache_BKSH: Tensor, blocks_M: Tensor, first: int, end: int) -> Tensor:
+def gather_keys(cache_BKSH: Tensor, blocks_M: Tensor, first: int, end: int, reversed_M: Tensor | None = None) -> Tensor:
     """Return rows [first, end) of one sequence, ``[end - first, K, H]``, copied out of its blocks."""
     block_size = cache_BKSH.shape[2]
     skipped = first // block_size
-    rows_MSKH = cache_BKSH[blocks_M[skipped : -(-end // block_size)].long()].transpose(1, 2)
+    held = slice(skipped, -(-end // block_size))
+    rows_MSKH = cache_BKSH[blocks_M[held].long()].transpose(1, 2)
+    if reversed_M is not None:
+        rows_MSKH = torch.where(reversed_M[held, None, None, None], rows_MSKH.flip(1), rows_MSKH)
     return rows_MSKH.flatten(0, 1)[first - skipped * block_size : end - skipped * block_size]
 
 

@@ -26,6 +26,7 @@ def _paged_attention(
     scale: float,
     window: int,
     softcap: float,
+    reversed_RM: Tensor | None = None,
 ) -> Tensor:
     return q_TNH.new_empty(q_TNH.shape)
 

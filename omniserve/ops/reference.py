@@ -31,8 +31,9 @@ def paged_attention(
     scale: float,
     window: int,
     softcap: float,
+    reversed_RM: Tensor | None = None,
 ) -> Tensor:
-    """Attend each request's chunk over its cached keys, the chunk's own included."""
+    """Attend each request's chunk over its cached keys, the chunk's own included; some blocks run from the right."""
     out_TNH = torch.zeros_like(q_TNH, memory_format=torch.contiguous_format)
     starts, seq_lens = query_start_R1.tolist(), seq_lens_R.tolist()
     block_size, group = k_cache_BKSH.shape[2], q_TNH.shape[1] // k_cache_BKSH.shape[1]
@@ -43,6 +44,8 @@ def paged_attention(
         q_pos = torch.arange(seq_len - (end - begin), seq_len)
         k_pos = torch.arange(max(0, int(q_pos[0]) + 1 - window) if window else 0, seq_len)
         block, offset = block_table_RM[request].long()[k_pos // block_size], k_pos % block_size
+        if reversed_RM is not None:
+            offset = torch.where(reversed_RM[request][k_pos // block_size], block_size - 1 - offset, offset)
         keys = k_cache_BKSH[block, :, offset].double().repeat_interleave(group, dim=1)
         values = v_cache_BKSH[block, :, offset].double().repeat_interleave(group, dim=1)
         scores = torch.einsum("inh,jnh->nij", q_TNH[begin:end].double(), keys) * scale

@@ -60,6 +60,8 @@ class AttentionShape:
     window: int = 0
     softcap: float = 0.0
     strided: bool = False
+    directed: bool = False
+    """Some blocks run from the right."""
 
 
 _MIXED = ((1, 40), (5, 0), (0, 7), (17, 30), (1, 0))
@@ -80,6 +82,24 @@ _MIXED_SHAPES = (
         label="several tiles of queries and keys", chunks=((150, 70), (1, 300)), heads=(8, 4, 16), block_size=64
     ),
     AttentionShape(label="window inside a long chunk", chunks=((150, 70),), heads=(2, 2, 16), block_size=1, window=33),
+    AttentionShape(label="no request, directed", chunks=(), heads=(2, 1, 16), directed=True),
+    AttentionShape(label="directed, head size 64", chunks=_MIXED, heads=(9, 3, 64), block_size=16, directed=True),
+    AttentionShape(
+        label="directed, several tiles, window",
+        chunks=((150, 70), (1, 300)),
+        heads=(8, 4, 32),
+        block_size=64,
+        window=99,
+        directed=True,
+    ),
+    AttentionShape(
+        label="directed, large odd blocks, softcap",
+        chunks=_MIXED,
+        heads=(4, 2, 24),
+        block_size=73,
+        softcap=5.0,
+        directed=True,
+    ),
 )
 _DECODES = ((1, 0), (1, 31), (1, 128), (1, 300))
 _DECODE_SHAPES = (
@@ -107,11 +127,16 @@ def attention_args(shape: AttentionShape, device: torch.device, dtype: torch.dty
     width = max((-(-seq_len // shape.block_size) for seq_len in seq_lens), default=1)
     num_blocks = len(seq_lens) * width + 2
     table = torch.randperm(num_blocks, generator=generator)[: len(seq_lens) * width].view(len(seq_lens), width).int()
+    is_reversed = torch.rand(table.shape, generator=generator) < 0.5 if shape.directed else None
     cache = torch.full((2, num_blocks, kv_heads, shape.block_size, head_size), torch.nan)
     for request, (query_len, context_len) in enumerate(shape.chunks):
         first = max(0, context_len + 1 - shape.window) if shape.window else 0
         position = torch.arange(first, seq_lens[request])
         block, offset = table[request].long()[position // shape.block_size], position % shape.block_size
+        if is_reversed is not None:
+            offset = torch.where(
+                is_reversed[request, position // shape.block_size], shape.block_size - 1 - offset, offset
+            )
         cache[:, block, :, offset] = torch.randn(len(position), 2, kv_heads, head_size, generator=generator)
         table[request, : first // shape.block_size] = -1  # a KV manager has freed these
         table[request, -(-seq_lens[request] // shape.block_size) if query_len else 0 :] = -1
@@ -120,7 +145,8 @@ def attention_args(shape: AttentionShape, device: torch.device, dtype: torch.dty
     k_cache, v_cache = cache.to(device, dtype)
     starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-    return q, k_cache, v_cache, table.to(device), starts, lens, head_size**-0.5, shape.window, shape.softcap
+    args = (q, k_cache, v_cache, table.to(device), starts, lens, head_size**-0.5, shape.window, shape.softcap)
+    return args if is_reversed is None else (*args, is_reversed.to(device))
 
 
 def _paged_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

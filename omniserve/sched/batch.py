@@ -108,6 +108,7 @@ class Batch:
             start=start,
             block_ids=blocks,
             samples=samples,
+            is_reversed=self._kv.runs_from_right(state.request_id),
             from_layer=state.halted.layer if state.halted is not None else 0,
         )
         self.tokens_left -= count

@@ -26,9 +26,10 @@ requests on the 70B model of Fig. 10, simulated for 3 minutes, both objectives w
 one: 92 and 94 % at 8 a second, 84 and 92 % at 10, 1 and 75 % at 12.
 
 Prompts are taken whole if they fit what the step's token budget leaves, else cut there, but never for time; so
-``max_step_tokens`` should be a chunk that fits into a TPOT. KV blocks are not shared by two requests (5.1), so LS
-requests take whole BE requests' memory (``parking``), and copies to and from the host run beside the steps: C has no
-swap term, and the order by swapped blocks (line 17) is the order in which parked requests come back. B_curr does not
+``max_step_tokens`` should be a chunk that fits into a TPOT. Section 5 is the KV manager ``bidirectional``; with another
+one LS requests take whole BE requests' memory (``parking``). Copies to and from the host run beside the steps: C has no
+swap term, and the order by swapped blocks (line 17) is that in which parked requests, or those that gave way and keep
+some KV, come back; new ones follow them. B_curr does not
 exceed ``max_num_requests``. The waiting queue is polled in its own order, by class and arrival, which is that of the
 deadlines if their TTFT is the same. Without a latency model there is no time bound: LS by residual time, then BE.
 """
@@ -262,11 +263,22 @@ class BROSScheduler(RequestScheduler):
             return
         free = self.kv.num_free(Tier.DEVICE) - needed
         seats = self.limits.max_num_requests - sum(map(len, self.device.values())) - new_ls
-        for state, _ in zip(self.waiting[BE], range(seats), strict=False):
+        for state in itertools.islice(self._by_missing_tokens(), max(0, seats)):
             free -= self.blocks_for(state)
             if free < 0:
                 return
             yield state
+
+    def _by_missing_tokens(self) -> Iterable[RequestState]:
+        """Return waiting BE requests by class, the less KV must be copied back the sooner; last those without any."""
+        if not self.kv.restores:
+            return self.waiting[BE]
+
+        def missing(state: RequestState) -> tuple[int, bool, int]:
+            on_device, on_host = (self.kv.num_kept_tokens(state.request_id, tier) for tier in (Tier.DEVICE, Tier.HOST))
+            return state.place[0], on_device == on_host == 0, max(0, on_host - on_device)
+
+        return sorted(self.waiting[BE], key=missing)
 
     def _replace_ls(
         self, step: Selection, residuals: Sequence[float], candidates: Iterable[RequestState], bound_s: float

@@ -43,9 +43,12 @@ class Checkpoints:
             states: Who may have a checkpoint; those that are not on the device are passed over.
             reserve_blocks: Host blocks to leave free, for those who decode on the host.
         """
-        moves: list[KVMove] = []
         states = list(states)
         blocks_left = self._max_blocks - sum(self._under_way.values())
+        moves = self._kv.start_saving(num_ahead=self._max_blocks, max_blocks=blocks_left, reserve_blocks=reserve_blocks)
+        for saving in moves:
+            self._under_way[saving.move_id] = len(saving.src_block_ids)
+            blocks_left -= len(saving.src_block_ids)
         num_checkpointed, size = self._kv.num_checkpointed, self._block_size
         behind = [
             state

@@ -64,6 +64,7 @@ class RequestLifecycle(RequestTransfers):
             token_ids=list(request.prompt_token_ids),
         )
         self.states[request_id] = state
+        self.kv.declare(request_id, kind)
         self.waiting[state.kind].add(state)
         return None
 

@@ -250,6 +250,7 @@ class RequestScheduler(RequestLifecycle):
             entries=tuple(host_rows.entries),
             joins=tuple(host_rows.joins),
             num_piggyback_slots=seat_bucket(most, self.limits.max_piggyback_slots),
+            relocations=self.kv.take_relocations(),
             moves=(*moves, *restores, *copies),
             pipelined=tuple(host_rows.pipelined),
             preemptible=preemptible,

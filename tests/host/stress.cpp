@@ -288,7 +288,7 @@ struct Stress {
     if (to_ids.empty()) return;
     request.state = to_host ? Request::moving_in : Request::moving_out;
     moves[next_move] = slot;
-    tier.start_move({next_move++, to_host, device.side(false), device.side(true), kBlocks, request.device_blocks,
+    tier.start_move({next_move++, to_host, false, device.side(false), device.side(true), kBlocks, request.device_blocks,
                      request.blocks});
   }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -120,6 +121,25 @@ def test_moves_to_an_int8_pool_round_and_back_they_do_not(
     assert back[1][0, 0, 0, 1].isnan().all() and back[1].isnan().sum() == driver.spec.head_size
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize(("dtype", "block_size"), [(torch.float32, 3), (torch.bfloat16, 16)])
+def test_blocks_that_run_from_the_right_do_not_on_the_host(
+    open_driver: Callable[..., Driver], dtype: torch.dtype, block_size: int, kv_dtype: str
+) -> None:
+    spec = make_spec(dtype, head_size=64)
+    driver = open_driver(spec, dtype=dtype, kv_dtype=kv_dtype, num_blocks=20, block_size=block_size)
+    tier = driver.tier
+    device = [random_cache(driver, 10), random_cache(driver, 10)]
+    back = [torch.zeros_like(side) for side in device]
+    for move_id, direction, src, cache in ((0, TO_HOST, 0, device), (1, TO_DEVICE, 5, back)):
+        ids = list(range(src, src + 10)), list(range(5 - src, 15 - src))
+        tier.start_move(dataclasses.replace(make_move(move_id, direction, *ids), is_reversed=True), *cache)
+        assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+    for side, got, held in zip(device, back, read_pool(tier), strict=True):
+        assert torch.equal(held[:, 5:15].to(dtype), rounded(tier, side).flip(3).to(dtype))
+        assert torch.equal(got, rounded(tier, side).to(dtype))
+
+
 def test_a_move_goes_ahead_of_queued_attention(open_driver: Callable[..., Driver]) -> None:
     driver = open_driver(num_slots=4, num_threads=1)
     for slot in range(4):
@@ -205,6 +225,20 @@ def test_staged_moves_go_through_the_buffer_in_chunks(open_driver: Callable[...,
     for side, wanted in zip(back, expected, strict=True):
         assert_same_bits(side, wanted)
     assert not tier.busy and tier.stats().moves_in_hand == 0
+
+
+def test_staged_moves_turn_blocks_that_run_from_the_right(open_driver: Callable[..., Driver]) -> None:
+    driver = open_driver(num_blocks=20)
+    staged = Staged(driver, staging_blocks=4)
+    device = [random_cache(driver, 10), random_cache(driver, 10)]
+    back = [torch.zeros_like(side) for side in device]
+    ids = list(range(10))
+    for move_id, direction, cache in ((0, TO_HOST, device), (1, TO_DEVICE, back)):
+        staged.mover.start(dataclasses.replace(make_move(move_id, direction, ids, ids), is_reversed=True), *cache)
+        assert [event.kind for event in collect(driver.tier, 1)] == [HostEventKind.MOVE_DONE]
+    for side, got, held in zip(device, back, read_pool(driver.tier), strict=True):
+        assert_same_bits(held[:, :10].contiguous(), side.flip(3))
+        assert_same_bits(got, side)
 
 
 def test_staged_moves_fail_by_one_event_each(open_driver: Callable[..., Driver]) -> None:

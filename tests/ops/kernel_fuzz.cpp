@@ -123,6 +123,8 @@ Case make_case(Rng& rng) {
   std::shuffle(ids.begin(), ids.end(), rng);
   c.table.assign(ids.begin(), ids.begin() + used);
   c.table.shrink_to_fit();
+  if (!c.host && rng() % 2 != 0)
+    for (int32_t& entry : c.table) entry = rng() % 2 != 0 ? from_right(entry) : entry;
 
   const int64_t plane = c.block_size * c.head_size, planes = c.num_blocks * c.kv_heads;
   // All bits set is NaN; int8 has none, but its scales have.
@@ -154,7 +156,9 @@ Case make_case(Rng& rng) {
       put(k_row.data() + i * c.element(), c.row_dtype, c.k[static_cast<size_t>(t * row + i)]);
       put(v_row.data() + i * c.element(), c.row_dtype, c.v[static_cast<size_t>(t * row + i)]);
     }
-    const int64_t block = c.table[static_cast<size_t>(t / c.block_size)], offset = t % c.block_size;
+    const BlockRef ref(c.table[static_cast<size_t>(t / c.block_size)]);
+    const int64_t block = ref.block, in_block = t % c.block_size;
+    const int64_t offset = ref.reversed ? c.block_size - 1 - in_block : in_block;
     if (c.host) {
       append_host_token(shape, offset, {k_row.data(), c.head_size * c.element()},
                         {v_row.data(), c.head_size * c.element()}, c.pool.get() + block * shape.block_bytes(),

@@ -123,17 +123,23 @@ class Kernels:
         assert not self.emulated or self.lib.amx_released(), "the thread keeps its tiles"
 
 
-def paged(case: Case, rng: np.random.Generator, k: np.ndarray, v: np.ndarray) -> Any:
-    """Scatter keys [low, high) into blocks [B, K, S, H]; what is no key of theirs is NaN, entries of no use are -1."""
+def paged(case: Case, rng: np.random.Generator, k: np.ndarray, v: np.ndarray, *, directed: bool = False) -> Any:
+    """Scatter keys [low, high) into blocks [B, K, S, H]; what is no key of theirs is NaN, entries of no use are -1.
+
+    If ``directed``, some blocks run from the right.
+    """
     size = case.block_size
     first, last = case.low // size, -(-case.high // size)
     blocks = last - first + 2
     table = np.full(last + 1, -1, np.int32)
     table[first:last] = rng.permutation(blocks)[: last - first]
     caches = np.full((2, blocks, case.kv_heads, size, case.head_size), NAN)
+    is_reversed = (rng.random(last + 1) < 0.5) & directed
     for position in range(case.low, case.high):
+        row = size - 1 - position % size if is_reversed[position // size] else position % size
         for cache, rows in zip(caches, (k, v), strict=True):
-            cache[table[position // size], :, position % size] = rows[position - case.low]
+            cache[table[position // size], :, row] = rows[position - case.low]
+    table = np.where(is_reversed, ~table, table)
     return table, caches[0].copy(), caches[1].copy()
 
 
@@ -208,7 +214,7 @@ def check_prefill(kernels: Kernels, case: Case, q_len: int) -> None:
     rng = np.random.default_rng(case.seed)
     q = case.bits(rng, q_len, case.kv_heads * case.group, case.head_size)
     k, v = (case.bits(rng, case.high - case.low, case.kv_heads, case.head_size) for _ in range(2))
-    paged_kv = paged(case, rng, k, v)
+    paged_kv = paged(case, rng, k, v, directed=case.seed % 2 == 1)
     lift = kernels.forbid(list(paged_kv[1:]), [cache == NAN for cache in paged_kv[1:]])
     out = run_prefill(kernels, case, q, paged_kv, [0, q_len])
     lift()

@@ -30,7 +30,7 @@ def two_threads() -> Iterator[None]:
 
 
 shapes = st.builds(
-    lambda chunks, kv_heads, group, head_size, block_size, window, softcap, strided: AttentionShape(
+    lambda chunks, kv_heads, group, head_size, block_size, window, softcap, strided, directed: AttentionShape(
         label="drawn",
         chunks=tuple(chunks),
         heads=(kv_heads * group, kv_heads, head_size),
@@ -38,6 +38,7 @@ shapes = st.builds(
         window=window,
         softcap=softcap,
         strided=strided,
+        directed=directed,
     ),
     chunks=st.lists(st.tuples(st.sampled_from((0, 1, 1, 2, 7, 40)), st.integers(0, 200)), max_size=4),
     kv_heads=st.integers(1, 3),
@@ -47,6 +48,7 @@ shapes = st.builds(
     window=st.sampled_from((0, 0, 1, 5, 64)),
     softcap=st.sampled_from((0.0, 0.0, 4.0)),
     strided=st.booleans(),
+    directed=st.booleans(),
 )
 
 
@@ -58,7 +60,7 @@ def test_any_shape_agrees_with_the_reference(shape: AttentionShape, dtype: torch
 
 
 decode_shapes = st.builds(
-    lambda shape, contexts: replace(shape, chunks=tuple((1, context) for context in contexts)),
+    lambda shape, contexts: replace(shape, directed=False, chunks=tuple((1, context) for context in contexts)),
     shape=shapes,
     contexts=st.lists(st.integers(0, 700), max_size=4),
 )

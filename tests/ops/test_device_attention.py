@@ -37,6 +37,13 @@ def test_a_name_on_the_wrong_device_is_an_error(name: str, device: torch.device)
         resolve_attention(name, device)
 
 
+def test_a_name_that_reads_in_one_direction_is_refused_where_blocks_run_in_two() -> None:
+    with pytest.raises(ValueError, match="set attention='sdpa'"):
+        resolve_attention("xformers", CUDA, is_directed=True)
+    assert resolve_attention("cpu", CPU, is_directed=True) is attend_cpu
+    assert resolve_attention("sdpa", CUDA, is_directed=True) is DEVICE_ATTENTION.get("sdpa")
+
+
 def test_an_unknown_name_lists_the_known() -> None:
     with pytest.raises(ValueError, match="cpu, sdpa, xformers"):
         resolve_attention("flash9", CPU)
@@ -47,12 +54,14 @@ def test_an_unknown_name_lists_the_known() -> None:
 def test_sdpa_agrees_with_the_operator(dtype: torch.dtype, on_host: bool) -> None:
     rtol, atol = TORCH_HALF_ATTENTION[dtype]
     for sample in OPS["paged_attention"].samples(CPU, dtype):
-        q, k, v, table, starts, lens, scale, window, softcap = sample.args
+        q, k, v, table, starts, lens, scale, window, softcap, *directions = sample.args
         spec = AttentionSpec(scale=scale, window=window, softcap=softcap)
         lengths = HostLengths(query_lens=tuple(starts.diff().tolist()), seq_lens=tuple(lens.tolist()))
         args = (q, k, v, table, starts, lens, spec)
-        out = attend_sdpa(*args, lengths=lengths if on_host else None)
-        torch.testing.assert_close(out, attend_cpu(*args), rtol=rtol, atol=atol, msg=lambda m, s=sample: s.label + m)
+        reversed_RM = directions[0] if directions else None
+        out = attend_sdpa(*args, lengths=lengths if on_host else None, reversed_RM=reversed_RM)
+        expected = attend_cpu(*args, reversed_RM=reversed_RM)
+        torch.testing.assert_close(out, expected, rtol=rtol, atol=atol, msg=lambda m, s=sample: s.label + m)
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 1), (0, 12), (3, 9), (4, 8), (5, 5)])
@@ -87,9 +96,11 @@ def test_cuda_agrees_with_the_operator(name: str) -> None:
     attend, dtype = resolve_attention(name, CUDA), torch.bfloat16
     rtol, atol = TORCH_HALF_ATTENTION[dtype]
     for sample in OPS["paged_attention"].samples(CPU, dtype):
-        *tensors, scale, window, softcap = sample.args
-        if softcap and name == "xformers":
+        *tensors, scale, window, softcap = sample.args[:9]
+        reversed_RM = sample.args[9] if len(sample.args) > 9 else None
+        if name == "xformers" and (softcap or reversed_RM is not None):
             continue
         spec = AttentionSpec(scale=scale, window=window, softcap=softcap)
-        out = attend(*(tensor.cuda() for tensor in tensors), spec)
-        torch.testing.assert_close(out.cpu(), attend_cpu(*tensors, spec), rtol=rtol, atol=atol)
+        on_cuda = reversed_RM.cuda() if reversed_RM is not None else None
+        out = attend(*(tensor.cuda() for tensor in tensors), spec, reversed_RM=on_cuda)
+        torch.testing.assert_close(out.cpu(), attend_cpu(*tensors, spec, reversed_RM=reversed_RM), rtol=rtol, atol=atol)

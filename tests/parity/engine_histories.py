@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from omniserve import SLO, Engine, EngineConfig, FinishReason, Request, RequestRejected, SamplingParams
 from omniserve.fingerprint import fingerprint_of
-from omniserve.kv import Tier
+from omniserve.kv import BidirectionalKVManager, Tier
 from omniserve.latency import ModelShape, Profile
 from tests.latency.samples import make_profile
 from tests.parity.models import VOCAB_SIZE
@@ -75,6 +75,10 @@ class Tally:
     failures: int = 0
     aborted: int = 0
     resumed_tokens: int = 0
+    shared_blocks: int = 0
+    relocated_blocks: int = 0
+    overwritten_tokens: int = 0
+    checkpoints: int = 0
     rejected: int = 0
     halted: int = 0
     finished: int = 0
@@ -84,7 +88,7 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
     block_bytes = engine_model.omniserve.spec.kv_block_bytes(BLOCK)
     settings: dict[str, object] = {
         "scheduler": scheduler,
-        "kv": rng.choice(["tiered", "tiered", "incremental"]),
+        "kv": rng.choice(["tiered", "tiered", "incremental", "bidirectional"]),
         "block_size": BLOCK,
         "max_model_len": 80,
         # The smallest pool holds one longest request (64 tokens) and a little.
@@ -219,6 +223,11 @@ def run_history(
     tally.preemptions += stats.preemptions
     tally.halted += stats.layer_preemptions
     tally.resumed_tokens += stats.resumed_tokens
+    if isinstance(engine.kv, BidirectionalKVManager):
+        tally.shared_blocks += engine.kv.num_shared_blocks
+        tally.relocated_blocks += engine.kv.num_relocated_blocks
+        tally.overwritten_tokens += engine.kv.num_overwritten_tokens
+    tally.checkpoints += stats.checkpoints
     tally.swaps_out += stats.swaps_out
     tally.swaps_in += stats.swaps_in
     tally.failures += stats.host_failures

@@ -53,6 +53,19 @@ def test_preempted_requests_resume_from_their_checkpoints(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("scheduler", ["bros", "omniserve", "sarathi"])
+def test_blocks_of_two_requests_change_no_token(scheduler: str, attention: str, device: str) -> None:
+    model, reference = model_and_reference("llama", device)
+    run_histories(
+        model, reference, range(600, 604),
+        reach=("shared_blocks", "relocated_blocks", "overwritten_tokens", "checkpoints", "resumed_tokens"),
+        scheduler=scheduler, kv="bidirectional", attention="sdpa" if device == "cuda" else attention,
+        faults=lambda seed: seed % 2 == 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("family", "scheduler"),
     [("llama", "omniserve"), ("gemma2", "omniserve"), ("opt", "omniserve"), ("gemma2", "neo"), ("opt", "apex")],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from omniserve.plan import (
     HostEvent,
@@ -75,14 +75,24 @@ class FakeDevice:
         self.num_pipelined = 0
         self.num_restored = 0
         """Blocks that were copied to the device."""
+        self.num_relocated = 0
+        """Blocks that were copied on the device."""
         self.num_failed_returns = 0
         """Moves to the device that failed."""
 
-    def _slot(self, block_ids: tuple[int, ...], position: int) -> int:
-        return block_ids[position // self.block_size] * self.block_size + position % self.block_size
+    def _slot(self, block_ids: Sequence[int], position: int, *, is_reversed: bool = False) -> int:
+        offset = position % self.block_size
+        offset = self.block_size - 1 - offset if is_reversed else offset
+        return block_ids[position // self.block_size] * self.block_size + offset
 
-    def _context(self, tier: str, block_ids: tuple[int, ...], length: int) -> tuple[int, ...]:
-        return tuple(self.kv[tier, self._slot(block_ids, p)] for p in range(length))
+    def _slots(self, block_ids: Sequence[int], *, is_reversed: bool = False) -> list[int]:
+        num_slots = len(block_ids) * self.block_size
+        return [self._slot(block_ids, position, is_reversed=is_reversed) for position in range(num_slots)]
+
+    def _context(
+        self, tier: str, block_ids: tuple[int, ...], length: int, *, is_reversed: bool = False
+    ) -> tuple[int, ...]:
+        return tuple(self.kv[tier, self._slot(block_ids, p, is_reversed=is_reversed)] for p in range(length))
 
     def _busy_slots(self) -> dict[str, set[int]]:
         """Blocks that a running copy or host task still uses."""
@@ -90,7 +100,9 @@ class FakeDevice:
         for move in self.moves.values():
             out = move.direction is MoveDirection.TO_HOST
             if move.move_id not in self.abandoned and not move.is_checkpoint:
-                busy["device" if out else "host"] |= set(move.src_block_ids)
+                # The last block of one that runs from the right may be shared: what counts there is what is copied.
+                shared = 1 if out and move.is_reversed else 0
+                busy["device" if out else "host"] |= set(move.src_block_ids[: len(move.src_block_ids) - shared])
             busy["host" if out else "device"] |= set(move.dst_block_ids)
         for event in self.running:
             if event.slot >= 0:
@@ -101,6 +113,13 @@ class FakeDevice:
         assert plan.num_device_tokens <= self.max_tokens
         per_layer = Counter(join.layer for join in plan.joins)
         assert max([len(plan.entries), *per_layer.values()], default=0) <= plan.num_piggyback_slots
+        for copy in plan.relocations:
+            self.num_relocated += 1
+            for slot in range(copy.begin, copy.end):
+                old, new = copy.source_block * self.block_size + slot, copy.target_block * self.block_size + slot
+                self.kv.pop(("device", new), None)
+                if (token := self.kv.get(("device", old))) is not None:
+                    self.kv["device", new] = token
         busy = self._busy_slots()
         for move in plan.moves:
             self.moves[move.move_id] = move
@@ -127,9 +146,11 @@ class FakeDevice:
             assert chunk.request_id not in moving, "a moving request is scheduled"
             assert not busy["device"] & set(chunk.block_ids), "a block is used while a copy is under way"
             for offset, token in enumerate(chunk.token_ids):
-                self.kv["device", self._slot(chunk.block_ids, chunk.start + offset)] = token
+                slot = self._slot(chunk.block_ids, chunk.start + offset, is_reversed=chunk.is_reversed)
+                self.kv["device", slot] = token
             if chunk.samples:
-                context = self._context("device", chunk.block_ids, chunk.start + len(chunk.token_ids))
+                length = chunk.start + len(chunk.token_ids)
+                context = self._context("device", chunk.block_ids, length, is_reversed=chunk.is_reversed)
                 tokens[chunk.request_id] = SampledToken(token_id=next_token(context))
         for join in plan.joins:
             assert join.slot in self.done and self.away[join.slot] == join.layer, "a join of what is not ready"
@@ -218,16 +239,15 @@ class FakeDevice:
         return events
 
     def _source(self, move: KVMove) -> list[int | None]:
-        tier = "device" if move.direction is MoveDirection.TO_HOST else "host"
-        size = self.block_size
-        return [self.kv.get((tier, block * size + offset)) for block in move.src_block_ids for offset in range(size)]
+        to_host = move.direction is MoveDirection.TO_HOST
+        slots = self._slots(move.src_block_ids, is_reversed=to_host and move.is_reversed)
+        return [self.kv.get(("device" if to_host else "host", slot)) for slot in slots]
 
     def _copy(self, move: KVMove) -> None:
         """Copy a token only if it stood there all the time: a real copy may read it early or late."""
-        tier = "host" if move.direction is MoveDirection.TO_HOST else "device"
-        targets = (
-            block * self.block_size + offset for block in move.dst_block_ids for offset in range(self.block_size)
-        )
+        to_host = move.direction is MoveDirection.TO_HOST
+        tier = "host" if to_host else "device"
+        targets = self._slots(move.dst_block_ids, is_reversed=not to_host and move.is_reversed)
         for slot, before, now in zip(targets, self._seen[move.move_id], self._source(move), strict=True):
             self.kv.pop((tier, slot), None)
             if before is not None and before == now:

@@ -157,6 +157,8 @@ def run_history(
             "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
             "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,
             "bounded": num_bounded, "resumed": stats.resumed_tokens, "restored": device.num_restored,
+            "relocated": device.num_relocated, "shared": getattr(sched.kv, "num_shared_blocks", 0),
+            "overwritten": getattr(sched.kv, "num_overwritten_tokens", 0),
             "failed_returns": device.num_failed_returns}  # fmt: skip
 
 
@@ -206,6 +208,8 @@ def test_every_request_gets_its_tokens_over_random_histories(scheduler: str, kv:
         wanted += REACHED.get(scheduler, ())
     if kv == "incremental":
         wanted += ["checkpoints", "resumed", "restored"]
+    if kv == "bidirectional":
+        wanted += ["shared", "overwritten", "relocated", "checkpoints", "resumed", "restored"]
     for key in wanted:
         assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
@@ -240,14 +244,14 @@ def test_rows_that_leave_a_step_between_layers_lose_nothing(scheduler: str) -> N
 @pytest.mark.parametrize("scheduler", REACHED)
 @pytest.mark.parametrize("seed", range(40))
 def test_failing_host_tasks_and_moves_lose_nothing(scheduler: str, seed: int) -> None:
-    kv = "incremental" if seed % 3 == 0 else "tiered"
+    kv = ("incremental", "bidirectional", "tiered")[seed % 3]
     run_history(scheduler, 1000 + seed, kv=kv, failure_rate=0.1, has_forecast=seed % 2 == 0)
 
 
 @pytest.mark.parametrize("scheduler", REACHED)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_dead_host_tier_loses_nothing(scheduler: str, seed: int) -> None:
-    kv = "incremental" if seed % 3 == 0 else "tiered"
+    kv = ("incremental", "bidirectional", "tiered")[seed % 3]
     run_history(scheduler, 2000 + seed, kv=kv, tier_down=True, has_forecast=seed % 2 == 0)
 
 
@@ -256,8 +260,8 @@ def test_a_dead_host_tier_loses_nothing(scheduler: str, seed: int) -> None:
 def test_restores_that_fail_lose_nothing(scheduler: str, trouble: str) -> None:
     totals = [
         run_history(
-            scheduler, 4000 + seed, kv="incremental", failure_rate=0.3 * (trouble == "failures"),
-            down_at_return=trouble == "death",
+            scheduler, 4000 + seed, kv=("incremental", "bidirectional")[seed % 2],
+            failure_rate=0.3 * (trouble == "failures"), down_at_return=trouble == "death",
         )
         for seed in range(40)
     ]  # fmt: skip

@@ -59,6 +59,18 @@ inline PagedKV host_layout(const void* pool, const float* scales, int64_t num_bl
   return kv;
 }
 
+// A block table names the block of each run of block_size positions: b, whose rows lie in the order of their positions,
+// or from_right(b), whose position i lies in row block_size - 1 - i (device layouts only). Paper: bros 6.
+inline int32_t from_right(int32_t block) { return ~block; }
+
+// Where a block table's entry points to.
+struct BlockRef {
+  int64_t block;
+  bool reversed;
+
+  explicit BlockRef(int32_t entry) : block(entry < 0 ? ~entry : entry), reversed(entry < 0) {}
+};
+
 struct AttentionParams {
   int64_t num_heads;  // a multiple of kv_heads; query head n reads KV head n / (num_heads / kv_heads)
   float scale;

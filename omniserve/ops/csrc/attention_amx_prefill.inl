@@ -137,16 +137,20 @@ struct KeyRows {
         __builtin_memset(copies, 0, static_cast<size_t>(kTileRows * kv.head_size) * sizeof(BF16));
         continue;
       }
-      const int64_t offset = block_table[begin / kv.block_size] * kv.block_stride + kv_head * kv.head_stride;
-      const auto* const k_rows = reinterpret_cast<const BF16*>(kv.k + offset) + begin % kv.block_size * kv.head_size;
-      const auto* const v_rows = reinterpret_cast<const BF16*>(kv.v + offset) + begin % kv.block_size * kv.head_size;
-      for (int64_t t = seen; t < stop; ++t) v[t - first] = v_rows + (t - begin) * kv.head_size;
-      if (stop - seen == kTileRows) {
+      const BlockRef ref(block_table[begin / kv.block_size]);
+      const int64_t offset = ref.block * kv.block_stride + kv_head * kv.head_stride, in_block = begin % kv.block_size;
+      const int64_t row = (ref.reversed ? kv.block_size - 1 - in_block : in_block) * kv.head_size;
+      const int64_t step = ref.reversed ? -kv.head_size : kv.head_size;
+      const auto* const k_rows = reinterpret_cast<const BF16*>(kv.k + offset) + row;
+      const auto* const v_rows = reinterpret_cast<const BF16*>(kv.v + offset) + row;
+      for (int64_t t = seen; t < stop; ++t) v[t - first] = v_rows + (t - begin) * step;
+      if (stop - seen == kTileRows && !ref.reversed) {
         groups[g] = k_rows;
       } else {  // rows that nobody sees are not read
-        __builtin_memset(copies, 0, static_cast<size_t>(kTileRows * kv.head_size) * sizeof(BF16));
-        __builtin_memcpy(copies + (seen - begin) * kv.head_size, k_rows + (seen - begin) * kv.head_size,
-                         static_cast<size_t>((stop - seen) * kv.head_size) * sizeof(BF16));
+        const auto row_bytes = static_cast<size_t>(kv.head_size) * sizeof(BF16);
+        __builtin_memset(copies, 0, kTileRows * row_bytes);
+        for (int64_t t = seen - begin; t < stop - begin; ++t)
+          __builtin_memcpy(copies + t * kv.head_size, k_rows + t * step, row_bytes);
       }
     }
   }

@@ -1,7 +1,8 @@
 // Decode: one query token over many keys. Part of attention_kernel.inl.
 //
 // Blocks are read in order and KV heads inside a block, as they lie in memory; K and V of a tile are read once for all
-// query heads of the group. The running softmax of every head waits in acc, m and l meanwhile.
+// query heads of the group. The running softmax of every head waits in acc, m and l meanwhile. The query sees all keys
+// of a tile, so the tiles of a reversed block are read as they lie, too.
 
 // Up to kDecodeTile keys of one block and KV head.
 template <typename T>
@@ -367,19 +368,21 @@ inline void pack_query<BF16, BF16>(const BF16* q, int64_t head_size, int64_t, fl
 // The tiles of [begin, end) in reading order: blocks, in these KV heads, in these at most kDecodeTile keys.
 class Walk {
  public:
-  int64_t block;
+  BlockRef ref;
   int64_t head = 0;
-  int64_t offset;  // of the tile in the block
+  int64_t offset;  // of the tile's first position in the block
 
   OMNI_MEMBER Walk(const PagedKV& kv, const int32_t* block_table, int64_t begin, int64_t end)
-      : block(block_table[begin / kv.block_size]), offset(begin % kv.block_size), kv_(&kv), block_table_(block_table),
+      : ref(block_table[begin / kv.block_size]), offset(begin % kv.block_size), kv_(&kv), block_table_(block_table),
         position_(begin), end_(end) {
     enter();
   }
   OMNI_MEMBER int64_t count() const { return tile_end_ - offset; }
+  // Where the tile begins in the block's memory.
+  OMNI_MEMBER int64_t first_row() const { return ref.reversed ? kv_->block_size - tile_end_ : offset; }
   template <typename T>
   OMNI_MEMBER const T* row(const char* base, int64_t row_offset) const {
-    return reinterpret_cast<const T*>(base + block * kv_->block_stride + head * kv_->head_stride) +
+    return reinterpret_cast<const T*>(base + ref.block * kv_->block_stride + head * kv_->head_stride) +
            row_offset * kv_->head_size;
   }
   // False: that was the last tile.
@@ -393,7 +396,7 @@ class Walk {
       position_ += block_end_ - position_ % kv_->block_size;
       if (position_ >= end_) return false;
       head = 0;
-      block = block_table_[position_ / kv_->block_size];
+      ref = BlockRef(block_table_[position_ / kv_->block_size]);
       offset = 0;
       enter();
       return true;
@@ -450,10 +453,10 @@ static void decode_typed(const Q* q, const PagedKV& kv, const int32_t* block_tab
     const bool more = walk.advance();
     const int64_t count = now.count();
     KeyTile<T> tile{nullptr, nullptr, count, pairs ? now.offset % 2 : 0, nullptr, nullptr};
-    tile.k = now.template row<T>(kv.k, now.offset);
-    tile.v = now.template row<T>(kv.v, now.offset - tile.lead);
+    tile.k = now.template row<T>(kv.k, now.first_row());
+    tile.v = now.template row<T>(kv.v, now.first_row() - tile.lead);
     if (kv.k_scales != nullptr) {
-      const int64_t scale = now.block * kv.scale_block_stride + now.head * kv.scale_head_stride + now.offset;
+      const int64_t scale = now.ref.block * kv.scale_block_stride + now.head * kv.scale_head_stride + now.offset;
       tile.k_scales = kv.k_scales + scale;
       tile.v_scales = kv.v_scales + scale;
     }
@@ -462,7 +465,7 @@ static void decode_typed(const Q* q, const PagedKV& kv, const int32_t* block_tab
     if (near) {
       ahead.aim_near(tile.k, tile.v, count * row_bytes, work);
     } else if (more) {
-      ahead.aim_far(walk.template row<T>(kv.k, walk.offset), walk.template row<T>(kv.v, walk.offset),
+      ahead.aim_far(walk.template row<T>(kv.k, walk.first_row()), walk.template row<T>(kv.v, walk.first_row()),
                     walk.count() * row_bytes, work);
     }
     const int64_t n = now.head * group;

@@ -23,10 +23,13 @@ struct Rows {
     count = end - begin;
     for (int64_t i = 0; i < count;) {
       const int64_t offset = (begin + i) % kv.block_size, run = min64(count - i, kv.block_size - offset);
-      const int64_t at = block_table[(begin + i) / kv.block_size] * kv.block_stride + kv_head * kv.head_stride;
-      const T* k_row = reinterpret_cast<const T*>(kv.k + at) + offset * kv.head_size;
-      const T* v_row = reinterpret_cast<const T*>(kv.v + at) + offset * kv.head_size;
-      for (const int64_t stop = i + run; i < stop; ++i, k_row += kv.head_size, v_row += kv.head_size) {
+      const BlockRef ref(block_table[(begin + i) / kv.block_size]);
+      const int64_t at = ref.block * kv.block_stride + kv_head * kv.head_stride;
+      const int64_t first = (ref.reversed ? kv.block_size - 1 - offset : offset) * kv.head_size;
+      const int64_t step = ref.reversed ? -kv.head_size : kv.head_size;
+      const T* k_row = reinterpret_cast<const T*>(kv.k + at) + first;
+      const T* v_row = reinterpret_cast<const T*>(kv.v + at) + first;
+      for (const int64_t stop = i + run; i < stop; ++i, k_row += step, v_row += step) {
         k[i] = k_row;
         v[i] = v_row;
       }

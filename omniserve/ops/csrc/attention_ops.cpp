@@ -55,6 +55,20 @@ Tensor with_packed_rows(Tensor q) {
   return packed || q.numel() == 0 ? q : torch::stable::contiguous(q);
 }
 
+// The block table with from_right(b) where `reversed` holds; `block_table` has been checked.
+std::vector<int32_t> directed_table(const Tensor& block_table, const Tensor& reversed) {
+  check_dim(reversed, 2, "reversed");
+  check_type(reversed, ScalarType::Bool, "reversed");
+  check_contiguous(reversed, "reversed");
+  STD_TORCH_CHECK(reversed.size(0) == block_table.size(0) && reversed.size(1) == block_table.size(1),
+                  "reversed must have the block table's shape ", shape_of(block_table), ", got ", shape_of(reversed));
+  const auto* const blocks = static_cast<const int32_t*>(block_table.const_data_ptr());
+  const auto* const is_reversed = static_cast<const bool*>(reversed.const_data_ptr());
+  std::vector<int32_t> table(static_cast<size_t>(block_table.numel()));
+  for (size_t i = 0; i < table.size(); ++i) table[i] = is_reversed[i] ? from_right(blocks[i]) : blocks[i];
+  return table;
+}
+
 // `query_start` is nullptr where every request has one query token.
 std::vector<Sequence> sequences(const PagedKV& kv, int64_t window, int64_t num_tokens, const Tensor& block_table,
                                 const int32_t* query_start, const Tensor& seq_lens) {
@@ -170,7 +184,7 @@ void check_query(const Tensor& q, const PagedKV& kv) {
 }  // namespace
 
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
-                       Tensor seq_lens, double scale, int64_t window, double softcap) {
+                       Tensor seq_lens, double scale, int64_t window, double softcap, std::optional<Tensor> reversed) {
   const PagedKV kv = paged_kv(k_cache, v_cache);
   check_query(q, kv);
   const AttentionParams params = attention_params(kv, q.size(1), scale, window, softcap);
@@ -183,6 +197,12 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
   STD_TORCH_CHECK(starts[0] == 0 && starts[num_requests] == q.size(0), "query_start must go from 0 to the ", q.size(0),
                   " tokens of q, got ", starts[0], " to ", starts[num_requests]);
   std::vector<Sequence> batch = sequences(kv, params.window, q.size(0), block_table, starts, seq_lens);
+  std::vector<int32_t> directed;
+  if (reversed.has_value()) {
+    directed = directed_table(block_table, *reversed);
+    const auto* const table = static_cast<const int32_t*>(block_table.const_data_ptr());
+    for (Sequence& sequence : batch) sequence.block_table = directed.data() + (sequence.block_table - table);
+  }
   Tensor out = empty_cpu({q.size(0), q.size(1), q.size(2)}, q);
   attend(with_packed_rows(q), kv, params, batch, out, omp_get_max_threads());
   return out;

@@ -61,7 +61,8 @@ struct HostEvent {
 struct BlockMove {
   int64_t move_id;
   bool to_host;
-  char* k;  // only read if to_host
+  bool reversed;  // the cache's blocks run from the right: see from_right() in attention.h
+  char* k;        // only read if to_host
   char* v;
   int64_t num_blocks;
   std::vector<int64_t> cache_ids;

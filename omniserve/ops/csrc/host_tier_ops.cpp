@@ -148,7 +148,7 @@ bool cancel(int64_t tier, int64_t slot) { return find(tier)->tier->cancel(slot);
 // K and V of the cache are [L, blocks, K, S, H] apart, contiguous, in the model's dtype. The caller keeps them alive
 // until the move's event.
 void start_move(int64_t tier, int64_t move_id, bool to_host, Tensor k_LBKSH, Tensor v_LBKSH,
-                std::vector<int64_t> cache_ids, std::vector<int64_t> pool_ids) {
+                std::vector<int64_t> cache_ids, std::vector<int64_t> pool_ids, bool reversed) {
   const auto entry = find(tier);
   const HostTierConfig& config = entry->tier->config();
   for (const auto& [cache, name] : {std::pair{&k_LBKSH, "the cache's K"}, std::pair{&v_LBKSH, "the cache's V"}}) {
@@ -162,7 +162,7 @@ void start_move(int64_t tier, int64_t move_id, bool to_host, Tensor k_LBKSH, Ten
                     name, " must be [", config.layers.size(), ", blocks, ", config.num_kv_heads, ", ",
                     config.block_size, ", ", config.head_size, "], got ", shape_of(*cache));
   }
-  entry->tier->start_move({move_id, to_host, static_cast<char*>(k_LBKSH.mutable_data_ptr()),
+  entry->tier->start_move({move_id, to_host, reversed, static_cast<char*>(k_LBKSH.mutable_data_ptr()),
                            static_cast<char*>(v_LBKSH.mutable_data_ptr()), k_LBKSH.size(1), std::move(cache_ids),
                            std::move(pool_ids)});
 }
@@ -223,7 +223,7 @@ STABLE_TORCH_LIBRARY(omniserve_host, m) {
   m.def("cancel(int tier, int slot) -> bool");
   m.def(
       "start_move(int tier, int move_id, bool to_host, Tensor(a!) k_LBKSH, Tensor(b!) v_LBKSH, int[] cache_ids, "
-      "int[] pool_ids) -> ()");
+      "int[] pool_ids, bool reversed=False) -> ()");
   m.def("poll(int tier) -> (Tensor, str[])");
   m.def("wait(int tier, float timeout_s) -> bool");
   m.def("inject(int tier, float delay_s, int shuffle_seed, int fail_next, int kill_threads) -> ()");

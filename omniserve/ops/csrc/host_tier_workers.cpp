@@ -157,9 +157,21 @@ void HostTier::merge(const Slot& task, int64_t slot) {
                  config_.head_size, config_.dtype, static_cast<char*>(config_.results) + slot * q_bytes_);
 }
 
+// K or V of a cache block, [K, S, H], each head's rows the other way round.
+static void reverse_rows(const char* from, int64_t num_heads, int64_t block_size, int64_t row_bytes, char* to) {
+  for (int64_t head = 0; head < num_heads; ++head)
+    for (int64_t row = 0; row < block_size; ++row)
+      std::memcpy(to + (head * block_size + row) * row_bytes,
+                  from + (head * block_size + block_size - 1 - row) * row_bytes, static_cast<size_t>(row_bytes));
+}
+
 void HostTier::copy_blocks(const Piece& piece) {
   const BlockMove& spec = piece.move->spec;
   const int64_t cache_block_bytes = config_.block_size * kv_bytes_;
+  const int64_t row_bytes = config_.head_size * dtype_bytes(config_.dtype);
+  std::vector<char> turned(spec.reversed ? static_cast<size_t>(2 * cache_block_bytes) : 0);
+  char* const k_turned = turned.data();
+  char* const v_turned = k_turned + turned.size() / 2;
   const int64_t count = static_cast<int64_t>(spec.pool_ids.size());
   for (int64_t unit = piece.first_unit; unit < piece.last_unit; ++unit) {
     const int64_t layer = unit / count;
@@ -167,7 +179,20 @@ void HostTier::copy_blocks(const Piece& piece) {
     const int64_t at = (layer * spec.num_blocks + spec.cache_ids[i]) * cache_block_bytes;
     char* const block = pool_block(layer, spec.pool_ids[i]);
     float* const scales = block_scales(layer, spec.pool_ids[i]);
-    if (spec.to_host) {
+    if (spec.reversed) {
+      const auto turn = [&](const char* from, char* to) {
+        reverse_rows(from, config_.num_kv_heads, config_.block_size, row_bytes, to);
+      };
+      if (spec.to_host) {
+        turn(spec.k + at, k_turned);
+        turn(spec.v + at, v_turned);
+        pack_host_block(shape_, k_turned, v_turned, block, scales);
+      } else {
+        unpack_host_block(shape_, block, scales, k_turned, v_turned);
+        turn(k_turned, spec.k + at);
+        turn(v_turned, spec.v + at);
+      }
+    } else if (spec.to_host) {
       pack_host_block(shape_, spec.k + at, spec.v + at, block, scales);
     } else {
       unpack_host_block(shape_, block, scales, spec.k + at, spec.v + at);

@@ -145,7 +145,8 @@ STABLE_TORCH_LIBRARY(omniserve, m) {
       " -> ()");
   m.def(
       "paged_attention(Tensor q_TNH, Tensor k_cache_BKSH, Tensor v_cache_BKSH, Tensor block_table_RM, "
-      "Tensor query_start_R1, Tensor seq_lens_R, float scale, int window, float softcap) -> Tensor");
+      "Tensor query_start_R1, Tensor seq_lens_R, float scale, int window, float softcap, Tensor? reversed_RM=None)"
+      " -> Tensor");
   m.def(
       "cpu_attention(Tensor q_RNH, Tensor pool_BK2SH, Tensor? scales_BK2S, Tensor block_table_RM, Tensor seq_lens_R, "
       "float scale, int window, float softcap, int num_threads) -> Tensor");

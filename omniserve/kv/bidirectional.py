@@ -1,0 +1,522 @@
+"""``bidirectional``: an LS and a BE request may share a device block, one from the left, the other from the right.
+
+Paper: bros 5.1 (block structure), 5.2 (allocation and preemption, lazy checkpointing), 6 (direction table).
+
+A block holds tokens of one LS request in its slots from 0 upward, and of one BE request from the last slot downward.
+As a block table has a block for every ``block_size`` tokens, it is the last block of either request that can be shared.
+Three things happen to a BE request's blocks:
+
+* While it is *on the device*, an LS request that finds no free block moves into the empty slots of its last one.
+  Nobody overwrites anybody: whoever of the two outgrows the block goes on in another one, into which what it has there
+  is copied before the step (``take_relocations``).
+* While it is *pending* (evicted: it has given way, but keeps what it has), LS requests take its blocks, those with the
+  most empty slots first. An LS request's last block is taken from the left only, and what it grows over is lost to the
+  BE request slot by slot. As a pending request loses its tokens from the end on, what is left on the device is always a
+  prefix, of so many *tokens*.
+* What is about to be overwritten is copied to the host before, if there is time (``start_saving``): blocks that an LS
+  request will soon have outgrown, and those that are next to be taken. A request that comes back has copied back what
+  is missing on the device, if the host has it, and computes the rest anew.
+
+Where this departs from the paper, and why:
+
+* An LS request is never overwritten, so BE requests need not wait for it and it never has to be copied back.
+* The paper's preemption acts on any BE request, which then sits out the step. Here a request that gives way leaves the
+  scheduler's queue of running ones first, as with every manager; for the memory that is all the same, since to give way
+  costs nothing here.
+* Copies to the host run beside the steps, and never delay one. So a slot is checkpointed if it lies ``_SLOTS_AHEAD``
+  slots or less before the LS request, and a block if it is among the first in line; what an LS prompt takes at once
+  beyond that is computed again. What is copied is the block; which of its slots count is known by number of tokens.
+* A BE request's blocks are whole ones (FindBlock would also put a prompt's tail beside an LS request).
+* Host blocks run from the left, so copies turn the blocks of BE requests round; that the host tier can attend to them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import ClassVar
+
+from omniserve.kv.base import KV_MANAGERS, MoveResult, Tier
+from omniserve.kv.shared_pool import SharedBlockPool
+from omniserve.kv.tiered import Table, TieredKVManager
+from omniserve.plan import KVMove, MoveDirection, SlotCopy
+from omniserve.request import ServiceClass
+
+_SLOTS_AHEAD = 4
+
+
+@dataclass(slots=True)
+class _Pending:
+    num_tokens: int  # [0, num_tokens) have their KV on the device
+    blocks: list[int]  # that hold them
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A host block, and how many tokens of a request's block it has."""
+
+    block: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Flight:
+    request_id: str
+    copies: dict[int, _Copy]  # by index in the request's table
+    is_wanted: bool = True
+
+
+@KV_MANAGERS.register("bidirectional")
+class BidirectionalKVManager(TieredKVManager):
+    """Paged KV on two tiers whose device blocks may be shared by an LS and a BE request."""
+
+    restores: ClassVar[bool] = True
+    is_directed: ClassVar[bool] = True
+
+    def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
+        self._device = self._pools[Tier.DEVICE] = SharedBlockPool(num_device_blocks, "device")
+        self._best_effort: dict[str, None] = {}  # a set that keeps its order
+        self._lengths: dict[str, int] = {}  # tokens that a table is for
+        self._pending: dict[str, _Pending] = {}  # the first evicted first
+        self._saved: defaultdict[str, dict[int, _Copy]] = defaultdict(dict)
+        self._flights: dict[int, _Flight] = {}
+        self._restores: dict[int, dict[int, _Copy]] = {}
+        self._relocations: list[SlotCopy] = []
+        self.num_shared_blocks = 0
+        """Counter: blocks that an LS request moved into beside a BE request."""
+        self.num_relocated_blocks = 0
+        """Counter: shared blocks that one of the two outgrew and left."""
+        self.num_overwritten_tokens = 0
+        """Counter: tokens of pending requests that were given up on the device."""
+
+    # -- who runs which way --------------------------------------------------------------------------------------
+
+    def declare(self, request_id: str, kind: ServiceClass) -> None:
+        if kind is ServiceClass.BE:
+            self._best_effort[request_id] = None
+
+    def runs_from_right(self, request_id: str) -> bool:
+        return request_id in self._best_effort
+
+    def take_relocations(self) -> tuple[SlotCopy, ...]:
+        relocations, self._relocations = tuple(self._relocations), []
+        return relocations
+
+    # -- device blocks -------------------------------------------------------------------------------------------
+
+    def allocate(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
+        table, pending = self._tables.get(request_id), self._pending.get(request_id)
+        if table is not None and (table.tier is Tier.HOST or table.move is not None):
+            blocks = super().allocate(request_id, num_tokens, reserve_blocks=reserve_blocks)
+            if blocks is not None:
+                self._lengths[request_id] = max(num_tokens, self._lengths[request_id])
+            return blocks
+        if table is not None and num_tokens <= self._lengths[request_id]:
+            return tuple(table.blocks)
+        held = table.blocks if table is not None else pending.blocks if pending is not None else []
+        num_in_tail = min(self.block_size, num_tokens - (len(held) - 1) * self.block_size)
+        leaves_tail = bool(held) and not self._fits(request_id, held[-1], num_in_tail)
+        num_blocks = -(-num_tokens // self.block_size)
+        missing = num_blocks - len(held) + leaves_tail
+        num_in_last = num_tokens - (num_blocks - 1) * self.block_size
+        found = self._find(request_id, missing, num_in_last, reserve_blocks) if missing > 0 else []
+        if found is None:
+            return None
+        if leaves_tail:
+            num_moving = self._num_in_tail(request_id)
+            self._relocate(request_id, held.pop(), found[0], num_moving)
+        elif held and held[-1] in self._device.sharers and not self.runs_from_right(request_id):
+            # If it fits although that does not look so, the BE request is pending.
+            _, other = self._device.sharers[held[-1]]
+            if other in self._pending:
+                self._keep_beside(other, num_in_tail)
+        held += found
+        if pending is not None:
+            del self._pending[request_id]
+            self._forget_flights(request_id)
+        self._tables[request_id] = Table(Tier.DEVICE, held)
+        self._lengths[request_id] = num_tokens
+        return tuple(held)
+
+    def _relocate(self, request_id: str, source: int, target: int, num_tokens: int) -> None:
+        from_right = self.runs_from_right(request_id)
+        begin, end = (self.block_size - num_tokens, self.block_size) if from_right else (0, num_tokens)
+        self._relocations.append(SlotCopy(source_block=source, target_block=target, begin=begin, end=end))
+        self.num_relocated_blocks += 1
+        self._device.give_back([source])
+
+    def _fits(self, request_id: str, block: int, num_tokens: int) -> bool:
+        """Tell whether a request can have ``num_tokens`` in this block, its last one, without moving out."""
+        sharers = self._device.sharers.get(block)
+        if sharers is None:
+            return True
+        ls, be = sharers
+        if request_id == ls and be in self._pending:
+            return True
+        return num_tokens + self._num_in_tail(be if request_id == ls else ls) <= self.block_size
+
+    def _num_in_tail(self, request_id: str) -> int:
+        """Return how many slots of its last device block a request needs."""
+        pending = self._pending.get(request_id)
+        if pending is not None:
+            return pending.num_tokens - (len(pending.blocks) - 1) * self.block_size
+        return self._lengths[request_id] - (len(self._tables[request_id].blocks) - 1) * self.block_size
+
+    def _find(self, request_id: str, count: int, num_in_last: int, reserve_blocks: int) -> list[int] | None:
+        """Take ``count`` >= 1 blocks, using so many slots of the last one; None, and unchanged, if in vain."""
+        num_free = self._device.num_free
+        num_takeable = num_free + self._num_reclaimable(Tier.DEVICE, spare=request_id) - reserve_blocks
+        may_share = num_free < count and num_in_last < self.block_size and not self.runs_from_right(request_id)
+        if num_takeable < count:
+            # To move in beside a request on the device takes no block that was free.
+            is_enough = may_share and (count == 1 or num_takeable >= count - 1)
+            if not is_enough or self._most_empty(num_in_last, among_pending=False) is None:
+                return None
+        num_whole = count - 1 if may_share else count
+        blocks = self._take(request_id, num_whole)
+        if may_share:
+            other = self._most_empty(num_in_last, among_pending=num_takeable >= count)
+            blocks += (
+                [self._move_in(request_id, other, num_in_last)] if other is not None else self._take(request_id, 1)
+            )
+        return blocks
+
+    def _take(self, request_id: str, count: int) -> list[int]:
+        """Take whole blocks, if need be of pending requests; there are so many."""
+        self._reclaim(Tier.DEVICE, count - self._device.num_free, spare=request_id)
+        blocks = self._device.take(count)
+        assert blocks is not None, f"no room for {count} blocks of {request_id}"
+        return blocks
+
+    def _most_empty(self, num_tokens: int, *, among_pending: bool) -> str | None:
+        """Return the BE request with the most empty slots in the block that it can share with so many LS tokens.
+
+        Args:
+            among_pending: Also of pending requests, which may lose what stands in the way; else only of those at rest.
+        """
+        best, most = None, -1
+        for request_id in self._best_effort:
+            num_empty = -1
+            table, pending = self._tables.get(request_id), self._pending.get(request_id)
+            if pending is not None and among_pending and len(pending.blocks) > self._has_guest(pending):
+                num_empty = 0 if self._has_guest(pending) else self.block_size - self._num_in_tail(request_id)
+            elif table is not None and table.tier is Tier.DEVICE and table.move is None:
+                is_shared = table.blocks[-1] in self._device.sharers
+                fitting = self.block_size - self._num_in_tail(request_id)
+                num_empty = fitting if fitting >= num_tokens and not is_shared else -1
+            if num_empty > most:
+                best, most = request_id, num_empty
+        return best
+
+    def _move_in(self, ls: str, be: str, num_tokens: int) -> int:
+        """Let an LS request have the left of a block of a BE request, which loses what stood there."""
+        pending = self._pending.get(be)
+        if pending is not None:
+            if pending.blocks[-1] in self._device.sharers:
+                self._cut(be, (len(pending.blocks) - 1) * self.block_size)
+            self._keep_beside(be, num_tokens)
+        block = pending.blocks[-1] if pending is not None else self._tables[be].blocks[-1]
+        self._device.share(block, ls, be)
+        self.num_shared_blocks += 1
+        return block
+
+    def _keep_beside(self, be: str, num_ls_tokens: int) -> None:
+        """Cut a pending request to what so many LS tokens in its last block leave of it."""
+        pending = self._pending[be]
+        self._cut(be, (len(pending.blocks) - 1) * self.block_size + self.block_size - num_ls_tokens)
+
+    def _cut(self, request_id: str, num_tokens: int) -> None:
+        """Give up what a pending request has on the device past ``num_tokens``."""
+        pending = self._pending[request_id]
+        if num_tokens >= pending.num_tokens:
+            return
+        self.num_overwritten_tokens += pending.num_tokens - num_tokens
+        pending.num_tokens = num_tokens
+        num_blocks = -(-num_tokens // self.block_size)
+        self._device.give_back(reversed(pending.blocks[num_blocks:]))
+        del pending.blocks[num_blocks:]
+        for flight in self._flights.values():
+            if flight.request_id == request_id:
+                for index, copy in flight.copies.items():
+                    copy.num_tokens = max(0, min(copy.num_tokens, num_tokens - index * self.block_size))
+
+    # -- requests that give way ----------------------------------------------------------------------------------
+
+    def evict(self, request_id: str, num_computed_tokens: int) -> None:
+        table = self._tables[request_id]
+        self._require_still(request_id, table)
+        del self._tables[request_id]
+        if table.tier is Tier.HOST:
+            num_full = num_computed_tokens // self.block_size
+            self._pools[Tier.HOST].give_back(reversed(table.blocks[num_full:]))
+            for index, block in enumerate(table.blocks[:num_full]):
+                self._saved[request_id][index] = _Copy(block, self.block_size)
+            self._pending[request_id] = _Pending(0, [])
+            return
+        num_kept = -(-num_computed_tokens // self.block_size)
+        if num_kept and table.blocks[num_kept - 1] in self._device.sharers and not self.runs_from_right(request_id):
+            num_kept -= 1  # nobody is a pending request's guest
+        self._device.give_back(reversed(table.blocks[num_kept:]))
+        num_tokens = min(num_computed_tokens, num_kept * self.block_size)
+        self._pending[request_id] = _Pending(num_tokens, table.blocks[:num_kept])
+
+    def num_kept_tokens(self, request_id: str, tier: Tier) -> int:
+        pending = self._pending.get(request_id)
+        if pending is None:
+            return 0
+        if tier is Tier.DEVICE:
+            return pending.num_tokens
+        num_tokens = self._num_restorable(request_id, pending)
+        return num_tokens if num_tokens > pending.num_tokens else 0
+
+    def _num_restorable(self, request_id: str, pending: _Pending) -> int:
+        """Return the length of the prefix that the device and the host have together."""
+        num_tokens = pending.num_tokens
+        saved = self._saved.get(request_id, {})
+        while (copy := saved.get(num_tokens // self.block_size)) is not None:
+            end = num_tokens // self.block_size * self.block_size + copy.num_tokens
+            if end <= num_tokens:
+                break
+            num_tokens = end
+        return num_tokens
+
+    def free(self, request_id: str) -> None:
+        pending = self._pending.pop(request_id, None)
+        if pending is not None:
+            self._device.give_back(reversed(pending.blocks))
+        super().free(request_id)
+        self._drop_copies(request_id)
+        self._lengths.pop(request_id, None)
+        self._best_effort.pop(request_id, None)
+
+    # -- copies on the host --------------------------------------------------------------------------------------
+
+    def start_checkpoint(
+        self,
+        request_id: str,
+        num_computed_tokens: int,
+        *,
+        max_blocks: int,
+        reserve_blocks: int = 0,
+        give_way: Iterable[str] = (),
+    ) -> KVMove | None:
+        return None  # nothing is copied of a request that has not given way
+
+    def start_saving(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> list[KVMove]:
+        by_request: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        left = max_blocks
+        for request_id, index in self._endangered(num_ahead):
+            num_tokens = min(self.block_size, self._pending[request_id].num_tokens - index * self.block_size)
+            copy = self._saved.get(request_id, {}).get(index)
+            is_saved = copy is not None and copy.num_tokens >= num_tokens
+            under_way = (f for f in self._flights.values() if f.is_wanted and f.request_id == request_id)
+            if left > 0 and not is_saved and not any(index in flight.copies for flight in under_way):
+                left -= index not in by_request[request_id]
+                by_request[request_id][index] = num_tokens
+        moves = []
+        host = self._pools[Tier.HOST]
+        for request_id, wanted in by_request.items():
+            self._reclaim_copies(len(wanted) + reserve_blocks - host.num_free, of=self._tables)
+            indices = sorted(wanted)[: max(0, host.num_free - reserve_blocks)]
+            if not indices:
+                continue
+            src = [self._pending[request_id].blocks[index] for index in indices]
+            move = self._new_move(request_id, MoveDirection.TO_HOST, src, None, is_checkpoint=True)
+            copies = zip(indices, move.dst_block_ids, strict=True)
+            copied = {index: _Copy(block, wanted[index]) for index, block in copies}
+            self._flights[move.move_id] = _Flight(request_id, copied)
+            moves.append(move)
+        return moves
+
+    def _endangered(self, num_ahead: int) -> Iterator[tuple[str, int]]:
+        """Yield what of pending BE requests is about to be overwritten: (request, index of the block)."""
+        for ls, be in self._device.sharers.values():
+            pending = self._pending.get(be)
+            if pending is not None:
+                num_empty = self.block_size - self._num_in_tail(ls) - self._num_in_tail(be)
+                if num_empty < _SLOTS_AHEAD:
+                    yield be, len(pending.blocks) - 1
+        for request_id, index in islice(self._line(spare=""), max(0, num_ahead - self._device.num_free)):
+            if self.runs_from_right(request_id):
+                yield request_id, index
+
+    def _drop_copies(self, request_id: str) -> None:
+        self._pools[Tier.HOST].give_back([copy.block for copy in self._saved.pop(request_id, {}).values()])
+        self._forget_flights(request_id)
+
+    def _forget_flights(self, request_id: str) -> None:
+        """What reads a request's blocks is of no use once they may change hands without a word to it."""
+        for flight in self._flights.values():
+            if flight.request_id == request_id:
+                flight.is_wanted = False
+
+    def _reclaim_copies(self, num_blocks: int, of: Iterable[str]) -> None:
+        """Free so many host blocks, or all there are, of copies of these requests, each from its end."""
+        for request_id in of:
+            saved = self._saved.get(request_id, {})
+            for index in sorted(saved, reverse=True):
+                if num_blocks <= 0:
+                    return
+                self._pools[Tier.HOST].give_back([saved.pop(index).block])
+                num_blocks -= 1
+
+    # -- moves ---------------------------------------------------------------------------------------------------
+
+    def start_move(
+        self, request_id: str, direction: MoveDirection, *, reserve_blocks: int = 0, keep_tokens: int = 0
+    ) -> KVMove | None:
+        move = super().start_move(request_id, direction, reserve_blocks=reserve_blocks)
+        if move is not None:
+            self._drop_copies(request_id)
+        return move
+
+    def start_restore(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> KVMove | None:
+        pending = self._pending[request_id]
+        num_restored = self._num_restorable(request_id, pending)
+        if num_restored <= pending.num_tokens:
+            return None
+        first, stop = pending.num_tokens // self.block_size, -(-num_restored // self.block_size)
+        # A block of which the device has a part is copied as a whole: into its place, if nobody else is there.
+        rest = pending.blocks[first:]
+        reused = [block for block in rest if block not in self._device.sharers]
+        missing = -(-num_tokens // self.block_size) - first - len(reused)
+        if not self._make_room(Tier.DEVICE, missing, reserve_blocks, request_id):
+            return None
+        taken = self._device.take(missing)
+        assert taken is not None, f"no room for all of {request_id}"
+        del self._pending[request_id]
+        self._forget_flights(request_id)
+        self._device.give_back(block for block in rest if block not in reused)
+        target = reused + taken
+        copies = {index: self._saved[request_id].pop(index) for index in range(first, stop)}
+        move = KVMove(
+            request_id=request_id,
+            move_id=next(self._move_ids),
+            direction=MoveDirection.TO_DEVICE,
+            src_block_ids=tuple(copy.block for copy in copies.values()),
+            dst_block_ids=tuple(target[: stop - first]),
+            is_reversed=self.runs_from_right(request_id),
+        )
+        self._tables[request_id] = Table(
+            Tier.HOST,
+            list(move.src_block_ids),
+            move=move,
+            arrived=pending.blocks[:first],
+            behind=target[stop - first :],
+        )
+        self._lengths[request_id] = num_tokens
+        self._moves[move.move_id] = request_id
+        self._restores[move.move_id] = copies
+        return move
+
+    def finish_move(self, move_id: int, *, succeeded: bool) -> MoveResult:
+        if (flight := self._flights.pop(move_id, None)) is not None:
+            return self._finish_flight(flight, succeeded=succeeded)
+        copies = self._restores.pop(move_id, None)
+        if copies is None:
+            return super().finish_move(move_id, succeeded=succeeded)
+        request_id = self._moves.pop(move_id)
+        table = self._tables.pop(request_id)
+        assert table.move is not None
+        if succeeded:
+            self._saved[request_id] |= copies
+            self._tables[request_id] = Table(Tier.DEVICE, [*table.arrived, *table.move.dst_block_ids, *table.behind])
+            return MoveResult.ARRIVED
+        self._pools[Tier.HOST].give_back(table.blocks)
+        self._device.give_back([*table.move.dst_block_ids, *table.behind])
+        self._pending[request_id] = _Pending(len(table.arrived) * self.block_size, table.arrived)
+        return MoveResult.LOST
+
+    def _finish_flight(self, flight: _Flight, *, succeeded: bool) -> MoveResult:
+        host = self._pools[Tier.HOST]
+        result = MoveResult.UNUSED if succeeded else MoveResult.STAYED
+        for index, copy in flight.copies.items():
+            if not succeeded or not flight.is_wanted or copy.num_tokens == 0:
+                host.give_back([copy.block])
+                continue
+            saved = self._saved[flight.request_id]
+            if index in saved:
+                host.give_back([saved[index].block])
+            saved[index] = copy
+            result = MoveResult.ARRIVED
+        return result
+
+    def _new_move(
+        self,
+        request_id: str,
+        direction: MoveDirection,
+        src: list[int],
+        after: int | None,
+        *,
+        is_checkpoint: bool = False,
+    ) -> KVMove:
+        move = super()._new_move(request_id, direction, src, after, is_checkpoint=is_checkpoint)
+        return dataclasses.replace(move, is_reversed=self.runs_from_right(request_id))
+
+    # -- what gives way ------------------------------------------------------------------------------------------
+
+    def _line(self, spare: str) -> Iterator[tuple[str, int]]:
+        """Yield the blocks of pending requests, but for ``spare``, that others may take, the first to go first.
+
+        BE requests before LS ones; blocks with the most empty slots, then those of who was evicted first, from the end.
+        """
+        takeable = {r: len(p.blocks) - self._has_guest(p) for r, p in self._pending.items() if r != spare}
+        for is_best_effort in (True, False):
+            of_kind = [r for r in takeable if self.runs_from_right(r) is is_best_effort and takeable[r] > 0]
+            num_empty = {
+                r: self.block_size - self._num_in_tail(r)
+                for r in of_kind
+                if takeable[r] == len(self._pending[r].blocks)  # else its last block has a guest, the others are full
+            }
+            partial = sorted((r for r, n in num_empty.items() if n > 0), key=lambda r: -num_empty[r])
+            for request_id in partial:
+                yield request_id, takeable[request_id] - 1
+            for request_id in of_kind:
+                for index in reversed(range(takeable[request_id] - (num_empty.get(request_id, 0) > 0))):
+                    yield request_id, index
+
+    def _has_guest(self, pending: _Pending) -> bool:
+        return bool(pending.blocks) and pending.blocks[-1] in self._device.sharers
+
+    def _num_reclaimable(self, tier: Tier, spare: str) -> int:
+        if tier is Tier.DEVICE:
+            return sum(len(p.blocks) - self._has_guest(p) for r, p in self._pending.items() if r != spare)
+        return sum(len(copies) for request_id, copies in self._saved.items() if request_id != spare)
+
+    def _reclaim(self, tier: Tier, num_blocks: int, spare: str) -> None:
+        if tier is Tier.DEVICE:
+            for request_id, index in list(islice(self._line(spare), max(0, num_blocks))):
+                self._cut(request_id, index * self.block_size)
+        else:
+            # A copy of what is still on the device may never be needed.
+            self._reclaim_copies(num_blocks, of=sorted(self._saved.keys() - {spare}, key=self._pending.__contains__))
+
+    def num_free(self, tier: Tier) -> int:
+        return super().num_free(tier) + (self._num_reclaimable(tier, spare="") if tier is Tier.DEVICE else 0)
+
+    # -- checks --------------------------------------------------------------------------------------------------
+
+    def _owned(self) -> dict[Tier, list[int]]:
+        owned = super()._owned()
+        for pending in self._pending.values():
+            owned[Tier.DEVICE] += pending.blocks
+        for copies in (*self._saved.values(), *(flight.copies for flight in self._flights.values())):
+            owned[Tier.HOST] += [copy.block for copy in copies.values()]
+        return owned
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        assert not self._pending.keys() & self._tables.keys(), "a pending request has a table"
+        assert self._restores.keys() <= self._moves.keys(), "a restore that is no move"
+        for request_id, pending in self._pending.items():
+            assert len(pending.blocks) == -(-pending.num_tokens // self.block_size), (request_id, pending)
+        for block, (ls, be) in self._device.sharers.items():
+            assert self.runs_from_right(be) and not self.runs_from_right(ls), (block, ls, be)
+            right = self._pending[be].blocks if be in self._pending else self._tables[be].blocks
+            assert self._tables[ls].blocks[-1] == right[-1] == block, f"{ls} and {be} do not end in block {block}"
+            num_slots = self._num_in_tail(ls) + self._num_in_tail(be)
+            assert num_slots <= self.block_size, f"{ls} and {be} have {num_slots} tokens in block {block}"
