@@ -16,11 +16,11 @@ PIP := PATH="$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check demo coserve sanitize lint format clean
+.PHONY: help setup serve test check demo coserve coserve-memory sanitize lint format clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 setup: $(VENV)/.installed ## Make the virtual environment and build the extension, if that is not done yet
 
@@ -35,6 +35,9 @@ demo: setup ## Serve and load the built-in model, and print what best-effort wor
 
 coserve: $(VENV)/.installed ## Measure every policy on one load of both kinds: a table and a plot, in minutes (ARGS="--rates 1 2")
 	@$(BIN)/python -m benchmarks.coserve --plot .cache/coserve.png $(ARGS)
+
+coserve-memory: $(VENV)/.plots ## The same for the policies that differ when device memory is short
+	@$(BIN)/python -m benchmarks.coserve --load memory --record .cache/coserve_memory.json --plot .cache/coserve_memory.png $(ARGS)
 
 check: lint test ## Format, lint, types and tests: what CI runs
 

@@ -1,14 +1,17 @@
 """Policies beside each other on one load: LS requests at a rate, BE work behind them, objectives tight or loose.
 
     python -m benchmarks.coserve --policies omniserve sarathi --rates 0.5 1 2 --slo-scales 0.5 1 2 --plot coserve.png
+    python -m benchmarks.coserve --load memory
     python -m benchmarks.coserve --ls-trace azure.csv --trace-scale 0.2 0.4 --length-scale 0.1
     python -m benchmarks.coserve --url http://127.0.0.1:8000 --name vLLM --priority-field --record vllm.json
     python -m benchmarks.coserve --report .cache/coserve.json vllm.json --plot both.png
 
 Every run is one policy, rate and seed on a fresh server (a random-weight bf16 model in SmolLM-135M's shape, unless
 --model says otherwise), warmed up by a few requests of both kinds. Within a repeat all policies serve the same requests
-one after the other, and each repeat begins with another policy, so that drift of the machine hits all alike. Device
-memory is short by default: it holds less than half of the BE work. Flags after `--` go to every server.
+one after the other, and each repeat begins with another policy, so that drift of the machine hits all alike. A policy
+is a scheduler, with flags of its server if need be: `conserve,kv=incremental`. Flags after `--` go to every server.
+Device memory holds less than half of the BE work by default, and a few requests at a time with --load memory (the
+built-in model): what a policy does then, host attention, swapping or recomputing, decides what BE requests get.
 
 LS requests arrive as a Poisson, gamma (--cv) or square-wave process, or as a trace (CSV with the columns arrival_s,
 input_tokens, output_tokens), of which --trace-start and --seconds choose a slice and --trace-scale the speed. BE work
@@ -22,7 +25,9 @@ The table has medians over the repeats. `attained`: met both objectives, of the 
 all`. `BE tok/s beside LS`: in the first --seconds, while LS requests come; `in all`: until the BE work was done, or cut
 off --drain-s later. `frontier`: no other policy is better in `attained of all` or `BE tok/s beside LS` without being
 worse in the other. `others busy`: cores that other processes took during the run: beside much more than 0, figures
-say little. What each figure counts: `benchmarks/common/co_summary.py`.
+say little. `on host`: output tokens whose attention the host tier computed, and their share of BE's. `preempted`,
+`recomputed`: how often a request lost its memory, and how many tokens had to be computed once more. What each figure
+counts: `benchmarks/common/co_summary.py`.
 
 With --url the server is somebody else's, measured by the same client, run after run; it gets token ids and
 `ignore_eos`.
@@ -42,13 +47,27 @@ import httpx
 from benchmarks.common.client import OMNISERVE_WIRE, Wire
 from benchmarks.common.co_load import CoServingLoad
 from benchmarks.common.co_report import markdown_table, plot
-from benchmarks.common.co_runs import Servers, joined_records, measure, plan_runs, rows_of
+from benchmarks.common.co_runs import Servers, joined_records, measure, plan_runs, rows_of, scheduler_of
 from benchmarks.common.loads import PROCESSES, Arrivals, TraceSlice
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
 from benchmarks.common.record import ROOT, write_record
 from benchmarks.common.server import ServerFailed
 from omniserve.sched import SCHEDULERS
 from omniserve.simulate.report import require_matplotlib
+
+LOADS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "memory": {
+        "policies": [
+            "omniserve", "neo", "apex", "conserve,kv=incremental", "bros,checkpoint-kv", "llumnix", "sarathi", "fcfs"
+        ],
+        "model": "builtin", "device_kv_gib": 0.006, "seconds": 20.0, "drain_s": 5.0, "rates": [4.0], "slo_ttft": 0.1,
+        "slo_tpot": 0.012, "be_requests": 256, "be_input": 384, "be_output": 256,
+    },
+}  # fmt: skip
+"""Values of the arguments that are not given. memory: the device has 2,048 tokens of KV of the 164,000 that the BE work
+needs, and of these LS requests take their part. Its model has six layers: a request on the host tier gets a token every
+seven steps, so that 200 of them bring more than the four that fit on the device; with SmolLM's 30 they would not."""
 
 
 def report(runs: Sequence[Mapping[str, Any]], plot_path: Path | None) -> None:
@@ -63,8 +82,12 @@ def report(runs: Sequence[Mapping[str, Any]], plot_path: Path | None) -> None:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line; a bad one ends the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", choices=LOADS, default="default", help="sets the defaults (default: %(default)s)")
     add = parser.add_argument_group("servers").add_argument
-    add("--policies", nargs="+", default=SCHEDULERS.names(), help="names or package.module:Class (default: all)")
+    add(
+        "--policies", nargs="+", default=SCHEDULERS.names(), metavar="NAME[,FLAG[=VALUE]...]",
+        help="schedulers by name or as package.module:Class (default: all)",
+    )  # fmt: skip
     add(
         "--model", default="smollm", help="smollm (random weights in SmolLM-135M's shape), builtin, or a path or hub id"
     )
@@ -110,6 +133,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--record", type=Path, default=Path(".cache/coserve.json"))
     add("--plot", type=Path, help="file for the plots (.png, .svg, .pdf)")
     add("--report", type=Path, nargs="+", metavar="RECORD", help="measure nothing: table and plots of these records")
+    parser.set_defaults(**LOADS[parser.parse_args(arguments).load])
     args = parser.parse_args(arguments)
     if (args.url is None) != (args.name is None):
         parser.error("--url and --name come together")
@@ -121,7 +145,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error("--repeats, --seconds and --slo-scales must be > 0, --drain-s >= 0")
     try:
         for policy in args.policies if args.url is None else ():
-            SCHEDULERS.get(policy)
+            SCHEDULERS.get(scheduler_of(policy))
         if args.plot is not None:  # now, not when everything has been measured
             require_matplotlib()
     except (ValueError, RuntimeError) as error:
@@ -184,7 +208,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.url is not None:
         blind = set() if args.omniserve_fields else {args.name}
     else:  # one run of a policy that reads no objective shows what it does under all
-        blind = set() if args.rerun_slo else {name for name in policies if not SCHEDULERS.get(name).predicts}
+        blind = (
+            set() if args.rerun_slo else {name for name in policies if not SCHEDULERS.get(scheduler_of(name)).predicts}
+        )
     runs = plan_runs(policies, points, args.slo_scales, args.repeats, blind=blind)
     results: dict[str, Any] = {"runs": [], "failed": []}
     for number, run in enumerate(runs, start=1):

@@ -1,4 +1,4 @@
-"""The papers' evaluation, simulated: OmniServe Fig. 10-19, APEX Fig. 5 and 7, ConServe Fig. 6 and 9, BROS Fig. 10-11.
+"""The papers' evaluation, simulated: OmniServe Fig. 10-19, APEX Fig. 5-7, ConServe Fig. 6-9, BROS Fig. 10-12.
 
     python -m benchmarks.reproduction --record benchmarks/results/reproduction.json
     python -m benchmarks.reproduction --only omniserve-19 apex --minutes 2
@@ -6,22 +6,31 @@
 
 Each point is the engine's own scheduler and KV manager on a virtual clock (``omniserve.simulate``), on machines of data
 sheets. Nothing is fitted to the papers' results. Lengths come from seeded generators, or with ``--trace-dir`` from
-traces. A run takes the experiments that ``--only`` names and leaves the others of the record as they are.
+traces. A run takes the experiments that ``--only`` names and leaves the others of the record as they are; points that
+do not depend on each other run side by side.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable, Sequence
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.common.paper_figures import EXPERIMENTS, Case, Experiment, MachineSpec
-from benchmarks.common.paper_report import CELLS, TokenGaps, figures_of, fill_page, markdown
+from benchmarks.common.paper_cases import Case, Experiment, MachineSpec
+from benchmarks.common.paper_figures import EXPERIMENTS
+from benchmarks.common.paper_page import TEMPLATE, render
+from benchmarks.common.paper_report import CELLS, TokenGaps, figures_of, markdown
 from benchmarks.common.record import environment, write_record
 from omniserve.request import SLO, ClassSpec, ServiceClass
 from omniserve.simulate.analytic import HostEfficiency, analytic_machine, engine_config_for
@@ -52,14 +61,16 @@ def make_machine(spec: MachineSpec) -> Machine:
     if spec.bandwidth_gb_per_s is not None:
         device = dataclasses.replace(device, bytes_per_s=spec.bandwidth_gb_per_s * GB)
     num_hosts, host = find_hosts(spec.hosts) if spec.hosts is not None else (0, None)
+    if host is not None and spec.network_gb_per_s is not None:
+        host = dataclasses.replace(host, network_bytes_per_s=spec.network_gb_per_s * GB)
     hosts = (host,) * num_hosts if host is not None else ()
     efficiency = HostEfficiency() if spec.host_share is None else HostEfficiency(bytes_share=spec.host_share)
     return analytic_machine(model, device, count, hosts=hosts, host_efficiency=efficiency)
 
 
 def run_case(
-    case: Case, slo: SLO, *, minutes: float, warm_up: float, seed: int, trace_dir: Path | None = None,
-    on_step: Callable[[StepRecord], object] | None = None,
+    case: Case, slo: SLO, *, minutes: float, warm_up: float, seed: int, drain_s: float = DRAIN_S,
+    trace_dir: Path | None = None, on_step: Callable[[StepRecord], object] | None = None,
 ) -> Result:  # fmt: skip
     """Simulate one point.
 
@@ -69,6 +80,7 @@ def run_case(
         minutes: Simulated.
         warm_up: Share of them that figures leave out.
         seed: Of the load.
+        drain_s: See ``SimulationConfig``.
         trace_dir: See ``LoadSpec.make``.
         on_step: See ``simulate``.
     """
@@ -77,40 +89,92 @@ def run_case(
         ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=slo),
         ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE),
     )
-    engine = engine_config_for(
-        machine, scheduler=case.system, classes=classes, **{"be_order": "prefill"} | dict(case.settings)
-    )
+    engine = engine_config_for(machine, scheduler=case.system, classes=classes, **dict(case.settings))
     load = case.load.make(minutes * 60, warm_up=warm_up, seed=seed, trace_dir=trace_dir)
-    config = SimulationConfig(machine=machine, engine=engine, load=load, seed=seed, drain_s=DRAIN_S)
+    config = SimulationConfig(machine=machine, engine=engine, load=load, seed=seed, drain_s=drain_s)
     return simulate(config, on_step=on_step)
 
 
-def run_experiment(
-    experiment: Experiment, *, minutes: float, seed: int, trace_dir: Path | None, bar: tqdm[Any]
-) -> dict[str, Any]:
-    """Simulate an experiment's points; return its entry of the record."""
-    rows: list[dict[str, Any]] = []
-    objectives: dict[str, SLO] = {}
-    minutes *= experiment.times
-    for case in experiment.cases:
-        bar.set_description_str(f"{experiment.name} {case.x} {case.column}")
-        slo = objectives.get(case.x, case.slo)
-        gaps = TokenGaps(begin_s=experiment.warm_up * minutes * 60)
-        result = run_case(
-            case, slo, minutes=minutes, warm_up=experiment.warm_up, seed=seed, trace_dir=trace_dir, on_step=gaps.note
-        )  # fmt: skip
-        if case.system == experiment.slo_from:
-            ls = result.classes[ServiceClass.LS]
-            objectives[case.x] = SLO(ttft_s=ls.ttft_p99_s, tpot_s=gaps.percentile(99))
-        figures = figures_of(result, slo) | {"tbt_p99_s": gaps.percentile(99)}
-        rows.append({"x": case.x, "column": case.column, "case": case, "slo": slo, "figures": figures})
-        bar.update(experiment.times)
-    plain = json.loads(json.dumps(rows, default=_plain))
-    return {
-        "figure": experiment.figure, "paper_says": experiment.says, "x_name": experiment.x_name,
-        "cell": experiment.cell, "minutes": minutes, "seed": seed, "warm_up": experiment.warm_up,
-        "traces": trace_dir is not None, "git": environment()["git"], "rows": plain,
-    }  # fmt: skip
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """Cases of an experiment that one process runs one after another: those of an x if they share objectives."""
+
+    experiment: Experiment
+    cases: tuple[Case, ...]
+    minutes: float
+    seed: int
+    trace_dir: Path | None
+
+    def run(self) -> list[dict[str, Any]]:
+        """Simulate them; return their rows of the record."""
+        experiment, rows, objectives = self.experiment, [], None
+        for case in self.cases:
+            slo = case.slo if objectives is None else _scaled(objectives, case.slo_scale)
+            gaps = TokenGaps(begin_s=experiment.warm_up * self.minutes * 60)
+            result = run_case(
+                case, slo, minutes=self.minutes, warm_up=experiment.warm_up, seed=self.seed, trace_dir=self.trace_dir,
+                drain_s=math.inf if experiment.to_the_end else DRAIN_S, on_step=gaps.note,
+            )  # fmt: skip
+            if case.system == experiment.slo_from:
+                ls = result.classes[ServiceClass.LS]
+                objectives = SLO(ttft_s=ls.ttft_p99_s, tpot_s=gaps.percentile(99))
+            tbt = {"tbt_p99_s": gaps.percentile(99), "tbt_attainment": gaps.share_within(slo.tpot_s)}
+            figures = figures_of(result, slo) | tbt
+            rows.append({"x": case.x, "column": case.column, "case": case, "slo": slo, "figures": figures})
+        plain: list[dict[str, Any]] = json.loads(json.dumps(rows, default=_plain))
+        return plain
+
+
+def _scaled(slo: SLO, scale: float) -> SLO:
+    assert slo.ttft_s is not None and slo.tpot_s is not None
+    return SLO(ttft_s=scale * slo.ttft_s, tpot_s=scale * slo.tpot_s)
+
+
+def units_of(experiment: Experiment, *, minutes: float, seed: int, trace_dir: Path | None) -> list[Unit]:
+    """Return an experiment's cases in their order, cut into what can run side by side."""
+    by_x = [list(group) for _, group in itertools.groupby(experiment.cases, key=lambda case: case.x)]
+    groups = by_x if experiment.slo_from is not None else [[case] for case in experiment.cases]
+    return [
+        Unit(experiment=experiment, cases=tuple(group), minutes=minutes * experiment.times, seed=seed,
+             trace_dir=trace_dir)
+        for group in groups
+    ]  # fmt: skip
+
+
+def run_experiments(
+    experiments: Sequence[Experiment], *, minutes: float, seed: int, trace_dir: Path | None, jobs: int,
+    bar: tqdm[Any],
+) -> Iterator[tuple[Experiment, dict[str, Any]]]:  # fmt: skip
+    """Simulate experiments; yield each with its entry of the record, in their order.
+
+    Args:
+        experiments: Which.
+        minutes: See ``--minutes``.
+        seed: Of the loads.
+        trace_dir: See ``LoadSpec.make``.
+        jobs: Processes; 1: this one.
+        bar: Advances with each case by its length.
+    """
+    units = [units_of(e, minutes=minutes, seed=seed, trace_dir=trace_dir) for e in experiments]
+    with contextlib.ExitStack() as stack:
+        if jobs > 1:
+            pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")))
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # if one of them fails, the others end too
+            found = pool.map(Unit.run, itertools.chain.from_iterable(units))
+        else:
+            found = map(Unit.run, itertools.chain.from_iterable(units))
+        for experiment, parts in zip(experiments, units, strict=True):
+            rows: list[dict[str, Any]] = []
+            for unit in parts:
+                bar.set_description_str(f"{experiment.name} {unit.cases[0].x} {unit.cases[0].column}")
+                rows += next(found)
+                bar.update(experiment.times * len(unit.cases))
+            yield experiment, {
+                "figure": experiment.figure, "paper_says": experiment.says, "x_name": experiment.x_name,
+                "cell": experiment.cell, "minutes": minutes * experiment.times, "seed": seed,
+                "warm_up": experiment.warm_up, "traces": trace_dir is not None, "git": environment()["git"],
+                "rows": rows,
+            }  # fmt: skip
 
 
 def chosen(only: Sequence[str]) -> list[Experiment]:
@@ -144,27 +208,29 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="experiments whose names begin so")
     parser.add_argument("--minutes", type=float, default=3.0, help="simulated, a point (default: 3; some take more)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
     parser.add_argument("--trace-dir", type=Path, metavar="FOLDER", help="traces to draw lengths and arrivals from")
     parser.add_argument("--record", type=Path, metavar="FILE", help=f"add to this record (to render: {RECORD})")
-    parser.add_argument("--render", type=Path, metavar="PAGE", help="simulate nothing; put the record's tables there")
+    parser.add_argument(
+        "--render", type=Path, metavar="PAGE", help="simulate nothing; write the page of the record there"
+    )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     if args.render is not None:
-        missing = fill_page(args.render, read_results(args.record or RECORD))
-        if missing:
-            print(f"only in the page or only in the record: {', '.join(missing)}")
+        page = render(read_results(args.record or RECORD), TEMPLATE.read_text(encoding="utf-8"))
+        args.render.write_text(page, encoding="utf-8")
         return
     experiments = chosen(args.only)
     results = read_results(args.record) if args.record is not None else {}
     total = sum(e.times * len(e.cases) for e in experiments)
     with tqdm(total=total, disable=None, bar_format="{percentage:3.0f}% |{bar:30}| {elapsed} {desc}") as bar:
-        for experiment in experiments:
-            entry = run_experiment(
-                experiment, minutes=args.minutes, seed=args.seed, trace_dir=args.trace_dir, bar=bar
-            )  # fmt: skip
+        done = run_experiments(
+            experiments, minutes=args.minutes, seed=args.seed, trace_dir=args.trace_dir, jobs=args.jobs, bar=bar
+        )  # fmt: skip
+        for experiment, entry in done:
             results[experiment.name] = entry
             bar.clear()
             print(f"\n{experiment.figure} (simulated)\npaper: {experiment.says}\n{markdown(entry)}", flush=True)

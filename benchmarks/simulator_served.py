@@ -4,7 +4,8 @@
 
 The profile must be of the recorded model, settings and machine (without --profile: the one in the cache, or measured
 now). The record's figures come from clients over HTTP, whose processes shared the machine's cores with the engine; the
-simulator knows neither. Each run of the record is simulated with its own arrivals; what is compared are medians.
+simulator knows neither, but with ``--calibrate-from`` steps take what they took beside such clients, in traces of any
+such server (``--trace-steps``). Each run of the record is simulated with its own arrivals; medians are compared.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from omniserve import SLO, ClassSpec, EngineConfig
 from omniserve.latency import Profile
 from omniserve.profiling import find_or_make_profile
 from omniserve.server.engine_flags import add_engine_flags, config_from
-from omniserve.simulate import Load, Machine, SimulationConfig, machine_of_profile, simulate
+from omniserve.simulate import Calibration, Load, Machine, SimulationConfig, machine_of_profile, simulate
+from omniserve.simulate.calibration import read_samples
 from omniserve.simulate.load import TraceRequest
 from omniserve.simulate.models import find_model
 from omniserve.simulate.results import percentile
@@ -65,6 +67,7 @@ def simulate_row(machine: Machine, row: Row, load: CoServingLoad, flags: list[st
         engine=engine_config(flags, row, slo),
         load=Load(latency_sensitive=_trace(ls), best_effort=_trace(be_pile(load, seed) if row.has_be else [])),
         drain_s=math.inf,
+        seed=seed,
     )
     requests = simulate(config).requests
     be = [request for request in requests if request.service_class == "BE"]
@@ -108,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("served", type=Path, help="record of benchmarks.co_serving, of SmolLM-135M's shape")
     parser.add_argument("--profile", type=Path)
+    parser.add_argument("--calibrate-from", type=Path, nargs="+", default=[], metavar="FILE", help="traces of steps")
     parser.add_argument("--record", type=Path, default=Path(".cache/simulator_served.json"))
     args = parser.parse_args()
     record = json.loads(args.served.read_text())
@@ -121,6 +125,12 @@ def main() -> None:
             random_llama(**SMOLLM_135M), engine_config(flags, frontier_rows({}, {})[0], None)
         )
     machine = machine_of_profile(profile, find_model("smollm-135m").spec)
+    calibration: Calibration | None = None
+    if args.calibrate_from:
+        samples = [sample for path in args.calibrate_from for sample in read_samples(path)]
+        calibration = Calibration.fitted(machine.device, samples)
+        machine = calibration.apply(machine)
+        print(f"calibrated: {calibration}")
     heads = ("BE tokens/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "attained %")
     print(f"{'recorded > simulated':30s}{''.join(head.rjust(_WIDTH) for head in heads)}")
     results: dict[str, Any] = {}
@@ -133,7 +143,10 @@ def main() -> None:
         recorded = record["results"]["frontier"]["medians"][row.name]
         results[row.name] = {"recorded": recorded, "simulated": middle}
         print(line(row.name, recorded, middle), flush=True)
-    settings = {"served": record["environment"] | record["config"], "profile": profile.fingerprint}
+    settings = {
+        "served": record["environment"] | record["config"], "profile": profile.fingerprint,
+        "calibration": str(calibration) if calibration is not None else None,
+    }  # fmt: skip
     write_record(args.record, name="simulator_served", config=settings, seed=seed, results=results)
 
 

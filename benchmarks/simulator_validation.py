@@ -2,22 +2,30 @@
 
     python -m benchmarks.simulator_validation --record benchmarks/results/simulator_validation.json
 
-SmolLM-135M's shape with random weights, in one process, without HTTP. For each scheduler, with enough device memory and
-with too little (best-effort requests then decode on the host, if the scheduler knows how), the engine serves a load in
-real time and the simulator serves it on its clock, three times: with the profile as it is (``simulated``); with its
-terms as the online correction of the engine's steps had them at the end of the run (``corrected``), so that what the
-machine's speed has drifted since it was profiled is known to both; and with an n-th step that takes as long as the
-engine's n-th did (``replayed``): no latency model is in that, and what differs still is the simulator's loop and its
-host tier.
+SmolLM-135M's shape with random weights, in one process, without HTTP. Each repeat first traces the engine's steps under
+calibration loads, which nothing is compared on, then serves every load under every scheduler in real time. The
+simulator serves them on its clock, three times:
+
+* ``simulated``: steps take what the profile says;
+* ``calibrated``: they take, and vary, as the steps of the same repeat's calibration loads did (``Calibration``);
+* ``replayed``: the n-th step takes as long as the engine's n-th did: no latency model is in that, and what then differs
+  is the simulator's loop and its host tier.
+
+Figures are medians over the repeats (and for ``calibrated`` over seeds). ``again`` is what one run of the engine is to
+another on the same load, the pair that differs most: no simulator can be asked to be nearer than that.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import math
 import random
+import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +34,61 @@ from tqdm import tqdm
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from omniserve import SLO, ClassSpec, Engine, EngineConfig, Request, RequestRejected, SamplingParams
-from omniserve.latency import BatchFeatures, CorrectedModel, ModelShape, Predictor, Profile, features_of
+from omniserve.latency import BatchFeatures, CorrectedModel, ModelShape, Predictor, ScaledModel, StepSample, features_of
 from omniserve.plan import StepPlan
 from omniserve.profiling import find_or_make_profile
-from omniserve.simulate import Load, SimulationConfig, machine_of_profile, simulate
-from omniserve.simulate.load import TraceRequest, lognormal_lengths, poisson, requests
-from omniserve.simulate.results import RequestResult, summarise
+from omniserve.simulate import Calibration, Load, Machine, SimulationConfig, machine_of_profile, simulate
+from omniserve.simulate.load import Lengths, TraceRequest, gamma, lognormal_lengths, requests
+from omniserve.simulate.results import ClassResult, RequestResult, summarise
 
 MIB = 1 << 20
-POOLS = {"device only": (512 * MIB, 1024 * MIB), "host tier": (64 * MIB, 1024 * MIB)}
-"""Bytes of the device's and the host's KV pool: in the first the device holds all, and nothing moves."""
-FIGURES = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
+HOST_KV_BYTES = 256 * MIB
+FIGURES = {"TTFT p50": "ttft_p50_s", "p99": "ttft_p99_s", "TPOT p50": "tpot_p50_s", "p99 ": "tpot_p99_s"}
+"""Heading -> figure of the latency-sensitive class; then comes the best-effort class's throughput."""
+GOAL = 0.05
+_COMPILE_S = 2.0
+_WIDTH = 9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mix:
+    """A load that can be drawn."""
+
+    device_kv_bytes: int
+    rate: float
+    """Latency-sensitive requests a second."""
+    cv: float = 1.0
+    """Of the gaps between them: 1 is a Poisson process."""
+    ls_lengths: Lengths
+    backlog: int
+    """Best-effort requests that are kept unfinished."""
+    be_lengths: Lengths
+
+    def load(self, seconds: float, seed: int) -> Load:
+        rng = random.Random(seed)
+        return Load(
+            latency_sensitive=requests(gamma(self.rate, self.cv, seconds, rng), self.ls_lengths, rng),
+            best_effort=requests([0.0] * int(100 * seconds), self.be_lengths, rng),
+            backlog=self.backlog,
+            duration_s=seconds,
+        )
+
+
+_CHAT = lognormal_lengths(128, 24, sigma=0.5, max_input=512, max_output=96)
+_PILE = lognormal_lengths(256, 64, sigma=0.5, max_input=768, max_output=192)
+LOADS = {
+    "steady": Mix(device_kv_bytes=512 * MIB, rate=2.0, ls_lengths=_CHAT, backlog=8, be_lengths=_PILE),
+    "bursts": Mix(device_kv_bytes=512 * MIB, rate=2.5, cv=3.0, ls_lengths=_CHAT, backlog=4, be_lengths=_PILE),
+    "short memory": Mix(device_kv_bytes=64 * MIB, rate=2.0, ls_lengths=_CHAT, backlog=12, be_lengths=_PILE),
+}
+"""In the last the device does not hold all, and best-effort requests decode on the host if the scheduler knows how."""
+_OTHER_CHAT = lognormal_lengths(96, 32, sigma=0.7, max_input=400, max_output=96)
+_OTHER_PILE = lognormal_lengths(180, 80, sigma=0.7, max_input=600, max_output=160)
+CALIBRATION = (
+    Mix(device_kv_bytes=512 * MIB, rate=1.5, ls_lengths=_OTHER_CHAT, backlog=6, be_lengths=_OTHER_PILE),
+    Mix(device_kv_bytes=48 * MIB, rate=1.5, ls_lengths=_OTHER_CHAT, backlog=10, be_lengths=_OTHER_PILE),
+)
+"""Other rates, lengths and seeds, and only the scheduler ``omniserve``: its host tier works if memory is short."""
 
 
 class EngineRun:
@@ -46,12 +98,10 @@ class EngineRun:
         engine: Without requests.
         load: What comes.
         seed: Of the prompts' tokens.
-        learned: Observes each step, as the engine's own latency model does.
     """
 
-    def __init__(self, engine: Engine, load: Load, seed: int, learned: CorrectedModel) -> None:
+    def __init__(self, engine: Engine, load: Load, seed: int) -> None:
         self._engine = engine
-        self._learned = learned
         self._shape = ModelShape.of(engine.spec)
         self._load = load
         self._rng = random.Random(seed)
@@ -60,8 +110,8 @@ class EngineRun:
         self._results: dict[str, RequestResult] = {}
         self._unfinished = {"LS": 0, "BE": 0}
         self._began_s = 0.0
-        self.seconds: list[float] = []
-        """Of each step."""
+        self.steps: list[StepSample] = []
+        """That computed something, in order."""
 
     def run(self) -> dict[str, Any]:
         """Serve the load; return its figures."""
@@ -98,9 +148,9 @@ class EngineRun:
             classes[name] = summarise(group, slo, duration_s=duration_s, output_tokens=output, prompt_tokens=prompt)
         host_tokens = at_end.host_output_tokens - before.host_output_tokens
         return {
-            "classes": classes,
+            "figures": figures_of(classes["LS"], classes["BE"]),
             "host_share": host_tokens / max(1, counted("BE")[0]),
-            "num_steps": len(self.seconds),
+            "num_steps": len(self.steps),
             "preemptions": at_end.preemptions - before.preemptions,
             "swaps_out": at_end.swaps_out - before.swaps_out,
             "step_error": at_end.latency_error,
@@ -139,20 +189,8 @@ class EngineRun:
             self._engine.wait(0.05)
 
     def _watch(self, plan: StepPlan, host_works: bool, seconds: float) -> None:
-        self.seconds.append(seconds)
-        self._learned.observe(features_of(plan, self._shape, host_works=host_works), seconds)
-
-
-def warm_up(engine: Engine) -> None:
-    """Compile, and touch the pools: requests of both classes, more than the device holds."""
-    for number in range(12):
-        sampling = SamplingParams(max_tokens=12, ignore_eos=True)
-        name = "BE" if number % 4 else "LS"
-        engine.add(Request(prompt_token_ids=[1] * 300, sampling=sampling, service_class=name, slo=SLO()))
-    while engine.has_unfinished:
-        engine.step()
-        if engine.last_plan_was_empty:
-            engine.wait(0.05)
+        features = features_of(plan, self._shape, host_works=host_works)
+        self.steps.append(StepSample(features=features, seconds=seconds))
 
 
 class Replay(Predictor):
@@ -171,70 +209,199 @@ class Replay(Predictor):
         return next(self._seconds, None) or self._model.step_s(features)
 
 
-def runs(args: argparse.Namespace) -> Iterator[tuple[str, str, EngineConfig]]:
+@dataclass(slots=True)
+class Case:
+    """A load under a scheduler, and what came of it."""
+
+    name: str
+    config: EngineConfig
+    load: Load
+    runs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """The engine's, one a repeat."""
+    twins: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    """The simulator's."""
+
+
+class Validation:
+    """All cases, on one model."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._model = random_llama(**SMOLLM_135M)
+        self.cases = list(cases(args))
+        self._profile = find_or_make_profile(self._model, self.cases[0].config, folder=args.profiles)
+        self.calibrations: list[Calibration] = []
+
+    def run(self) -> None:
+        """Serve all loads in real time, repeat after repeat, and simulate each as soon as it was served."""
+        args = self._args
+        for mix in CALIBRATION:  # compiles
+            self._serve(engine_config("omniserve", mix, args), mix.load(_COMPILE_S, args.seed), 0)
+        total = args.repeats * (len(self.cases) + len(CALIBRATION))
+        with tqdm(total=total, unit="run", disable=None, leave=False) as bar:
+            for repeat in range(args.repeats):
+                seed = args.seed + 1 + repeat
+                samples: list[StepSample] = []
+                for mix in CALIBRATION:
+                    config = engine_config("omniserve", mix, args)
+                    samples += self._serve(config, mix.load(args.seconds, 1000 + seed), seed)[1]
+                    bar.update()
+                machine: Machine | None = None
+                for case in self.cases:
+                    figures, steps, machine, believed = self._serve(case.config, case.load, seed)
+                    if len(self.calibrations) == repeat:
+                        self.calibrations.append(Calibration.fitted(machine.device, samples))
+                    case.runs.append(figures)
+                    self._simulate(case, machine, believed, [step.seconds for step in steps])
+                    bar.update()
+
+    def _serve(
+        self, config: EngineConfig, load: Load, seed: int
+    ) -> tuple[dict[str, Any], list[StepSample], Machine, Predictor]:
+        """Return figures, steps, the profile's machine, and what the engine believed of steps as the load began."""
+        with Engine(self._model, config, profile=self._profile) as engine:
+            machine = machine_of_profile(self._profile, engine.spec)
+            learned = CorrectedModel(machine.device)
+            warm_up(engine, learned)
+            run = EngineRun(engine, load, seed)
+            return run.run(), run.steps, machine, ScaledModel(machine.device, learned.factors)
+
+    def _simulate(self, case: Case, machine: Machine, believed: Predictor, seconds: list[float]) -> None:
+        if not case.twins:  # the profile never changes
+            case.twins["simulated"] = [self._twin(case, machine, 0)]
+        calibrated = self.calibrations[-1].apply(machine)
+        replay = dataclasses.replace(machine, device=Replay(seconds, machine.device), forecast=believed)
+        first_seed = len(case.runs) * self._args.seeds
+        seeds = range(first_seed, first_seed + self._args.seeds)
+        case.twins.setdefault("calibrated", []).extend(self._twin(case, calibrated, seed) for seed in seeds)
+        case.twins.setdefault("replayed", []).append(self._twin(case, replay, 0))
+
+    def _twin(self, case: Case, machine: Machine, seed: int) -> dict[str, Any]:
+        result = simulate(SimulationConfig(machine=machine, engine=case.config, load=case.load, seed=seed))
+        return {
+            "figures": figures_of(result.classes["LS"], result.classes["BE"]), "host_share": result.host_share,
+            "num_steps": result.num_steps, "preemptions": result.preemptions, "swaps_out": result.swaps_out,
+            "wall_s": result.wall_s,
+        }  # fmt: skip
+
+
+def warm_up(engine: Engine, learned: CorrectedModel) -> None:
+    """Serve some requests of both classes; ``learned`` sees their steps."""
+    shape = ModelShape.of(engine.spec)
+
+    def watch(plan: StepPlan, host_works: bool, seconds: float) -> None:
+        learned.observe(features_of(plan, shape, host_works=host_works), seconds)
+
+    engine.on_step = watch
+    for number in range(4):
+        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+        name = "BE" if number % 2 else "LS"
+        engine.add(Request(prompt_token_ids=[1] * 64, sampling=sampling, service_class=name, slo=SLO()))
+    while engine.has_unfinished:
+        engine.step()
+        if engine.last_plan_was_empty:
+            engine.wait(0.05)
+    engine.on_step = None
+
+
+def engine_config(scheduler: str, mix: Mix, args: argparse.Namespace) -> EngineConfig:
     classes = (
         ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=args.slo[0], tpot_s=args.slo[1])),
         ClassSpec(name="BE", kind="BE"),
     )
-    for pools in args.pools:
-        device, host = POOLS[pools]
+    return EngineConfig(
+        scheduler=scheduler, device_kv_bytes=mix.device_kv_bytes, host_kv_bytes=HOST_KV_BYTES, classes=classes,
+        admission=False, swap_in_delay_s=0.5, min_residence_s=1.0,
+    )  # fmt: skip
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    for name in args.loads:
+        load = LOADS[name].load(args.seconds, args.seed)
         for scheduler in args.schedulers:
-            yield pools, scheduler, EngineConfig(
-                scheduler=scheduler, device_kv_bytes=device, host_kv_bytes=host, classes=classes, admission=False,
-                swap_in_delay_s=0.5, min_residence_s=1.0,
-            )  # fmt: skip
+            yield Case(f"{scheduler}, {name}", engine_config(scheduler, LOADS[name], args), load)
 
 
-def compare(model: Any, profile: Profile, config: EngineConfig, load: Load, seed: int) -> dict[str, Any]:
-    """Return the figures of the engine and of the simulator's three versions."""
-    with Engine(model, config, profile=profile) as engine:
-        warm_up(engine)
-        machine = machine_of_profile(profile, engine.spec)
-        learned = CorrectedModel(machine.device)
-        run = EngineRun(engine, load, seed, learned)
-        measured = run.run()
-        measured["correction"] = learned.factors
-    rows: dict[str, Any] = {"engine": measured}
-    replay = Replay(run.seconds, learned)
-    for name, device, forecast in (
-        ("simulated", machine.device, machine.device), ("corrected", learned, learned), ("replayed", replay, learned),
-    ):  # fmt: skip
-        twin = dataclasses.replace(machine, device=device, forecast=forecast)
-        result = simulate(SimulationConfig(machine=twin, engine=config, load=load))
-        rows[name] = {
-            "classes": result.classes, "host_share": result.host_share, "num_steps": result.num_steps,
-            "preemptions": result.preemptions, "swaps_out": result.swaps_out, "wall_s": result.wall_s,
-            "requests": result.requests,
-        }  # fmt: skip
-    return rows
+def figures_of(ls: ClassResult, be: ClassResult) -> list[float]:
+    """Return the figures that are compared: seconds, and best-effort tokens a second (prompts and outputs)."""
+    return [*(getattr(ls, name) for name in FIGURES.values()), be.output_tokens_per_s + be.prompt_tokens_per_s]
 
 
-def figures(row: dict[str, Any]) -> list[float]:
-    ls, be = row["classes"]["LS"], row["classes"]["BE"]
-    return [*(getattr(ls, name) for name in FIGURES), be.output_tokens_per_s + be.prompt_tokens_per_s]
+def medians(runs: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the median of each figure over runs."""
+    return [statistics.median(values) for values in zip(*(run["figures"] for run in runs), strict=True)]
 
 
-def table(name: str, rows: dict[str, Any]) -> str:
-    lines = []
-    truth = figures(rows["engine"])
-    for who, row in rows.items():
-        values = figures(row)
-        text = [f"{1e3 * value:9.1f}" for value in values[:-1]] + [f"{values[-1]:9.0f}"]
-        ratios = (
-            "" if who == "engine" else "  x" + " ".join(f"{a / b:5.2f}" for a, b in zip(values, truth, strict=True))
-        )
-        label = name if who == "engine" else ""
-        lines.append(f"{label:24s}{who:10s}{''.join(text)} {row['host_share']:6.0%} {row['num_steps']:6d}{ratios}")
+def ratios(case: Case) -> dict[str, list[float]]:
+    """Return each twin's figures over the engine's, medians both; and ``again``: the largest between two runs."""
+    truth = medians(case.runs)
+    found = {name: [a / b for a, b in zip(medians(runs), truth, strict=True)] for name, runs in case.twins.items()}
+    if len(case.runs) > 1:
+        columns = zip(*(run["figures"] for run in case.runs), strict=True)
+        found["again"] = [max(values) / min(values) for values in columns]
+    return found
+
+
+def table(case: Case) -> str:
+    """Return the lines of a case: the engine's figures (milliseconds; tokens/s), then ratios to them."""
+    *times_s, throughput = medians(case.runs)
+    cells = [f"{1e3 * value:.1f}" for value in times_s] + [f"{throughput:.0f}"]
+    share = statistics.median(run["host_share"] for run in case.runs)
+    lines = [_line(case.name, "engine", cells) + f"   host {share:.0%}"]
+    lines += [_line("", who, [f"x{value:.2f}" for value in values]) for who, values in ratios(case).items()]
     return "\n".join(lines)
+
+
+def summary(found: Sequence[Case]) -> dict[str, list[dict[str, float]]]:
+    """Return for each twin and figure how far the cases are off: median, largest, and the share within the goal.
+
+    Being off is the ratio to the engine, or its inverse if that is larger, less 1. ``again`` sums up each pair of runs.
+    """
+    off: dict[str, list[list[float]]] = {}
+    for case in found:
+        for who, values in ratios(case).items():
+            if who != "again":
+                off.setdefault(who, []).append([_off(value) for value in values])
+        for one, other in itertools.combinations(case.runs, 2):
+            pair = zip(one["figures"], other["figures"], strict=True)
+            off.setdefault("again", []).append([_off(a / b) for a, b in pair])
+    return {
+        who: [
+            {
+                "median": statistics.median(column),
+                "largest": max(column),
+                "within_goal": sum(value <= GOAL for value in column) / len(column),
+            }
+            for column in zip(*rows, strict=True)
+        ]
+        for who, rows in off.items()
+    }
+
+
+def summary_table(found: Sequence[Case]) -> str:
+    lines = []
+    for who, columns in summary(found).items():
+        for what, form in (("median", ".1%"), ("largest", ".0%"), ("within_goal", ".0%")):
+            label = f"within {GOAL:.0%}" if what == "within_goal" else f"off by, {what}"
+            lines.append(_line(label, who, [format(column[what], form) for column in columns]))
+    return "\n".join(lines)
+
+
+def _off(ratio: float) -> float:
+    return math.expm1(abs(math.log(ratio)))
+
+
+def _line(label: str, who: str, cells: Sequence[str]) -> str:
+    return f"{label:26s}{who:11s}" + "".join(cell.rjust(_WIDTH) for cell in cells)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedulers", nargs="+", default=["sarathi", "fcfs", "omniserve"])
-    parser.add_argument("--pools", nargs="+", choices=POOLS, default=list(POOLS))
-    parser.add_argument("--rate", type=float, default=1.0, help="LS requests a second (default: 1)")
-    parser.add_argument("--backlog", type=int, default=12, help="best-effort requests kept unfinished (default: 12)")
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--seconds", type=float, default=6.5, help="of each load (default: 6.5)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of the engine (default: 3)")
+    parser.add_argument("--seeds", type=int, default=10, help="calibrated simulations of a run (default: 10)")
     parser.add_argument("--slo", type=float, nargs=2, default=[1.0, 0.15], metavar=("TTFT_S", "TPOT_S"))
     parser.add_argument("--profiles", type=Path, metavar="FOLDER", help="where profiles are kept (default: the cache)")
     parser.add_argument("--seed", type=int, default=0)
@@ -244,27 +411,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main() -> None:
     args = parse_arguments()
-    rng = random.Random(args.seed)
-    lengths = lognormal_lengths(128, 32, sigma=0.5, max_input=512, max_output=128)
-    pile = lognormal_lengths(256, 64, sigma=0.5, max_input=768, max_output=192)
-    load = Load(
-        latency_sensitive=requests(poisson(args.rate, args.seconds, rng), lengths, rng),
-        best_effort=requests([0.0] * int(100 * args.seconds), pile, rng),
-        backlog=args.backlog,
-        duration_s=args.seconds,
-    )
-    model = random_llama(**SMOLLM_135M)
-    results: dict[str, Any] = {}
-    profile: Profile | None = None
-    heads = "".join(f"{head:>9s}" for head in ("TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "BE tok/s"))
-    print(f"{'':34s}{heads} {'host':>6s} {'steps':>6s}  ratios to the engine")
-    for pools, scheduler, config in tqdm(list(runs(args)), disable=None):
-        if profile is None:  # what it depends on is the same in all runs
-            profile = find_or_make_profile(model, config, folder=args.profiles)
-        name = f"{scheduler}, {pools}"
-        results[name] = compare(model, profile, config, load, args.seed)
-        print(table(name, results[name]), flush=True)
-    settings = vars(args) | {"model": SMOLLM_135M, "pools_bytes": POOLS}
+    began_s = time.monotonic()
+    validation = Validation(args)
+    validation.run()
+    for repeat, calibration in enumerate(validation.calibrations):
+        print(f"calibration {repeat + 1}: {calibration}")
+    print(_line("", "", [*FIGURES, "BE tok/s"]) + "   medians; ms, tokens/s; x: ratio to the engine")
+    for case in validation.cases:
+        print(table(case))
+    print(summary_table(validation.cases))
+    results = {
+        "cases": {case.name: {"engine": case.runs, **case.twins, "ratios": ratios(case)} for case in validation.cases},
+        "summary": summary(validation.cases),
+        "calibrations": [str(calibration) for calibration in validation.calibrations],
+        "wall_s": time.monotonic() - began_s,
+    }
+    settings = vars(args) | {"model": SMOLLM_135M, "figures": [*FIGURES.values(), "be_tokens_per_s"]}
     write_record(args.record, name="simulator_validation", config=settings, seed=args.seed, results=results)
 
 

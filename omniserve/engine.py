@@ -95,36 +95,17 @@ class Engine:
             device=patched.device,
         )
         host_threads = config.host_threads or default_host_threads(patched.device)
-        self.host_tier: HostTier | None = None
-        if num_host_blocks > 0:
-            self.host_tier = HostTier(
-                spec=self.spec,
-                dtype=patched.dtype,
-                block_size=config.block_size,
-                kv_bytes=config.host_kv_bytes,
-                num_slots=config.max_host_requests,
-                num_threads=host_threads,
-                cores=config.host_cores,
-                pin_memory=patched.device.type == "cuda",
-                kv_dtype=config.host_kv_dtype,
-            )
+        self.host_tier = _host_tier(config, patched, host_threads) if num_host_blocks > 0 else None
         self.kv = manager(
             num_device_blocks=self._num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
         )
         shape = ModelShape.of(self.spec)
         self._latency: CorrectedModel | None = None
+        forecast: Forecast | None = None
         if profile is not None:
             profile.require(fingerprint_of(model, config))
             self._latency = CorrectedModel(LATENCY_MODELS.get(config.latency_model).from_profile(profile))
-        forecast: Forecast | None = None
-        if profile is not None and self._latency is not None:
-            threads = profile.fingerprint.device_threads, profile.fingerprint.shared_threads
-            forecast = Forecast(
-                self._latency,
-                shape,
-                host_has_own_cores=threads[0] == threads[1],
-                host=HostSpeed.from_profile(profile),
-            )
+            forecast = _forecast(profile, self._latency, shape)
         self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self._limits(), kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         self.runner = ModelRunner(
@@ -140,8 +121,8 @@ class Engine:
                 host_threads=host_threads if self.host_tier else 0,
             ),
             keep_halted=config.keep_halted,
+            safepoint=self._ask_whether_to_leave,
         )
-        self.runner.safepoint = self._must_leave
         self._must_preempt = False
         self.on_safepoint: Callable[[], None] | None = None
         """Called between the layers of a step whose best-effort rows may leave it; it looks for requests that have come
@@ -241,7 +222,8 @@ class Engine:
             num_prompt_tokens = len(request.prompt_token_ids)
             self._must_preempt |= self.scheduler.must_preempt(num_prompt_tokens, slo, waited_s, now_s)
 
-    def _must_leave(self) -> bool:
+    def _ask_whether_to_leave(self) -> bool:
+        """Hear who has come, and tell, once, whether best-effort rows must leave the step for them."""
         if self.on_safepoint is not None:
             self.on_safepoint()
         must, self._must_preempt = self._must_preempt, False
@@ -372,6 +354,7 @@ class Engine:
             prompt_tokens=sched.prompt_tokens,
             host_output_tokens=sched.host_output_tokens,
             preemptions=sched.preemptions,
+            preempted_tokens=sched.preempted_tokens,
             layer_preemptions=sched.layer_preemptions,
             swaps_out=sched.swaps_out,
             swaps_in=sched.swaps_in,
@@ -417,3 +400,27 @@ def _num_blocks(num_bytes: int, block_bytes: int, name: str) -> int:
     if num_bytes < block_bytes:
         raise ValueError(f"{name} is {num_bytes}, less than one KV block of this model ({block_bytes} bytes); raise it")
     return num_bytes // block_bytes
+
+
+def _host_tier(config: EngineConfig, model: PatchedModel, num_threads: int) -> HostTier:
+    return HostTier(
+        spec=model.spec,
+        dtype=model.dtype,
+        block_size=config.block_size,
+        kv_bytes=config.host_kv_bytes,
+        num_slots=config.max_host_requests,
+        num_threads=num_threads,
+        cores=config.host_cores,
+        pin_memory=model.device.type == "cuda",
+        kv_dtype=config.host_kv_dtype,
+    )
+
+
+def _forecast(profile: Profile, predictor: CorrectedModel, shape: ModelShape) -> Forecast:
+    threads = profile.fingerprint.device_threads, profile.fingerprint.shared_threads
+    return Forecast(
+        predictor,
+        shape,
+        host_has_own_cores=threads[0] == threads[1],
+        host=HostSpeed.from_profile(profile),
+    )

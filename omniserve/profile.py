@@ -3,7 +3,8 @@
     python -m omniserve.profile --model PATH_OR_HUB_ID --time-limit 60
 
 The engine's flags are the server's: give those that the model will be served with. Without --output the profile goes
-into the cache folder, under a name that a server with the same model, settings and machine finds.
+into the cache folder, under a name that a server with the same model, settings and machine finds, unless others kept
+the machine busy meanwhile.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit status: 2 if what was asked for cannot be measured or written."""
+    """Run the program and return its exit status.
+
+    1: the machine was busy, so the profile is not kept. 2: what was asked for cannot be measured or written.
+    """
     parser = build_parser()
     args = parser.parse_args(arguments)
     try:
@@ -48,13 +52,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         loader = EngineLoader(model=model, dtype=args.dtype, device=args.device, config=config_from(args))
         profile = _measure(loader, args.time_limit)
         path = path_in(folder, profile.fingerprint) if args.output is None else args.output
-        profile.write(path)
+        if is_kept := args.output is not None or not profile.disturbances:
+            profile.write(path)
     except (OSError, ValueError, UnsupportedModelError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     from omniserve.profiling.summary import summarise  # torch, for which --help need not wait
 
     print(summarise(profile))
+    if profile.disturbances:
+        print(f"the machine was busy: {'; '.join(profile.disturbances)}", file=sys.stderr)
+    if not is_kept:
+        print(
+            "not kept: stop what else runs here and measure again, or keep it all the same with --output FILE (for the "
+            "server's --profile)",
+            file=sys.stderr,
+        )
+        return 1
     print(f"written to {path}")
     return 0
 

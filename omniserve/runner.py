@@ -9,8 +9,7 @@ Legend: T rows, D hidden, N query heads, K KV heads, H head size, P seats, L lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import islice
 
 import torch
@@ -22,28 +21,18 @@ from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.ops.attention import DeviceAttention
 from omniserve.patching import PatchedModel
+from omniserve.piggyback_rows import Parcel, PiggybackRows
 from omniserve.pipelining import SecondBatch
 from omniserve.plan import HostEvent, PiggybackEntry, StepOutput, StepPlan
 from omniserve.safepoint import HaltedRows, until_layer, without
 from omniserve.sampling import Sampler
-from omniserve.step_inputs import SeatRows, StepInputs, make_step_inputs
+from omniserve.step_inputs import StepInputs, make_step_inputs
 
 # Looked up once: the attribute chain costs as much as a small operator.
 _store_kv = torch.ops.omniserve.store_kv.default
 _piggyback_concat = torch.ops.omniserve.piggyback_concat.default
 _residual_store = torch.ops.omniserve.residual_store.default
 _residual_fetch = torch.ops.omniserve.residual_fetch.default
-
-
-@dataclass(slots=True)
-class _Parcel:
-    """Rows that left for the host tier at one layer."""
-
-    layer: int
-    seats: SeatRows
-    q_PNH: Tensor
-    k_PKH: Tensor
-    v_PKH: Tensor
 
 
 class ModelRunner:
@@ -58,6 +47,7 @@ class ModelRunner:
         num_slots: Rows of the residual store.
         cores: Told before each step whether the host tier works.
         keep_halted: Keep what rows that leave a step between two layers had computed.
+        safepoint: Asked between the layers of a step with preemptible rows: must they leave? None: they never do.
     """
 
     def __init__(
@@ -71,6 +61,7 @@ class ModelRunner:
         num_slots: int,
         cores: CoreSplit,
         keep_halted: bool = True,
+        safepoint: Callable[[], bool] | None = None,
     ) -> None:
         self._model = model
         self._storage = storage
@@ -84,12 +75,10 @@ class ModelRunner:
         self._early_events: list[HostEvent] = []
         self.halted = HaltedRows(keep=keep_halted)
         """Rows that left a step between two layers."""
-        self.safepoint: Callable[[], bool] | None = None
+        self.safepoint = safepoint
         """Asked between the layers of a step with preemptible rows: must they leave?"""
         self._residuals_SD = torch.zeros(num_slots, model.spec.hidden_size, dtype=model.dtype, device=model.device)
-        self._no_results = torch.empty(
-            0, model.spec.num_heads * model.spec.head_size, dtype=model.dtype, device=model.device
-        )
+        self._rows = PiggybackRows(model, tier)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -158,11 +147,11 @@ class ModelRunner:
         going_on = {chunk.from_layer for chunk in plan.chunks if chunk.from_layer}
         present = until_layer(plan, 0) if going_on else plan
         inputs = self._inputs(present)
-        results_RD, result_rows = self._stage_results(inputs)
-        away: list[_Parcel] = []
+        results_RD, result_rows = self._rows.stage(inputs)
+        away: list[Parcel] = []
         hidden_TD = model.embed(inputs.token_ids_T, inputs.positions_T)
-        attn_dev_TD = self._no_results
-        rotary_per_layer = self._rotary_per_layer(inputs, num_seats)
+        attn_dev_TD = self._rows.no_results
+        rotary_per_layer = self._rows.rotary_per_layer(inputs, num_seats)
         for layer in range(model.num_layers):
             if going_on or plan.preemptible:
                 before = present
@@ -174,8 +163,8 @@ class ModelRunner:
                 if layer in going_on:
                     present, hidden_TD = self._rejoin(plan, layer, hidden_TD)
                 if present is not before:
-                    inputs, attn_dev_TD = self._inputs(present), self._no_results
-                    rotary_per_layer = islice(self._rotary_per_layer(inputs, num_seats), layer, None)
+                    inputs, attn_dev_TD = self._inputs(present), self._rows.no_results
+                    rotary_per_layer = islice(self._rows.rotary_per_layer(inputs, num_seats), layer, None)
             num_device_rows, rotary = inputs.num_device_rows, next(rotary_per_layer)
             leaving = inputs.joining.get(layer - 1) if layer else inputs.entering
             joining = inputs.joining.get(layer)
@@ -186,21 +175,21 @@ class ModelRunner:
                 q_TNH, k_TKH, v_TKH = model.pre_attention(layer, hidden_TD, *rotary)
                 if leaving is not None:
                     _residual_store(hidden_TD, self._residuals_SD, leaving.slots_P)
-                    parcel = _Parcel(layer, leaving, q_TNH[-num_seats:], k_TKH[-num_seats:], v_TKH[-num_seats:])
-                    self._send(parcel, away)
+                    parcel = Parcel(layer, leaving, q_TNH[-num_seats:], k_TKH[-num_seats:], v_TKH[-num_seats:])
+                    self._rows.send(parcel, away)
                 if num_device_rows:
                     attn_dev_TD = self._attend_device(layer, inputs, q_TNH, k_TKH, v_TKH)
             if num_device_rows or joining is not None:
                 attn_TD = attn_dev_TD
                 if num_seats:
-                    rows_P = result_rows[layer] if joining is not None else self._empty_seats(num_seats)
+                    rows_P = result_rows[layer] if joining is not None else self._rows.empty_seats(num_seats)
                     slots_P = joining.slots_P if joining is not None else rows_P
                     attn_TD = _piggyback_concat(attn_dev_TD, results_RD, rows_P)
                     _residual_fetch(self._residuals_SD, slots_P, hidden_TD)
                 hidden_TD = model.post_attention(layer, attn_TD, hidden_TD)
             if second is not None:
                 second.end_layer(layer)
-        self._send_deferred(away)
+        self._rows.send_deferred(away)
         return hidden_TD, inputs, halted
 
     # -- rows that leave between layers, and go on there later (conserve 4.3) ------------------------------------------
@@ -253,63 +242,3 @@ class ModelRunner:
             reversed_RM=inputs.reversed_RM,
         )
         return out_TNH.view(n, -1)
-
-    # -- rows between the tiers ----------------------------------------------------------------------------------
-
-    def _stage_results(self, inputs: StepInputs) -> tuple[Tensor, dict[int, Tensor]]:
-        """Bring the results that join this step to the device: the tensor, and by layer the row of each seat.
-
-        Without a GPU the host tier's own buffer serves. With one, all rows go up in one copy before the first layer.
-        """
-        if not inputs.joining:
-            return self._no_results, {}
-        assert self._tier is not None
-        if self._model.device.type == "cpu":
-            return self._tier.results_SD, {layer: seats.slots_P for layer, seats in inputs.joining.items()}
-        slots_cpu = torch.cat([seats.host_slots_P for seats in inputs.joining.values()])
-        staged = self._tier.results_SD[slots_cpu.clamp(min=0)].pin_memory()
-        first_rows = torch.arange(len(slots_cpu)).masked_fill(slots_cpu < 0, -1).to(self._model.device)
-        rows = first_rows.view(len(inputs.joining), -1).unbind(0)
-        return staged.to(self._model.device, non_blocking=True), dict(zip(inputs.joining, rows, strict=True))
-
-    def _send(self, parcel: _Parcel, deferred: list[_Parcel]) -> None:
-        """Put rows into the host tier's input queue: now, or (from a GPU) after the step, so its stream never waits."""
-        if self._model.device.type == "cpu":
-            self._submit(parcel.layer, parcel.seats, parcel.q_PNH, parcel.k_PKH, parcel.v_PKH)
-        else:
-            deferred.append(parcel)
-
-    def _send_deferred(self, parcels: list[_Parcel]) -> None:
-        if not parcels:
-            return
-        q, k, v = (torch.stack([getattr(p, name) for p in parcels]).cpu() for name in ("q_PNH", "k_PKH", "v_PKH"))
-        for i, parcel in enumerate(parcels):
-            self._submit(parcel.layer, parcel.seats, q[i], k[i], v[i])
-
-    def _submit(self, layer: int, seats: SeatRows, q_PNH: Tensor, k_PKH: Tensor, v_PKH: Tensor) -> None:
-        assert self._tier is not None
-        self._tier.submit(layer, seats.host_slots_P, q_PNH.contiguous(), k_PKH.contiguous(), v_PKH.contiguous())
-
-    def _empty_seats(self, num_seats: int) -> Tensor:
-        return torch.full((num_seats,), -1, dtype=torch.int64, device=self._model.device)
-
-    def _rotary_per_layer(self, inputs: StepInputs, num_seats: int) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Yield (cos, sin) ``[T, H]`` for each layer's pre-attention: device rows keep theirs, seats change hands."""
-        n = inputs.num_device_rows
-        leaving = [inputs.entering, *(inputs.joining.get(layer) for layer in range(self._model.num_layers - 1))]
-        seat_positions = [p for seats in leaving if seats is not None for p in seats.positions]
-        positions = torch.cat([inputs.positions_T[:n], torch.tensor(seat_positions, device=inputs.positions_T.device)])
-        rotary = self._model.rotary(positions.long())
-        if rotary is None:
-            for _ in leaving:
-                yield None, None
-            return
-        rows = [torch.cat([table[:n], table.new_zeros(num_seats, table.shape[1])]) for table in rotary]
-        first = n
-        for seats in leaving:
-            if seats is not None:
-                count = len(seats.positions)
-                for table, row in zip(rotary, rows, strict=True):
-                    row[n : n + count] = table[first : first + count]
-                first += count
-            yield rows[0], rows[1]

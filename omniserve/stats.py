@@ -33,6 +33,8 @@ class EngineStats:
     """Counter: output tokens whose attention was computed on the host tier."""
     preemptions: int = 0
     """Counter: requests whose memory was taken back, to be resumed: what was not kept of their KV is recomputed."""
+    preempted_tokens: int = 0
+    """Counter: tokens that they had computed; less ``resumed_tokens``, what is computed again."""
     layer_preemptions: int = 0
     """Counter: chunks that left a step between two layers."""
     swaps_out: int = 0

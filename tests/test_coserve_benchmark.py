@@ -15,7 +15,7 @@ import pytest
 from benchmarks import coserve
 from benchmarks.common.client import BE_TIER, LS_TIER, RequestRecord
 from benchmarks.common.co_report import frontier_of, markdown_table, pareto_optimal, plot
-from benchmarks.common.co_runs import counters, joined_records, plan_runs, rows_of
+from benchmarks.common.co_runs import counters, flags_of, joined_records, plan_runs, rows_of
 from benchmarks.common.co_summary import medians, summarize_co_serving
 from benchmarks.common.loads import Arrivals, TraceSlice, backlog, poisson_stream
 from omniserve.sched import SCHEDULERS
@@ -156,13 +156,35 @@ def test_medians_leave_out_what_a_repeat_lacks() -> None:
 
 def test_counters_are_those_of_the_run() -> None:
     be_tokens, host = 'omniserve_output_tokens_total{service_class="BE"}', "omniserve_host_output_tokens_total"
-    before = {host: 10.0, "omniserve_preemptions_total": 2.0}
-    after = {be_tokens: 200.0, host: 60.0, "omniserve_preemptions_total": 5.0}
-    assert counters(before, after) == {"preemptions": 3.0, "swaps_out": 0.0, "swaps_in": 0.0, "host_share": 0.25}
+    preempted, resumed = "omniserve_preempted_tokens_total", "omniserve_resumed_tokens_total"
+    before = {host: 10.0, "omniserve_preemptions_total": 2.0, preempted: 100.0}
+    after = {be_tokens: 200.0, host: 60.0, "omniserve_preemptions_total": 5.0, preempted: 400.0, resumed: 50.0}
+    assert counters(before, after) == {
+        "host_tokens": 50.0, "preemptions": 3.0, "swaps_out": 0.0, "swaps_in": 0.0, "recomputed_tokens": 250.0,
+        "host_share": 0.25,
+    }  # fmt: skip
     assert "host_share" not in counters(before, before)
 
 
 # -- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_may_have_flags_of_the_server() -> None:
+    assert flags_of("fcfs") == ["--scheduler", "fcfs"]
+    assert flags_of("a.b:C,kv=incremental,checkpoint-kv") == [
+        "--scheduler", "a.b:C", "--kv", "incremental", "--checkpoint-kv"
+    ]  # fmt: skip
+    assert coserve.parse_arguments(["--policies", "bros,checkpoint-kv"]).policies == ["bros,checkpoint-kv"]
+    with pytest.raises(SystemExit):
+        coserve.parse_arguments(["--policies", "none-such,kv=incremental"])
+
+
+def test_a_load_sets_what_is_not_given() -> None:
+    args = coserve.parse_arguments(["--load", "memory", "--be-requests", "5", "--", "--no-compile"])
+    assert args.be_requests == 5 and args.device_kv_gib < coserve.parse_arguments([]).device_kv_gib
+    assert "conserve,kv=incremental" in args.policies and args.server_args == ["--no-compile"]
+    with pytest.raises(SystemExit):
+        coserve.parse_arguments(["--load", "none-such"])
 
 
 def test_policies_alternate_and_only_those_that_read_objectives_run_for_each() -> None:
@@ -215,8 +237,8 @@ def test_pareto_optimal_is_what_nothing_beats_in_both() -> None:
 def test_the_table_has_medians_and_marks_the_frontier_of_each_rate() -> None:
     runs = [
         run_of("a", 0.9, 100.0), run_of("b", 0.8, 90.0, be_finished=False, ls_unfinished=2), run_of("a", 1.0, 300.0),
-        run_of("b", 0.8, 90.0), run_of("b", 0.5, 50.0, rate=2.0, host_share=0.25), {**run_of("c", 0, 0), "summaries": [
-            {"scale": 1.0, "be_tokens_per_s": 700.0}]},
+        run_of("b", 0.8, 90.0), run_of("b", 0.5, 50.0, rate=2.0, host_share=0.25, host_tokens=12.0),
+        {**run_of("c", 0, 0), "summaries": [{"scale": 1.0, "be_tokens_per_s": 700.0}]},
     ]  # fmt: skip
     rows, single = rows_of(runs)
     assert len(single) == 6 and len(rows) == 4
@@ -230,7 +252,7 @@ def test_the_table_has_medians_and_marks_the_frontier_of_each_rate() -> None:
     assert [line["frontier"] for line in table] == ["*", "", "", "*"]
     assert table[0]["BE tok/s beside LS"] == "200" and table[0]["attained of all"] == "95.0%"
     assert table[0]["rejected"] == "1 of 20" and table[0]["TTFT p50 / p99 ms"] == "100 / 200"
-    assert table[1]["BE tok/s in all"] == "300 (cut off)" and table[3]["on host"] == "25%"
+    assert table[1]["BE tok/s in all"] == "300 (cut off)" and table[3]["on host"] == "12 (25%)"
     assert table[2]["BE tok/s in all"] == "700" and table[2]["attained"] == ""
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import reproduction
-from benchmarks.common.paper_figures import EXPERIMENTS, Case, Experiment, MachineSpec
+from benchmarks.common.paper_cases import PAPER_ORDER, Case, Experiment, MachineSpec, both_orders, with_settings
+from benchmarks.common.paper_figures import EXPERIMENTS
 from benchmarks.common.paper_loads import LoadSpec, lengths_named, random_rates
-from benchmarks.common.paper_report import CELLS, TokenGaps, figures_of, fill_page, markdown
+from benchmarks.common.paper_page import number, render, span, verdict
+from benchmarks.common.paper_report import CELLS, TokenGaps, figures_of, markdown
 from omniserve.plan import DeviceChunk, StepPlan
 from omniserve.request import SLO
 from omniserve.sched import SCHEDULERS
@@ -34,6 +37,11 @@ SMALL = MachineSpec(model="smollm-135m", device="1xT4", hosts="1xXeon-4215")
         ("sharegpt", 248, 325),
         ("azure", 1155, 211),
         ("multinews", 6916, 394),
+        ("burstgpt", 2747, 267),
+        ("dureader", 21776, 166),
+        ("vcsum", 18803, 337),
+        ("mixed", (21776 + 6916 + 18803) / 3, (166 + 394 + 337) / 3),
+        ("bros-lmsys", 90, 237),
         ("bros-rt", 223, 234),
         ("bros-be", 768, 80),
     ],
@@ -95,7 +103,9 @@ def test_every_experiment_names_what_exists_and_fits_its_machine() -> None:
             SCHEDULERS.get(case.system)
             machine = reproduction.make_machine(case.machine)
             assert machine.device_kv_bytes is not None and machine.device_kv_bytes > 0
-            assert (case.load.ls_rate or case.load.ls_rates or case.load.backlog) and bool(machine.hosts)
+            assert (case.load.ls_rate or case.load.ls_rates or case.load.backlog or case.load.be_rate) and bool(
+                machine.hosts
+            )
 
 
 def test_memory_and_context_of_a_machine_can_differ_from_the_data_sheet() -> None:
@@ -103,13 +113,16 @@ def test_memory_and_context_of_a_machine_can_differ_from_the_data_sheet() -> Non
     small = reproduction.make_machine(
         MachineSpec(model="opt-13b", device="2xA100-80GB", memory_gb=40, bandwidth_gb_per_s=1555, max_model_len=99)
     )
+    near = reproduction.make_machine(replace(SMALL, hosts="2xXeon-4215"))
+    far = reproduction.make_machine(replace(SMALL, hosts="2xXeon-4215", network_gb_per_s=0.1))
+    assert far.hosts[0] == near.hosts[0] and far.hosts[1].move_byte_s > near.hosts[1].move_byte_s
     assert usual.device_kv_bytes is not None and small.device_kv_bytes is not None
     assert usual.device_kv_bytes - small.device_kv_bytes == pytest.approx(0.9 * 80e9, rel=1e-6)
     assert small.spec.max_model_len == 99 and not small.hosts
 
 
 def test_names_choose_experiments_by_how_they_begin() -> None:
-    assert [e.name for e in reproduction.chosen(["conserve-6"])] == ["conserve-6-8b", "conserve-6-14b"]
+    assert [e.name for e in reproduction.chosen(["bros-10-3", "bros-12"])] == ["bros-10-30b", "bros-12-13b"]
     assert reproduction.chosen([]) == list(EXPERIMENTS.values())
     with pytest.raises(ValueError, match=r"no experiment is named vllm\.\.\.; there are: omniserve"):
         reproduction.chosen(["vllm"])
@@ -120,6 +133,39 @@ def tiny(system: str, variant: str = "", **load: Any) -> Case:
         x="one", system=system, variant=variant, machine=SMALL,
         load=LoadSpec(ls_lengths="64:8", be_lengths="128:8", **load), slo=SLO(ttft_s=1.0, tpot_s=0.1),
     )  # fmt: skip
+
+
+def test_both_orders_are_of_the_systems_named_and_differ_in_nothing_else() -> None:
+    ours, paper = both_orders(tiny("omniserve", ls_rate=1.0))
+    assert (ours.column, paper.column) == ("omniserve", f"omniserve, {PAPER_ORDER}")
+    assert dict(paper.settings) == {"be_order": "prefill"} and paper.load == ours.load
+    assert both_orders(tiny("neo", ls_rate=1.0)) == [tiny("neo", ls_rate=1.0)]
+    assert len(both_orders(tiny("neo", ls_rate=1.0), ("neo",))) == 2
+
+
+def test_a_changed_setting_is_there_once() -> None:
+    case = replace(tiny("sarathi"), settings=(("max_step_tokens", 512), ("admission", False)))
+    changed = with_settings(case, "with", admission=True)
+    assert changed.settings == (("max_step_tokens", 512), ("admission", True)) and changed.column == "sarathi, with"
+
+
+def test_cases_that_share_objectives_stay_together_and_others_run_apart() -> None:
+    apart, shared = EXPERIMENTS["bros-12-13b"], EXPERIMENTS["conserve-6-14b"]
+    for experiment, size in ((apart, 1), (shared, 4)):
+        units = reproduction.units_of(experiment, minutes=1.0, seed=0, trace_dir=None)
+        assert [len(unit.cases) for unit in units] == [size] * (len(experiment.cases) // size)
+        assert [case for unit in units for case in unit.cases] == list(experiment.cases)
+
+
+def test_objectives_of_a_scale_are_that_multiple_of_the_first_systems_p99() -> None:
+    first, second = tiny("online-only", ls_rate=2.0), replace(tiny("sarathi", ls_rate=2.0, backlog=4), slo_scale=2.0)
+    experiment = Experiment(
+        name="a", figure="", says="", x_name="load", cell="scales", slo_from="online-only", cases=(first, second)
+    )
+    (unit,) = reproduction.units_of(experiment, minutes=0.2, seed=0, trace_dir=None)
+    alone, shared = unit.run()
+    assert shared["slo"]["ttft_s"] == 2 * alone["figures"]["ttft_p99_s"]
+    assert shared["slo"]["tpot_s"] == 2 * alone["figures"]["tbt_p99_s"]
 
 
 def test_a_run_writes_figures_to_the_record_and_keeps_other_experiments(
@@ -142,7 +188,7 @@ def test_a_run_writes_figures_to_the_record_and_keeps_other_experiments(
     monkeypatch.setattr(reproduction, "EXPERIMENTS", experiments)
     record = tmp_path / "record.json"
     for name in ("b", "a"):
-        reproduction.main(["--only", name, "--minutes", "0.2", "--record", str(record)])
+        reproduction.main(["--only", name, "--minutes", "0.2", "--record", str(record), "--jobs", "1"])
     said = capsys.readouterr().out
     assert "Figure b (simulated)\npaper: twice\n| load | omniserve |" in said
     results = json.loads(record.read_text())["results"]
@@ -154,11 +200,11 @@ def test_a_run_writes_figures_to_the_record_and_keeps_other_experiments(
         "tpot_s": alone["figures"]["tbt_p99_s"],
     }  # its objective is the other's P99
     assert shared["figures"]["be_output_per_s"] > 0 and alone["figures"]["be_output_per_s"] == 0
-    page = tmp_path / "page.md"
-    page.write_text("x\n<!-- a -->\n\ny\n")
-    reproduction.main(["--render", str(page), "--record", str(record)])
-    assert "| load | online-only | sarathi |" in page.read_text()
-    assert "only in the page or only in the record: b" in capsys.readouterr().out
+    template = tmp_path / "page.jinja"
+    template.write_text("{{ table('a') }}\n\n{{ table('b') }}\n")
+    monkeypatch.setattr(reproduction, "TEMPLATE", template)
+    reproduction.main(["--render", str(tmp_path / "page.md"), "--record", str(record)])
+    assert "| load | online-only | sarathi |" in (tmp_path / "page.md").read_text()
 
 
 # -- figures and tables ---------------------------------------------------------------------------------------------
@@ -208,7 +254,12 @@ def test_a_table_has_a_row_for_each_x_and_a_column_for_each_system(cell: str) ->
     slo = SLO(ttft_s=1.0, tpot_s=0.1)
     text = markdown(
         entry(
-            cell, {**figures_of(result_of([ls_request(0.5, 1.1), ls_request(0.5, None)], slo), slo), "tbt_p99_s": 0.1}
+            cell,
+            {
+                **figures_of(result_of([ls_request(0.5, 1.1), ls_request(0.5, None)], slo), slo),
+                "tbt_p99_s": 0.1,
+                "tbt_attainment": 0.5,
+            },
         )
     )
     lines = text.splitlines()
@@ -222,18 +273,57 @@ def test_a_table_shows_a_dash_where_there_is_no_number() -> None:
     assert "| 1 | -; -; " in markdown(entry("co-serving", figures_of(result_of([], slo), slo)))
 
 
-def test_filling_a_page_twice_changes_nothing_and_leaves_its_prose(tmp_path: Path) -> None:
-    slo = SLO(ttft_s=1.0, tpot_s=0.1)
-    figures = figures_of(result_of([ls_request(0.5, 1.1)], slo), slo)
-    page = tmp_path / "page.md"
-    page.write_text("# Title\n\n<!-- one -->\n\nprose\n\n<!-- two -->\nold\n\nrest\n")
-    assert fill_page(page, {"one": entry("hybrid", figures), "three": entry("hybrid", figures)}) == ["three", "two"]
-    first = page.read_text()
-    assert first.startswith("# Title\n\n<!-- one -->\n| LS/s |") and first.endswith(
-        "|\n\nprose\n\n<!-- two -->\nold\n\nrest\n"
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+def record_of(**figures: tuple[float | None, ...]) -> dict[str, Any]:
+    """Return two experiments, ``one`` and ``two``, each with x 1 and 2 in the columns p and q."""
+    found = {}
+    for name, shift in (("one", 0.0), ("two", 10.0)):
+        rows = [
+            {"x": x, "column": column, "figures": {"rate": None if rate is None else rate + shift}}
+            for (x, column), rate in zip([("1", "p"), ("1", "q"), ("2", "p"), ("2", "q")], figures["rate"], strict=True)
+        ]
+        found[name] = {"x_name": "LS/s", "cell": "plain", "minutes": 3.0, "seed": 0, "rows": rows}
+    return found
+
+
+@pytest.fixture
+def plain_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.common.paper_page.markdown", lambda entry, legend: f"table {len(entry['rows'])}")
+
+
+def test_a_page_takes_its_tables_and_numbers_from_the_record(plain_tables: None) -> None:
+    template = (
+        "{{ table('one') }} {{ table('two') }}\n{{ v('one', '1', 'q', 'rate') | n(1) }}; "
+        "{{ ratio('one', '2', 'p', 'q', 'rate') | n(2) }}; {{ values('two', 'p', 'rate') | span }}; "
+        "{{ ratios('one', 'p', 'q', 'rate') | mean | n(3) }}; {{ gains(['one', 'two'], 'p', 'q', 'rate') | span }}\n"
     )
-    fill_page(page, {"one": entry("hybrid", figures)})
-    assert page.read_text() == first
+    assert render(record_of(rate=(1.0, 2.0, 3.0, 4.0)), template) == "table 4 table 4\n2.0; 0.75; 11 to 13; 0.625; -1\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("table('three')", "no experiment three: run it with --only three"),
+        ("v('one', '9', 'p', 'rate')", "one has no p at 9"),
+        ("v('one', '1', 'p', 'speed')", "one, 1, p has no speed"),
+        ("v('one', '2', 'q', 'rate')", "one, 2, q has no rate"),
+        ("ratio('one', '1', 'p', 'q', 'rate')", "rate of q in one at 1 is 0"),
+        ("table('one')", "shows no table of two"),
+    ],
+)
+def test_a_page_that_asks_for_what_is_not_there_or_forgets_a_table_is_refused(
+    asked: str, message: str, plain_tables: None
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        render(record_of(rate=(1.0, 0.0, 3.0, None)), "{{ " + asked + " }}")
+
+
+def test_numbers_on_the_page() -> None:
+    assert number(1234.56, 1) == "1,234.6" and number(0.1234, 1, 100) == "12.3" and number(-0.0004, 2) == "0.00"
+    assert span([2.0, 1.0]) == "1 to 2" and span([1.01, 1.02], 1) == "1.0" and span([0.5], 0, 100) == "50"
+    assert [verdict(True, True), verdict(True, False), verdict(False)] == ["holds", "in part", "**does not hold**"]
 
 
 def test_gaps_between_tokens_are_the_steps_with_ls_decodes_once_for_each() -> None:
@@ -249,17 +339,9 @@ def test_gaps_between_tokens_are_the_steps_with_ls_decodes_once_for_each() -> No
     gaps = TokenGaps(begin_s=1.0)
     gaps.note(step(0.0, 9.0, ("LS-0", 5, 1)))  # in the warm-up
     gaps.note(step(1.0, 7.0, ("BE-0", 5, 1), ("LS-1", 0, 1), ("LS-2", 0, 4)))  # no LS decode
-    for number in range(49):
-        gaps.note(step(2.0 + number, 0.1, ("LS-0", 5, 1), ("LS-1", 9, 1)))
+    for second in range(49):
+        gaps.note(step(2.0 + second, 0.1, ("LS-0", 5, 1), ("LS-1", 9, 1)))
     gaps.note(step(60.0, 0.5, ("LS-0", 5, 1), ("LS-2", 3, 1)))
     assert gaps.percentile(98) == 0.1 and gaps.percentile(99) == 0.5
-    assert TokenGaps().percentile(99) is None
-
-
-def test_the_page_shows_the_record_and_all_of_it(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text((ROOT / "docs/reproduction.md").read_text())
-    results = reproduction.read_results(ROOT / reproduction.RECORD)
-    assert list(results) == list(EXPERIMENTS)
-    assert fill_page(page, results) == []
-    assert page.read_text() == (ROOT / "docs/reproduction.md").read_text(), "render the page anew"
+    assert gaps.share_within(0.1) == 0.98 and gaps.share_within(0.5) == 1.0 and gaps.share_within(None) is None
+    assert TokenGaps().percentile(99) is None and TokenGaps().share_within(1.0) is None

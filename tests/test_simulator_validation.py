@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
+from typing import Any
 
 import pytest
 
 from benchmarks.co_serving import frontier_rows
 from benchmarks.simulator_served import engine_config, line, load_of, simulate_row
-from benchmarks.simulator_validation import Replay, parse_arguments, runs, table
+from benchmarks.simulator_validation import (
+    CALIBRATION,
+    LOADS,
+    Case,
+    Replay,
+    cases,
+    figures_of,
+    parse_arguments,
+    ratios,
+    summary,
+    summary_table,
+    table,
+)
+from omniserve import EngineConfig
 from omniserve.latency import BatchFeatures
+from omniserve.simulate import Load
 from omniserve.simulate.results import ClassResult
 from tests.simulate.machines import Constant, constant
+
+
+def run(scale: float) -> dict[str, Any]:
+    figures = ClassResult(
+        num_requests=1, num_rejected=0, num_finished=1, ttft_p50_s=0.1 * scale, ttft_p99_s=0.2 * scale,
+        tpot_p50_s=0.01 * scale, tpot_p99_s=0.02 * scale, ttft_attainment=1.0, tpot_attainment=1.0,
+        attainment=1.0, goodput=1.0, output_tokens_per_s=10.0 * scale, prompt_tokens_per_s=30.0 * scale,
+    )  # fmt: skip
+    return {"figures": figures_of(figures, figures), "host_share": 0.5}
+
+
+def case(*engine: float, **twins: list[float]) -> Case:
+    found = {name: [run(scale) for scale in scales] for name, scales in twins.items()}
+    return Case("fcfs, steady", EngineConfig(), Load(), runs=[run(scale) for scale in engine], twins=found)
 
 
 def test_replayed_steps_take_what_was_recorded_and_then_what_the_model_says() -> None:
@@ -20,29 +49,54 @@ def test_replayed_steps_take_what_was_recorded_and_then_what_the_model_says() ->
     assert replay.terms(BatchFeatures()) == (0.05,)
 
 
-def test_ratios_are_to_the_engine() -> None:
-    def row(scale: float) -> dict[str, object]:
-        figures = ClassResult(
-            num_requests=1, num_rejected=0, num_finished=1, ttft_p50_s=0.1 * scale, ttft_p99_s=0.2 * scale,
-            tpot_p50_s=0.01 * scale, tpot_p99_s=0.02 * scale, ttft_attainment=1.0, tpot_attainment=1.0,
-            attainment=1.0, goodput=1.0, output_tokens_per_s=10.0 * scale, prompt_tokens_per_s=30.0 * scale,
-        )  # fmt: skip
-        return {"classes": {"LS": figures, "BE": figures}, "host_share": 0.5, "num_steps": 7}
-
-    first, second = table("fcfs, device only", {"engine": row(1.0), "simulated": row(1.5)}).splitlines()
-    assert first.split() == ["fcfs,", "device", "only", "engine", "100.0", "200.0", "10.0", "20.0", "40", "50%", "7"]
-    assert second.split()[-5:] == ["1.50"] * 5
-    assert not math.isnan(float(second.split()[1]))
+def test_ratios_are_of_medians_to_the_engines() -> None:
+    found = ratios(case(1.0, 4.0, 2.0, calibrated=[3.0, 1.0, 3.0, 9.0]))
+    assert found == {"calibrated": [pytest.approx(1.5)] * 5, "again": [pytest.approx(4.0)] * 5}
+    assert "again" not in ratios(case(1.0, simulated=[1.0]))  # nobody knows what another run would be
 
 
-def test_every_scheduler_meets_every_pool() -> None:
-    found = list(runs(parse_arguments(["--schedulers", "fcfs", "omniserve"])))
-    assert [(pools, scheduler) for pools, scheduler, _ in found] == [
-        ("device only", "fcfs"), ("device only", "omniserve"), ("host tier", "fcfs"), ("host tier", "omniserve"),
+def test_a_table_has_the_engines_figures_and_ratios_to_them() -> None:
+    first, second, third = table(case(1.0, 1.1, 1.0, simulated=[1.5])).splitlines()
+    assert first.split() == ["fcfs,", "steady", "engine", "100.0", "200.0", "10.0", "20.0", "40", "host", "50%"]
+    assert second.split() == ["simulated", *["x1.50"] * 5]
+    assert third.split() == ["again", *["x1.10"] * 5]
+
+
+def test_a_summary_counts_what_is_within_the_goal_whichever_is_larger() -> None:
+    found = [case(1.0, 1.0, calibrated=[1.04]), case(1.0, 1.2, calibrated=[1.0]), case(1.0, 1.0, calibrated=[1.25])]
+    columns = summary(found)
+    # Off by 4, 10 (the engine's median is 1.1) and 25 %; pairs of runs by 0, 20 and 0.
+    assert (
+        columns["calibrated"]
+        == [{"median": pytest.approx(0.1), "largest": pytest.approx(0.25), "within_goal": pytest.approx(1 / 3)}] * 5
+    )
+    assert columns["again"][0] == {"median": 0.0, "largest": pytest.approx(0.2), "within_goal": pytest.approx(2 / 3)}
+    lines = summary_table(found).splitlines()
+    assert lines[0].split() == ["off", "by,", "median", "calibrated", *["10.0%"] * 5]
+    assert lines[5].split() == ["within", "5%", "again", *["67%"] * 5]
+
+
+def test_every_scheduler_meets_every_load() -> None:
+    found = list(cases(parse_arguments(["--schedulers", "fcfs", "omniserve", "--seconds", "4"])))
+    assert [case.name for case in found] == [
+        "fcfs, steady", "omniserve, steady", "fcfs, bursts", "omniserve, bursts", "fcfs, short memory",
+        "omniserve, short memory",
     ]  # fmt: skip
-    assert found[0][2].device_kv_bytes > found[2][2].device_kv_bytes
+    assert found[0].load == found[1].load and found[0].load.duration_s == 4.0
+    assert found[0].config.device_kv_bytes > found[4].config.device_kv_bytes
     with pytest.raises(SystemExit):
-        parse_arguments(["--pools", "swimming"])
+        parse_arguments(["--loads", "swimming"])
+
+
+def test_nothing_is_calibrated_on_what_it_is_compared_on() -> None:
+    for mix in CALIBRATION:
+        other = mix.load(8.0, 1)
+        for held_out in LOADS.values():
+            load = held_out.load(8.0, 1)
+            assert load.backlog != other.backlog and held_out.rate != mix.rate
+            assert not set(load.latency_sensitive) & set(other.latency_sensitive)
+            shared = {dataclasses.astuple(request) for request in load.best_effort[:50]}
+            assert len(shared & {dataclasses.astuple(request) for request in other.best_effort[:50]}) < 3
 
 
 def test_a_recorded_row_is_simulated_with_its_flags_and_arrivals() -> None:

@@ -43,7 +43,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
     best = [id(row) for r, s in _groups(rows) for row, is_best in frontier_of(rows, r, s) if is_best]
     lines = [["policy", "LS/s", "SLO x", "attained of all", "attained", "TTFT", "TPOT", "rejected",
               "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "LS met/s", "BE tok/s beside LS", "BE tok/s in all",
-              "on host", "others busy", "frontier"]]  # fmt: skip
+              "on host", "preempted", "recomputed", "others busy", "frontier"]]  # fmt: skip
     for row in sorted(rows, key=lambda row: (row["rate"], row["scale"])):
         bound = ">" if row.get("ls_unfinished") else ""
         cut_off = "" if row.get("be_finished", True) else " (cut off)"
@@ -54,7 +54,8 @@ def markdown_table(rows: Sequence[Row]) -> str:
             f"{row['rejected']:g} of {row['ls_requests']:g}" if "rejected" in row else "",
             _pair(row, "ttft", ".0f", bound), _pair(row, "tpot", ".1f"),
             _form(row, "goodput_per_s", ".2f"), _form(row, BE_RATE, ".0f"),
-            _form(row, "be_tokens_per_s", ".0f") + cut_off, _form(row, "host_share", ".0%"),
+            _form(row, "be_tokens_per_s", ".0f") + cut_off, _host(row),
+            _form(row, "preemptions", "g"), _form(row, "recomputed_tokens", "g"),
             _form(row, "others_busy_cores", ".1f"), "*" if id(row) in best else "",
         ])  # fmt: skip
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -154,6 +155,11 @@ def _groups(rows: Sequence[Row]) -> list[tuple[float, float]]:
 def _form(row: Row, name: str, form: str, factor: float = 1.0) -> str:
     value = row.get(name)
     return "" if value is None else format(factor * value, form)
+
+
+def _host(row: Row) -> str:
+    tokens, share = _form(row, "host_tokens", "g"), _form(row, "host_share", ".0%")
+    return f"{tokens} ({share})" if tokens and share else share
 
 
 def _pair(row: Row, name: str, form: str, bound: str = "") -> str:

@@ -19,7 +19,9 @@ from benchmarks.common.other_load import OtherLoad
 from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, OutsideServer, Server, ServerProcess, read_metrics
 
 WARM_UP_S = 120.0
+PREEMPTED, RESUMED = "omniserve_preempted_tokens_total", "omniserve_resumed_tokens_total"
 COUNTERS = {
+    "host_tokens": HOST_TOKENS,
     "preemptions": "omniserve_preemptions_total",
     "swaps_out": 'omniserve_swaps_total{direction="out"}',
     "swaps_in": 'omniserve_swaps_total{direction="in"}',
@@ -38,6 +40,20 @@ class Run:
     """Of the objectives that the server is told."""
     scales: tuple[float, ...]
     """Of the objectives that the outcome is compared with."""
+
+
+def scheduler_of(policy: str) -> str:
+    """Return the scheduler of ``SCHEDULER[,FLAG[=VALUE]...]``."""
+    return policy.split(",")[0]
+
+
+def flags_of(policy: str) -> list[str]:
+    """Return the server's flags of ``SCHEDULER[,FLAG[=VALUE]...]``, such as ``conserve,kv=incremental``."""
+    flags = ["--scheduler", scheduler_of(policy)]
+    for setting in policy.split(",")[1:]:
+        name, has_value, value = setting.partition("=")
+        flags += [f"--{name}", value] if has_value else [f"--{name}"]
+    return flags
 
 
 def plan_runs(
@@ -80,7 +96,7 @@ class Servers:
         if self.url is not None:
             yield OutsideServer(self.url)
             return
-        with ServerProcess(["--scheduler", policy, *self.arguments], log_path) as server:
+        with ServerProcess([*flags_of(policy), *self.arguments], log_path) as server:
             server.wait_until_healthy()
             yield server
 
@@ -133,6 +149,7 @@ def counters(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
         return after.get(name, 0.0) - before.get(name, 0.0)
 
     result: dict[str, Any] = {key: grown(name) for key, name in COUNTERS.items()}
+    result["recomputed_tokens"] = grown(PREEMPTED) - grown(RESUMED)
     if be_tokens := grown(BE_TOKENS):
         result["host_share"] = grown(HOST_TOKENS) / be_tokens
     return result

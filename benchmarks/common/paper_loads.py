@@ -58,11 +58,18 @@ GENERATORS: dict[str, tuple[Side | UniformSide, Side | UniformSide]] = {
     "longbench": (Side(9200, 0.35, 12000, 1000), Side(136, 0.6, 1024)),  # omniserve 5.1.1: means 8,952 and 136
     "dailymail": (Side(1964, 0.4, 8000), Side(397, 0.4, 2048)),  # omniserve 5.1.1
     "azure": (Side(1155, 0.9, 8192), Side(211, 0.8, 1024)),  # Azure's conversations of 2023
-    "multinews": (Side(6916, 0.3, 16384), Side(394, 0.3, 1024)),  # conserve, Table 1
+    "burstgpt": (Side(2747, 0.1, 8192), Side(267, 0.27, 1024)),  # conserve, Table 1: means and P99, as the next three
+    "dureader": (Side(21776, 0.13, 65536), Side(166, 0.79, 2048)),
+    "multinews": (Side(6916, 0.25, 16384), Side(394, 0.32, 1024)),
+    "vcsum": (Side(18803, 0.25, 65536), Side(337, 0.19, 1024)),
     "bros-rt": (Side(222.8, 0.92, 1024), Side(234.5, 0.92, 1000)),  # bros, Table 2, ShareGPT
+    "bros-lmsys": (Side(90.5, 1.14, 1024), Side(237.0, 0.81, 1000)),  # bros, Table 2: means and standard deviations
     "bros-be": (UniformSide(512, 1024), UniformSide(32, 128)),  # bros 7.1
 }
 """Name -> (prompts, outputs)."""
+
+MIXTURES = {"mixed": ("dureader", "multinews", "vcsum")}
+"""Name -> names of which each request has one at random (conserve 6.3)."""
 
 LENGTH_FILES = {"sharegpt": "lengths/sharegpt_v3_first_turn.csv", "azure": "azure2023_conv.csv"}
 """Name -> file of a trace folder that is drawn from instead."""
@@ -80,8 +87,11 @@ def lengths_named(name: str, trace_dir: Path | None = None) -> Lengths:
     first, _, second = name.partition(":")
     if first.isdigit() and second.isdigit():
         return lambda rng: (int(first), int(second))
+    if name in MIXTURES:
+        parts = [lengths_named(part, trace_dir) for part in MIXTURES[name]]
+        return lambda rng: rng.choice(parts)(rng)
     if name not in GENERATORS:
-        raise ValueError(f"unknown lengths {name!r}; known: {', '.join(GENERATORS)}, or IN:OUT")
+        raise ValueError(f"unknown lengths {name!r}; known: {', '.join((*GENERATORS, *MIXTURES))}, or IN:OUT")
     if trace_dir is not None and name in LENGTH_FILES:
         return sampled_lengths(read_lengths(trace_dir / LENGTH_FILES[name]))
     inputs, outputs = GENERATORS[name]

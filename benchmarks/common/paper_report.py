@@ -1,17 +1,15 @@
-"""Tables of reproduced figures: a row for each x, a column for each system; in Markdown, also into a page."""
+"""Tables of reproduced figures: a row for each x, a column for each system; in Markdown."""
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from omniserve.request import SLO
 from omniserve.simulate.engine import StepRecord
-from omniserve.simulate.results import Result, percentile
+from omniserve.simulate.results import RequestResult, Result, percentile
 
 Figures = dict[str, Any]
 
@@ -43,22 +41,33 @@ class TokenGaps:
                 return seconds
         return None
 
+    def share_within(self, seconds: float | None) -> float | None:
+        """Return the share of the tokens whose gap is at most so long; None without tokens or without a limit."""
+        total = sum(count for _, count in self._steps)
+        if not total or seconds is None:
+            return None
+        return sum(count for gap_s, count in self._steps if gap_s <= seconds) / total
+
+
+def _normalized_s(group: Iterable[RequestResult]) -> float:
+    """Return the mean of the seconds per output token of those that finished (bros 7.1, apex 5.3); NaN for none."""
+    each = [
+        (request.finished_s - request.arrival_s) / request.num_output_tokens
+        for request in group
+        if request.finished_s is not None and request.num_output_tokens
+    ]
+    return statistics.fmean(each) if each else math.nan
+
 
 def figures_of(result: Result, slo: SLO) -> Figures:
     """Return what is kept of one simulation: plain numbers, None where there is none.
 
     ``attainment`` and its parts are of all LS requests that came; ``admitted_ttft`` is of those that were not rejected.
-    ``normalized_s`` is the mean, over LS requests that finished, of their seconds per output token (bros 7.1).
     """
     ls, be = result.classes["LS"], result.classes["BE"]
     group = [request for request in result.requests if request.service_class == "LS"]
     admitted = [request for request in group if not request.rejected]
     tpots = sorted(request.tpot_s for request in group if request.tpot_s is not None)
-    normalized = [
-        (request.finished_s - request.arrival_s) / request.num_output_tokens
-        for request in group
-        if request.finished_s is not None and request.num_output_tokens
-    ]
     found = {
         "ls_requests": ls.num_requests,
         "ls_unfinished": ls.num_requests - ls.num_finished - ls.num_rejected,
@@ -72,10 +81,12 @@ def figures_of(result: Result, slo: SLO) -> Figures:
         "tpot_p50_s": ls.tpot_p50_s,
         "tpot_p99_s": ls.tpot_p99_s,
         "tpot_max_s": percentile(tpots, 100),
-        "normalized_s": statistics.fmean(normalized) if normalized else math.nan,
+        "normalized_s": _normalized_s(group),
+        "be_normalized_s": _normalized_s(r for r in result.requests if r.service_class == "BE"),
         "ls_output_per_s": ls.output_tokens_per_s,
         "be_output_per_s": be.output_tokens_per_s,
         "be_prompt_per_s": be.prompt_tokens_per_s,
+        "be_tokens_per_s": be.output_tokens_per_s + be.prompt_tokens_per_s,
         "be_finished_per_s": be.num_finished / result.duration_s,
         "host_share": result.host_share,
         "host_busy": result.host_tier_busy,
@@ -118,10 +129,25 @@ def _offline(f: Figures) -> str:
 
 
 def _harvest(f: Figures) -> str:
-    return (
-        f"{_number(f['ttft_p99_s'], 0, 1e3)}; {_number(f['tbt_p99_s'], 0, 1e3)}; "
-        f"{_number(f['be_output_per_s'] + f['be_prompt_per_s'])}"
-    )
+    return f"{_number(f['ttft_p99_s'], 0, 1e3)}; {_number(f['tbt_p99_s'], 0, 1e3)}; {_number(f['be_tokens_per_s'])}"
+
+
+def _scales(f: Figures) -> str:
+    return f"{_percent(f['ttft_attainment'])}; {_percent(f['tbt_attainment'])}; {_number(f['be_tokens_per_s'])}"
+
+
+def _more_hosts(f: Figures) -> str:
+    tpots = f"{_number(f['tpot_p50_s'], 0, 1e3)}, {_number(f['tpot_max_s'], 0, 1e3)}"
+    hosts = f"{_number(f['host_share'], 0, 100)} %, {_number(f['host_busy'], 1, 100)} %"
+    return f"{_percent(f['attainment'])}; {tpots}; {_number(f['be_output_per_s'])}; {hosts}"
+
+
+def _per_token(f: Figures) -> str:
+    return f"{_number(f['be_normalized_s'], 0, 1e3)} ({_number(f['host_share'], 0, 100)} % host)"
+
+
+def _alone(f: Figures) -> str:
+    return f"{_number(f['normalized_s'], 0, 1e3)}; {_number(f['ls_output_per_s'])}"
 
 
 def _hybrid(f: Figures) -> str:
@@ -133,9 +159,16 @@ def _hybrid(f: Figures) -> str:
 
 CELLS: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "co-serving": ("LS in SLO; TPOT p50 ms; BE tokens/s out, in; of those out with host attention", _co_serving),
+    "more-hosts": (
+        "LS in SLO; TPOT p50, largest, ms; BE tokens/s out; of those with host attention; hosts busy",
+        _more_hosts,
+    ),
     "admission": ("TTFT attained by the admitted; SLO by all that came; rejected; LS tokens/s", _admission),
     "offline": ("output tokens/s (with host attention)", _offline),
+    "per-token": ("mean latency per output token, ms (output with host attention)", _per_token),
     "harvest": ("P99 TTFT ms; P99 TBT ms; offline tokens/s, in and out", _harvest),
+    "scales": ("TTFT attained; tokens within the TBT objective; offline tokens/s, in and out", _scales),
+    "alone": ("normalized latency ms/token; LS tokens/s", _alone),
     "hybrid": ("normalized latency ms/token; TTFT attained; TPOT attained; BE requests/s", _hybrid),
 }
 """Name -> (what a cell says, from its figures)."""
@@ -161,25 +194,3 @@ def markdown(experiment: Mapping[str, Any], *, legend: bool = True) -> str:
     if legend:
         lines += ["", f"Cells: {says}. {experiment['minutes']:g} simulated minutes, seed {experiment['seed']}."]
     return "\n".join(lines)
-
-
-def fill_page(page: Path, experiments: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Put the tables under the marks ``<!-- NAME -->`` of a page, in the place of the lines there up to an empty one.
-
-    Returns:
-        Names that the page marks and the record lacks, or the record has and the page does not mark.
-
-    Raises:
-        OSError: The page cannot be read or written.
-    """
-    marked: list[str] = []
-
-    def table(match: re.Match[str]) -> str:
-        marked.append(match[1])
-        if match[1] not in experiments:
-            return match[0]
-        return f"<!-- {match[1]} -->\n{markdown(experiments[match[1]], legend=False)}\n"
-
-    text = re.sub(r"<!-- (\S+) -->\n(?:[^\n]+\n)*", table, page.read_text(encoding="utf-8"))
-    page.write_text(text, encoding="utf-8")
-    return sorted(set(marked) ^ set(experiments))

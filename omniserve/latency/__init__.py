@@ -10,6 +10,7 @@ from omniserve.latency.correction import CorrectedModel
 from omniserve.latency.features import BatchFeatures, ModelShape, features_of
 from omniserve.latency.host_speed import HostSpeed
 from omniserve.latency.profile import Profile, ProfileMismatch, StepSample
+from omniserve.latency.scaled import ScaledModel
 
 __all__ = [
     "LATENCY_MODELS",
@@ -22,6 +23,7 @@ __all__ = [
     "Predictor",
     "Profile",
     "ProfileMismatch",
+    "ScaledModel",
     "StepSample",
     "accuracy_of",
     "accuracy_of_errors",

@@ -92,6 +92,34 @@ class Fingerprint:
         return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
+_MOST_SPREAD, _MOST_WAITED, _MOST_OTHERS_CORES = 0.5, 0.1, 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """What the machine was like while it was measured."""
+
+    spread: float
+    """How far repeated measurements lie apart: median over least, less 1; the median of all points."""
+    waited: float
+    """Share of the time that the measuring thread could have run and had no core."""
+    others_cores: float
+    """How many of this process's cores others kept busy, other guests of the same hardware included."""
+    spare_cores: int
+    """How many of them measuring left to others."""
+
+    def disturbances(self) -> list[str]:
+        """Return what shows that others disturbed the measurement, in words; nothing if nothing does."""
+        found = []
+        if self.spread > _MOST_SPREAD:
+            found.append(f"repeated measurements took {self.spread:.0%} longer than the shortest")
+        if self.waited > _MOST_WAITED:
+            found.append(f"measuring waited for a core {self.waited:.0%} of the time")
+        if self.others_cores > self.spare_cores + _MOST_OTHERS_CORES:
+            found.append(f"others kept {self.others_cores:.1f} cores busy, {self.spare_cores} were left for them")
+        return found
+
+
 class ProfileMismatch(ValueError):
     """A profile was made for something else; the message says what differs."""
 
@@ -125,6 +153,8 @@ class Profile:
     """gamma_P: a step's hand-overs between stages, by rows; zero on one device."""
     steps: tuple[StepSample, ...] = ()
     """Whole steps of a mixed load: overheads that no module shows are in the difference."""
+    conditions: Conditions | None = None
+    """None: not known, the profile was made by an earlier version."""
 
     def __post_init__(self) -> None:
         """Refuse what no model can be made of.
@@ -138,6 +168,11 @@ class Profile:
                 raise ValueError(f"{name} needs measurements for {' and '.join(STATES)}")
             if any(not row[-1] > 0 for table in measured.values() for row in table):
                 raise ValueError(f"{name} needs seconds above 0")
+
+    @property
+    def disturbances(self) -> list[str]:
+        """Why the profile's times are of a busy machine, in words; empty if nothing shows that they are."""
+        return self.conditions.disturbances() if self.conditions is not None else []
 
     def require(self, fingerprint: Fingerprint) -> Profile:
         """Return this profile if it was made for ``fingerprint``.
@@ -175,7 +210,9 @@ class Profile:
             data: dict[str, Any] = json.loads(path.read_text())
             if (found := data.pop("format")) != FORMAT:
                 raise ValueError(f"its format is {found!r}, this version reads {FORMAT}")
+            conditions = data.pop("conditions", None)
             return cls(
+                conditions=Conditions(**conditions) if conditions is not None else None,
                 fingerprint=Fingerprint(**data.pop("fingerprint")),
                 shape=_shape(data.pop("shape")),
                 steps=tuple(

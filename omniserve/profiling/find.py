@@ -27,6 +27,8 @@ def find_or_make_profile(
 ) -> Profile:
     """Return a profile that holds for this model, these settings and this machine.
 
+    One that is measured is kept for the next time, unless others kept the machine busy meanwhile.
+
     Args:
         model: A Hugging Face causal language model; measuring patches it in place if it is not yet.
         config: The settings it will be served with.
@@ -50,6 +52,14 @@ def find_or_make_profile(
         logger.info("latency profile %s", kept_at)
         return found
     profile = profile_model(model, config, time_limit_s=time_limit_s, progress=progress)
+    if profile.disturbances:
+        logger.warning(
+            "the machine was busy while latencies were measured (%s), so predictions are too long when it is not: the "
+            "profile is used for this start only, and the next one measures again; stop what else runs here first, or "
+            "give a profile that was made with `python -m omniserve.profile --output FILE`",
+            "; ".join(profile.disturbances),
+        )
+        return profile
     try:
         profile.write(kept_at)
     except OSError as error:

@@ -13,6 +13,7 @@ from omniserve.patching import PatchedModel, patch
 from omniserve.profiling.host import measure_host
 from omniserve.profiling.modules import measure_modules
 from omniserve.profiling.steps import measure_mixed_steps
+from omniserve.profiling.surroundings import Surroundings
 from omniserve.profiling.timer import Progress, Timer
 
 
@@ -46,6 +47,9 @@ def profile_model(
     progress("compiling", 0.0)
     patched.warm_up()
     timer = Timer(patched.device, time_limit_s)
+    on_cpu = patched.device.type == "cpu"  # on a GPU one thread waits for it
+    most_threads = max(fingerprint.device_threads, fingerprint.shared_threads + fingerprint.host_threads)
+    surroundings = Surroundings(most_threads if on_cpu else 1 + fingerprint.host_threads)
     threads_before = torch.get_num_threads()
     try:
         with torch.inference_mode():
@@ -69,4 +73,5 @@ def profile_model(
         copy_to_host=host.copy_to_host,
         copy_to_device=host.copy_to_device,
         steps=steps,
+        conditions=surroundings.conditions(timer.spread()),
     )

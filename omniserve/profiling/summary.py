@@ -50,6 +50,11 @@ def _lines(profile: Profile) -> Iterator[str]:
     else:
         yield f"           too few to tell, fewer than {_LEAST_STEPS}; raise the time limit"
     yield f"took       {profile.seconds:.1f} s"
+    if (seen := profile.conditions) is not None:
+        yield (
+            f"beside     {seen.others_cores:.2f} cores busy for others, {seen.waited:.0%} of the time without a core, "
+            f"repeats {seen.spread:.0%} longer than the shortest"
+        )
 
 
 def _held_out(profile: Profile, name: str) -> Accuracy:

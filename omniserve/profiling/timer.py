@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import torch
 Progress = Callable[[str, float], None]
 """Told what is being measured, and the share of the time limit that has passed."""
 Point = tuple[int, int]
+_LEAST_REPEATS = 3
 
 
 class Timer:
@@ -63,6 +65,11 @@ class Timer:
         for key in sorted(self._samples):
             if key[0] == kind:
                 yield key[1], _lower_quartile(self._samples[key])
+
+    def spread(self) -> float:
+        """Return the median over all points that have three samples of their median over the least, less 1; or 0."""
+        repeated = [sorted(samples) for samples in self._samples.values() if len(samples) >= _LEAST_REPEATS]
+        return statistics.median(s[len(s) // 2] / s[0] - 1 for s in repeated) if repeated else 0.0
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":

@@ -105,6 +105,7 @@ class SchedulerStats:
     prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     host_output_tokens: int = 0
     preemptions: int = 0
+    preempted_tokens: int = 0
     layer_preemptions: int = 0
     swaps_out: int = 0
     swaps_in: int = 0

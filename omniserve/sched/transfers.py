@@ -56,6 +56,7 @@ class RequestTransfers(Scheduler):
 
     def _requeue(self, state: RequestState) -> None:
         self._counters["preemptions"] += 1
+        self._counters["preempted_tokens"] += state.num_computed_tokens
         state.num_computed_tokens = 0
         state.halted = None
         state.phase = Phase.WAITING

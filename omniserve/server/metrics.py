@@ -122,6 +122,7 @@ class _EngineCollector(Collector):
             ("piggyback_rows", "Piggyback rows that joined, over all layers", s.piggyback_rows),
             ("host_output_tokens", "Output tokens whose attention the host tier computed", s.host_output_tokens),
             ("preemptions", "Requests whose memory was taken back, to be resumed", s.preemptions),
+            ("preempted_tokens", "Tokens that preempted requests had computed", s.preempted_tokens),
             ("layer_preemptions", "Chunks that left a step between two layers", s.layer_preemptions),
             ("checkpoints", "KV blocks of running requests copied to the host tier", s.checkpoints),
             ("resumed_tokens", "Tokens of preempted requests that were not recomputed", s.resumed_tokens),

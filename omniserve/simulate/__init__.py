@@ -5,6 +5,7 @@
 No torch is loaded. ``python -m omniserve.simulate`` is the command line.
 """
 
+from omniserve.simulate.calibration import Calibration
 from omniserve.simulate.engine import SimulatedEngine
 from omniserve.simulate.host_tier import Copies, HostNode, SimulatedHostTier
 from omniserve.simulate.machine import Machine, machine_of_profile
@@ -12,6 +13,7 @@ from omniserve.simulate.results import ClassResult, RequestResult, Result
 from omniserve.simulate.run import Load, SimulationConfig, simulate
 
 __all__ = [
+    "Calibration",
     "ClassResult",
     "Copies",
     "HostNode",

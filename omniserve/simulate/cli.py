@@ -19,6 +19,7 @@ from omniserve.latency import Profile
 from omniserve.request import SLO, ClassSpec, ServiceClass
 from omniserve.sched import SCHEDULERS
 from omniserve.simulate.analytic import analytic_machine, engine_config_for
+from omniserve.simulate.calibration import Calibration, read_samples
 from omniserve.simulate.capacity import highest_rate
 from omniserve.simulate.hardware import find_devices, find_hosts
 from omniserve.simulate.load import TraceRequest, read_trace
@@ -50,6 +51,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--hosts", metavar="[N x]NAME", help="CPU hosts for best-effort attention, such as 5xXeon-6342"
     )
     machine.add_argument("--profile", type=Path, metavar="FILE", help="a profile of python -m omniserve.profile")
+    machine.add_argument(
+        "--calibrate-from",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        default=[],
+        help="traces of a server's steps (--trace-steps): how fast and how steady this machine is; any load will do",
+    )
     machine.add_argument("--noise", type=_not_negative, default=0.0, help="of step times: sigma of their logarithm")
     load = parser.add_argument_group("load")
     load.add_argument("--ls-rate", type=_rates, metavar="R,R", help="latency-sensitive requests a second")
@@ -108,7 +117,11 @@ class _Program:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
+        self._calibration: Calibration | None = None
         self._machine = self._make_machine(more_hosts=0)
+        if args.calibrate_from:
+            samples = [sample for path in args.calibrate_from for sample in read_samples(path)]
+            self._calibration = Calibration.fitted(self._machine.device, samples)
         self._scenario = _scenario(args)
         self._schedulers = args.scheduler.split(",")
         for name in self._schedulers:
@@ -131,6 +144,8 @@ class _Program:
         self._bar.close()
         print(f"{args.model} on {self._machine.name}, {minutes:g} simulated minutes; TTFT {args.slo.ttft_s} s, "
               f"TPOT {args.slo.tpot_s} s")  # fmt: skip
+        if self._calibration is not None:
+            print(f"calibrated: {self._calibration}")
         print(table(rows))
         if too_long := max(row.result.num_too_long for row in rows):
             print(f"left out: {too_long} requests longer than the model's context or the KV pool")
@@ -204,7 +219,7 @@ class _Program:
     ) -> Result:  # fmt: skip
         machine = machine or self._machine
         config = SimulationConfig(
-            machine=machine,
+            machine=machine if self._calibration is None else self._calibration.apply(machine),
             engine=self._config(name, machine, slots),
             load=self._scenario.load(rate, minutes * 60, self._args.seed, best_effort=best_effort),
             seed=self._args.seed,

@@ -42,8 +42,8 @@ class SimulatedEngine:
         machine: How long everything takes.
         config: The engine's settings; those of tensors (compile, attention, threads, dtypes) mean nothing here, and
             there is a host tier if the machine has hosts, the KV manager has one, and ``host_kv_bytes`` holds a block.
-        noise: Standard deviation of the logarithm of what a step takes over its prediction; the mean stays.
-        seed: Of the noise.
+        noise: Standard deviation of the logarithm of what a step takes over what it takes otherwise; the mean stays.
+        seed: Of the noise and of the machine's spread.
         check: Verify the integrity of scheduler and KV manager after each step (slow; for tests).
 
     Raises:
@@ -83,7 +83,7 @@ class SimulatedEngine:
             has_checkpoints=config.checkpoint_kv or self.kv.restores,
         )
         # With perfect predictions there is nothing to correct, and correcting costs as much as predicting.
-        is_exact = noise == 0 and machine.forecast is machine.device
+        is_exact = noise == 0 and machine.spread is None and machine.forecast is machine.device
         self._corrected = None if is_exact else CorrectedModel(machine.forecast)
         predictor: Predictor = self._corrected or machine.forecast
         self._shape = machine.shape
@@ -93,6 +93,7 @@ class SimulatedEngine:
         self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self.limits, kv=self.kv, forecast=forecast)
         self._noise = noise
         self._rng = random.Random(seed)
+        self._draw = machine.spread.draws(random.Random(f"{seed} spread")) if machine.spread is not None else None
         self._check = check
         self.now_s = 0.0
         """The virtual clock."""
@@ -171,11 +172,14 @@ class SimulatedEngine:
         """Return the seconds of a step, and the layers that chunks left it before."""
         features = features_of(plan, self._shape, host_works=host_works)
         factor = math.exp(self._rng.gauss(-(self._noise**2) / 2, self._noise)) if self._noise else 1.0
+        step_s = self.machine.device.step_s(features)
+        if self._draw is not None:
+            factor *= self._draw(step_s)
         halted: dict[str, int] = {}
         if plan.preemptible or any(chunk.from_layer for chunk in plan.chunks):
             seconds, halted = self._layer_by_layer(plan, host_works, factor)
         else:
-            seconds = factor * self.machine.device.step_s(features)
+            seconds = factor * step_s
         if self._corrected is not None and is_whole(plan, halted):
             self._corrected.observe(features, seconds)
         return seconds, halted

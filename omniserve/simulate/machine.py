@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from omniserve.latency import LATENCY_MODELS, HostSpeed, ModelShape, Predictor, Profile
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.simulate.host_tier import Copies, HostNode
+from omniserve.simulate.spread import Spread
 from omniserve.spec import ModelSpec
 
 
@@ -19,6 +20,8 @@ class Machine:
     spec: ModelSpec
     device: Predictor
     """What steps take."""
+    spread: Spread | None = None
+    """How they lie around that; None: exactly on it."""
     forecast: Predictor
     """What the scheduler believes that they take."""
     hosts: tuple[HostNode, ...] = ()

@@ -49,7 +49,7 @@ class SimulationConfig:
     engine: EngineConfig
     load: Load
     seed: int = 0
-    """Of the noise."""
+    """Of the noise, and of the machine's spread."""
     noise: float = 0.0
     """See SimulatedEngine."""
     drain_s: float | None = None

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from omniserve.kv import IncrementalKVManager, MoveResult, PagedKVManager, Tier
-from omniserve.plan import KVMove
-from tests.kv.test_checkpoints import BLOCK, TO_DEVICE, TO_HOST, PoisonedBlocks
+from tests.kv.histories import BLOCK, TO_DEVICE, TO_HOST, PoisonedBlocks, checkpoint
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
@@ -51,14 +50,20 @@ class EvictedBlocks(PoisonedBlocks):
     def everything(self) -> object:
         return [(r, self.kept(r)) for r in self.evicted], self.copied(), self.kv.num_free(DEVICE)
 
-    def resume(self) -> None:
-        """Go on with what is on the device, and recompute the rest."""
+    def draw_evicted(self) -> tuple[str, int, int] | None:
+        """Draw an evicted request, a new length for it and a reserve; None if nobody is evicted."""
         request_id = self.pick_evicted()
         if request_id is None:
+            return None
+        return request_id, self.evicted[request_id].num_tokens + self.rng.randint(0, 5), self.rng.choice([0, 3])
+
+    def resume(self) -> None:
+        """Go on with what is on the device, and recompute the rest."""
+        if (drawn := self.draw_evicted()) is None:
             return
+        request_id, length, reserve = drawn
         request, before = self.evicted[request_id], self.everything()
         on_device, on_host = self.kept(request_id)
-        length, reserve = request.num_tokens + self.rng.randint(0, 5), self.rng.choice([0, 3])
         blocks = self.kv.allocate(request_id, length, reserve_blocks=reserve)
         if blocks is None:
             assert self.everything() == before
@@ -72,12 +77,11 @@ class EvictedBlocks(PoisonedBlocks):
         request.num_tokens = length
 
     def restore(self) -> None:
-        request_id = self.pick_evicted()
-        if request_id is None:
+        if (drawn := self.draw_evicted()) is None:
             return
+        request_id, length, reserve = drawn
         request, before = self.evicted[request_id], self.everything()
         on_device, on_host = self.kept(request_id)
-        length, reserve = request.num_tokens + self.rng.randint(0, 5), self.rng.choice([0, 3])
         move = self.kv.start_restore(request_id, length, reserve_blocks=reserve)
         if move is None:
             assert self.everything() == before
@@ -141,18 +145,6 @@ def make(num_device_blocks: int = 12, num_host_blocks: int = 16, **num_tokens: i
     for request_id, count in num_tokens.items():
         assert kv.allocate(request_id, count) is not None
     return kv
-
-
-def begin_checkpoint(kv: IncrementalKVManager, request_id: str, num_tokens: int) -> KVMove:
-    move = kv.start_checkpoint(request_id, num_tokens, max_blocks=100)
-    assert move is not None
-    return move
-
-
-def checkpoint(kv: IncrementalKVManager, request_id: str, num_tokens: int) -> KVMove:
-    move = begin_checkpoint(kv, request_id, num_tokens)
-    assert kv.finish_move(move.move_id, succeeded=True) is MoveResult.ARRIVED
-    return move
 
 
 def kept(kv: IncrementalKVManager, request_id: str) -> tuple[int, int]:
@@ -250,7 +242,8 @@ def test_a_checkpoint_does_not_give_way_while_it_is_read() -> None:
 def test_a_copy_under_way_counts_if_nobody_took_what_it_reads(num_taken: int) -> None:
     kv = make(a=16)
     checkpoint(kv, "a", 8)
-    copy = begin_checkpoint(kv, "a", 12)
+    copy = kv.start_checkpoint("a", 12, max_blocks=100)
+    assert copy is not None
     kv.evict("a", 16)
     kv.allocate("b", (8 + num_taken) * BLOCK)
     result = kv.finish_move(copy.move_id, succeeded=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from omniserve.latency import Profile, ProfileMismatch
-from omniserve.latency.profile import Fingerprint, default_folder, load_matching, path_in
+from omniserve.latency.profile import Conditions, Fingerprint, default_folder, load_matching, path_in
 from tests.latency.samples import FINGERPRINT, draw_steps, make_profile
 
 PROFILE = make_profile(tuple(draw_steps(0, 10, lambda features: 0.01 + 1e-5 * features.rows)))
@@ -27,6 +27,25 @@ def test_a_profile_that_is_written_is_read_as_it_was(tmp_path: Path) -> None:
     PROFILE.write(path)
     assert Profile.read(path) == PROFILE
     assert [file.name for file in path.parent.iterdir()] == ["a.json"]
+
+
+def test_conditions_are_kept_and_an_old_profile_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    calm = Conditions(spread=0.1, waited=0.02, others_cores=1.2, spare_cores=1)
+    dataclasses.replace(PROFILE, conditions=calm).write(path)
+    assert Profile.read(path).conditions == calm and not calm.disturbances()
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "conditions"}))
+    assert Profile.read(path).conditions is None and not Profile.read(path).disturbances
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"spread": 0.9}, "90% longer"), ({"waited": 0.3}, "30% of the time"), ({"others_cores": 1.5}, "1.5 cores busy")],
+)
+def test_a_profile_says_what_disturbed_it(change: dict[str, float], says: str) -> None:
+    calm = Conditions(spread=0.1, waited=0.02, others_cores=1.2, spare_cores=1)
+    [disturbance] = dataclasses.replace(PROFILE, conditions=dataclasses.replace(calm, **change)).disturbances
+    assert says in disturbance
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Fingerprint)])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from omniserve.latency import Profile
+from omniserve.latency.profile import Conditions
 from omniserve.profile import main
 from tests.parity.models import tiny_model
 
@@ -36,10 +37,23 @@ def test_it_writes_a_profile_and_says_what_is_in_it(
     assert "100%" in printed.err
 
 
+def test_of_a_busy_machine_only_a_named_file_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Conditions, "disturbances", lambda self: ["somebody sang"])
+    assert main(["--model", str(folder), "--time-limit", "0.1", *SMALL]) == 1
+    assert not list(tmp_path.rglob("*.json"))
+    assert "somebody sang" in (printed := capsys.readouterr().err) and "--output" in printed
+    assert main(["--model", str(folder), "--time-limit", "0.1", "--output", str(tmp_path / "p.json"), *SMALL]) == 0
+    assert (tmp_path / "p.json").exists() and "somebody sang" in capsys.readouterr().err
+
+
 def test_without_output_it_goes_into_the_cache(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Conditions, "disturbances", lambda self: [])
     assert main(["--model", str(folder), "--time-limit", "0.3", *SMALL]) == 0
     (path,) = (tmp_path / "omniserve" / "profiles").iterdir()
     assert path.stem == Profile.read(path).fingerprint.key

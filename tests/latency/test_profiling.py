@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,13 +17,21 @@ from transformers import PreTrainedModel
 
 from omniserve import Engine, EngineConfig, patch
 from omniserve.latency import LATENCY_MODELS, Profile, ProfileMismatch
-from omniserve.latency.profile import STATES, path_in
+from omniserve.latency.profile import STATES, Conditions, path_in
 from omniserve.profiling import find_or_make_profile, fingerprint_of, measure_steps, mixed_load, profile_model
 from omniserve.profiling.summary import summarise
+from omniserve.profiling.surroundings import Surroundings
+from omniserve.profiling.timer import Timer
 from omniserve.request import ServiceClass
 from tests.parity.models import tiny_model
 
 BLOCK = 8
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else runs beside the tests, nothing disturbs a measurement."""
+    monkeypatch.setattr(Conditions, "disturbances", lambda self: [])
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +91,7 @@ def test_the_summary_says_what_was_measured(profile: Profile) -> None:
     assert profile.fingerprint.device in text
     assert "dense, shared" in text
     assert f"{len(profile.steps)} of a mixed load" in text
+    assert profile.conditions is not None and f"{profile.conditions.others_cores:.2f} cores busy for others" in text
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
@@ -87,6 +100,7 @@ def test_a_time_limit_must_be_positive(model: PreTrainedModel, config: EngineCon
         profile_model(model, config, time_limit_s=limit)
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_made_profile_is_kept_and_found_again(
     model: PreTrainedModel, config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,6 +117,50 @@ def test_a_made_profile_is_kept_and_found_again(
     assert str(tmp_path) in caplog.text
 
 
+def test_a_profile_of_a_busy_machine_is_used_and_not_kept(
+    model: PreTrainedModel, config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Conditions, "disturbances", lambda self: ["somebody sang"])
+    assert find_or_make_profile(model, config, folder=tmp_path, time_limit_s=0.2).dense
+    assert not list(tmp_path.iterdir())
+    assert "busy" in caplog.text and "somebody sang" in caplog.text
+
+
+def test_a_process_that_takes_our_cores_is_seen() -> None:
+    surroundings = Surroundings(num_threads=10_000)
+    code = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    seen = surroundings.conditions(spread=0.0)
+    assert seen.others_cores > 0.05 and seen.spare_cores == 0
+
+
+def test_a_thread_that_finds_no_core_waits() -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        other = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # on the same core
+        surroundings = Surroundings(num_threads=1)
+        ends_s = time.monotonic() + 1.0
+        while time.monotonic() < ends_s:
+            pass
+        assert surroundings.conditions(spread=0.0).waited > 0.1
+    finally:
+        os.sched_setaffinity(0, cores)
+        other.kill()
+        other.wait()
+
+
+def test_the_spread_is_that_of_repeated_samples() -> None:
+    timer = Timer(torch.device("cpu"), 1.0)
+    assert timer.spread() == 0.0
+    for point, samples in enumerate(([1.0, 1.0, 1.1], [2.0, 4.0, 3.0], [1.0, 1.2, 9.0], [1.0, 70.0])):
+        for seconds in samples:
+            timer.add("dense", (point, 0), seconds)
+    assert timer.spread() == pytest.approx(0.2)  # of 0, 0.5 and 0.2; two samples are too few
+
+
+@pytest.mark.usefixtures("quiet")
 def test_a_profile_for_other_settings_is_not_found(
     model: PreTrainedModel, config: EngineConfig, profile: Profile, tmp_path: Path
 ) -> None:
@@ -126,6 +184,7 @@ def test_a_given_file_is_read_or_refused(
     assert [file.name for file in tmp_path.iterdir()] == ["mine.json"]
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_folder_that_cannot_be_written_to_is_said(
     model: PreTrainedModel, config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,6 +19,21 @@ def predicted_s(plan: StepPlan) -> float:
     return plan.decision.predicted_s
 
 
+both = pytest.mark.parametrize("policy", ["conserve", "bros"])
+
+
+def with_checkpoints(
+    policy: str, *, device_blocks: int, prompt: int, output: int, num_be: int = 1, **limits: int
+) -> Bench:
+    """A bench whose BE requests have run for a while, so that they can be parked when LS ones come."""
+    bench = Bench(policy, device_blocks=device_blocks, host_blocks=40, checkpoint_blocks=8, **limits)
+    for i in range(num_be):
+        bench.add(f"be{i}", prompt=prompt, output=output)
+    for _ in range(3):
+        bench.step()
+    return bench
+
+
 # -- conserve ----------------------------------------------------------------------------------------------------------
 
 
@@ -61,27 +76,21 @@ def test_conserve_passes_over_a_decode_that_does_not_fit() -> None:
     assert names(bench.step())[0] == "be1"
 
 
-@pytest.mark.parametrize("policy", ["conserve", "bros"])
+@both
 def test_who_was_parked_comes_back_before_anybody_new_enters(policy: str) -> None:
-    bench = Bench(policy, device_blocks=8, host_blocks=40, checkpoint_blocks=8)
-    bench.add("be-old", prompt=19, output=40)
-    for _ in range(3):
-        bench.step()
+    bench = with_checkpoints(policy, device_blocks=8, prompt=19, output=40)
     bench.add("ls", prompt=11, output=10)
     bench.step()
     assert len(bench.scheduler.residents.queue) + len(bench.scheduler.moving) == 1
     bench.add("be-new", prompt=3, output=3)
     order = [name for _ in range(20) for name in names(bench.step()[0]) if name.startswith("be")]
-    assert order[0] == "be-old" and "be-new" in order
+    assert order[0] == "be0" and "be-new" in order
     assert bench.scheduler.num_preemptions == 0
 
 
-@pytest.mark.parametrize("policy", ["conserve", "bros"])
+@both
 def test_a_parked_request_stays_away_while_an_ls_prompt_waits_for_memory(policy: str) -> None:
-    bench = Bench(policy, device_blocks=30, host_blocks=40, checkpoint_blocks=8)
-    bench.add("be", prompt=7, output=40)
-    for _ in range(3):
-        bench.step()
+    bench = with_checkpoints(policy, device_blocks=30, prompt=7, output=40)
     bench.add("ls-first", prompt=110, output=2)
     bench.step()
     bench.add("ls-long", prompt=38, output=20)
@@ -96,24 +105,18 @@ def test_a_parked_request_stays_away_while_an_ls_prompt_waits_for_memory(policy:
     assert len(bench.scheduler.device["BE"]) == 1 and bench.scheduler.num_preemptions == 0
 
 
-@pytest.mark.parametrize("policy", ["conserve", "bros"])
+@both
 def test_a_parked_request_as_large_as_the_device_comes_back(policy: str) -> None:
-    bench = Bench(policy, device_blocks=8, host_blocks=40, checkpoint_blocks=8, ls_reserve_blocks=2)
-    bench.add("be", prompt=27, output=5)
-    for _ in range(3):
-        bench.step()
+    bench = with_checkpoints(policy, device_blocks=8, prompt=27, output=5, ls_reserve_blocks=2)
     bench.add("ls", prompt=15, output=3)
     for _ in range(12):
         bench.step()
-    assert bench.finished == {"be", "ls"} and bench.scheduler.num_preemptions == 0
+    assert bench.finished == {"be0", "ls"} and bench.scheduler.num_preemptions == 0
 
 
-@pytest.mark.parametrize("policy", ["conserve", "bros"])
+@both
 def test_a_parked_request_comes_back_only_into_memory_that_nobody_is_about_to_need(policy: str) -> None:
-    bench = Bench(policy, device_blocks=9, host_blocks=40, checkpoint_blocks=8)
-    bench.add("be", prompt=7, output=60)
-    for _ in range(3):
-        bench.step()
+    bench = with_checkpoints(policy, device_blocks=9, prompt=7, output=60)
     bench.add("ls-long", prompt=14, output=20)
     bench.add("ls-short", prompt=5, output=6)
     num_moves = 0
@@ -171,13 +174,10 @@ def test_conserve_without_a_forecast_is_sarathi(kv: str, host_blocks: int) -> No
     assert plans["sarathi"] == plans["conserve"]
 
 
-@pytest.mark.parametrize("policy", ["conserve", "bros"])
+@both
 def test_best_effort_requests_with_checkpoints_leave_the_device_at_once_and_come_back_as_they_were(policy: str) -> None:
-    bench = Bench(policy, device_blocks=12, host_blocks=40, checkpoint_blocks=8, max_step_tokens=64)
-    for i in range(3):
-        bench.add(f"be{i}", prompt=11, output=12)
-    for _ in range(4):
-        bench.step()
+    bench = with_checkpoints(policy, device_blocks=12, prompt=11, output=12, num_be=3, max_step_tokens=64)
+    bench.step()
     assert bench.kv.num_checkpointed("be2") == 3 and bench.kv.num_free(Tier.DEVICE) == 0
     bench.add("ls", prompt=11, output=6)
     plan, _ = bench.step(host_chance=0.0)
@@ -193,13 +193,10 @@ def test_best_effort_requests_with_checkpoints_leave_the_device_at_once_and_come
     assert bench.scheduler.num_preemptions == 0, "nothing was computed twice"
 
 
-@pytest.mark.parametrize("policy", ["conserve", "bros"])
+@both
 def test_an_ls_prompt_waits_one_step_for_the_host_and_no_longer(policy: str) -> None:
-    bench = Bench(policy, device_blocks=8, host_blocks=40, checkpoint_blocks=8)
-    for i in range(2):
-        bench.add(f"be{i}", prompt=11, output=12)
-    for _ in range(4):
-        bench.step()
+    bench = with_checkpoints(policy, device_blocks=8, prompt=11, output=12, num_be=2)
+    bench.step()
     bench.add("ls", prompt=31, output=2)
     assert "ls" not in names(bench.step(host_chance=0.0)[0]), "the last blocks of both are still to be copied"
     assert names(bench.step(host_chance=0.0)[0]) == ["ls"]

@@ -160,6 +160,7 @@ class FakeEngine:
             steps=self._num_steps,
             piggyback_rows=11,
             preemptions=12,
+            preempted_tokens=18,
             layer_preemptions=17,
             swaps_out=13,
             swaps_in=14,

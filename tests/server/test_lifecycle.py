@@ -69,6 +69,7 @@ def test_metrics(server, client):
         'prompt_tokens_total{service_class="BE"}': 6,
         "piggyback_rows_total": 11,
         "preemptions_total": 12,
+        "preempted_tokens_total": 18,
         "layer_preemptions_total": 17,
         'swaps_total{direction="out"}': 13,
         'swaps_total{direction="in"}': 14,

@@ -13,6 +13,8 @@ from conftest import RunningServer
 from tokenizers_for_tests import byte_level_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.latency.samples import make_profile
+
 TOKENIZER = byte_level_tokenizer()
 PROMPTS = ["The quick brown fox", "A list is a mutable sequence", "日本語", "x"]
 NUM_TOKENS = 24
@@ -177,9 +179,10 @@ def test_trace_is_explained(server, cache_folder):
         assert line in result.stdout, result.stdout
 
 
-def test_profile_of_something_else_ends_the_start(server, model_folder, cache_folder):
-    [profile] = (cache_folder / "omniserve" / "profiles").glob("*.json")
-    other = start(model_folder, cache_folder, "--dtype", "bfloat16", "--profile", str(profile))
+def test_profile_of_something_else_ends_the_start(model_folder, cache_folder, tmp_path):
+    path = tmp_path / "profile.json"
+    make_profile().write(path)
+    other = start(model_folder, cache_folder, "--dtype", "float32", "--profile", str(path))
     assert other.wait() == 1
     log = "".join(other.log)
     assert "cannot start: " in log and "made for something else" in log and "float32" in log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,8 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from omniserve.config import DEFAULT_CLASSES
+from omniserve.latency import BatchFeatures
+from omniserve.latency.omniserve import OmniServeModel
+from omniserve.plan import StepPlan
 from omniserve.simulate.cli import main
-from tests.latency.samples import make_profile
+from omniserve.tracing import StepTracer
+from tests.latency.samples import LAYERS, make_profile
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--model", "llama-2-13b", "--device", "A100-80GB", "--minutes", "0.5", "--be", "4", "--ls-lengths", "64:8"]
@@ -55,6 +61,48 @@ def test_a_trace_and_best_effort_arrivals(tmp_path: Path, capsys: pytest.Capture
     text = capsys.readouterr().out
     assert "omniserve   1.5" in text and "requests longer than the model's context" in text
     assert main([*arguments, "--be", str(trace)]) == 0
+
+
+def test_a_machine_is_calibrated_from_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = tmp_path / "profile.json"
+    make_profile().write(profile)
+    path = tmp_path / "steps.jsonl"
+    tracer = StepTracer(path, classes=DEFAULT_CLASSES)
+    model = OmniServeModel.from_profile(make_profile())
+    for count in range(1, 101):
+        features = BatchFeatures(decode_requests=count, decode_load=100.0 * count, dense_layers=model.num_layers)
+        tracer.record(
+            StepPlan(step_id=count), started_s=0.0, seconds=2 * model.step_s(features), halted={}, outputs=[], terms={},
+            features=dataclasses.asdict(features), slos={}, classes={},
+        )  # fmt: skip
+    tracer.close()
+    sizes = {
+        "num_hidden_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "vocab_size": 1000, "max_position_embeddings": 2048, "model_type": "llama",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    arguments = [
+        "--model",
+        str(tmp_path),
+        "--profile",
+        str(profile),
+        "--device-kv-gb",
+        "0.01",
+        "--be",
+        "0",
+        "--minutes",
+    ]
+    arguments += ["0.2", "--ls-lengths", "50:9", "--no-plan", "--slo", "60:60"]
+
+    def tpot_ms(*more: str) -> float:
+        assert main([*arguments, *more]) == 0
+        text = capsys.readouterr().out
+        assert ("100 steps took 2.00 times what was predicted; then 9 of 10 are 1.00 to 1.00" in text) == bool(more)
+        return float(text.splitlines()[-1].split()[7])
+
+    assert tpot_ms("--calibrate-from", str(path)) == pytest.approx(2 * tpot_ms(), rel=0.02, abs=0.2)
+    assert main([*arguments, "--calibrate-from", str(profile)]) == 2
+    assert "is no trace of steps" in capsys.readouterr().err
 
 
 def test_a_plot(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""What an experiment is: machine, load, systems, objectives, and what the paper says of its figure."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
+
+from benchmarks.common.paper_loads import LoadSpec
+from omniserve.request import SLO
+
+FIXED_BUDGET = 512
+"""Tokens of a step of the systems that bound no step's time: what keeps Yi-34B within its TPOT."""
+MOST_TOKENS = 2048
+"""The same for those that do: the bound decides."""
+BOUNDED = ("omniserve", "neo", "apex", "conserve")
+PAPER_ORDER = "paper's order"
+"""Variant that prefills best-effort prompts before it decodes (omniserve 3.3.2; apex, Algorithm 1)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineSpec:
+    """What it runs on, by the simulator's names."""
+
+    model: str
+    device: str
+    hosts: str | None = None
+    memory_gb: float | None = None
+    """Of a device, if the paper's has not what the data sheet says."""
+    bandwidth_gb_per_s: float | None = None
+    """The same of its memory's bandwidth."""
+    host_share: float | None = None
+    """Of a host's peak bandwidth that its attention reaches, if not the simulator's."""
+    network_gb_per_s: float | None = None
+    """To a remote host, if not the simulator's."""
+    max_model_len: int | None = None
+    """If requests are longer than the model's own context."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One simulation: a point of a figure."""
+
+    x: str
+    """Place on the figure's axis: a row of its table."""
+    system: str
+    """Scheduler, registered or ``package.module:Class``: a column, with ``variant``."""
+    variant: str = ""
+    machine: MachineSpec
+    load: LoadSpec
+    slo: SLO = field(default_factory=SLO)
+    slo_scale: float = 1.0
+    """Of the objectives that come from ``Experiment.slo_from``."""
+    settings: tuple[tuple[str, object], ...] = ()
+    """Of EngineConfig."""
+
+    @property
+    def column(self) -> str:
+        name = self.system.rpartition(":")[2]
+        return f"{name}, {self.variant}" if self.variant else name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experiment:
+    """A figure, or a part of it."""
+
+    name: str
+    figure: str
+    says: str
+    """What the paper's text says of it."""
+    x_name: str
+    cases: tuple[Case, ...] = field(repr=False)
+    cell: str
+    """Which figures its table shows: see ``paper_report.CELLS``."""
+    slo_from: str | None = None
+    """The LS objectives are this system's own P99 at the same x (conserve 6.2); it comes first there."""
+    times: float = 1.0
+    """Length of a run over ``--minutes``."""
+    warm_up: float = 0.33
+    to_the_end: bool = False
+    """Runs go on until all requests have ended, best-effort ones too."""
+
+
+COMMON: tuple[tuple[str, object], ...] = (
+    ("max_host_requests", 1024), ("max_num_requests", 512), ("max_piggyback_slots", 128), ("admission", False),
+)  # fmt: skip
+"""Settings of every system."""
+
+
+def budget(system: str, fixed: int = FIXED_BUDGET, most: int = MOST_TOKENS) -> tuple[tuple[str, object], ...]:
+    """Return a system's token budget as settings; a control, ``package.module:Class``, has that of what it controls."""
+    return (("max_step_tokens", most if system in BOUNDED or ":" in system else fixed),)
+
+
+def with_settings(case: Case, variant: str, **settings: object) -> Case:
+    """Return a variant of a case whose settings differ by these."""
+    kept = tuple((name, value) for name, value in case.settings if name not in settings)
+    return replace(case, variant=variant, settings=(*kept, *settings.items()))
+
+
+def both_orders(case: Case, systems: Container[str] = ("omniserve",)) -> list[Case]:
+    """Return a case with the engine's order of best-effort work and with the paper's; those but ``systems`` once."""
+    return [case, with_settings(case, PAPER_ORDER, be_order="prefill")] if case.system in systems else [case]

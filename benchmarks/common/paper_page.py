@@ -1,0 +1,122 @@
+"""The page of reproduced figures: a template whose tables and numbers come out of the record.
+
+The prose is in ``paper_page.md.jinja``. It names a number by experiment, row, column and figure, so that none can be
+left over from an older record; one that the record lacks is an error.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from benchmarks.common.paper_report import CELLS, markdown
+
+TEMPLATE = Path(__file__).with_name("paper_page.md.jinja")
+
+
+class Findings:
+    """Looks up a record's numbers.
+
+    Args:
+        experiments: Of the record, by name.
+    """
+
+    def __init__(self, experiments: Mapping[str, Mapping[str, Any]]) -> None:
+        self._experiments = experiments
+        self.shown: set[str] = set()
+        """Experiments whose table was asked for."""
+
+    def table(self, name: str) -> str:
+        """Return the table of an experiment."""
+        self.shown.add(name)
+        return markdown(self._entry(name), legend=False)
+
+    def value(self, name: str, x: str, column: str, figure: str) -> float:
+        """Return a number.
+
+        Raises:
+            ValueError: The record has none there.
+        """
+        for row in self._entry(name)["rows"]:
+            if row["x"] == x and row["column"] == column:
+                if (value := row["figures"].get(figure)) is None:
+                    raise ValueError(f"the record's {name}, {x}, {column} has no {figure}")
+                return float(value)
+        raise ValueError(f"the record's {name} has no {column} at {x}: run it anew")
+
+    def ratio(self, name: str, x: str, column: str, other: str, figure: str) -> float:
+        """Return what ``column`` has over what ``other`` has.
+
+        Raises:
+            ValueError: The record lacks one, or the other is 0.
+        """
+        base = self.value(name, x, other, figure)
+        if base == 0:
+            raise ValueError(f"{figure} of {other} in {name} at {x} is 0: nothing can be a multiple of it")
+        return self.value(name, x, column, figure) / base
+
+    def values(self, names: str | Sequence[str], column: str, figure: str) -> list[float]:
+        """Return the numbers of a column in all rows of one or more experiments."""
+        return [self.value(name, x, column, figure) for name, x in self._rows(names, column)]
+
+    def ratios(self, names: str | Sequence[str], column: str, other: str, figure: str) -> list[float]:
+        """Return ``ratio`` in all rows."""
+        return [self.ratio(name, x, column, other, figure) for name, x in self._rows(names, column)]
+
+    def gains(self, names: str | Sequence[str], column: str, other: str, figure: str) -> list[float]:
+        """Return what ``column`` has more than ``other``, in all rows."""
+        rows = self._rows(names, column)
+        return [self.value(name, x, column, figure) - self.value(name, x, other, figure) for name, x in rows]
+
+    def _rows(self, names: str | Sequence[str], column: str) -> list[tuple[str, str]]:
+        chosen = [names] if isinstance(names, str) else names
+        return [(name, row["x"]) for name in chosen for row in self._entry(name)["rows"] if row["column"] == column]
+
+    def _entry(self, name: str) -> Mapping[str, Any]:
+        if name not in self._experiments:
+            raise ValueError(f"the record has no experiment {name}: run it with --only {name}")
+        return self._experiments[name]
+
+
+def number(value: float, digits: int = 0, scale: float = 1.0) -> str:
+    """Return a number with thousands separated."""
+    text = f"{scale * value:,.{digits}f}"
+    return text.removeprefix("-") if not any(digit in text for digit in "123456789") else text
+
+
+def span(values: Iterable[float], digits: int = 0, scale: float = 1.0) -> str:
+    """Return ``least to most``; one number if they look the same."""
+    found = list(values)
+    low, high = number(min(found), digits, scale), number(max(found), digits, scale)
+    return low if low == high else f"{low} to {high}"
+
+
+def verdict(*conditions: bool) -> str:
+    """Return how a claim fared whose parts are these conditions."""
+    return "holds" if all(conditions) else "in part" if any(conditions) else "**does not hold**"
+
+
+def render(experiments: Mapping[str, Mapping[str, Any]], template: str) -> str:
+    """Return the page.
+
+    Args:
+        experiments: Of the record, by name.
+        template: Jinja; see ``TEMPLATE``.
+
+    Raises:
+        ValueError: The template asks for what the record lacks, or shows not all of it.
+    """
+    findings = Findings(experiments)
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True)
+    environment.filters.update(n=number, span=span, mean=statistics.fmean)
+    page = environment.from_string(template).render(
+        table=findings.table, v=findings.value, ratio=findings.ratio, values=findings.values, ratios=findings.ratios,
+        gains=findings.gains, verdict=verdict, cells={name: says for name, (says, _) in CELLS.items()},
+    )  # fmt: skip
+    if left := sorted(set(experiments) - findings.shown):
+        raise ValueError(f"the page shows no table of {', '.join(left)}: add it to {TEMPLATE.name}")
+    return page
