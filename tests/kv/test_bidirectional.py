@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import pytest
 
 from omniserve.kv import BidirectionalKVManager, MoveResult, Tier
-from omniserve.plan import KVMove, MoveDirection, SlotCopy
+from omniserve.plan import KVMove, SlotCopy
 from omniserve.request import ServiceClass
+from tests.kv.histories import BLOCK, TO_DEVICE, TO_HOST
 
-BLOCK = 4
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
-TO_HOST, TO_DEVICE = MoveDirection.TO_HOST, MoveDirection.TO_DEVICE
 LS, BE = ServiceClass.LS, ServiceClass.BE
 Slot = tuple[Tier, int, int]
 
