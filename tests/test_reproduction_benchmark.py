@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from benchmarks import reproduction
-from benchmarks.common.paper_cases import PAPER_ORDER, Case, Experiment, MachineSpec, both_orders, with_settings
-from benchmarks.common.paper_figures import EXPERIMENTS
-from benchmarks.common.paper_loads import LoadSpec, lengths_named, random_rates
-from benchmarks.common.paper_page import number, render, span, verdict
-from benchmarks.common.paper_report import CELLS, TokenGaps, figures_of, markdown
+from benchmarks.paper.cases import PAPER_ORDER, Case, Experiment, MachineSpec, both_orders, with_settings
+from benchmarks.paper.figures import EXPERIMENTS
+from benchmarks.paper.loads import LoadSpec, lengths_named, random_rates
+from benchmarks.paper.page import number, render, span, verdict
+from benchmarks.paper.report import CELLS, TokenGaps, figures_of, markdown
 from omniserve.plan import DeviceChunk, StepPlan
 from omniserve.request import SLO
 from omniserve.sched import SCHEDULERS
@@ -290,7 +290,7 @@ def record_of(**figures: tuple[float | None, ...]) -> dict[str, Any]:
 
 @pytest.fixture
 def plain_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.common.paper_page.markdown", lambda entry, legend: f"table {len(entry['rows'])}")
+    monkeypatch.setattr("benchmarks.paper.page.markdown", lambda entry, legend: f"table {len(entry['rows'])}")
 
 
 def test_a_page_takes_its_tables_and_numbers_from_the_record(plain_tables: None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from benchmarks.common.paper_cases import COMMON, Case, Experiment, MachineSpec, both_orders, budget, with_settings
-from benchmarks.common.paper_loads import LoadSpec
+from benchmarks.paper.cases import COMMON, Case, Experiment, MachineSpec, both_orders, budget, with_settings
+from benchmarks.paper.loads import LoadSpec
 from omniserve.request import SLO
 
 CONTROL = "nothing: not in the paper, to tell the causes of a difference apart"
@@ -14,7 +14,7 @@ BASELINES = ("omniserve", "sarathi", "llumnix", "neo")
 YI = MachineSpec(model="yi-34b-200k", device="2xA100-80GB-PCIe")
 LLAMA = MachineSpec(model="llama-2-70b", device="4xA100-80GB-PCIe", max_model_len=16384)  # of 4,096
 SLO_OF = {YI: SLO(ttft_s=2.0, tpot_s=0.2), LLAMA: SLO(ttft_s=3.0, tpot_s=0.25)}
-MEMORY_ONLY = "benchmarks.common.paper_controls:MemoryOnly"
+MEMORY_ONLY = "benchmarks.paper.controls:MemoryOnly"
 SHORT = {YI: "yi", LLAMA: "llama"}
 BE_RATE = 182.6 / 60
 SERVERS = {"1G": "1xXeon-6342", "1G4C": "5xXeon-6342"}
