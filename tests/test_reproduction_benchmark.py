@@ -320,6 +320,13 @@ def test_a_page_that_asks_for_what_is_not_there_or_forgets_a_table_is_refused(
         render(record_of(rate=(1.0, 0.0, 3.0, None)), "{{ " + asked + " }}")
 
 
+def test_the_page_is_what_the_record_says() -> None:
+    results = reproduction.read_results(ROOT / reproduction.RECORD)
+    assert list(results) == list(EXPERIMENTS)
+    page = (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")
+    assert render(results, reproduction.TEMPLATE.read_text(encoding="utf-8")) == page, "render the page anew"
+
+
 def test_numbers_on_the_page() -> None:
     assert number(1234.56, 1) == "1,234.6" and number(0.1234, 1, 100) == "12.3" and number(-0.0004, 2) == "0.00"
     assert span([2.0, 1.0]) == "1 to 2" and span([1.01, 1.02], 1) == "1.0" and span([0.5], 0, 100) == "50"
