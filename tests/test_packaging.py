@@ -39,6 +39,7 @@ ALLOWED = {
         "engine", "detokenizer", "patching", "layers", "sched", "kv", "ops", "latency", "profiling", "builtin_model",
     },
     "profile": {"latency", "profiling", "server"},
+    "batch": {"server"},
 }  # fmt: skip
 PLAIN = (
     "sched",

@@ -11,11 +11,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from omniserve.errors import EngineStopped
-from omniserve.server.answers import AnswerShape, collect
-from omniserve.server.chat import ChatShape
-from omniserve.server.completions import CompletionShape
+from omniserve.server.answers import collect
+from omniserve.server.calls import ENDPOINTS, Endpoint
 from omniserve.server.errors import ApiError, engine_gone, milliseconds
-from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from omniserve.server.protocol import parse
 from omniserve.server.service import Service, new_call_id
 from omniserve.server.streaming import ClientGone, EventStream, or_disconnect
 
@@ -33,11 +32,11 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _generate(service, request, CompletionRequest, CompletionShape, "cmpl")
+        return await _generate(service, request, ENDPOINTS["/v1/completions"])
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _generate(service, request, ChatRequest, ChatShape, "chatcmpl")
+        return await _generate(service, request, ENDPOINTS["/v1/chat/completions"])
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -79,26 +78,14 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-async def _generate(
-    service: Service,
-    http: Request,
-    kind: type[GenerationRequest],
-    make_shape: type[ChatShape] | type[CompletionShape],
-    id_prefix: str,
-) -> Response:
+async def _generate(service: Service, http: Request, endpoint: Endpoint) -> Response:
     arrival_s = time.monotonic()
     service.check_open()
-    request = parse(kind, await _body(http))
+    request = parse(endpoint.request_kind, await _body(http))
     service.check_model(request.model)
-    call_id = new_call_id(id_prefix)
+    call_id = new_call_id(endpoint.id_prefix)
     generation = await service.begin(request, call_id, arrival_s)
-    shape: AnswerShape = make_shape(
-        call_id=call_id,
-        model=service.model_name,
-        service_tier=request.answered_tier,
-        codec=service.codec,
-        with_logprobs=request.num_logprobs is not None,
-    )
+    shape = endpoint.shape(service, request, call_id)
     handed_over = False
     try:
         await or_disconnect(http.receive, generation.start())

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from omniserve.server.batches.settings import BatchSettings, add_batch_flags, batch_settings
 from omniserve.server.engine_flags import add_engine_flags, config_from, integer, number, positive
 from omniserve.server.loading import BUILTIN_MODEL_NAME, EngineLoader, builtin_model_path
 
@@ -28,6 +29,7 @@ class ServerOptions:
     shutdown_timeout_s: float = 30.0
     """How long running requests may go on after SIGTERM."""
     log_level: str = "info"
+    batches: BatchSettings = dataclasses.field(default_factory=BatchSettings)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="how long the start may measure if there is no profile yet (default: %(default)s)",
     )
+    add_batch_flags(parser)
     server = {field.name: field.default for field in dataclasses.fields(ServerOptions)}
     parser.add_argument("--host", default=server["host"], help="address to listen on (default: %(default)s)")
     parser.add_argument(
@@ -80,6 +83,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
         port=args.port,
         shutdown_timeout_s=args.shutdown_timeout,
         log_level=args.log_level,
+        batches=batch_settings(args),
     )
     loader = EngineLoader(
         model=model,

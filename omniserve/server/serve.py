@@ -17,6 +17,8 @@ import uvicorn
 
 from omniserve.errors import EngineStopped
 from omniserve.server.api import create_app
+from omniserve.server.batches.database import StorageError
+from omniserve.server.batches.serving import BatchServing
 from omniserve.server.cli import ServerOptions
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_process import EngineMaker
@@ -38,12 +40,35 @@ def run(options: ServerOptions, make_engine: EngineMaker) -> int:
     return asyncio.run(_Main(options, make_engine).run())
 
 
+async def start_service(client: EngineClient, options: ServerOptions) -> Service:
+    """Start the engine; return the service of it.
+
+    Raises:
+        EngineStopped: Engine or tokenizer could not be loaded; the message says why.
+    """
+    started_s = time.monotonic()
+    # Both take seconds, so at the same time.
+    tokenizer = asyncio.create_task(asyncio.to_thread(_load_tokenizer, options.tokenizer))
+    try:
+        info = await client.start(lambda text: logger.info("engine: %s", text))
+    finally:
+        # If the engine failed, so did this, probably; the engine's message is the one to show.
+        await asyncio.gather(tokenizer, return_exceptions=True)
+    try:
+        codec = TextCodec(tokenizer.result())
+    except (OSError, ValueError, ImportError) as error:
+        raise EngineStopped(f"no tokenizer in {options.tokenizer}: {error}") from None
+    logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
+    return Service(client=client, info=info, codec=codec, model_name=options.model_name)
+
+
 class _Main:
     """The life of a server: start, main loop, stop."""
 
     def __init__(self, options: ServerOptions, make_engine: EngineMaker) -> None:
         self._options = options
         self._client = EngineClient(make_engine, log_level=options.log_level)
+        self._batches = BatchServing(options.batches)
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
@@ -55,8 +80,14 @@ class _Main:
         except OSError as error:
             logger.error("cannot listen on %s:%d: %s", self._options.host, self._options.port, error.strerror)
             return 1
+        try:
+            await self._batches.open()
+        except StorageError as error:
+            logger.error("cannot start: %s", error)
+            listener.close()
+            return 1
         with listener:
-            starting = asyncio.create_task(self._start())
+            starting = asyncio.create_task(start_service(self._client, self._options))
             await _first_of(starting, self._stop.wait())
             try:
                 if not starting.done():
@@ -71,25 +102,11 @@ class _Main:
                 starting.cancel()
                 await self._client.close()
 
-    async def _start(self) -> Service:
-        started_s = time.monotonic()
-        # Both take seconds, so at the same time.
-        tokenizer = asyncio.create_task(asyncio.to_thread(_load_tokenizer, self._options.tokenizer))
-        try:
-            info = await self._client.start(lambda text: logger.info("engine: %s", text))
-        finally:
-            # If the engine failed, so did this, probably; the engine's message is the one to show.
-            await asyncio.gather(tokenizer, return_exceptions=True)
-        try:
-            codec = TextCodec(tokenizer.result())
-        except (OSError, ValueError, ImportError) as error:
-            raise EngineStopped(f"no tokenizer in {self._options.tokenizer}: {error}") from None
-        logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
-        return Service(client=self._client, info=info, codec=codec, model_name=self._options.model_name)
-
     async def _serve(self, service: Service, listener: socket.socket) -> int:
+        app = create_app(service)
+        app.include_router(self._batches.start(service))
         config = uvicorn.Config(
-            create_app(service),
+            app,
             access_log=False,
             log_config=None,
             log_level="warning",
@@ -99,6 +116,7 @@ class _Main:
         )
         server = _UvicornServer(config)
         serving = asyncio.create_task(server.serve([listener]))
+        listener.listen()  # so that who reads the next line can connect; uvicorn does it a moment later
         host, port = listener.getsockname()[:2]
         logger.info("serving %s on http://%s:%d/v1", service.model_name, host, port)
         await _first_of(serving, self._stop.wait(), self._client.stopped.wait())
@@ -108,6 +126,7 @@ class _Main:
         else:
             logger.info("stopping: running requests have %g s", self._options.shutdown_timeout_s)
         draining = asyncio.create_task(service.drain(self._options.shutdown_timeout_s))
+        await self._batches.stop()
         await _first_of(draining, self._client.stopped.wait())
         await draining  # at once if the engine died meanwhile: every call got its error
         server.should_exit = True

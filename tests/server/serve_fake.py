@@ -8,6 +8,7 @@ import sys
 
 from fake_engine import FakeLoader
 
+from omniserve.server.batches.settings import add_batch_flags, batch_settings
 from omniserve.server.cli import ServerOptions
 from omniserve.server.engine_flags import add_engine_flags, config_from
 from omniserve.server.serve import run
@@ -17,10 +18,18 @@ if __name__ == "__main__":
     parser.add_argument("--tokenizer")
     parser.add_argument("--shutdown-timeout", type=float)
     parser.add_argument("--fail", help="the engine does not start, with this message")
+    parser.add_argument("--name", default="fake", help="of the model")
+    parser.add_argument("--work-log", help="file that gets a line for each prompt that the engine gets")
     add_engine_flags(parser)
+    add_batch_flags(parser)
     args = parser.parse_args()
     options = ServerOptions(
-        tokenizer=args.tokenizer, model_name="fake", port=0, shutdown_timeout_s=args.shutdown_timeout, log_level="info"
+        tokenizer=args.tokenizer,
+        model_name=args.name,
+        port=0,
+        shutdown_timeout_s=args.shutdown_timeout,
+        log_level="info",
+        batches=batch_settings(args),
     )
     config = dataclasses.replace(config_from(args), device_kv_bytes=4 << 20, block_size=16)
-    sys.exit(run(options, FakeLoader(config=config, fail=args.fail)))
+    sys.exit(run(options, FakeLoader(config=config, fail=args.fail, work_log=args.work_log)))
