@@ -39,13 +39,12 @@ class OmniServeScheduler(RequestScheduler):
 
     The paper has BE prefill before BE decode (3.3.2; ``be_order="prefill"``). With more BE prompts than the device can
     prefill, decodes then never find time, are offloaded, and need a step a layer: a tenth of the throughput, or less.
+    For the same reason a BE decode that finds no time waits on the device; the paper sends it to the host (3.3.5), as
+    ``offload_for_time`` does: under a heavy LS load that has a fourth of the throughput, or less.
     """
 
     predicts = True
     offloads = True
-    offloads_for_time = True
-    """BE decodes that the bound keeps out go to the host tier although memory is not short (3.3.5)."""
-
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
         super().__init__(limits=limits, kv=kv, forecast=forecast)
         self._ttft = TTFTForecast(forecast, limits) if forecast is not None else None
@@ -261,17 +260,13 @@ class OmniServeScheduler(RequestScheduler):
                 rest = [s for s in decodes[number:] if s.phase is Phase.DEVICE and s not in batch]
                 if rest:
                     self.leave_out("BE decode", rest, rest[0].request_id, bound)
-                self._offload_for_time(rest if bound is Bound.TIME else [])
+                self._moves.offload_for_time(rest if bound is Bound.TIME else [])
                 return
             if state.phase is not Phase.DEVICE:
                 continue
             if not self._moves.run_or_offload(batch, state) and state.phase is Phase.DEVICE:
                 self.leave_out("BE decode", 1, state.request_id, Bound.MEMORY)
-        self._offload_for_time([])
-
-    def _offload_for_time(self, kept_out: Sequence[RequestState]) -> None:
-        if self.offloads_for_time:
-            self._moves.offload_for_time(kept_out)
+        self._moves.offload_for_time([])
 
     def _num_within(self, batch: Batch, decodes: Sequence[RequestState], bound_s: float) -> int:
         """Return how many decodes, from the first on, the bound lets in (3.3.5); one at least if nothing else runs."""

@@ -101,6 +101,7 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
         "max_piggyback_rows": rng.choice([None, None, 5]),
         "ls_reserve_fraction": rng.choice([0.0, 0.1]),
         "swap_in_delay_s": rng.choice([0.0, 0.01]),
+        "offload_for_time": rng.random() < 0.5,
         "min_residence_s": rng.choice([0.0, 0.02]),
         "be_order": rng.choice(["decode", "prefill"]),
         "slack": rng.choice(["step", "deadline"]),
