@@ -51,6 +51,8 @@ class OmniServeScheduler(RequestScheduler):
         self._margin = AdmissionMargin()
         self._moves = TierMoves(self)
         self._left_out: list[LeftOut] = []
+        self._without_memory: RequestState | None = None
+        """The BE prompt for which the last step had time, but no memory."""
 
     def add(
         self, request_id: str, request: Request, slo: SLO, now_s: float, *, arrival_s: float | None = None
@@ -87,6 +89,7 @@ class OmniServeScheduler(RequestScheduler):
         decodes_first = self.limits.be_order == "decode"
         if not decodes_first:
             self._prefill_be(batch, device_bound_s)
+        self._make_room_for_be(batch)
         self._decode_be(batch, device_bound_s)
         if decodes_first:
             self._prefill_be(batch, device_bound_s)
@@ -244,9 +247,16 @@ class OmniServeScheduler(RequestScheduler):
                 return
             self.leave_out("BE prefill", len(self.waiting[BE]), state.request_id, batch.refused_by)
             if batch.refused_by is Bound.MEMORY:
-                shortage = self.blocks_for(state) + reserve - self.kv.num_free(Tier.DEVICE)
-                self._moves.offload_until(shortage - self.blocks_moving_out, batch)
+                self._without_memory = state
             return
+
+    def _make_room_for_be(self, batch: Batch) -> None:
+        """Offload decodes, before they run, for a BE prompt that the last step had time but no memory for (3.3.5)."""
+        state, self._without_memory = self._without_memory, None
+        if state is None or state.phase is not Phase.WAITING or self.waiting[LS]:
+            return
+        shortage = self.blocks_for(state) + self.reserve_for_ls(state) - self.kv.num_free(Tier.DEVICE)
+        self._moves.offload_until(shortage - self.blocks_moving_out, batch)
 
     def _add_be(self, batch: Batch, state: RequestState, bound_s: float) -> bool:
         return batch.add(state, bound_s=bound_s, min_tokens=0 if batch.chunks else MIN_BE_CHUNK)
