@@ -152,7 +152,7 @@ def medians(runs: dict[str, list[dict[str, Any]]], names: tuple[str, ...]) -> di
     result = {}
     for name in names:
         result[name] = {kv: statistics.median(run[name] for run in runs[kv]) for kv in runs}
-        for kv in runs.keys() - {"paged"}:
+        for kv in [kv for kv in runs if kv != "paged"]:
             pairs = zip(runs[kv], runs["paged"], strict=True)
             ratios = [ours[name] / theirs[name] for ours, theirs in pairs if theirs[name]]
             if ratios:
