@@ -6,14 +6,15 @@ Legend: R rows of a step that sample, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from omniserve.plan import SampledToken
-from omniserve.request import SamplingParams, TokenLogprob
+from omniserve.prompt_scores import token_logprobs
+from omniserve.request import SamplingParams
 
 
 @dataclass(slots=True)
@@ -103,7 +104,8 @@ class Sampler:
             request.output_counts_V[token_id] += 1
         if params.logprobs is None:
             return SampledToken(token_id=token_id)
-        return SampledToken(token_id=token_id, logprob=_logprob(logits_V, token_id, params.logprobs))
+        [logprob] = token_logprobs(logits_V[None], [token_id], params.logprobs)
+        return SampledToken(token_id=token_id, logprob=logprob)
 
 
 def _penalise(logits_V: Tensor, request: _RequestSampling) -> Tensor:
@@ -137,14 +139,3 @@ def _draw(probs_V: Tensor, generator: torch.Generator) -> int:
     """Draw from unnormalised probabilities: the argmax of p / Exp(1) (an exponential race; no host sync inside)."""
     race_V = torch.empty_like(probs_V).exponential_(generator=generator)
     return int((probs_V / race_V).argmax())
-
-
-def _logprob(logits_V: Tensor, token_id: int, num_top: int) -> TokenLogprob:
-    logprobs_V = logits_V.log_softmax(dim=-1)
-    values, ids = logprobs_V.topk(num_top) if num_top else (torch.empty(0), torch.empty(0))
-    pairs: Iterable[tuple[int, float]] = zip(ids.tolist(), values.tolist(), strict=True)
-    return TokenLogprob(
-        token_id=token_id,
-        logprob=float(logprobs_V[token_id]),
-        top=tuple((int(i), float(v)) for i, v in pairs),
-    )

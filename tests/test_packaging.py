@@ -21,7 +21,7 @@ PACKAGE = ROOT / "omniserve"
 LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats"}
 ENGINE = {
     "engine", "runner", "piggyback_rows", "pipelining", "safepoint", "sampling", "outputs", "step_inputs",
-    "detokenizer", "cores", "fingerprint", "step_log",
+    "detokenizer", "cores", "fingerprint", "step_log", "prompt_scores",
 }  # fmt: skip
 ALLOWED = {
     "ops": set(),

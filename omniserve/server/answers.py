@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omniserve.request import TokenLogprob
-from omniserve.server.choice import Delta
+from omniserve.server.choice import Delta, Echo
 from omniserve.server.generation import Generation
 
 # JSON has no infinity, and no client can do anything with one.
@@ -55,6 +55,7 @@ class _Text:
     parts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    echo: Echo | None = None
 
 
 async def collect(generation: Generation) -> list[Delta]:
@@ -66,7 +67,8 @@ async def collect(generation: Generation) -> list[Delta]:
             text.parts.append(delta.text)
             text.logprobs += delta.logprobs
             text.finish_reason = delta.finish_reason
-    return [Delta(i, "".join(t.parts), t.logprobs, t.finish_reason) for i, t in sorted(texts.items())]
+            text.echo = text.echo or delta.echo
+    return [Delta(i, "".join(t.parts), t.logprobs, t.finish_reason, t.echo) for i, t in sorted(texts.items())]
 
 
 def finite(logprob: float) -> float:

@@ -19,6 +19,18 @@ class Delta:
     logprobs: list[TokenLogprob]
     """Of the tokens since the last delta; empty when none were asked for."""
     finish_reason: str | None
+    echo: Echo | None = None
+    """In the first delta only, if the answer begins with the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt, as the answer repeats it."""
+
+    text: str
+    first_token_id: int
+    logprobs: tuple[TokenLogprob, ...]
+    """Of the tokens behind the first; empty when none were asked for."""
 
 
 @dataclass(slots=True)
@@ -46,9 +58,13 @@ class Choice:
         request: The request as the engine gets it, so without stop strings.
         stop: The stop strings.
         arrival_s: When the HTTP request came.
+        echo: Text of the prompt, which the answer begins with; None: it does not.
     """
 
-    def __init__(self, index: int, request: Request, codec: TextCodec, stop: Sequence[str], arrival_s: float) -> None:
+    def __init__(
+        self, index: int, request: Request, codec: TextCodec, stop: Sequence[str], arrival_s: float,
+        *, echo: str | None = None,
+    ) -> None:  # fmt: skip
         self.index = index
         self.request = request
         self.times = Times(arrival_s)
@@ -57,11 +73,12 @@ class Choice:
         """What the engine predicted when it accepted the request; from its arrival."""
         self._detokenizer = codec.detokenizer(stop)
         self._logprobs: list[TokenLogprob] = []
+        self._echo = echo
 
     def advance(self, output: RequestOutput) -> Delta | None:
         """Take what a step produced; return the text that is certain by now, if any or if the choice is complete."""
         token_ids, logprobs = output.new_token_ids, output.new_logprobs
-        if token_ids:
+        if token_ids or self.request.sampling.max_tokens == 0:
             self.times.add(len(token_ids))
         if output.finish_reason is FinishReason.STOP:
             # The engine ends a request so at a stop token only, and that is no part of the text.
@@ -74,7 +91,11 @@ class Choice:
             self.finish_reason = str(output.finish_reason)
         if self._detokenizer.stopped is not None:
             self.finish_reason = str(FinishReason.STOP)
-        if not text and self.finish_reason is None:
+        echo = None
+        if self._echo is not None:
+            echo = Echo(self._echo, self.request.prompt_token_ids[0], output.prompt_logprobs)
+            self._echo = None
+        elif not text and self.finish_reason is None:
             return None
         logprobs_so_far, self._logprobs = self._logprobs, []
-        return Delta(self.index, text, logprobs_so_far, self.finish_reason)
+        return Delta(self.index, text, logprobs_so_far, self.finish_reason, echo)

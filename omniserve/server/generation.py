@@ -28,6 +28,8 @@ class Job:
     service_class: str
     slo: SLO
     """The call's own or its class's default."""
+    echoes: Sequence[str] | None = None
+    """Text of each prompt, which its answers begin with; None: they do not."""
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ class Generation:
         self._choices: dict[str, Choice] = {}
         self._started = False
         self.usage = Usage(num_prompt_tokens=sum(map(len, job.prompts)))
-        for prompt in job.prompts:
+        for i, prompt in enumerate(job.prompts):
             for sampling in job.samplings:
                 index = len(self._choices)
                 request = Request(
@@ -68,7 +70,10 @@ class Generation:
                     service_class=job.service_class,
                     slo=job.slo,
                 )
-                self._choices[f"{job.call_id}-{index}"] = Choice(index, request, codec, sampling.stop, job.arrival_s)
+                echo = None if job.echoes is None else job.echoes[i]
+                self._choices[f"{job.call_id}-{index}"] = Choice(
+                    index, request, codec, sampling.stop, job.arrival_s, echo=echo
+                )  # fmt: skip
 
     async def start(self) -> None:
         """Send the requests and wait until the engine has accepted them all.

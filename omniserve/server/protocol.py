@@ -67,7 +67,7 @@ class GenerationRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0)
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -116,6 +116,11 @@ class GenerationRequest(BaseModel):
         """Alternatives per token; None when no log-probabilities were asked for."""
         raise NotImplementedError
 
+    @property
+    def echoes(self) -> bool:
+        """The answer begins with the prompt, its log-probabilities with the prompt's."""
+        return False
+
 
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
@@ -123,10 +128,16 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[list[Any], BeforeValidator(_prompts)]
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1)
+    echo: bool = False
+    """With ``logprobs`` and ``max_tokens=0`` or 1: how evaluations score texts."""
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return self.echo
 
 
 class TextPart(BaseModel):
@@ -217,6 +228,10 @@ def _check_combinations(request: GenerationRequest) -> None:
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise ApiError("max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+    if request.output_limit == 0 and not request.echoes:
+        raise ApiError(
+            "max_tokens must be at least 1; it may be 0 with echo=true (/v1/completions)", param="max_tokens"
+        )
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options needs stream=true; drop it or stream", param="stream_options")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:

@@ -11,7 +11,6 @@ from omniserve.server.errors import ApiError
 _NO_TOOLS = "tools are not supported; remove {name} and describe the tools in the messages"
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "audio output is not supported; remove {name}"),
-    "echo": ((False,), "{name} is not supported; put the prompt in front of the text yourself"),
     "function_call": (("none",), _NO_TOOLS),
     "functions": (([],), _NO_TOOLS),
     "logit_bias": (({},), "{name} is not supported; remove it"),

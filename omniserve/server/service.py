@@ -108,6 +108,7 @@ class Service:
                 samplings=_samplings(request, max_tokens),
                 service_class=spec.name,
                 slo=request.slo_or_none or spec.slo,
+                echoes=self._echoes(request, prompts) if request.echoes else None,
             ),
             client=self.client,
             codec=self.codec,
@@ -117,6 +118,14 @@ class Service:
         self._running.add(generation)
         self._idle.clear()
         return generation
+
+    def _echoes(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> list[str]:
+        """Return the prompts as answers repeat them: what was sent, and the text of what was sent as token ids."""
+        assert isinstance(request, CompletionRequest)
+        return [
+            sent if isinstance(sent, str) else self.codec.decode(ids)
+            for sent, ids in zip(request.prompt, prompts, strict=True)
+        ]
 
     def end(self, generation: Generation) -> None:
         """Free what a call still holds."""
@@ -143,7 +152,7 @@ class Service:
         room, wanted = limit - num_prompt, request.output_limit
         if room >= 1 and wanted is None:
             return room if isinstance(request, ChatRequest) else min(room, _DEFAULT_COMPLETION_TOKENS)
-        if wanted is None or room < 1:
+        if wanted is None or room < min(wanted, 1):
             message = f"the prompt has {num_prompt} tokens, but {holder} holds {limit}, output included; shorten it"
         elif wanted > room:
             message = (
@@ -182,11 +191,19 @@ def _samplings(request: GenerationRequest, max_tokens: int) -> Sequence[Sampling
                 stop_token_ids=tuple(request.stop_token_ids),
                 ignore_eos=request.ignore_eos,
                 logprobs=request.num_logprobs,
+                prompt_logprobs=_num_prompt_logprobs(request),
             )
             for i in range(request.n)
         ]
     except ValueError as error:
         raise ApiError(str(error)) from None
+
+
+def _num_prompt_logprobs(request: GenerationRequest) -> int | None:
+    # A request for no output is one for its prompt: the engine has nothing else to do for it.
+    if not request.echoes or (request.num_logprobs is None and request.output_limit != 0):
+        return None
+    return request.num_logprobs or 0
 
 
 def _int64(value: int) -> int:

@@ -50,6 +50,12 @@ class TextCodec:
             raise ApiError(f"the model's chat template refuses the messages: {error}", param="messages") from None
         return await self.encode(text, add_special_tokens=False)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        return self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )  # fmt: skip
+
     def detokenizer(self, stop: Sequence[str]) -> Detokenizer:
         """Return a detokenizer for one output."""
         return Detokenizer(self._tokenizer, tuple(stop))

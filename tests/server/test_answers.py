@@ -191,6 +191,44 @@ def test_completion_logprobs(client):
     assert [i for chunk in chunks for i in chunk.choices[0].logprobs.text_offset] == [0, 1, 2, 3, 4]
 
 
+def test_echo_puts_the_prompt_before_the_text(client):
+    for prompt in (["zx", "qk"], [ids("zx"), ids("qk")]):
+        answer = complete(client, prompt, max_tokens=2, echo=True)
+        assert [choice.text for choice in answer.choices] == ["zxzx", "qkqk"]
+    chunks = list(complete(client, "zx", max_tokens=2, echo=True, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "zxzx"
+    assert chunks[0].choices[0].text.startswith("zx")
+    assert complete(client, "zx", max_tokens=0, echo=True).choices[0].text == "zx"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echoed_logprobs_begin_with_the_prompts(client, stream):
+    answer = complete(client, ids("zx qk"), max_tokens=2, echo=True, logprobs=2, stream=stream)
+    parts = [chunk.choices[0].logprobs for chunk in answer] if stream else [answer.choices[0].logprobs]
+    assert [token for part in parts for token in part.tokens] == ["z", "x", " ", "q", "k", "z", "x"]
+    assert [lp for part in parts for lp in part.token_logprobs] == [None] + [-0.25] * 4 + [-0.5] * 2
+    assert [at for part in parts for at in part.text_offset] == list(range(7))
+    tops = [top for part in parts for top in part.top_logprobs]
+    assert tops[0] is None and [len(top) for top in tops[1:]] == [2] * 6
+
+
+def test_prompt_is_scored_without_output(server, client):
+    """As evaluations ask for it: token arrays, echo, log-probabilities, no or one token that is thrown away."""
+    counter = 'omniserve_requests_total{finish_reason="length",service_class="BE"}'
+    before = server.metric(counter)
+    for max_tokens in (0, 1):
+        answer = complete(
+            client, [ids("zx"), ids("qk ")], max_tokens=max_tokens, echo=True, logprobs=1, seed=1234, temperature=0,
+            extra_body={"service_tier": "flex"},
+        )  # fmt: skip
+        assert [len(choice.logprobs.token_logprobs) for choice in answer.choices] == [2 + max_tokens, 3 + max_tokens]
+        assert [choice.finish_reason for choice in answer.choices] == ["length"] * 2
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 2 * max_tokens)
+    whole_context = complete(client, [5] * 512, max_tokens=0, echo=True, logprobs=0)
+    assert len(whole_context.choices[0].logprobs.tokens) == 512
+    assert server.metric(counter) == before + 4
+
+
 def test_chat_logprobs_tell_bytes_of_half_characters(client):
     answer = chat(client, "🚀", max_tokens=len(chat_prompt("🚀")), logprobs=True, top_logprobs=1,
                   extra_body={"ignore_eos": True})  # fmt: skip
