@@ -180,6 +180,8 @@ class Engine:
         num_prompt, sampling = len(request.prompt_token_ids), request.sampling
         if (largest := max(request.prompt_token_ids)) >= self.spec.vocab_size:
             raise ValueError(f"prompt token {largest} is outside the vocabulary of {self.spec.vocab_size} tokens")
+        if (biased := max((token_id for token_id, _ in sampling.logit_bias), default=0)) >= self.spec.vocab_size:
+            raise ValueError(f"logit_bias's token {biased} is outside the vocabulary of {self.spec.vocab_size} tokens")
         total = num_prompt + sampling.max_tokens
         if total > self.max_model_len:
             raise ValueError(

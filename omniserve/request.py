@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -96,11 +96,15 @@ class SamplingParams:
     """Return the log-probability of each output token and of this many likeliest ones (0 to 20); None for none."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first, which nothing predicts."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit, in [-100, 100]); a mapping is taken, too."""
 
     def __post_init__(self) -> None:
         # Sequences are accepted for convenience; the stored value is hashable.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        bias = self.logit_bias
+        object.__setattr__(self, "logit_bias", tuple(bias.items() if isinstance(bias, Mapping) else bias))
         _check_int("max_tokens", self.max_tokens, 0, None)
         _check_int("top_k", self.top_k, 0, None)
         _check_float("temperature", self.temperature, 0.0, 100.0)
@@ -120,6 +124,9 @@ class SamplingParams:
             raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, None)
+        for token_id, bias in self.logit_bias:
+            _check_int("logit_bias's token id", token_id, 0, None)
+            _check_float("logit_bias", bias, -100.0, 100.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,11 +24,10 @@ class _RequestSampling:
     output_counts_V: Tensor | None
     """Occurrences of each token in the output; only for requests with penalties."""
     in_prompt_V: Tensor | None
-
-    @property
-    def is_plain(self) -> bool:
-        """Greedy, no penalties, no log-probabilities: the argmax is all it needs."""
-        return self.generator is None and self.output_counts_V is None and self.params.logprobs is None
+    bias: tuple[Tensor, Tensor] | None
+    """Token ids and what is added to their logits."""
+    is_plain: bool
+    """Greedy, logits as they are, no log-probabilities: the argmax is all it needs."""
 
 
 class Sampler:
@@ -61,7 +60,12 @@ class Sampler:
             counts = torch.zeros(self._vocab_size, device=self._device)
             in_prompt = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
             in_prompt[torch.tensor(list(prompt_token_ids), device=self._device)] = True
-        self._requests[request_id] = _RequestSampling(params, generator, counts, in_prompt)
+        bias = None
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            bias = (torch.tensor(ids, device=self._device), torch.tensor(values, device=self._device))
+        is_plain = generator is None and counts is None and bias is None and params.logprobs is None
+        self._requests[request_id] = _RequestSampling(params, generator, counts, in_prompt, bias, is_plain)
 
     def remove(self, request_id: str) -> None:
         """Forget a request; an unknown one is no error."""
@@ -95,17 +99,25 @@ class Sampler:
 
     def _sample_row(self, logits_V: Tensor, greedy: int, request: _RequestSampling) -> SampledToken:
         params = request.params
-        penalised_V = _penalise(logits_V, request)
+        adjusted_V = _penalise(_biased(logits_V, request), request)
         if request.generator is not None:
-            token_id = _draw(_filtered_probs(penalised_V, params), request.generator)
+            token_id = _draw(_filtered_probs(adjusted_V, params), request.generator)
         else:
-            token_id = greedy if penalised_V is logits_V else int(penalised_V.argmax())
+            token_id = greedy if adjusted_V is logits_V else int(adjusted_V.argmax())
         if request.output_counts_V is not None:
             request.output_counts_V[token_id] += 1
         if params.logprobs is None:
             return SampledToken(token_id=token_id)
         [logprob] = token_logprobs(logits_V[None], [token_id], params.logprobs)
         return SampledToken(token_id=token_id, logprob=logprob)
+
+
+def _biased(logits_V: Tensor, request: _RequestSampling) -> Tensor:
+    """Add the bias, which comes before penalties (Hugging Face's order)."""
+    if request.bias is None:
+        return logits_V
+    ids, values = request.bias
+    return logits_V.index_add(0, ids, values)
 
 
 def _penalise(logits_V: Tensor, request: _RequestSampling) -> Tensor:

@@ -56,10 +56,11 @@ class _Text:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     echo: Echo | None = None
+    mean_logprob: float = 0.0
 
 
 async def collect(generation: Generation) -> list[Delta]:
-    """Wait for the whole output; return one delta per choice, in order."""
+    """Wait for the whole output; return one delta per choice of the answer, in order."""
     texts: dict[int, _Text] = {}
     async for deltas in generation.deltas():
         for delta in deltas:
@@ -68,7 +69,13 @@ async def collect(generation: Generation) -> list[Delta]:
             text.logprobs += delta.logprobs
             text.finish_reason = delta.finish_reason
             text.echo = text.echo or delta.echo
-    return [Delta(i, "".join(t.parts), t.logprobs, t.finish_reason, t.echo) for i, t in sorted(texts.items())]
+            text.mean_logprob = delta.mean_logprob
+    return generation.best(
+        [
+            Delta(i, "".join(t.parts), t.logprobs, t.finish_reason, t.echo, t.mean_logprob)
+            for i, t in sorted(texts.items())
+        ]
+    )
 
 
 def finite(logprob: float) -> float:

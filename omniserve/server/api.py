@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from omniserve.errors import EngineStopped
+from omniserve.server import tokenize
 from omniserve.server.answers import AnswerShape, collect
 from omniserve.server.chat import ChatShape
 from omniserve.server.completions import CompletionShape
@@ -38,6 +39,8 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await _generate(service, request, ChatRequest, ChatShape, "chatcmpl")
+
+    app.include_router(tokenize.router(service, _body))
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -21,6 +21,8 @@ class Delta:
     finish_reason: str | None
     echo: Echo | None = None
     """In the first delta only, if the answer begins with the prompt."""
+    mean_logprob: float = 0.0
+    """Of the output so far, a stop token at its end included; 0 when none were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +76,16 @@ class Choice:
         self._detokenizer = codec.detokenizer(stop)
         self._logprobs: list[TokenLogprob] = []
         self._echo = echo
+        self._total_logprob, self._num_logprobs = 0.0, 0
 
     def advance(self, output: RequestOutput) -> Delta | None:
         """Take what a step produced; return the text that is certain by now, if any or if the choice is complete."""
         token_ids, logprobs = output.new_token_ids, output.new_logprobs
         if token_ids or self.request.sampling.max_tokens == 0:
             self.times.add(len(token_ids))
+        if logprobs:
+            self._total_logprob += sum(entry.logprob for entry in logprobs)
+            self._num_logprobs += len(logprobs)
         if output.finish_reason is FinishReason.STOP:
             # The engine ends a request so at a stop token only, and that is no part of the text.
             token_ids, logprobs = token_ids[:-1], logprobs[: len(token_ids) - 1]
@@ -98,4 +104,5 @@ class Choice:
         elif not text and self.finish_reason is None:
             return None
         logprobs_so_far, self._logprobs = self._logprobs, []
-        return Delta(self.index, text, logprobs_so_far, self.finish_reason, echo)
+        mean = self._total_logprob / max(1, self._num_logprobs)
+        return Delta(self.index, text, logprobs_so_far, self.finish_reason, echo, mean)

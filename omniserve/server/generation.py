@@ -30,6 +30,8 @@ class Job:
     """The call's own or its class's default."""
     echoes: Sequence[str] | None = None
     """Text of each prompt, which its answers begin with; None: they do not."""
+    num_kept: int | None = None
+    """Of each prompt's outputs, so many are in the answer: the likeliest; None: all."""
 
 
 @dataclass(slots=True)
@@ -134,6 +136,20 @@ class Generation:
             events.clear()
             if deltas:
                 yield deltas
+
+    def best(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """Return the choices that the answer has, of one complete delta per output.
+
+        Of each prompt's, the likeliest ones by the mean log-probability of their tokens, best first.
+        """
+        each, num_kept = len(self._job.samplings), self._job.num_kept
+        if num_kept is None or num_kept == each:
+            return list(deltas)
+        kept: list[Delta] = []
+        for first in range(0, len(deltas), each):
+            ranked = sorted(deltas[first : first + each], key=lambda delta: delta.mean_logprob, reverse=True)
+            kept += ranked[:num_kept]
+        return [dataclasses.replace(delta, index=index) for index, delta in enumerate(kept)]
 
     def fail(self, error: ApiError) -> None:
         """End everything that still runs with an error."""

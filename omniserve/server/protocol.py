@@ -14,6 +14,7 @@ from omniserve.server.refused import refuse_unsupported
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_BIASED_TOKENS = 1024
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -37,6 +38,16 @@ def _prompts(value: Any) -> Any:
         if all(isinstance(item, list) and all(type(i) is int for i in item) for item in value):
             return value
     raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists, and not empty")
+
+
+def _token_bias(value: Any) -> Any:
+    """Return pairs of token ids, which JSON has as strings, and their bias."""
+    if not isinstance(value, dict) or len(value) > MAX_BIASED_TOKENS:
+        raise ValueError(f"must be an object of at most {MAX_BIASED_TOKENS} token ids with their bias")
+    wrong = next((key for key in value if not (key.isascii() and key.isdecimal())), None)
+    if wrong is not None:
+        raise ValueError(f'its keys must be token ids in decimal, such as "5" (see /tokenize); one is {wrong!r}')
+    return [(int(key), bias) for key, bias in value.items()]
 
 
 class StreamOptions(BaseModel):
@@ -75,6 +86,9 @@ class GenerationRequest(BaseModel):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Annotated[list[str], BeforeValidator(_stop_strings)] = []
+    logit_bias: Annotated[
+        list[tuple[int, Annotated[float, Field(ge=-100, le=100)]]], BeforeValidator(_token_bias)
+    ] = []  # fmt: skip
     service_tier: str = "auto"
     """Names a class of requests (see ``class_of_tier``)."""
 
@@ -121,13 +135,19 @@ class GenerationRequest(BaseModel):
         """The answer begins with the prompt, its log-probabilities with the prompt's."""
         return False
 
+    @property
+    def num_samples(self) -> int:
+        """Outputs per prompt, of which the answer has the best ``n``."""
+        return self.n
+
 
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts)]
     logprobs: int | None = Field(None, ge=0, le=20)
-    best_of: int | None = Field(None, ge=1)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    """The likeliest ``n`` of so many outputs, by the mean log-probability of their tokens."""
     echo: bool = False
     """With ``logprobs`` and ``max_tokens=0`` or 1: how evaluations score texts."""
 
@@ -138,6 +158,10 @@ class CompletionRequest(GenerationRequest):
     @property
     def echoes(self) -> bool:
         return self.echo
+
+    @property
+    def num_samples(self) -> int:
+        return self.n if self.best_of is None else self.best_of
 
 
 class TextPart(BaseModel):
@@ -186,6 +210,7 @@ class ChatRequest(GenerationRequest):
 
 
 R = TypeVar("R", bound=GenerationRequest)
+M = TypeVar("M", bound=BaseModel)
 
 
 def parse(kind: type[R], body: bytes) -> R:
@@ -195,20 +220,38 @@ def parse(kind: type[R], body: bytes) -> R:
         ApiError: It is no JSON object, or a field is unknown, missing, ill-typed, out of range or unsupported; the
             message names the field and what to do.
     """
+    fields = read_fields(body)
+    refuse_unsupported(fields)
+    request = validate(kind, fields)
+    _check_combinations(request)
+    return request
+
+
+def read_fields(body: bytes) -> dict[str, Any]:
+    """Return the fields of a request's body, without nulls.
+
+    Raises:
+        ApiError: It is no JSON object.
+    """
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(f"the body must be a JSON object, got {_short(fields)}", code="invalid_json")
-    fields = _without_nulls(fields)
-    refuse_unsupported(fields)
+    return _without_nulls(fields)
+
+
+def validate(kind: type[M], fields: dict[str, Any]) -> M:
+    """Return the fields as a model.
+
+    Raises:
+        ApiError: One is unknown, missing, ill-typed or out of range.
+    """
     try:
-        request = kind.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise _field_error(kind, error) from None
-    _check_combinations(request)
-    return request
 
 
 def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
@@ -236,8 +279,12 @@ def _check_combinations(request: GenerationRequest) -> None:
         raise ApiError("stream_options needs stream=true; drop it or stream", param="stream_options")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
-    if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n):
-        raise ApiError("best_of is supported only when it equals n; drop it", param="best_of", code="unsupported_value")
+    if request.num_samples < request.n:
+        raise ApiError(f"best_of must be at least n, which is {request.n}", param="best_of")
+    if request.num_samples > request.n and request.stream:
+        raise ApiError(
+            "best_of above n cannot be streamed: which are best is known at the end; drop one", param="best_of"
+        )
 
 
 def _field_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
@@ -252,6 +299,8 @@ def _field_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
             close = difflib.get_close_matches(str(location[0]), kind.model_fields, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else f"; known fields: {', '.join(kind.model_fields)}"
         return ApiError(f"unknown field {path!r}: remove it{hint}", param=path, code="unknown_parameter")
+    if not location:  # of several fields together
+        return ApiError(message, code="invalid_value")
     return ApiError(f"{path}: {message}; got {_short(first['input'])}", param=path, code="invalid_value")
 
 

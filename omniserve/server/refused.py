@@ -13,7 +13,6 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "audio output is not supported; remove {name}"),
     "function_call": (("none",), _NO_TOOLS),
     "functions": (([],), _NO_TOOLS),
-    "logit_bias": (({},), "{name} is not supported; remove it"),
     "modalities": ((["text"],), "only text is supported; remove {name}"),
     "moderation": ((), "{name} is not supported; remove it"),
     "prediction": ((), "{name} is not supported; remove it"),

@@ -61,6 +61,11 @@ class Service:
                 code="model_not_found",
             )
 
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a request, prompt and output together."""
+        return min(self.info.max_model_len, self.info.kv_pool_tokens)
+
     async def prompts(self, request: GenerationRequest) -> list[list[int]]:
         """Return the token ids of each prompt.
 
@@ -97,7 +102,8 @@ class Service:
         """
         spec = class_of_tier(request.service_tier, self.info.classes)
         prompts = await self.prompts(request)
-        if len(prompts) * request.n > _MAX_CHOICES_PER_CALL:
+        self._check_bias(request)
+        if len(prompts) * request.num_samples > _MAX_CHOICES_PER_CALL:
             raise ApiError(f"prompts times n is more than {_MAX_CHOICES_PER_CALL}; send several requests", param="n")
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
         generation = Generation(
@@ -108,7 +114,8 @@ class Service:
                 samplings=_samplings(request, max_tokens),
                 service_class=spec.name,
                 slo=request.slo_or_none or spec.slo,
-                echoes=self._echoes(request, prompts) if request.echoes else None,
+                echoes=await self._echoes(request, prompts) if request.echoes else None,
+                num_kept=request.n,
             ),
             client=self.client,
             codec=self.codec,
@@ -119,11 +126,19 @@ class Service:
         self._idle.clear()
         return generation
 
-    def _echoes(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> list[str]:
+    def _check_bias(self, request: GenerationRequest) -> None:
+        unknown = max((token_id for token_id, _ in request.logit_bias), default=0)
+        if unknown >= self.info.vocab_size:
+            raise ApiError(
+                f"logit_bias has the token id {unknown}, but this model's ids are 0 to {self.info.vocab_size - 1}",
+                param="logit_bias",
+            )
+
+    async def _echoes(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> list[str]:
         """Return the prompts as answers repeat them: what was sent, and the text of what was sent as token ids."""
         assert isinstance(request, CompletionRequest)
         return [
-            sent if isinstance(sent, str) else self.codec.decode(ids)
+            sent if isinstance(sent, str) else await self.codec.decode(ids)
             for sent, ids in zip(request.prompt, prompts, strict=True)
         ]
 
@@ -190,10 +205,14 @@ def _samplings(request: GenerationRequest, max_tokens: int) -> Sequence[Sampling
                 stop=tuple(request.stop),
                 stop_token_ids=tuple(request.stop_token_ids),
                 ignore_eos=request.ignore_eos,
-                logprobs=request.num_logprobs,
+                logit_bias=tuple(request.logit_bias),
+                # What is best is told by log-probabilities.
+                logprobs=0
+                if request.num_logprobs is None and request.num_samples > request.n
+                else request.num_logprobs,
                 prompt_logprobs=_num_prompt_logprobs(request),
             )
-            for i in range(request.n)
+            for i in range(request.num_samples)
         ]
     except ValueError as error:
         raise ApiError(str(error)) from None

@@ -36,29 +36,46 @@ class TextCodec:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self._encode, text, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Return the token ids of a chat, up to where the assistant's answer begins.
+    async def encode_chat(
+        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True
+    ) -> list[int]:  # fmt: skip
+        """Return the token ids of a chat.
+
+        Args:
+            messages: As chat templates take them.
+            add_generation_prompt: Go on to where the assistant's answer begins.
 
         Raises:
             ApiError: The model has no chat template, or the template refuses the messages.
         """
         if not getattr(self._tokenizer, "chat_template", None):
-            raise ApiError("this model has no chat template; use /v1/completions", code="no_chat_template")
+            raise ApiError(
+                "this model has no chat template, so it cannot tell messages apart; write the chat as one prompt and "
+                "send it to /v1/completions, or serve the model with a tokenizer that has one (--tokenizer)",
+                param="messages",
+                code="no_chat_template",
+            )
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )  # fmt: skip
         except TemplateError as error:
             raise ApiError(f"the model's chat template refuses the messages: {error}", param="messages") from None
         return await self.encode(text, add_special_tokens=False)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
-        return self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )  # fmt: skip
+        if len(token_ids) <= _MAX_INLINE_CHARACTERS:
+            return self._decode(token_ids)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._decode, token_ids)
 
     def detokenizer(self, stop: Sequence[str]) -> Detokenizer:
         """Return a detokenizer for one output."""
         return Detokenizer(self._tokenizer, tuple(stop))
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        ids = list(token_ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids

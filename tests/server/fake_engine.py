@@ -38,6 +38,8 @@ class _Running:
 class FakeEngine:
     """Says the prompt's tokens again and again: output i is prompt[i % len(prompt)], shifted by the seed if any.
 
+    A token with a bias of 100 is all that is said. Log-probabilities differ between seeds.
+
     Args:
         vocab_size, eos_token_id: Of the tokenizer beside it.
         config: Only its classes and the size of its KV pool have an effect.
@@ -119,6 +121,7 @@ class FakeEngine:
             del self._running[request_id]
             return self._output(request_id, entry, prompt_logprobs=prompt_logprobs, finish_reason=FinishReason.LENGTH)
         token = (prompt[len(entry.output) % len(prompt)] + (sampling.seed or 0)) % self.spec.vocab_size
+        token = next((biased for biased, bias in sampling.logit_bias if bias == 100), token)
         entry.output.append(token)
         reason = FinishReason.LENGTH if len(entry.output) >= sampling.max_tokens else None
         stop_reason: int | str | None = None
@@ -132,7 +135,8 @@ class FakeEngine:
             del self._running[request_id]
         logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.logprobs is not None:
-            logprobs = (self._logprob(token, sampling.logprobs, -0.5),)
+            value = -0.5 if sampling.seed is None else -0.5 - sampling.seed % 3
+            logprobs = (self._logprob(token, sampling.logprobs, value),)
         return self._output(
             request_id, entry, (token,), new_logprobs=logprobs, prompt_logprobs=prompt_logprobs, finish_reason=reason,
             stop_reason=stop_reason,

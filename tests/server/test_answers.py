@@ -179,6 +179,42 @@ def test_n_choices_have_seeds_of_their_own(client):
     assert streamed == dict(enumerate(expected))
 
 
+def test_best_of_keeps_the_likeliest(client):
+    [a] = ids("a")
+    answer = complete(client, [[a], [a + 1]], max_tokens=1, n=2, best_of=5, seed=7)
+    # The fake engine's log-probability is -0.5 - seed % 3, and the seeds are 7 to 11.
+    expected = [TOKENIZER.decode([a + prompt + seed]) for prompt in (0, 1) for seed in (9, 7)]
+    assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(expected))
+    assert all(choice.logprobs is None for choice in answer.choices)
+    assert answer.usage.completion_tokens == 10, "what was generated, not what is shown"
+
+
+def test_logit_bias_reaches_the_engine(client):
+    [a] = ids("a")
+    answer = complete(client, "zx", max_tokens=3, logit_bias={str(a): 100, "7": -1.5})
+    assert answer.choices[0].text == "aaa"
+
+
+def test_tokenize_and_detokenize(server):
+    text = "the list 🚀<|end|>"
+    with server.http() as http:
+        answer = http.post("/tokenize", json={"model": "fake", "prompt": text, "return_token_strs": True}).json()
+        assert answer["tokens"] == ids(text) and answer["count"] == len(ids(text))
+        assert answer["max_model_len"] == 512
+        assert answer["token_strs"][-1] == "<|end|>"
+        back = http.post("/detokenize", json={"model": "fake", "tokens": answer["tokens"]}).json()
+        assert back == {"prompt": text}
+        messages = [{"role": "user", "content": "hi"}]
+        answer = http.post("/tokenize", json={"messages": messages}).json()
+        assert answer["tokens"] == chat_prompt("hi") and answer["token_strs"] is None
+        answer = http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
+        assert answer["tokens"] == ids("<|user|>hi<|end|>")
+        long = "word " * 3000
+        answer = http.post("/tokenize", json={"prompt": long, "add_special_tokens": False}).json()
+        assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": long}
+        assert http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
+
+
 def test_completion_logprobs(client):
     answer = complete(client, "zx qk", max_tokens=5, logprobs=2)
     logprobs = answer.choices[0].logprobs

@@ -7,6 +7,7 @@ import json
 import openai
 import pytest
 from fake_engine import BAD_OUTPUT, REFUSE, REJECT, REJECT_WITHOUT_HINT
+from tokenizers_for_tests import byte_level_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -68,10 +69,15 @@ BAD_FIELDS = [
     (COMPLETIONS, {"prompt": "a", "service_tier": "gold"}, "service_tier", "'flex', 'LS', 'BE'; got 'gold'"),
     (COMPLETIONS, {"prompt": "a", "slo": {"ttft_s": 0}}, "slo.ttft_s", "greater than 0"),
     (COMPLETIONS, {"prompt": "a", "slo": {"ttft": 1}}, "slo.ttft", "unknown field"),
-    (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "drop it"),
+    (COMPLETIONS, {"prompt": "a", "n": 3, "best_of": 2}, "best_of", "at least n, which is 3"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 129}, "best_of", "less than or equal to 128"),
     (CHAT, {"messages": USER, "echo": True}, "echo", "unknown field"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"z": 1}}, "logit_bias", "token ids in decimal"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": [5]}, "logit_bias", "must be an object"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias.0.1", "less than or equal to 100"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"400": 1}}, "logit_bias", "ids are 0 to 399"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
     (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools", "not supported"),
     (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "not supported"),
     (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
@@ -104,6 +110,46 @@ def test_bad_field(server, path, fields, param, message, stream):
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert message in error["message"]
+
+
+def test_best_of_cannot_be_streamed(server):
+    response = post(server, COMPLETIONS, json.dumps({"prompt": "a", "best_of": 2, "stream": True}))
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "best_of"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/tokenize", {}, "give prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": USER}, "give prompt or messages"),
+        ("/tokenize", {"messages": USER, "add_special_tokens": True}, "the chat template writes them"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "is for messages"),
+        ("/tokenize", {"prompt": "a", "zzz": 1}, "unknown field"),
+        ("/tokenize", {"prompt": 5}, "valid string"),
+        ("/detokenize", {"tokens": [400]}, "ids are 0 to 399"),
+        ("/detokenize", {"tokens": [-1]}, "greater than or equal to 0"),
+        ("/detokenize", {}, "tokens is missing"),
+    ],
+)
+def test_bad_field_of_the_tokenizer(server, path, fields, message):
+    response = post(server, path, json.dumps(fields))
+    assert response.status_code == 400, response.text
+    assert message in error_of(response)["message"]
+
+
+def test_chat_with_a_model_without_a_chat_template_says_what_to_do(start_server, tmp_path):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    server = start_server("--tokenizer", str(tmp_path)).wait_until_ready()
+    for path in (CHAT, "/tokenize"):
+        response = post(server, path, json.dumps({"messages": USER}))
+        assert response.status_code == 400
+        error = error_of(response)
+        assert error["code"] == "no_chat_template" and error["param"] == "messages"
+        assert "/v1/completions" in error["message"]
+    assert post(server, COMPLETIONS, json.dumps({"prompt": "a"})).status_code == 200
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', "null", '{"prompt": "a"', b"\xff\xfe{}", "[" * 100_000])
