@@ -98,6 +98,8 @@ class SamplingParams:
     """The same for each token of the prompt but the first, which nothing predicts."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit, in [-100, 100]); a mapping is taken, too."""
+    grammar: str | None = None
+    """What the output has to be, in llguidance's dialect of Lark; see ``omniserve.json_grammar``. Needs a tokenizer."""
 
     def __post_init__(self) -> None:
         # Sequences are accepted for convenience; the stored value is hashable.
@@ -122,6 +124,10 @@ class SamplingParams:
             raise ValueError("max_tokens must be >= 1, got 0; it may be 0 only with prompt_logprobs")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
+        if self.grammar is not None and (not isinstance(self.grammar, str) or not self.grammar):
+            raise ValueError(f"grammar must be a non-empty string or None, got {self.grammar!r}")
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError("grammar and ignore_eos contradict each other: where a grammar ends, the output must end")
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, None)
         for token_id, bias in self.logit_bias:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from omniserve.grammar import GrammarFailed, GrammarState
 from omniserve.plan import SampledToken
 from omniserve.prompt_scores import token_logprobs
 from omniserve.request import SamplingParams
@@ -26,6 +27,7 @@ class _RequestSampling:
     in_prompt_V: Tensor | None
     bias: tuple[Tensor, Tensor] | None
     """Token ids and what is added to their logits."""
+    grammar: GrammarState | None
     is_plain: bool
     """Greedy, logits as they are, no log-probabilities: the argmax is all it needs."""
 
@@ -46,9 +48,16 @@ class Sampler:
         self._device = device
         self._requests: dict[str, _RequestSampling] = {}
         self._seeds = torch.Generator().manual_seed(seed)
+        self._shifts = torch.arange(8, dtype=torch.uint8, device=device)
 
-    def add(self, request_id: str, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
-        """Begin to sample for a request."""
+    def add(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        grammar: GrammarState | None = None,
+    ) -> None:
+        """Begin to sample for a request; ``grammar`` is the beginning of that of ``params``, if it has one."""
         generator = None
         if params.temperature > 0:
             seed = params.seed
@@ -64,8 +73,8 @@ class Sampler:
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
             bias = (torch.tensor(ids, device=self._device), torch.tensor(values, device=self._device))
-        is_plain = generator is None and counts is None and bias is None and params.logprobs is None
-        self._requests[request_id] = _RequestSampling(params, generator, counts, in_prompt, bias, is_plain)
+        is_plain = params.logprobs is None and all(x is None for x in (generator, counts, bias, grammar))
+        self._requests[request_id] = _RequestSampling(params, generator, counts, in_prompt, bias, grammar, is_plain)
 
     def remove(self, request_id: str) -> None:
         """Forget a request; an unknown one is no error."""
@@ -79,7 +88,8 @@ class Sampler:
             request_ids: The request of each row.
 
         Returns:
-            Tokens by request, and messages by request for rows that have no finite maximum.
+            Tokens by request, and messages by request for rows that have no finite maximum or no token that fits a
+            grammar.
         """
         top_R, greedy_R = logits_RV.max(dim=-1)
         top, greedy = top_R.tolist(), greedy_R.tolist()
@@ -93,23 +103,36 @@ class Sampler:
             request = self._requests[request_id]
             if request.is_plain:
                 tokens[request_id] = SampledToken(token_id=greedy[row])
-            else:
+                continue
+            try:
                 tokens[request_id] = self._sample_row(logits_RV[row].float(), greedy[row], request)
+            except GrammarFailed as error:
+                failed[request_id] = str(error)
         return tokens, failed
 
     def _sample_row(self, logits_V: Tensor, greedy: int, request: _RequestSampling) -> SampledToken:
         params = request.params
-        adjusted_V = _penalise(_biased(logits_V, request), request)
+        adjusted_V = self._constrain(_penalise(_biased(logits_V, request), request), request.grammar)
         if request.generator is not None:
             token_id = _draw(_filtered_probs(adjusted_V, params), request.generator)
         else:
             token_id = greedy if adjusted_V is logits_V else int(adjusted_V.argmax())
         if request.output_counts_V is not None:
             request.output_counts_V[token_id] += 1
+        if request.grammar is not None:
+            request.grammar.accept(token_id)
         if params.logprobs is None:
             return SampledToken(token_id=token_id)
         [logprob] = token_logprobs(logits_V[None], [token_id], params.logprobs)
         return SampledToken(token_id=token_id, logprob=logprob)
+
+    def _constrain(self, logits_V: Tensor, grammar: GrammarState | None) -> Tensor:
+        """Leave only the tokens that may come next."""
+        if grammar is None:
+            return logits_V
+        bytes_ = torch.frombuffer(bytearray(grammar.allowed()), dtype=torch.uint8).to(self._device)
+        allowed_V = (bytes_[:, None] >> self._shifts & 1).view(-1)[: self._vocab_size].bool()
+        return logits_V.masked_fill(~allowed_V, -math.inf)
 
 
 def _biased(logits_V: Tensor, request: _RequestSampling) -> Tensor:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from omniserve.request import SLO
 from omniserve.server.errors import ApiError
+from omniserve.server.formats import ResponseFormat
 from omniserve.server.refused import refuse_unsupported
 
 MAX_CHOICES = 128
@@ -89,6 +90,7 @@ class GenerationRequest(BaseModel):
     logit_bias: Annotated[
         list[tuple[int, Annotated[float, Field(ge=-100, le=100)]]], BeforeValidator(_token_bias)
     ] = []  # fmt: skip
+    response_format: ResponseFormat | None = None
     service_tier: str = "auto"
     """Names a class of requests (see ``class_of_tier``)."""
 
@@ -134,6 +136,11 @@ class GenerationRequest(BaseModel):
     def echoes(self) -> bool:
         """The answer begins with the prompt, its log-probabilities with the prompt's."""
         return False
+
+    @property
+    def grammar(self) -> str | None:
+        """What the output is constrained to."""
+        return None if self.response_format is None else self.response_format.grammar
 
     @property
     def num_samples(self) -> int:
@@ -279,6 +286,8 @@ def _check_combinations(request: GenerationRequest) -> None:
         raise ApiError("stream_options needs stream=true; drop it or stream", param="stream_options")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
+    if request.grammar is not None and request.ignore_eos:
+        raise ApiError("ignore_eos contradicts a format that the answer has to keep; drop one", param="ignore_eos")
     if request.num_samples < request.n:
         raise ApiError(f"best_of must be at least n, which is {request.n}", param="best_of")
     if request.num_samples > request.n and request.stream:

@@ -18,10 +18,6 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "prediction": ((), "{name} is not supported; remove it"),
     "prompt_cache_retention": ((), "{name} is not supported; remove it"),
     "reasoning_effort": (("none",), "{name} is not supported; remove it"),
-    "response_format": (
-        ({"type": "text"},),
-        "structured output is not supported; remove {name} and ask for the format in the prompt",
-    ),
     "store": ((False,), "answers are not stored; remove {name} or set it to false"),
     "suffix": (("",), "insertion is not supported; remove {name}"),
     "tool_choice": (("none", "auto"), _NO_TOOLS),

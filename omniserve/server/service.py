@@ -206,6 +206,7 @@ def _samplings(request: GenerationRequest, max_tokens: int) -> Sequence[Sampling
                 stop_token_ids=tuple(request.stop_token_ids),
                 ignore_eos=request.ignore_eos,
                 logit_bias=tuple(request.logit_bias),
+                grammar=request.grammar,
                 # What is best is told by log-probabilities.
                 logprobs=0
                 if request.num_logprobs is None and request.num_samples > request.n

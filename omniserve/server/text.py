@@ -51,7 +51,7 @@ class TextCodec:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ApiError(
                 "this model has no chat template, so it cannot tell messages apart; write the chat as one prompt and "
-                "send it to /v1/completions, or serve the model with a tokenizer that has one (--tokenizer)",
+                "send it to /v1/completions",
                 param="messages",
                 code="no_chat_template",
             )

@@ -82,6 +82,8 @@ class FakeEngine:
             raise RequestRejected("too many requests")
         if first == REFUSE:
             raise ValueError("the fake engine does not like this prompt")
+        if request.sampling.grammar is not None and "unsupported" in request.sampling.grammar:
+            raise ValueError("the fake engine does not like this grammar")
         self._num_added += 1
         request_id = request.request_id or f"warm-up-{self._num_added}"
         now_s = time.monotonic()
@@ -190,6 +192,9 @@ class FakeEngine:
             latency_error=0.125,
             latency_drift=1.25,
         )
+
+    def prepare_grammars(self) -> None:
+        pass
 
     def close(self) -> None:
         self._running.clear()
