@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -128,5 +129,5 @@ class GrammarCompiler:
 
 
 def _first_line(message: str) -> str:
-    # Behind it is where in the grammar, of which a client that sent a schema knows nothing.
-    return message.strip().partition("\n")[0].rpartition("): ")[2]
+    # The rest is where in the grammar, of which a client that sent a schema knows nothing.
+    return re.sub(r"^at \d+\(\d+\): ", "", message.strip().partition("\n")[0])

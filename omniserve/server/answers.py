@@ -12,6 +12,7 @@ from typing import Any
 from omniserve.request import TokenLogprob
 from omniserve.server.choice import Delta, Echo
 from omniserve.server.generation import Generation
+from omniserve.server.tool_calls import ParsedCall
 
 # JSON has no infinity, and no client can do anything with one.
 _LOWEST_LOGPROB = -9999.0
@@ -57,6 +58,7 @@ class _Text:
     finish_reason: str | None = None
     echo: Echo | None = None
     mean_logprob: float = 0.0
+    tool_calls: list[ParsedCall] = field(default_factory=list)
 
 
 async def collect(generation: Generation) -> list[Delta]:
@@ -70,9 +72,10 @@ async def collect(generation: Generation) -> list[Delta]:
             text.finish_reason = delta.finish_reason
             text.echo = text.echo or delta.echo
             text.mean_logprob = delta.mean_logprob
+            text.tool_calls += delta.tool_calls
     return generation.best(
         [
-            Delta(i, "".join(t.parts), t.logprobs, t.finish_reason, t.echo, t.mean_logprob)
+            Delta(i, "".join(t.parts), t.logprobs, t.finish_reason, t.echo, t.mean_logprob, t.tool_calls)
             for i, t in sorted(texts.items())
         ]
     )

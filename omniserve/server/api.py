@@ -22,6 +22,8 @@ from omniserve.server.streaming import ClientGone, EventStream, or_disconnect
 
 _MAX_BODY_BYTES = 32 << 20
 _PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
+# Stands for service_tier where a program cannot set that.
+_SERVICE_TIER_HEADER = "x-omniserve-service-tier"
 _CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
 
 
@@ -91,7 +93,7 @@ async def _generate(
 ) -> Response:
     arrival_s = time.monotonic()
     service.check_open()
-    request = parse(kind, await _body(http))
+    request = parse(kind, await _body(http), default_tier=http.headers.get(_SERVICE_TIER_HEADER))
     service.check_model(request.model)
     call_id = new_call_id(id_prefix)
     generation = await service.begin(request, call_id, arrival_s)

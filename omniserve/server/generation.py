@@ -14,6 +14,7 @@ from omniserve.server.engine_client import Accepted, EngineClient, Event
 from omniserve.server.errors import ApiError, engine_gone, from_engine
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.text import TextCodec
+from omniserve.server.tool_calls import ToolCallParser
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,8 @@ class Job:
     """Text of each prompt, which its answers begin with; None: they do not."""
     num_kept: int | None = None
     """Of each prompt's outputs, so many are in the answer: the likeliest; None: all."""
+    calls_tools: bool = False
+    """Tool calls are told from the text."""
 
 
 @dataclass(slots=True)
@@ -73,8 +76,9 @@ class Generation:
                     slo=job.slo,
                 )
                 echo = None if job.echoes is None else job.echoes[i]
+                parser = ToolCallParser() if job.calls_tools else None
                 self._choices[f"{job.call_id}-{index}"] = Choice(
-                    index, request, codec, sampling.stop, job.arrival_s, echo=echo
+                    index, request, codec, sampling.stop, job.arrival_s, echo=echo, parser=parser
                 )  # fmt: skip
 
     async def start(self) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from omniserve.request import SLO
 from omniserve.server.errors import ApiError
+from omniserve.server.fields import read_fields, validate
 from omniserve.server.formats import ResponseFormat
+from omniserve.server.messages import Message
 from omniserve.server.refused import refuse_unsupported
+from omniserve.server.tools import CALL_END, NamedTool, Tool, ToolChoice, calls_grammar
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -143,6 +144,16 @@ class GenerationRequest(BaseModel):
         return None if self.response_format is None else self.response_format.grammar
 
     @property
+    def stop_strings(self) -> list[str]:
+        """What ends the text."""
+        return self.stop
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Tools that the model is told of."""
+        return []
+
+    @property
     def num_samples(self) -> int:
         """Outputs per prompt, of which the answer has the best ``n``."""
         return self.n
@@ -171,45 +182,35 @@ class CompletionRequest(GenerationRequest):
         return self.n if self.best_of is None else self.best_of
 
 
-class TextPart(BaseModel):
-    """One part of a message's content."""
-
-    model_config = _STRICT
-
-    type: Literal["text"]
-    text: str
-
-
-def _text_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-class Message(BaseModel):
-    """One message of a chat."""
-
-    model_config = _STRICT
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_text_parts)]
-    name: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """Return the message as chat templates take it."""
-        message = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": "".join(part.text for part in self.content),
-        }
-        return message if self.name is None else message | {"name": self.name}
-
-
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] = []
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    """Accepted and without effect: there are no tools."""
+    """False: an answer ends with its first call."""
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def grammar(self) -> str | None:
+        tools, choice = self.offered_tools, self.tool_choice
+        if isinstance(choice, NamedTool):
+            named = [tool for tool in tools if tool.function.name == choice.function.name]
+            return calls_grammar(named, free_text=False, several=False)
+        if choice == "required" or any(tool.function.strict for tool in tools):
+            return calls_grammar(tools, free_text=choice != "required", several=self.parallel_tool_calls)
+        return super().grammar
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [*self.stop, CALL_END] if self.offered_tools and not self.parallel_tool_calls else self.stop
 
     @property
     def num_logprobs(self) -> int | None:
@@ -217,11 +218,15 @@ class ChatRequest(GenerationRequest):
 
 
 R = TypeVar("R", bound=GenerationRequest)
-M = TypeVar("M", bound=BaseModel)
 
 
-def parse(kind: type[R], body: bytes) -> R:
+def parse(kind: type[R], body: bytes, *, default_tier: str | None = None) -> R:
     """Check a request's body.
+
+    Args:
+        kind: What it has to be.
+        body: JSON.
+        default_tier: The ``service_tier`` of a request that brings none; None: ``auto``.
 
     Raises:
         ApiError: It is no JSON object, or a field is unknown, missing, ill-typed, out of range or unsupported; the
@@ -229,52 +234,32 @@ def parse(kind: type[R], body: bytes) -> R:
     """
     fields = read_fields(body)
     refuse_unsupported(fields)
+    if default_tier is not None:
+        fields.setdefault("service_tier", default_tier)
     request = validate(kind, fields)
     _check_combinations(request)
     return request
 
 
-def read_fields(body: bytes) -> dict[str, Any]:
-    """Return the fields of a request's body, without nulls.
-
-    Raises:
-        ApiError: It is no JSON object.
-    """
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(fields, dict):
-        raise ApiError(f"the body must be a JSON object, got {_short(fields)}", code="invalid_json")
-    return _without_nulls(fields)
-
-
-def validate(kind: type[M], fields: dict[str, Any]) -> M:
-    """Return the fields as a model.
-
-    Raises:
-        ApiError: One is unknown, missing, ill-typed or out of range.
-    """
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise _field_error(kind, error) from None
-
-
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Drop nulls: OpenAI takes them for an absent field, also in messages that came out of an earlier answer."""
-    fields = {name: value for name, value in fields.items() if value is not None}
-    if isinstance(fields.get("messages"), list):
-        fields["messages"] = [
-            {k: v for k, v in message.items() if v is not None and not (k in ("annotations", "tool_calls") and v == [])}
-            if isinstance(message, dict)
-            else message
-            for message in fields["messages"]
-        ]
-    return fields
+def _check_tools(request: ChatRequest) -> None:
+    names = [tool.function.name for tool in request.tools]
+    if len(set(names)) < len(names):
+        raise ApiError("two tools have the same name; rename one", param="tools")
+    choice = request.tool_choice
+    if not names and choice not in ("none", "auto"):
+        raise ApiError("tool_choice asks for a call, but there are no tools; give some", param="tool_choice")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise ApiError(f"tool_choice names {choice.function.name!r}, which is none of the tools", param="tool_choice")
+    if request.offered_tools and request.response_format is not None and request.response_format.type != "text":
+        raise ApiError(
+            "response_format would keep the model from calling tools; drop one, or set tool_choice to 'none'",
+            param="response_format",
+        )
 
 
 def _check_combinations(request: GenerationRequest) -> None:
+    if isinstance(request, ChatRequest):
+        _check_tools(request)
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise ApiError("max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
@@ -294,25 +279,3 @@ def _check_combinations(request: GenerationRequest) -> None:
         raise ApiError(
             "best_of above n cannot be streamed: which are best is known at the end; drop one", param="best_of"
         )
-
-
-def _field_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    location, message = first["loc"], first["msg"].removeprefix("Value error, ")
-    path = ".".join(map(str, location))
-    if first["type"] == "missing":
-        return ApiError(f"{path} is missing", param=path, code="missing_required_parameter")
-    if first["type"] == "extra_forbidden":
-        hint = ""
-        if len(location) == 1:
-            close = difflib.get_close_matches(str(location[0]), kind.model_fields, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else f"; known fields: {', '.join(kind.model_fields)}"
-        return ApiError(f"unknown field {path!r}: remove it{hint}", param=path, code="unknown_parameter")
-    if not location:  # of several fields together
-        return ApiError(message, code="invalid_value")
-    return ApiError(f"{path}: {message}; got {_short(first['input'])}", param=path, code="invalid_value")
-
-
-def _short(value: Any, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

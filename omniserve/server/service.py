@@ -73,7 +73,9 @@ class Service:
             ApiError: A prompt is empty or has ids that the model does not know.
         """
         if isinstance(request, ChatRequest):
-            prompts = [await self.codec.encode_chat([message.for_template() for message in request.messages])]
+            messages = [message.for_template() for message in request.messages]
+            tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
+            prompts = [await self.codec.encode_chat(messages, tools=tools)]
         else:
             assert isinstance(request, CompletionRequest)
             prompts = [
@@ -116,6 +118,7 @@ class Service:
                 slo=request.slo_or_none or spec.slo,
                 echoes=await self._echoes(request, prompts) if request.echoes else None,
                 num_kept=request.n,
+                calls_tools=bool(request.offered_tools),
             ),
             client=self.client,
             codec=self.codec,
@@ -202,7 +205,7 @@ def _samplings(request: GenerationRequest, max_tokens: int) -> Sequence[Sampling
                 repetition_penalty=request.repetition_penalty,
                 presence_penalty=request.presence_penalty,
                 frequency_penalty=request.frequency_penalty,
-                stop=tuple(request.stop),
+                stop=tuple(request.stop_strings),
                 stop_token_ids=tuple(request.stop_token_ids),
                 ignore_eos=request.ignore_eos,
                 logit_bias=tuple(request.logit_bias),

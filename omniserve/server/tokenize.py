@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
 from omniserve.server.errors import ApiError
-from omniserve.server.protocol import Message, read_fields, validate
+from omniserve.server.fields import read_fields, validate
+from omniserve.server.messages import Message
 from omniserve.server.service import Service
 
 _STRICT = ConfigDict(extra="forbid", strict=True)

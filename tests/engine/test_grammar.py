@@ -13,6 +13,8 @@ import torch
 from omniserve import Engine, EngineConfig, FinishReason, Request, SamplingParams, json_grammar, patch
 from omniserve.grammar import GrammarCompiler, GrammarFailed
 from omniserve.sampling import Sampler
+from omniserve.server.tool_calls import ToolCallParser
+from omniserve.server.tools import Tool, calls_grammar
 from tests.parity.engine_histories import poison
 from tests.parity.models import tiny_model
 from tests.server.tokenizers_for_tests import byte_level_tokenizer
@@ -117,7 +119,7 @@ def test_what_happens_to_a_request_changes_nothing_of_its_output(make_engine, sc
         constrained(json_grammar(schema), prompt=rng.randint(1, 30), service_class=rng.choice(["LS", "BE", "BE"]))
         for schema, _ in drawn
     ]
-    # Greedy, so that only what the model and the grammar say counts; rows in another batch differ by rounding alone.
+    # Seeded: each output depends on the model, the seed and the grammar alone.
     alone = make_engine(device_blocks=2000).generate(requests)
     engine = make_engine(device_blocks=40, host_blocks=200, max_step_tokens=24, scheduler=scheduler)
     which = {engine.add(request): i for i, request in enumerate(requests)}
@@ -143,6 +145,30 @@ def test_any_object_is_valid_json(make_engine) -> None:
     ended = [completion for completion in done if completion.finish_reason is FinishReason.STOP]
     assert ended, "a random model ends an object now and then"
     assert all(isinstance(json.loads(completion.text), dict) for completion in ended)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_calls_that_must_be_made_are_made(make_engine, several: bool) -> None:
+    schema, is_value = {"type": "object"}, None
+    rng = random.Random(3)
+    while schema["type"] != "object" or is_value is None:
+        schema, is_value = random_schema(rng)
+        schema.setdefault("type", "any")
+    tools = [Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})]
+    tools.append(Tool.model_validate({"type": "function", "function": {"name": "g"}}))
+    grammar = calls_grammar(tools, free_text=False, several=several)
+    done = make_engine(device_blocks=2000).generate([constrained(grammar, prompt=n) for n in range(1, 9)])
+    names = set()
+    for completion in done:
+        assert completion.finish_reason == FinishReason.STOP
+        parser = ToolCallParser()
+        text, calls = parser.push(completion.text)
+        assert text.strip() == "" and calls and (several or len(calls) == 1)
+        for call in calls:
+            names.add(call.name)
+            arguments = json.loads(call.arguments)
+            assert is_value(arguments) if call.name == "f" else arguments == {}
+    assert names == {"f", "g"}
 
 
 def test_grammar_needs_what_it_needs(make_engine, model) -> None:

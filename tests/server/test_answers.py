@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 from tokenizers_for_tests import byte_level_tokenizer
 
@@ -299,6 +300,16 @@ def test_service_tier_chooses_the_class_and_is_echoed(server, client, tier, answ
     chunks = list(chat(client, "hi", max_tokens=1, service_tier=tier, stream=True))
     assert {chunk.service_tier for chunk in chunks} == {answered}
     server.wait_for_metric(counter, before + 3)
+
+
+def test_header_stands_for_the_service_tier_of_a_request_that_brings_none(client):
+    header = {"x-omniserve-service-tier": "flex"}
+    assert complete(client, "a", max_tokens=1, extra_headers=header).service_tier == "flex"
+    assert chat(client, "a", max_tokens=1, extra_headers=header).service_tier == "flex"
+    answer = complete(client, "a", max_tokens=1, extra_headers=header, extra_body={"service_tier": "priority"})
+    assert answer.service_tier == "priority"
+    with pytest.raises(openai.BadRequestError, match="service_tier: must be one of"):
+        complete(client, "a", max_tokens=1, extra_headers={"x-omniserve-service-tier": "gold"})
 
 
 def test_harmless_fields_are_taken(client):

@@ -11,6 +11,8 @@ from tokenizers_for_tests import byte_level_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 NAN, INFINITY = float("nan"), float("inf")
 
 # Endpoint, fields, the field that is blamed, a part of the message.
@@ -33,8 +35,17 @@ BAD_FIELDS = [
     (CHAT, {"messages": USER, "max_tokens": 1000}, "messages", "shorten the prompt or set max_tokens to at most"),
     (CHAT, {"messages": []}, "messages", "at least 1 item"),
     (CHAT, {}, "messages", "missing"),
-    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'system'"),
-    (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
+    (CHAT, {"messages": [{"role": "critic", "content": "x"}]}, "messages.0.role", "'system'"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages.0", "content is missing"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0", "tool_call_id belongs"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages.0", "tool_call_id belongs"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0", "role 'assistant'"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[1"}}]}]},
+        "messages",
+        "arguments of a call",
+    ),
     (CHAT, {"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages.0.colour", "unknown field"),
     (
         CHAT,
@@ -78,8 +89,31 @@ BAD_FIELDS = [
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias.0.1", "less than or equal to 100"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"400": 1}}, "logit_bias", "ids are 0 to 399"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
-    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools", "not supported"),
-    (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "not supported"),
+    (CHAT, {"messages": USER, "tools": [TOOL]}, "tools", "chat template has no tools"),
+    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools.0.function", "missing"),
+    (CHAT, {"messages": USER, "tools": [{"type": "web"}]}, "tools.0.type", "'function'"),
+    (
+        CHAT,
+        {"messages": USER, "tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "tools.0.function.name",
+        "match pattern",
+    ),
+    (CHAT, {"messages": USER, "tools": [TOOL, TOOL]}, "tools", "the same name"),
+    (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "there are no tools"),
+    (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "must"}, "tool_choice", "must be 'none'"),
+    (
+        CHAT,
+        {"messages": USER, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "names 'g'",
+    ),
+    (
+        CHAT,
+        {"messages": USER, "tools": [TOOL], "response_format": {"type": "json_object"}},
+        "response_format",
+        "set tool_choice to 'none'",
+    ),
+    (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions", "use tools"),
     (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
     (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format", "json_schema belongs"),
     (
