@@ -130,9 +130,9 @@ class SamplingParams:
             raise ValueError("grammar and ignore_eos contradict each other: where a grammar ends, the output must end")
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, None)
-        for token_id, bias in self.logit_bias:
+        for token_id, added in self.logit_bias:
             _check_int("logit_bias's token id", token_id, 0, None)
-            _check_float("logit_bias", bias, -100.0, 100.0)
+            _check_float("logit_bias", added, -100.0, 100.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
