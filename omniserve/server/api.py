@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from omniserve.errors import EngineStopped
+from omniserve.server import tokenize
 from omniserve.server.answers import AnswerShape, collect
 from omniserve.server.chat import ChatShape
 from omniserve.server.completions import CompletionShape
@@ -21,6 +22,8 @@ from omniserve.server.streaming import ClientGone, EventStream, or_disconnect
 
 _MAX_BODY_BYTES = 32 << 20
 _PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
+# Stands for service_tier where a program cannot set that.
+_SERVICE_TIER_HEADER = "x-omniserve-service-tier"
 _CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
 
 
@@ -38,6 +41,8 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await _generate(service, request, ChatRequest, ChatShape, "chatcmpl")
+
+    app.include_router(tokenize.router(service, _body))
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -88,7 +93,7 @@ async def _generate(
 ) -> Response:
     arrival_s = time.monotonic()
     service.check_open()
-    request = parse(kind, await _body(http))
+    request = parse(kind, await _body(http), default_tier=http.headers.get(_SERVICE_TIER_HEADER))
     service.check_model(request.model)
     call_id = new_call_id(id_prefix)
     generation = await service.begin(request, call_id, arrival_s)
