@@ -11,11 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from omniserve.errors import EngineStopped
-from omniserve.server import tokenize
+from omniserve.server import health, tokenize
 from omniserve.server.answers import AnswerShape, collect
 from omniserve.server.chat import ChatShape
 from omniserve.server.completions import CompletionShape
-from omniserve.server.errors import ApiError, engine_gone, milliseconds
+from omniserve.server.errors import ApiError, milliseconds
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
 from omniserve.server.service import Service, new_call_id
 from omniserve.server.streaming import ClientGone, EventStream, or_disconnect
@@ -53,20 +53,18 @@ def create_app(service: Service) -> FastAPI:
         service.check_model(name)
         return JSONResponse(model)
 
-    @app.get("/health")
-    async def health() -> Response:
-        service.check_open()
-        return JSONResponse({"status": "ok"})
+    app.include_router(health.router(service))
 
     @app.get("/metrics")
     async def metrics() -> Response:
         try:
             stats = await service.client.stats()
-        except EngineStopped as error:
-            raise engine_gone(str(error)) from None
+        except EngineStopped:
+            stats = None
         except TimeoutError:
             raise ApiError("the engine is in a long step; ask again", status=503, retry_after_s=1) from None
-        return Response(service.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+        body = service.metrics.render(stats, num_restarts=service.engine.num_restarts)
+        return Response(body, media_type=CONTENT_TYPE_LATEST)
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:

@@ -13,6 +13,7 @@ from omniserve.server.errors import ApiError, engine_gone, shutting_down
 from omniserve.server.generation import Generation, Job
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
 from omniserve.server.wire import EngineInfo
 
@@ -27,14 +28,14 @@ class Service:
     """One model behind the API.
 
     Args:
-        client: A started engine client.
+        engine: Started.
         info: What it said about the engine.
         codec: The model's tokenizer.
         model_name: The name that the model is served under.
     """
 
-    def __init__(self, *, client: EngineClient, info: EngineInfo, codec: TextCodec, model_name: str) -> None:
-        self.client = client
+    def __init__(self, *, engine: EngineSupervisor, info: EngineInfo, codec: TextCodec, model_name: str) -> None:
+        self.engine = engine
         self.info = info
         self.codec = codec
         self.model_name = model_name
@@ -44,12 +45,17 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def client(self) -> EngineClient:
+        """The engine process that there is now; after its death there may be another."""
+        return self.engine.client
+
     def check_open(self) -> None:
         """Raise ApiError unless new calls are taken."""
         if self._draining:
             raise shutting_down()
-        if self.client.failure is not None:
-            raise engine_gone(self.client.failure)
+        if self.engine.failure is not None:
+            raise engine_gone(self.engine.failure, self.engine.retry_after_s)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if another model is asked for."""

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omniserve.config import EngineConfig
@@ -208,9 +209,12 @@ class FakeLoader:
     eos_token_id: int = 0
     config: EngineConfig = field(default_factory=EngineConfig)
     fail: str | None = None
+    fail_while: Path | None = None
 
     def __call__(self, progress) -> FakeEngine:
         progress("faking")
         if self.fail is not None:
             raise ValueError(self.fail)
+        if self.fail_while is not None and self.fail_while.exists():
+            raise ValueError("the fake engine may not start yet")
         return FakeEngine(self.vocab_size, self.eos_token_id, self.config)
