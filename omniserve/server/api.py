@@ -11,15 +11,18 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from omniserve.errors import EngineStopped
+from omniserve.server import health, tokenize
 from omniserve.server.answers import collect
 from omniserve.server.calls import ENDPOINTS, Endpoint
-from omniserve.server.errors import ApiError, engine_gone, milliseconds
+from omniserve.server.errors import ApiError, milliseconds
 from omniserve.server.protocol import parse
 from omniserve.server.service import Service, new_call_id
 from omniserve.server.streaming import ClientGone, EventStream, or_disconnect
 
 _MAX_BODY_BYTES = 32 << 20
 _PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
+# Stands for service_tier where a program cannot set that.
+_SERVICE_TIER_HEADER = "x-omniserve-service-tier"
 _CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
 
 
@@ -38,6 +41,8 @@ def create_app(service: Service) -> FastAPI:
     async def chat_completions(request: Request) -> Response:
         return await _generate(service, request, ENDPOINTS["/v1/chat/completions"])
 
+    app.include_router(tokenize.router(service, _body))
+
     @app.get("/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [model]})
@@ -47,20 +52,18 @@ def create_app(service: Service) -> FastAPI:
         service.check_model(name)
         return JSONResponse(model)
 
-    @app.get("/health")
-    async def health() -> Response:
-        service.check_open()
-        return JSONResponse({"status": "ok"})
+    app.include_router(health.router(service))
 
     @app.get("/metrics")
     async def metrics() -> Response:
         try:
             stats = await service.client.stats()
-        except EngineStopped as error:
-            raise engine_gone(str(error)) from None
+        except EngineStopped:
+            stats = None
         except TimeoutError:
             raise ApiError("the engine is in a long step; ask again", status=503, retry_after_s=1) from None
-        return Response(service.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+        body = service.metrics.render(stats, num_restarts=service.engine.num_restarts)
+        return Response(body, media_type=CONTENT_TYPE_LATEST)
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
@@ -81,7 +84,7 @@ def create_app(service: Service) -> FastAPI:
 async def _generate(service: Service, http: Request, endpoint: Endpoint) -> Response:
     arrival_s = time.monotonic()
     service.check_open()
-    request = parse(endpoint.request_kind, await _body(http))
+    request = parse(endpoint.request_kind, await _body(http), default_tier=http.headers.get(_SERVICE_TIER_HEADER))
     service.check_model(request.model)
     call_id = new_call_id(endpoint.id_prefix)
     generation = await service.begin(request, call_id, arrival_s)

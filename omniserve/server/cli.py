@@ -28,6 +28,8 @@ class ServerOptions:
     """0 takes a free one."""
     shutdown_timeout_s: float = 30.0
     """How long running requests may go on after SIGTERM."""
+    engine_restarts: int = 3
+    """How often in a row a dead engine is started again; 0: its death ends the server."""
     log_level: str = "info"
     batches: BatchSettings = dataclasses.field(default_factory=BatchSettings)
 
@@ -61,6 +63,13 @@ def build_parser() -> argparse.ArgumentParser:
         default=server["shutdown_timeout_s"],
         help="seconds that running requests may go on after SIGTERM (default: %(default)s)",
     )
+    parser.add_argument(
+        "--engine-restarts",
+        type=integer(0),
+        default=server["engine_restarts"],
+        metavar="N",
+        help="how often in a row an engine that died is started again; 0 ends the server (default: %(default)s)",
+    )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default=server["log_level"])
     return parser
 
@@ -82,6 +91,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
         host=args.host,
         port=args.port,
         shutdown_timeout_s=args.shutdown_timeout,
+        engine_restarts=args.engine_restarts,
         log_level=args.log_level,
         batches=batch_settings(args),
     )

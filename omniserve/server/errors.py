@@ -93,6 +93,14 @@ def shutting_down() -> ApiError:
     return ApiError("the server is shutting down; send the request again later", status=503, code="shutting_down")
 
 
-def engine_gone(reason: str) -> ApiError:
-    """Return the error of requests that arrive after the engine's death."""
-    return ApiError(f"the engine has stopped: {reason}", status=503, code="engine_stopped")
+def engine_gone(reason: str, retry_after_s: float | None = None) -> ApiError:
+    """Return the error of requests that arrive after the engine's death.
+
+    Args:
+        reason: Of its death.
+        retry_after_s: When it is expected back; None: it is not.
+    """
+    message = f"the engine has stopped: {reason}"
+    if retry_after_s is not None:
+        message += "; it is being started again, send the request again later"
+    return ApiError(message, status=503, code="engine_stopped", retry_after_s=retry_after_s)

@@ -14,6 +14,7 @@ from omniserve.server.engine_client import Accepted, EngineClient, Event
 from omniserve.server.errors import ApiError, engine_gone, from_engine
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.text import TextCodec
+from omniserve.server.tool_calls import ToolCallParser
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,12 @@ class Job:
     service_class: str
     slo: SLO
     """The call's own or its class's default."""
+    echoes: Sequence[str] | None = None
+    """Text of each prompt, which its answers begin with; None: they do not."""
+    num_kept: int | None = None
+    """Of each prompt's outputs, so many are in the answer: the likeliest; None: all."""
+    calls_tools: bool = False
+    """Tool calls are told from the text."""
 
 
 @dataclass(slots=True)
@@ -58,7 +65,7 @@ class Generation:
         self._choices: dict[str, Choice] = {}
         self._started = False
         self.usage = Usage(num_prompt_tokens=sum(map(len, job.prompts)))
-        for prompt in job.prompts:
+        for i, prompt in enumerate(job.prompts):
             for sampling in job.samplings:
                 index = len(self._choices)
                 request = Request(
@@ -68,7 +75,11 @@ class Generation:
                     service_class=job.service_class,
                     slo=job.slo,
                 )
-                self._choices[f"{job.call_id}-{index}"] = Choice(index, request, codec, sampling.stop, job.arrival_s)
+                echo = None if job.echoes is None else job.echoes[i]
+                parser = ToolCallParser() if job.calls_tools else None
+                self._choices[f"{job.call_id}-{index}"] = Choice(
+                    index, request, codec, sampling.stop, job.arrival_s, echo=echo, parser=parser
+                )  # fmt: skip
 
     async def start(self) -> None:
         """Send the requests and wait until the engine has accepted them all.
@@ -129,6 +140,20 @@ class Generation:
             events.clear()
             if deltas:
                 yield deltas
+
+    def best(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """Return the choices that the answer has, of one complete delta per output.
+
+        Of each prompt's, the likeliest ones by the mean log-probability of their tokens, best first.
+        """
+        each, num_kept = len(self._job.samplings), self._job.num_kept
+        if num_kept is None or num_kept == each:
+            return list(deltas)
+        kept: list[Delta] = []
+        for first in range(0, len(deltas), each):
+            ranked = sorted(deltas[first : first + each], key=lambda delta: delta.mean_logprob, reverse=True)
+            kept += ranked[:num_kept]
+        return [dataclasses.replace(delta, index=index) for index, delta in enumerate(kept)]
 
     def fail(self, error: ApiError) -> None:
         """End everything that still runs with an error."""

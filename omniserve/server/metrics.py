@@ -87,9 +87,14 @@ class ServerMetrics:
             if value_s is not None and limit_s is not None:
                 self._slo.labels(service_class, objective, str(value_s <= limit_s).lower()).inc()
 
-    def render(self, stats: EngineStats) -> bytes:
-        """Return everything in Prometheus' text format."""
-        self._engine.stats = stats
+    def render(self, stats: EngineStats | None, *, num_restarts: int = 0) -> bytes:
+        """Return everything in Prometheus' text format.
+
+        Args:
+            stats: The engine's own; None while there is no engine: its series are absent then.
+            num_restarts: How often the engine was started again.
+        """
+        self._engine.stats, self._engine.num_restarts = stats, num_restarts
         return generate_latest(self._registry)
 
 
@@ -97,9 +102,14 @@ class _EngineCollector(Collector):
     """Shows a snapshot of the engine's own numbers."""
 
     def __init__(self) -> None:
-        self.stats = EngineStats()
+        self.stats: EngineStats | None = None
+        self.num_restarts = 0
 
     def collect(self) -> Iterator[Metric]:
+        yield _gauge("engine_up", "1 while the engine takes requests", {"": int(self.stats is not None)}, [])
+        yield _counter("engine_restarts", "Engines started after another's death", {"": self.num_restarts}, [])
+        if self.stats is None:
+            return
         s = self.stats
         by_class, by_tier = ["service_class"], ["tier"]
         blocks_used = {"device": s.device_blocks_used, "host": s.host_blocks_used}

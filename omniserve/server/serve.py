@@ -20,9 +20,9 @@ from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.serving import BatchServing
 from omniserve.server.cli import ServerOptions
-from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.service import Service
+from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
 
 logger = logging.getLogger("omniserve.server")
@@ -34,13 +34,13 @@ _CLOSE_CONNECTIONS_S = 2
 def run(options: ServerOptions, make_engine: EngineMaker) -> int:
     """Serve until a signal comes; return the exit status.
 
-    0 after SIGTERM or SIGINT, 1 when the engine could not start or died.
+    0 after SIGTERM or SIGINT, 1 when the engine could not start, or died more often than it is started again.
     """
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
     return asyncio.run(_Main(options, make_engine).run())
 
 
-async def start_service(client: EngineClient, options: ServerOptions) -> Service:
+async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Service:
     """Start the engine; return the service of it.
 
     Raises:
@@ -50,7 +50,7 @@ async def start_service(client: EngineClient, options: ServerOptions) -> Service
     # Both take seconds, so at the same time.
     tokenizer = asyncio.create_task(asyncio.to_thread(_load_tokenizer, options.tokenizer))
     try:
-        info = await client.start(lambda text: logger.info("engine: %s", text))
+        info = await engine.start()
     finally:
         # If the engine failed, so did this, probably; the engine's message is the one to show.
         await asyncio.gather(tokenizer, return_exceptions=True)
@@ -59,7 +59,7 @@ async def start_service(client: EngineClient, options: ServerOptions) -> Service
     except (OSError, ValueError, ImportError) as error:
         raise EngineStopped(f"no tokenizer in {options.tokenizer}: {error}") from None
     logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
-    return Service(client=client, info=info, codec=codec, model_name=options.model_name)
+    return Service(engine=engine, info=info, codec=codec, model_name=options.model_name)
 
 
 class _Main:
@@ -67,7 +67,12 @@ class _Main:
 
     def __init__(self, options: ServerOptions, make_engine: EngineMaker) -> None:
         self._options = options
-        self._client = EngineClient(make_engine, log_level=options.log_level)
+        self._engine = EngineSupervisor(
+            make_engine,
+            log_level=options.log_level,
+            max_restarts=options.engine_restarts,
+            on_progress=lambda text: logger.info("engine: %s", text),
+        )
         self._batches = BatchServing(options.batches)
         self._stop = asyncio.Event()
 
@@ -87,7 +92,7 @@ class _Main:
             listener.close()
             return 1
         with listener:
-            starting = asyncio.create_task(start_service(self._client, self._options))
+            starting = asyncio.create_task(start_service(self._engine, self._options))
             await _first_of(starting, self._stop.wait())
             try:
                 if not starting.done():
@@ -100,7 +105,7 @@ class _Main:
                 return 1
             finally:
                 starting.cancel()
-                await self._client.close()
+                await self._engine.close()
 
     async def _serve(self, service: Service, listener: socket.socket) -> int:
         app = create_app(service)
@@ -119,24 +124,23 @@ class _Main:
         listener.listen()  # so that who reads the next line can connect; uvicorn does it a moment later
         host, port = listener.getsockname()[:2]
         logger.info("serving %s on http://%s:%d/v1", service.model_name, host, port)
-        await _first_of(serving, self._stop.wait(), self._client.stopped.wait())
-        failed = self._client.failure
-        if failed is not None:
-            logger.error("the engine has stopped: %s", failed)
+        await _first_of(serving, self._stop.wait(), self._engine.stopped.wait())
+        if self._engine.stopped.is_set():
+            logger.error("the engine has stopped: %s", self._engine.failure)
         else:
             logger.info("stopping: running requests have %g s", self._options.shutdown_timeout_s)
+        self._engine.keep_down()
         draining = asyncio.create_task(service.drain(self._options.shutdown_timeout_s))
         await self._batches.stop()
-        await _first_of(draining, self._client.stopped.wait())
-        await draining  # at once if the engine died meanwhile: every call got its error
+        await draining  # at once without an engine: every call got its error
         server.should_exit = True
         await serving
-        return 0 if self._client.failure is None else 1
+        return 0 if self._engine.failure is None else 1
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
             logger.warning("second signal: stopping at once")
-            self._client.kill()
+            self._engine.kill()
             os._exit(128 + number)
         self._stop.set()
 

@@ -275,7 +275,7 @@ class SharedBlocks:
             blocks_kept = self.kv._pending[request_id].blocks
             for position in range(self.kv.num_kept_tokens(request_id, DEVICE)):
                 yield self.slot(request_id, DEVICE, blocks_kept, position), (request.life, position)
-            for index, copy in self.kv._saved.get(request_id, {}).items():
+            for index, copy in self.kv._saved.copies(request_id).items():
                 for i in range(copy.num_tokens):
                     yield (HOST, copy.block, i), (request.life, index * BLOCK + i)
 

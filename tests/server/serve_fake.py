@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from pathlib import Path
 
 from fake_engine import FakeLoader
 
@@ -20,6 +21,8 @@ if __name__ == "__main__":
     parser.add_argument("--fail", help="the engine does not start, with this message")
     parser.add_argument("--name", default="fake", help="of the model")
     parser.add_argument("--work-log", help="file that gets a line for each prompt that the engine gets")
+    parser.add_argument("--fail-while", type=Path, help="the engine does not start while there is this file")
+    parser.add_argument("--engine-restarts", type=int, default=0)
     add_engine_flags(parser)
     add_batch_flags(parser)
     args = parser.parse_args()
@@ -28,8 +31,10 @@ if __name__ == "__main__":
         model_name=args.name,
         port=0,
         shutdown_timeout_s=args.shutdown_timeout,
+        engine_restarts=args.engine_restarts,
         log_level="info",
         batches=batch_settings(args),
     )
     config = dataclasses.replace(config_from(args), device_kv_bytes=4 << 20, block_size=16)
-    sys.exit(run(options, FakeLoader(config=config, fail=args.fail, work_log=args.work_log)))
+    loader = FakeLoader(config=config, fail=args.fail, fail_while=args.fail_while, work_log=args.work_log)
+    sys.exit(run(options, loader))

@@ -272,6 +272,16 @@ def test_death_of_the_engine_gives_lines_back(start_server, tmp_path):
     assert batch.request_counts.model_dump() == {"total": 8, "completed": 8, "failed": 0}
 
 
+def test_lines_go_on_when_the_engine_was_started_again(start_server):
+    server = start_server("--engine-restarts", "3").wait_until_ready()
+    client = server.client()
+    batch = submit(client, [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=40) for i in range(8)])
+    server.wait_for_metric('omniserve_requests_running{service_class="BE"}', 8)
+    with pytest.raises(openai.APIError):
+        client.completions.create(model="fake", prompt=[DIE])
+    assert wait_for(client, batch.id).request_counts.completed == 8
+
+
 def test_stop_gives_lines_back_at_once(start_server, tmp_path):
     place = ("--data-dir", str(tmp_path), "--batch-lease", "1000")
     server = start_server(*place).wait_until_ready()

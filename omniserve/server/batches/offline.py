@@ -25,9 +25,9 @@ from omniserve.server.batches.storage import Storage
 from omniserve.server.batches.store import NewBatch, NewFile, Row, new_id
 from omniserve.server.batches.tables import UNFINISHED
 from omniserve.server.cli import ServerOptions
-from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.serve import start_service
+from omniserve.server.supervisor import EngineSupervisor
 
 logger = logging.getLogger("omniserve.batch")
 
@@ -125,9 +125,14 @@ async def _work(
     storage: Storage, batch_id: str, options: ServerOptions, make_engine: EngineMaker, stop: asyncio.Event
 ) -> Row:
     """Run until the batch has ended, or until told to stop; return it."""
-    client = EngineClient(make_engine, log_level=options.log_level)
+    engine = EngineSupervisor(
+        make_engine,
+        log_level=options.log_level,
+        max_restarts=options.engine_restarts,
+        on_progress=lambda text: logger.info("engine: %s", text),
+    )
     try:
-        starting = asyncio.create_task(start_service(client, options))
+        starting = asyncio.create_task(start_service(engine, options))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -137,14 +142,14 @@ async def _work(
         await runner.take_over()
         runner.start()
         try:
-            return await _follow(storage, batch_id, client, stop)
+            return await _follow(storage, batch_id, engine, stop)
         finally:
             await runner.stop()
     finally:
-        await client.close()
+        await engine.close()
 
 
-async def _follow(storage: Storage, batch_id: str, client: EngineClient, stop: asyncio.Event) -> Row:
+async def _follow(storage: Storage, batch_id: str, engine: EngineSupervisor, stop: asyncio.Event) -> Row:
     with tqdm(unit="line", dynamic_ncols=True) as bar:
         while True:
             batch = await asyncio.to_thread(storage.store.batch, batch_id)
@@ -155,8 +160,8 @@ async def _follow(storage: Storage, batch_id: str, client: EngineClient, stop: a
             bar.update(batch["completed"] + batch["failed"] - bar.n)
             if batch["status"] not in UNFINISHED or stop.is_set():
                 return batch
-            if client.failure is not None:
-                raise EngineStopped(f"the engine has stopped: {client.failure}; run the same command again to go on")
+            if engine.stopped.is_set():
+                raise EngineStopped(f"the engine has stopped: {engine.failure}; run the same command again to go on")
             await asyncio.sleep(_POLL_S)
 
 

@@ -1,0 +1,166 @@
+"""Keeps an engine process running: when it dies, another one is started, with growing pauses, up to a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from omniserve.errors import EngineStopped
+from omniserve.server.engine_client import EngineClient
+from omniserve.server.engine_process import EngineMaker
+from omniserve.server.wire import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+# An engine that ran this long before it died is no part of a row of failures.
+_WELL_AFTER_S = 600.0
+
+
+class EngineSupervisor:
+    """The engine process that there is now, and those that come after it.
+
+    A failure of the first start is the caller's: settings that do not work today will not work in a second.
+
+    Args:
+        make_engine: Makes the engine, in its process.
+        log_level: The process's log level.
+        max_restarts: Starts in a row after a death, each of which may fail or be short; 0 for none. An engine that
+            ran for ten minutes begins a new row.
+        on_progress: Told how starts go on.
+    """
+
+    def __init__(
+        self,
+        make_engine: EngineMaker,
+        *,
+        log_level: str = "warning",
+        max_restarts: int = 3,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._make_engine = make_engine
+        self._log_level = log_level
+        self._max_restarts = max_restarts
+        self._on_progress = on_progress
+        self.client = EngineClient(make_engine, log_level=log_level)
+        """The process that takes requests, or the dead one while another is not ready yet."""
+        self._open: EngineClient | None = None  # whose process and sockets are there: the client's or its successor's
+        self._watch: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._start_s = 0.0
+        self._start_failure: str | None = None
+        self._expected_back_s = 0.0
+        self.num_restarts = 0
+        """Engines that were ready again after a death."""
+        self.stopped = asyncio.Event()
+        """Set when the engine is dead for good."""
+
+    async def start(self) -> EngineInfo:
+        """Start the engine; return when it is ready.
+
+        Raises:
+            EngineStopped: It could not start; the message says why.
+        """
+        info = await self._start(self.client)
+        self._watch = asyncio.create_task(self._keep_running())
+        return info
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is not there now; None while it is well."""
+        death = self.client.failure
+        if death is None or self._start_failure is None:
+            return death
+        return f"{death}; and it could not start again: {self._start_failure}"
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """When the engine is expected back, seconds from now; None if it is dead for good."""
+        return None if self.stopped.is_set() else max(1.0, self._expected_back_s - time.monotonic())
+
+    async def wait_until_ready(self) -> EngineClient:
+        """Return the client of an engine that takes requests; wait for it while one is being started.
+
+        Whoever holds work beyond a single call (a batch, say) waits here after an ``EngineStopped`` and sends the
+        work again.
+
+        Raises:
+            EngineStopped: The engine is dead for good.
+        """
+        while self.failure is not None:
+            if self.stopped.is_set():
+                raise EngineStopped(self.failure)
+            await self._changed.wait()
+        return self.client
+
+    def keep_down(self) -> None:
+        """Start no engine from now on: the server is about to stop."""
+        self._max_restarts = 0
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self._open is not None:
+            self._open.kill()
+
+    async def close(self) -> None:
+        """End the process; requests that still run get EngineStopped."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._close_open()
+
+    async def _start(self, client: EngineClient) -> EngineInfo:
+        started_s = time.monotonic()
+        self._open = client
+        info = await client.start(self._on_progress)
+        self._start_s = time.monotonic() - started_s
+        return info
+
+    async def _keep_running(self) -> None:
+        num_starts = 0
+        while True:
+            ready_s = time.monotonic()
+            await self.client.stopped.wait()
+            if time.monotonic() - ready_s >= _WELL_AFTER_S:
+                num_starts = 0
+            while self.client.failure is not None:
+                if num_starts >= self._max_restarts:
+                    self.stopped.set()
+                    self._tell_change()
+                    return
+                pause_s = pause_before(num_starts)
+                num_starts += 1
+                logger.error(
+                    "the engine has stopped: %s; start %d of %d in %g s",
+                    self.failure, num_starts, self._max_restarts, pause_s,
+                )  # fmt: skip
+                self._expected_back_s = time.monotonic() + pause_s + self._start_s
+                await self._close_open()
+                await asyncio.sleep(pause_s)
+                successor = EngineClient(self._make_engine, log_level=self._log_level)
+                try:
+                    await self._start(successor)
+                except EngineStopped as error:
+                    self._start_failure = str(error)
+                    continue
+                self.client, self._start_failure = successor, None
+                self.num_restarts += 1
+                logger.warning("engine: ready again after %.1f s", self._start_s)
+                self._tell_change()
+
+    def _tell_change(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _close_open(self) -> None:
+        if self._open is not None:
+            await self._open.close()
+            self._open = None
+
+
+def pause_before(num_starts: int) -> float:
+    """Return the seconds to wait before a start after so many others in a row: 1, 2, 4 and so on, up to a minute."""
+    return min(_FIRST_PAUSE_S * 2**num_starts, _LONGEST_PAUSE_S)

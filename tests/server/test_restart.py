@@ -1,0 +1,141 @@
+"""An engine that dies is started again; everybody is told what to do meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from fake_engine import DIE, SLOW, FakeLoader
+
+from omniserve.errors import EngineStopped
+from omniserve.request import Request, SamplingParams
+from omniserve.server.supervisor import EngineSupervisor, pause_before
+
+ENDLESS = {"model": "fake", "prompt": [SLOW, 5], "max_tokens": 400}
+
+
+def health(server, which=""):
+    return httpx.get(f"{server.url}/health{which}", timeout=30)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def engine_process(server):
+    """Return the id of the server's engine process."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it ended meanwhile
+    children = [pid for pid, parent in parents.items() if parent == server.process.pid]
+    engines = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(engines) == 1
+    return engines[0]
+
+
+def test_service_goes_on_after_the_engine_was_killed(start_server):
+    server = start_server("--engine-restarts", "3").wait_until_ready()
+    client = server.client()
+    stream = client.completions.create(**ENDLESS, stream=True)
+    next(stream)
+    assert health(server).status_code == health(server, "/ready").status_code == 200
+    os.kill(engine_process(server), signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="exit code -9"):
+        list(stream)
+
+    with pytest.raises(openai.InternalServerError, match="send the request again later") as caught:
+        client.completions.create(model="fake", prompt="a")
+    assert (caught.value.status_code, caught.value.code) == (503, "engine_stopped")
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    for which in ("", "/ready"):
+        assert health(server, which).status_code == 503
+        assert int(health(server, which).headers["retry-after"]) >= 1
+    assert health(server, "/live").status_code == 200
+    assert server.metric("omniserve_engine_up") == 0
+
+    wait_until(lambda: health(server, "/ready").status_code == 200)
+    assert client.completions.create(model="fake", prompt="a", max_tokens=3).usage.completion_tokens == 3
+    assert server.metric("omniserve_engine_up") == server.metric("omniserve_engine_restarts_total") == 1
+    assert server.metric('omniserve_requests_running{service_class="LS"}') == 0
+    assert server.stop() == 0, "".join(server.log)
+
+
+def test_server_ends_when_its_starts_are_used_up(start_server):
+    server = start_server("--engine-restarts", "1").wait_until_ready()
+    client = server.client()
+    with pytest.raises(openai.InternalServerError, match="exit code 7"):
+        client.completions.create(model="fake", prompt=[DIE])
+    wait_until(lambda: health(server).status_code == 200)
+    with pytest.raises(openai.InternalServerError, match="exit code 7"):
+        client.completions.create(model="fake", prompt=[DIE])
+    assert server.wait() == 1
+    assert sum("start 1 of 1" in line for line in server.log) == 1
+
+
+def test_start_that_fails_uses_up_one_of_the_starts(start_server, tmp_path):
+    obstacle = tmp_path / "obstacle"
+    server = start_server("--engine-restarts", "1", "--fail-while", str(obstacle)).wait_until_ready()
+    obstacle.touch()
+    with pytest.raises(openai.InternalServerError):
+        server.client().completions.create(model="fake", prompt=[DIE])
+    assert server.wait() == 1
+    assert "could not start again: the fake engine may not start yet" in "".join(server.log)
+
+
+def test_signal_while_the_engine_is_down_stops_the_server(start_server, tmp_path):
+    obstacle = tmp_path / "obstacle"
+    server = start_server("--engine-restarts", "9", "--fail-while", str(obstacle)).wait_until_ready()
+    obstacle.touch()
+    with pytest.raises(openai.InternalServerError):
+        server.client().completions.create(model="fake", prompt=[DIE])
+    wait_until(lambda: any("start 2 of 9" in line for line in server.log))
+    assert server.stop() == 1
+
+
+def test_holders_of_work_learn_that_the_engine_is_back(tmp_path):
+    obstacle = tmp_path / "obstacle"
+
+    async def die(client):
+        queue = asyncio.Queue()
+        request = Request(request_id="r", prompt_token_ids=[DIE], sampling=SamplingParams(max_tokens=1))
+        client.submit(request, time.monotonic(), queue)
+        while not isinstance((await queue.get())[1], EngineStopped):
+            pass
+
+    async def scenario():
+        engine = EngineSupervisor(FakeLoader(fail_while=obstacle), max_restarts=2)
+        await engine.start()
+        try:
+            first = await engine.wait_until_ready()
+            await die(first)
+            assert engine.failure is not None
+            waiting = [asyncio.create_task(engine.wait_until_ready()) for _ in range(2)]
+            second, other = await asyncio.gather(*waiting)
+            assert first is not second is other is engine.client
+            assert (await second.stats()).steps > 0 and engine.num_restarts == 1
+
+            obstacle.touch()
+            await die(second)
+            with pytest.raises(EngineStopped, match="may not start yet"):
+                await engine.wait_until_ready()
+            assert engine.retry_after_s is None
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_pauses_grow_up_to_a_minute():
+    assert [pause_before(n) for n in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
