@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,10 @@ from sqlalchemy import URL, make_url
 
 from omniserve.server.batches.claims import Claims, LineResult
 from omniserve.server.batches.database import Database, StorageError
+from omniserve.server.batches.files import FileFolder
 from omniserve.server.batches.lines import CheckedLine, LineFault
+from omniserve.server.batches.outputs import finish
+from omniserve.server.batches.storage import Storage
 from omniserve.server.batches.store import NewBatch, NewFile, Store, new_id
 from omniserve.server.errors import ApiError
 
@@ -83,25 +87,36 @@ def clock() -> Clock:
 
 @pytest.fixture
 def database(url, clock) -> Iterator[Database]:
-    database = Database(url, clock)
-    with database.write() as connection:
-        for table in ("files", "batches", "lines"):
-            connection.exec_driver_sql(f"delete from omniserve_{table}")
+    database = opened_empty(url, clock)
     yield database
     database.close()
+
+
+def opened_empty(url: URL, clock: Clock | None = None) -> Database:
+    database = Database(url, clock)
+    with database.write() as connection:
+        for table in ("files", "leftovers", "batches", "lines"):
+            connection.exec_driver_sql(f"delete from omniserve_{table}")
+    return database
 
 
 def owner(database: Database, name: str) -> Claims:
     return Claims(database, owner=name, model="m", lease_s=LEASE_S)
 
 
+def make_file(store: Store, **fields) -> str:
+    file_id = new_id("file-")
+    store.announce_file(file_id)
+    fields = {"filename": "f", "purpose": "batch", "num_bytes": 1} | fields
+    return store.add_file(NewFile(id=file_id, **fields))["id"]
+
+
 def make_batch(store: Store, num_lines: int, *, window_s: float = 3600.0) -> str:
-    file = store.add_file(NewFile(id=new_id("file-"), filename="f", purpose="batch", num_bytes=1))
     batch = store.create_batch(
         NewBatch(
             model="m",
             endpoint="/v1/completions",
-            input_file_id=file["id"],
+            input_file_id=make_file(store),
             completion_window="1h",
             window_s=window_s,
             metadata=None,
@@ -143,6 +158,15 @@ def test_lease_that_is_renewed_holds_and_one_that_ends_is_taken_over(database, c
     assert a.save([result((batch, 1))]) == [(batch, 1)], "and its result is dropped"
     assert b.save([result((batch, 1))]) == []
     assert Store(database).batch(batch)["completed"] == 1
+
+
+def test_jump_of_the_clock_does_not_take_lines_from_who_looks_at_it(database, clock):
+    batch = make_batch(Store(database), 1)
+    a = owner(database, "a")
+    a.claim(1)
+    clock.now_s += 1000 * LEASE_S
+    assert a.free_overdue() == 0 and a.claim(1) == []
+    assert a.renew() == {(batch, 1)}
 
 
 def test_result_is_written_once_and_the_last_one_closes_the_batch(database):
@@ -190,8 +214,9 @@ def test_escalation_is_counted_once_and_survives_a_takeover(database, clock):
     a.escalate([(batch, 1)])
     assert store.batch(batch)["escalated"] == 1
     clock.now_s += LEASE_S + 1
-    a.free_overdue()
-    assert [line.escalated for line in owner(database, "b").claim(2)] == [True, False]
+    b = owner(database, "b")
+    b.free_overdue()
+    assert [line.escalated for line in b.claim(2)] == [True, False]
 
 
 @pytest.mark.parametrize("end", ["cancel", "expire"])
@@ -221,6 +246,7 @@ def test_cancelling_while_results_are_written_keeps_them_all(database):
     a.save([result(line.key) for line in a.claim(1)])
     assert store.claim_batch("a", "m", LEASE_S)["id"] == batch
     assert store.cancel_batch(batch)["status"] == "cancelling"
+    store.announce_file("file-out")
     file = NewFile(id="file-out", filename="o", purpose="batch_output", num_bytes=5)
     assert store.finish_batch(batch, "a", file, None)
     row = store.batch(batch)
@@ -243,8 +269,8 @@ def test_whole_batch_has_one_owner_at_a_time(database, clock):
 
 def test_cancelled_while_it_is_checked(database):
     store = Store(database)
-    file = store.add_file(NewFile(id=new_id("file-"), filename="f", purpose="batch", num_bytes=1))
-    new = NewBatch(model="m", endpoint="e", input_file_id=file["id"], completion_window="1h", window_s=9, metadata=None)
+    file_id = make_file(store)
+    new = NewBatch(model="m", endpoint="e", input_file_id=file_id, completion_window="1h", window_s=9, metadata=None)
     batch = store.create_batch(new)["id"]
     store.claim_batch("a", "m", LEASE_S)
     store.cancel_batch(batch)
@@ -252,7 +278,150 @@ def test_cancelled_while_it_is_checked(database):
     assert not store.fail_batch(batch, "a", [LineFault("m", "c")])
     assert store.batch(batch)["status"] == "cancelling"
     with pytest.raises(ApiError, match="not finished"):
-        store.delete_file(file["id"])
+        store.delete_file(file_id)
+
+
+def test_input_file_that_has_expired_is_not_taken_and_one_that_is_read_stays(database, clock):
+    store = Store(database)
+
+    def new(file_id: str) -> NewBatch:
+        return NewBatch(
+            model="m", endpoint="e", input_file_id=file_id, completion_window="1h", window_s=9, metadata=None
+        )
+
+    used, unused, lasting = (make_file(store, expires_after_s=after_s) for after_s in (100, 100, None))
+    store.create_batch(new(used))
+    clock.now_s += 100
+    with pytest.raises(ApiError, match="has expired"):
+        store.create_batch(new(unused))
+    store.forget_expired_files()
+    page = store.list_files(limit=9, after=None, newest_first=False, purpose=None)
+    assert {row["id"] for row in page.rows} == {used, lasting}
+    removed: list[str] = []
+    store.sweep(removed.append)
+    assert removed == [unused]
+    for row_id in ("file-\0", "file-\ud800", "file-é"):
+        with pytest.raises(ApiError, match="there is no file"):
+            store.file(row_id)
+
+
+def test_files_of_who_died_while_writing_are_swept_up_and_no_others(database, clock):
+    store = Store(database)
+    known = make_file(store)
+    for file_id in ("file-dead", "file-discarded"):
+        store.announce_file(file_id)
+    removed: list[str] = []
+    store.discard_file(known)
+    store.sweep(removed.append)
+    assert removed == [], "nobody is dead yet"
+    store.discard_file("file-discarded")
+    store.sweep(removed.append)
+    assert removed == ["file-discarded"]
+
+    def fail(_: str) -> None:
+        raise StorageError("the disk is broken")
+
+    clock.now_s += 3600
+    with pytest.raises(StorageError, match="broken"):
+        store.sweep(fail)
+    store.sweep(removed.append)
+    store.sweep(removed.append)
+    assert removed == ["file-discarded", "file-dead"]
+    with pytest.raises(StorageError, match="send it again"):
+        store.add_file(NewFile(id="file-dead", filename="f", purpose="batch", num_bytes=1))
+    with pytest.raises(ApiError, match="there is no file"):
+        store.file("file-dead")
+    store.delete_file(known)
+    store.sweep(removed.append)
+    assert removed[2:] == [known]
+
+
+def test_who_ends_a_batch_too_late_touches_nothing_of_what_was_given_out(database, clock, tmp_path, monkeypatch):
+    monkeypatch.setattr("omniserve.server.batches.outputs._LINES_PER_READ", 2)
+    store = Store(database)
+    storage = Storage(database, store, FileFolder(tmp_path / "files"))
+    batch_id = make_batch(store, 6)
+    a = owner(database, "a")
+    a.save([result(line.key, f"line {line.number}", ok=line.number % 2 == 0) for line in a.claim(6)])
+    late = store.claim_batch("late", "m", LEASE_S)
+    assert late is not None
+    read = store.results
+    frozen: list[bool] = []
+
+    def freeze_at_the_second_page(*args):
+        if args[1:] == (2, 2) and not frozen:
+            frozen.append(True)
+            clock.now_s += LEASE_S + 1
+            mine = store.claim_batch("b", "m", LEASE_S)
+            assert mine is not None and finish(storage, mine, "b")
+        return read(*args)
+
+    monkeypatch.setattr(store, "results", freeze_at_the_second_page)
+    with pytest.raises(StorageError, match="another server has ended it"):
+        finish(storage, late, "late")
+    assert frozen
+    row = store.batch(batch_id)
+    assert row["status"] == "completed"
+    contents = {}
+    for column in ("output_file_id", "error_file_id"):
+        file = store.file(row[column])
+        contents[column] = storage.files.path(file["id"], file["num_bytes"]).read_bytes()
+    assert contents == {"output_file_id": b"line 2\nline 4\nline 6\n", "error_file_id": b"line 1\nline 3\nline 5\n"}
+    clock.now_s += 3600
+    storage.sweep()
+    assert {path.name for path in (tmp_path / "files").iterdir()} == {row["output_file_id"], row["error_file_id"]}
+
+
+def test_who_loses_a_batch_while_its_files_are_written_leaves_none(database, clock, tmp_path, monkeypatch):
+    store = Store(database)
+    storage = Storage(database, store, FileFolder(tmp_path / "files"))
+    make_batch(store, 2)
+    a = owner(database, "a")
+    a.save([result(line.key) for line in a.claim(2)])
+    batch = store.claim_batch("late", "m", LEASE_S)
+    assert batch is not None
+    clock.now_s += LEASE_S + 1
+    assert store.claim_batch("b", "m", LEASE_S) is not None
+    assert not finish(storage, batch, "late")
+    assert list((tmp_path / "files").iterdir()) == []
+
+
+WAITING = "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and datname = current_database()"
+
+
+@pytest.mark.parametrize("call", ["renew", "save", "escalate", "release", "cancel", "free_overdue", "claim"])
+def test_nobody_waits_in_a_circle(postgres, call):
+    """Who locks lines one after the other has locked their batch before, or does not wait."""
+    pytest.importorskip("psycopg")
+    url = make_url(postgres)
+    database, other = opened_empty(url), Database(url)
+    store = Store(database)
+    batch = make_batch(store, 2)
+    claims = Claims(database, owner="a", model="m", lease_s=0.001 if call == "free_overdue" else LEASE_S)
+    keys = [line.key for line in claims.claim(2 if call != "claim" else 0)]
+    calls: dict[str, Callable[[], object]] = {
+        "renew": claims.renew,
+        "save": lambda: claims.save([result(key) for key in keys]),
+        "escalate": lambda: claims.escalate(keys),
+        "release": claims.release,
+        "cancel": lambda: store.cancel_batch(batch),
+        "free_overdue": Claims(database, owner="b", model="m", lease_s=1).free_overdue,
+        "claim": lambda: claims.claim(2),
+    }
+    with ThreadPoolExecutor(1) as thread:
+        with other.write() as connection:
+            line = "select * from omniserve_lines where batch_id = %s and number = %s for update"
+            connection.exec_driver_sql("select * from omniserve_batches where id = %s for update", (batch,))
+            connection.exec_driver_sql(line, (batch, 2))
+            calling = thread.submit(calls[call])
+            while not calling.done():
+                with database.read() as watching:
+                    if watching.exec_driver_sql(WAITING).scalar():
+                        break
+            connection.exec_driver_sql(line, (batch, 1))
+        calling.result()
+    database.close()
+    other.close()
 
 
 def test_many_claim_at_once_and_no_line_goes_twice(url, database):
@@ -309,7 +478,7 @@ def test_database_that_is_locked(tmp_path, monkeypatch):
         with pytest.raises(StorageError, match="locked by another process") as caught:
             Store(second).expire_batches()
         assert caught.value.status == 503 and caught.value.retry_after_s is not None
-        assert Store(second).known_files() == set(), "reading goes on"
+        assert Store(second).list_batches(limit=9, after=None).rows == [], "reading goes on"
     assert Store(second).expire_batches() == []
 
 
@@ -333,9 +502,11 @@ def test_database_that_is_full_keeps_what_it_had(tmp_path):
 
 
 def test_database_that_is_not_there():
-    with pytest.raises(StorageError, match="--database-url nonsense"):
-        Database(make_url("nonsense://u:secret@h/x"))
+    for wrong in ("nonsense://u:secret@h/x", "mysql://u:secret@h/x", "sqlite://", "sqlite:///:memory:"):
+        with pytest.raises(StorageError, match=f"--database-url {wrong[:5]}.*must be postgresql://") as caught:
+            Database(make_url(wrong))
+        assert "secret" not in str(caught.value)
     pytest.importorskip("psycopg")
     with pytest.raises(StorageError, match="the database failed") as caught:
-        Database(make_url("postgresql+psycopg://user:secret@127.0.0.1:1/none"))
+        Database(make_url("postgresql://user:secret@127.0.0.1:1/none?password=secret"))
     assert "secret" not in str(caught.value)

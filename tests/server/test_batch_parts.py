@@ -98,6 +98,38 @@ def test_file_is_whole_or_not_there(tmp_path):
     assert os.listdir(tmp_path / "files") == ["a"]
 
 
+def test_two_writers_of_one_name_do_not_mix(tmp_path):
+    first, second = FileFolder(tmp_path), FileFolder(tmp_path)
+
+    def parts():
+        yield b"first "
+        second.write("a", [b"the second"])
+        yield b"writer"
+
+    first.write("a", parts())
+    assert (tmp_path / "a").read_bytes() == b"first writer" and os.listdir(tmp_path) == ["a"]
+
+
+def test_new_names_survive_a_power_cut(tmp_path, monkeypatch):
+    synced: set[tuple[int, int]] = set()
+    fsync = os.fsync
+
+    def note(descriptor):
+        found = os.fstat(descriptor)
+        synced.add((found.st_dev, found.st_ino))
+        fsync(descriptor)
+
+    def is_synced(path):
+        return (path.stat().st_dev, path.stat().st_ino) in synced
+
+    monkeypatch.setattr(os, "fsync", note)
+    folder = FileFolder(tmp_path / "new" / "files")
+    assert is_synced(tmp_path) and is_synced(tmp_path / "new")
+    assert not is_synced(tmp_path / "new" / "files")
+    folder.write("a", [b"x"])
+    assert is_synced(tmp_path / "new" / "files") and is_synced(tmp_path / "new" / "files" / "a")
+
+
 @pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 503)])
 def test_disk_that_fails_keeps_what_was_there(tmp_path, monkeypatch, number, status):
     folder = FileFolder(tmp_path)

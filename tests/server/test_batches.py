@@ -65,6 +65,36 @@ def test_wrong_uploads_are_refused(server, files, data, message):
     assert message in answer.json()["error"]["message"]
 
 
+def test_uploads_that_are_no_forms_are_refused(server):
+    url = f"{server.url}/v1/files"
+    for answer, message in (
+        (
+            httpx.post(url, content=b"purpose=batch", headers={"content-type": "application/x-www-form-urlencoded"}),
+            "got",
+        ),
+        (httpx.post(url, json={"purpose": "batch"}), "multipart/form-data"),
+        (httpx.post(url, content=b"x", headers={"content-type": "multipart/form-data"}), "boundary"),
+        (httpx.post(url, content=b"x", headers={"content-type": "multipart/form-data; boundary=y"}), "cannot be read"),
+    ):
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
+def test_name_of_a_file_is_only_a_name(start_server, tmp_path):
+    data = tmp_path / "data"
+    client = start_server("--data-dir", str(data)).wait_until_ready().client()
+    name = '../../"escaped" é;\r\nx'
+    file = client.files.create(file=(name, b"content"), purpose="batch")
+    answer = client.files.with_raw_response.content(file.id)
+    assert answer.content == b"content" and "x" not in answer.headers
+    assert [path.name for path in (data / "files").iterdir()] == [file.id]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+    for wrong in ("..%2F..%2Fomniserve.sqlite3", "%00", "..", "file-%ED%A0%80"):
+        answer = httpx.get(f"{client.base_url}files/{wrong}/content")
+        assert answer.status_code == 404, answer.text
+    client.files.delete(file.id)
+    assert list((data / "files").iterdir()) == []
+
+
 def test_file_that_is_too_large_is_refused(start_server):
     client = start_server("--max-file-mib", "1").wait_until_ready().client()
     with pytest.raises(openai.APIStatusError, match="larger than 1 MiB") as caught:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, select, update
+from sqlalchemy import ColumnElement, Connection, RowMapping, and_, select, update
 
 from omniserve.server.batches.database import Database
 from omniserve.server.batches.tables import BATCHES, LINES, LineState
@@ -113,10 +113,8 @@ class Claims:
         A batch of which every line has its result goes on to be finalized in the same transaction.
         """
         with self._database.write() as connection:
-            # The batches first, as everybody does, so that no two transactions wait for each other.
             ids = sorted({result.key[0] for result in results})
-            query = select(BATCHES).where(BATCHES.c.id.in_(ids)).order_by(BATCHES.c.id).with_for_update()
-            batches = connection.execute(query).mappings().all()
+            batches = _lock_batches(connection, BATCHES.c.id.in_(ids))
             lost: list[LineKey] = []
             added: dict[str, Counter[str]] = {batch_id: Counter() for batch_id in ids}
             for result in results:
@@ -152,9 +150,7 @@ class Claims:
         """Note that lines run as latency-sensitive requests from now on."""
         with self._database.write() as connection:
             counts: Counter[str] = Counter()
-            ids = sorted({key[0] for key in keys})
-            locked = select(BATCHES.c.id).where(BATCHES.c.id.in_(ids)).order_by(BATCHES.c.id).with_for_update()
-            connection.execute(locked).all()
+            _lock_batches(connection, BATCHES.c.id.in_({key[0] for key in keys}))
             for key in keys:
                 query = update(LINES).where(self._mine(key), ~LINES.c.escalated).values(escalated=True)
                 counts[key[0]] += connection.execute(query).rowcount
@@ -175,25 +171,43 @@ class Claims:
             connection.execute(update(BATCHES).where(BATCHES.c.id == batch_id).values(problem=problem))
 
     def renew(self) -> set[LineKey]:
-        """Hold everything for another lease; return the lines that are the owner's."""
+        """Hold the owner's lines for another lease; return them."""
         with self._database.write() as connection:
+            self._lock_batches_of_lines(connection)
             until = self._database.now(connection) + self.lease_s
-            running = and_(LINES.c.owner == self.owner, LINES.c.state == LineState.RUNNING)
-            connection.execute(update(LINES).where(running).values(lease_until=until))
-            connection.execute(update(BATCHES).where(BATCHES.c.owner == self.owner).values(lease_until=until))
-            rows = connection.execute(select(LINES.c.batch_id, LINES.c.number).where(running))
+            connection.execute(update(LINES).where(self._running).values(lease_until=until))
+            rows = connection.execute(select(LINES.c.batch_id, LINES.c.number).where(self._running))
             return {(batch_id, number) for batch_id, number in rows}
 
-    def free_overdue(self) -> int:
-        """Let lines whose lease is over be claimed again; return how many there were."""
+    def renew_batch(self) -> None:
+        """Hold the batch that the owner validates or finalizes for another lease."""
         with self._database.write() as connection:
-            overdue = and_(LINES.c.state == LineState.RUNNING, LINES.c.lease_until < self._database.now(connection))
-            return _set_pending(connection, overdue)
+            until = self._database.now(connection) + self.lease_s
+            connection.execute(update(BATCHES).where(BATCHES.c.owner == self.owner).values(lease_until=until))
+
+    def free_overdue(self) -> int:
+        """Let lines of others whose lease is over be claimed again; return how many there were.
+
+        The owner's own are not among them: it lives, whatever its clock has done in the meantime.
+        """
+        with self._database.write() as connection:
+            overdue = (
+                select(LINES.c.batch_id, LINES.c.number)
+                .where(LINES.c.state == LineState.RUNNING, LINES.c.lease_until < self._database.now(connection))
+                .where(LINES.c.owner != self.owner)
+                .with_for_update(skip_locked=True)
+            )
+            keys = [(batch_id, number) for batch_id, number in connection.execute(overdue)]
+            for key in keys:
+                _set_pending(connection, _is(key))
+            return len(keys)
 
     def release(self) -> None:
         """Give everything back at once."""
         with self._database.write() as connection:
-            _set_pending(connection, and_(LINES.c.owner == self.owner, LINES.c.state == LineState.RUNNING))
+            self._lock_batches_of_lines(connection)
+            _set_pending(connection, self._running)
+        with self._database.write() as connection:
             connection.execute(update(BATCHES).where(BATCHES.c.owner == self.owner).values(owner=None))
 
     def take_over(self) -> None:
@@ -202,12 +216,29 @@ class Claims:
             _set_pending(connection, LINES.c.state == LineState.RUNNING)
             connection.execute(update(BATCHES).values(owner=None))
 
+    @property
+    def _running(self) -> ColumnElement[bool]:
+        return and_(LINES.c.owner == self.owner, LINES.c.state == LineState.RUNNING)
+
+    def _lock_batches_of_lines(self, connection: Connection) -> None:
+        batches = select(LINES.c.batch_id).where(self._running)
+        _lock_batches(connection, BATCHES.c.id.in_(batches))
+
     def _mine(self, key: LineKey) -> ColumnElement[bool]:
-        return and_(_is(key), LINES.c.owner == self.owner, LINES.c.state == LineState.RUNNING)
+        return and_(_is(key), self._running)
 
 
 def _is(key: LineKey) -> ColumnElement[bool]:
     return and_(LINES.c.batch_id == key[0], LINES.c.number == key[1])
+
+
+def _lock_batches(connection: Connection, where: ColumnElement[bool]) -> Sequence[RowMapping]:
+    """Lock batches whose lines the transaction will lock.
+
+    Everybody does it before, and in this order, so that no two transactions wait for each other; or locks no more than
+    one line, or only lines that nobody else has locked.
+    """
+    return connection.execute(select(BATCHES).where(where).order_by(BATCHES.c.id).with_for_update()).mappings().all()
 
 
 def _set_pending(connection: Connection, where: ColumnElement[bool]) -> int:

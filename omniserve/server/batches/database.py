@@ -15,6 +15,11 @@ from omniserve.server.errors import ApiError
 
 # How long a transaction waits for another one before it gives up.
 _BUSY_TIMEOUT_S = 10.0
+# lock_not_available, deadlock_detected, serialization_failure
+_PG_BUSY = ("55P03", "40P01", "40001")
+# A server that is frozen must not hold up the others for longer.
+_PG_IDLE_TIMEOUT_S = 60.0
+_PG_CONNECT_TIMEOUT_S = 10
 # Any number will do, if it is the same in all servers: the lock that one of them holds while it makes the tables.
 _SCHEMA_LOCK = 0x6F6D6E69
 
@@ -26,7 +31,7 @@ class StorageError(ApiError):
 def storage_full(reason: object) -> StorageError:
     """Return the error of writes that found no room."""
     return StorageError(
-        f"there is no room to store this ({reason}); free space where --data-dir is, then send it again",
+        f"there is no room to store this ({reason}); free space there, then send it again",
         status=507,
         code="storage_full",
         retry_after_s=60,
@@ -46,15 +51,12 @@ class Database:
     """
 
     def __init__(self, url: URL, clock: Callable[[], float] | None = None) -> None:
-        self._shown = url.set(username=None, password=None).render_as_string()
+        self._shown = url.set(username=None, password=None).difference_update_query(["password"]).render_as_string()
         try:
-            self._engine = create_engine(url, pool_pre_ping=url.get_backend_name() != "sqlite")
-        except (exc.SQLAlchemyError, ImportError) as error:
+            self._engine, is_sqlite = _engine(url)
+        except (exc.SQLAlchemyError, ImportError, ValueError) as error:
             raise StorageError(f"--database-url {self._shown}: {error}", status=500) from None
-        self._is_sqlite = self._engine.dialect.name == "sqlite"
-        self._clock = clock if clock is not None or not self._is_sqlite else time.time
-        if self._is_sqlite:
-            _set_up_sqlite(self._engine)
+        self._clock = clock if clock is not None or not is_sqlite else time.time
         self._reading = self._engine.execution_options(reading=True)
         with self.write() as connection:
             self._make_tables(connection)
@@ -103,7 +105,7 @@ class Database:
         reason = f"{self._shown}: {' '.join(str(cause).split())}"
         if code == sqlite3.SQLITE_FULL or getattr(cause, "sqlstate", None) == "53100":
             return storage_full(reason)
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) or getattr(cause, "sqlstate", None) in _PG_BUSY:
             return StorageError(
                 f"the database is locked by another process ({reason}); try again",
                 status=503,
@@ -134,6 +136,38 @@ class Database:
                 f"{SCHEMA_VERSION}); use that version, or another --data-dir or --database-url",
                 status=500,
             )
+
+
+def _engine(url: URL) -> tuple[Engine, bool]:
+    """Return the engine of a URL, and whether it is SQLite.
+
+    Raises:
+        ValueError: It is of a database that is not supported.
+    """
+    if url.get_backend_name() == "postgresql":
+        gone = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 30_000}
+        engine = create_engine(
+            url.set(drivername="postgresql+psycopg"),
+            pool_pre_ping=True,
+            isolation_level="READ COMMITTED",
+            connect_args={"connect_timeout": _PG_CONNECT_TIMEOUT_S, **gone},
+        )
+        _set_up_postgres(engine)
+        return engine, False
+    if url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:"):
+        engine = create_engine(url)
+        _set_up_sqlite(engine)
+        return engine, True
+    raise ValueError("it must be postgresql://USER@HOST/NAME or sqlite:////PATH")
+
+
+def _set_up_postgres(engine: Engine) -> None:
+    @event.listens_for(engine, "connect")
+    def connect(connection: Any, _: object) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(f"SET lock_timeout = {int(_BUSY_TIMEOUT_S * 1000)}")
+            cursor.execute(f"SET idle_in_transaction_session_timeout = {int(_PG_IDLE_TIMEOUT_S * 1000)}")
+        connection.commit()
 
 
 def _set_up_sqlite(engine: Engine) -> None:

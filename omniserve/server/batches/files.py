@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +30,12 @@ class FileFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with _told(folder):
+        with told(folder):
+            new = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f"{_UNFINISHED}probe-{os.getpid()}"
+            for path in new:
+                _sync_folder(path.parent)
+            probe = _unfinished_in(folder)
             probe.write_bytes(b"")
             probe.unlink()
 
@@ -41,8 +45,8 @@ class FileFolder:
         Raises:
             StorageError: The disk is full or broken; what was written is gone.
         """
-        unfinished = self._folder / f"{_UNFINISHED}{file_id}-{os.getpid()}"
-        with _told(self._folder):
+        unfinished = _unfinished_in(self._folder)
+        with told(self._folder):
             try:
                 with unfinished.open("wb") as file:
                     for part in parts:
@@ -53,7 +57,7 @@ class FileFolder:
                 unfinished.rename(self._folder / file_id)
             finally:
                 unfinished.unlink(missing_ok=True)
-            self._sync_folder()
+            _sync_folder(self._folder)
         return num_bytes
 
     def path(self, file_id: str, num_bytes: int) -> Path:
@@ -101,12 +105,12 @@ class FileFolder:
 
     def remove(self, file_id: str) -> None:
         """Remove a file that nobody knows any more; it may be gone already."""
-        with _told(self._folder):
+        with told(self._folder):
             (self._folder / file_id).unlink(missing_ok=True)
 
     def remove_abandoned(self) -> None:
         """Remove what processes left behind that died while they wrote."""
-        with _told(self._folder):
+        with told(self._folder):
             for path in self._folder.glob(f"{_UNFINISHED}*"):
                 try:
                     abandoned = path.stat().st_mtime < time.time() - _ABANDONED_AFTER_S
@@ -115,17 +119,24 @@ class FileFolder:
                 if abandoned:
                     path.unlink(missing_ok=True)
 
-    def _sync_folder(self) -> None:
-        """Make a new name survive a power cut."""
-        descriptor = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+
+def _unfinished_in(folder: Path) -> Path:
+    # Not by process id: processes of several machines may share the folder.
+    return folder / f"{_UNFINISHED}{uuid.uuid4().hex}"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make new names in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def told(folder: Path) -> Iterator[None]:
+    """Let errors of writing below a folder be StorageErrors that say what to do."""
     try:
         yield
     except OSError as error:
@@ -133,7 +144,8 @@ def _told(folder: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise storage_full(reason) from error
         raise StorageError(
-            f"cannot write there: {reason}; make the folder writable or choose another --data-dir",
+            f"cannot write there: {reason}; make the folder writable or choose another --data-dir (or TMPDIR, where "
+            "uploads come in)",
             status=503,
             code="storage_error",
         ) from error

@@ -14,8 +14,8 @@ MAX_LINE_BYTES = 32 << 20
 """As much as the body of an HTTP request may have."""
 _MAX_FAULTS = 100
 _MAX_CUSTOM_ID = 512
-# What databases do not take as text: NUL, and halves of characters.
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+NO_TEXT = re.compile("[\0\ud800-\udfff]")
+"""What databases do not take as text: NUL, and halves of characters."""
 _FIELDS = ("custom_id", "method", "url", "body")
 
 
@@ -129,7 +129,7 @@ def _check_line(raw: bytes, endpoint: str, check_model: Callable[[str | None], N
     if unknown := next((name for name in line if name not in _FIELDS), None):
         raise _Fault(f"unknown field {unknown!r}: remove it; known: {', '.join(_FIELDS)}", "unknown_parameter", unknown)
     custom_id, method, url, body = (line[name] for name in _FIELDS)
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_CUSTOM_ID or _NO_TEXT.search(custom_id):
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_CUSTOM_ID or NO_TEXT.search(custom_id):
         raise _Fault(
             f"custom_id must be a string of 1 to {_MAX_CUSTOM_ID} characters", "invalid_custom_id", "custom_id"
         )

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import shutil
 import signal
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from omniserve.server.batches.files import FileFolder
 from omniserve.server.batches.objects import batch_object
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.storage import Storage
-from omniserve.server.batches.store import NewBatch, NewFile, Row, new_id
+from omniserve.server.batches.store import NewBatch, NewFile, Row
 from omniserve.server.batches.tables import UNFINISHED
 from omniserve.server.cli import ServerOptions
 from omniserve.server.engine_process import EngineMaker
@@ -71,7 +72,7 @@ async def run_offline(job: OfflineJob, options: ServerOptions, make_engine: Engi
                 logger.warning("stopped; run the same command again to go on")
                 return _INTERRUPTED
             status = await asyncio.to_thread(_deliver, job, storage.files, batch)
-            shutil.rmtree(job.journal)
+            _remove(job.journal)
             return status
     except (StorageError, EngineStopped, OSError) as error:
         logger.error("%s", error)
@@ -105,9 +106,8 @@ def _find_or_create(storage: Storage, job: OfflineJob, model: str) -> Row:
             )
         logger.info("going on with %s", job.journal)
         return found[0]
-    file_id = new_id("file-")
     with job.input.open("rb") as file:
-        num_bytes = storage.files.write(file_id, _parts(file))
+        file_id, num_bytes = storage.write_file(_parts(file))
     storage.store.add_file(NewFile(id=file_id, filename=job.input.name, purpose="batch", num_bytes=num_bytes))
     return storage.store.create_batch(
         NewBatch(
@@ -177,6 +177,13 @@ def _deliver(job: OfflineJob, files: FileFolder, batch: Row) -> int:
     _copy(files, batch["output_file_id"], job.output)
     logger.info("%d lines in %s", batch["completed"], job.output)
     return 0 if batch["error_file_id"] is None else 1
+
+
+def _remove(journal: Path) -> None:
+    """Remove a journal at one blow: half of one would be taken for a damaged one."""
+    done = journal.with_name(f".{journal.name}.done-{uuid.uuid4().hex}")
+    journal.rename(done)
+    shutil.rmtree(done)
 
 
 def _copy(files: FileFolder, file_id: str | None, target: Path) -> None:

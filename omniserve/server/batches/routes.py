@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import Message
 
 from omniserve.server.batches.database import StorageError
+from omniserve.server.batches.files import told
+from omniserve.server.batches.lines import NO_TEXT
 from omniserve.server.batches.objects import batch_object, file_object, page_object
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.settings import BatchSettings
 from omniserve.server.batches.storage import Storage
-from omniserve.server.batches.store import NewBatch, NewFile, new_id
+from omniserve.server.batches.store import NewBatch, NewFile
 from omniserve.server.calls import ENDPOINTS
 from omniserve.server.errors import ApiError
 
@@ -29,6 +36,7 @@ _MAX_CREATE_BYTES = 1 << 20
 _FORM_BYTES = 1 << 16
 _COPY_BYTES = 1 << 20
 _MAX_METADATA = 16
+_CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_WINDOW_S = 30 * 86400
 
@@ -59,7 +67,7 @@ class FileQuery(BaseModel):
     after: str | None = None
     limit: int = Field(10_000, ge=1, le=10_000)
     order: Literal["asc", "desc"] = "desc"
-    purpose: str | None = None
+    purpose: str | None = Field(None, pattern=r"^[\w-]+$")
 
 
 class CreateBatch(BaseModel):
@@ -102,25 +110,30 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, model
 
     @api.post("/files")
     async def upload(request: Request) -> Response:
-        async with _limited(request, settings.max_file_bytes).form(max_files=1, max_fields=8) as form:
+        async with _form(request, settings.max_file_bytes) as form:
             file, fields = form.get("file"), _nested({name: value for name, value in form.items() if name != "file"})
             if not isinstance(file, UploadFile):
                 raise ApiError(
                     "the form has no file in its field 'file'", param="file", code="missing_required_parameter"
                 )
             wanted = _checked(UploadFields, fields)
-            file_id = new_id("file-")
-            new = NewFile(
-                id=file_id,
-                filename=file.filename or "upload.jsonl",
-                purpose=wanted.purpose,
-                num_bytes=await run_in_threadpool(files.write, file_id, _parts(file.file)),
-                expires_after_s=None if wanted.expires_after is None else wanted.expires_after.seconds,
-            )
+            filename = file.filename or "upload.jsonl"
+            if NO_TEXT.search(filename):
+                raise ApiError(
+                    f"the file's name {filename!r} is no text; rename it", param="file", code="invalid_value"
+                )
+            file_id, num_bytes = await run_in_threadpool(storage.write_file, _parts(file.file))
+        new = NewFile(
+            id=file_id,
+            filename=filename,
+            purpose=wanted.purpose,
+            num_bytes=num_bytes,
+            expires_after_s=None if wanted.expires_after is None else wanted.expires_after.seconds,
+        )
         try:
             return JSONResponse(file_object(await run_in_threadpool(store.add_file, new)))
         except StorageError:
-            await run_in_threadpool(files.remove, file_id)
+            await run_in_threadpool(storage.discard, file_id)
             raise
 
     @api.get("/files")
@@ -146,7 +159,7 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, model
     @api.delete("/files/{file_id}")
     async def delete_file(file_id: str) -> Response:
         await run_in_threadpool(store.delete_file, file_id)
-        await run_in_threadpool(files.remove, file_id)
+        await run_in_threadpool(storage.discard)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     @api.post("/batches")
@@ -246,6 +259,30 @@ async def _json(request: Request) -> Any:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+@asynccontextmanager
+async def _form(request: Request, max_file_bytes: int) -> AsyncIterator[FormData]:
+    """Read a form; its file lies in the system's folder for temporary files.
+
+    Raises:
+        ApiError: It is none, or too large.
+        StorageError: There is no room for it.
+    """
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "multipart/form-data":
+        raise ApiError(f"the body must be multipart/form-data with the file in its field 'file'; got {kind!r}")
+    try:
+        with told(Path(tempfile.gettempdir())):
+            form = await _limited(request, max_file_bytes).form(max_files=1, max_fields=8)
+    except ClientDisconnect:
+        raise ApiError("the client went away", status=_CLIENT_CLOSED_REQUEST) from None
+    except HTTPException as error:
+        raise ApiError(f"the form cannot be read: {error.detail}", status=error.status_code) from None
+    try:
+        yield form
+    finally:
+        await form.close()
+
+
 def _limited(request: Request, max_file_bytes: int) -> Request:
     """Return the request, which fails once its body is larger than a form with the largest file."""
     num_bytes = 0
@@ -269,7 +306,7 @@ def _nested(fields: dict[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for name, value in fields.items():
         if match := re.fullmatch(r"(\w+)\[(\w+)\]", name):
-            value = int(value) if isinstance(value, str) and value.isdecimal() else value
+            value = int(value) if isinstance(value, str) and re.fullmatch(r"\d{1,15}", value) else value
             inner = nested.setdefault(match[1], {})
             if isinstance(inner, dict):
                 inner[match[2]] = value

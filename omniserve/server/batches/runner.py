@@ -22,7 +22,7 @@ from omniserve.server.batches.claims import ClaimedLine, Claims, LineKey, LineRe
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.line_run import LineNotRun, refused, run_line
 from omniserve.server.batches.lines import CheckedFile, check_file
-from omniserve.server.batches.outputs import write_outputs
+from omniserve.server.batches.outputs import finish
 from omniserve.server.batches.settings import BatchSettings
 from omniserve.server.batches.storage import Storage
 from omniserve.server.batches.store import Row, new_id
@@ -94,6 +94,7 @@ class BatchRunner:
 
     def start(self) -> None:
         """Begin to work."""
+        self._renewed_s = time.monotonic()
         steps = (self._work_on_lines, self._work_on_batches, self._watch, self._renew)
         self._loops = [asyncio.create_task(self._forever(step)) for step in steps]
 
@@ -249,14 +250,21 @@ class BatchRunner:
         await asyncio.sleep(self._settings.lease_s / _RENEWALS_PER_LEASE)
         before = list(self._running.values())
         started_s = time.monotonic()
-        try:
-            mine = await self._claim_thread(self._claims.renew)
-        except StorageError:
-            if time.monotonic() - self._renewed_s > self._settings.lease_s:
+        renewing = asyncio.ensure_future(self._claim_thread(self._claims.renew))
+        left_s = self._renewed_s + self._settings.lease_s - started_s
+        await asyncio.wait([renewing], timeout=max(0.0, left_s))
+        if not renewing.done() or renewing.exception() is not None:
+            if before and time.monotonic() - self._renewed_s >= self._settings.lease_s:
                 logger.warning("batches: %d lines were not renewed in time and are left to others", len(before))
                 await self._drop(before)
-            raise
-        self._renewed_s = started_s
+            await asyncio.wait([renewing])
+        try:
+            mine = renewing.result()
+            self._renewed_s = started_s
+            await self._claim_thread(self._claims.renew_batch)
+        except StorageError as error:
+            logger.warning("batches: %s; leases are renewed later", error)
+            return
         # Claimed, but the answer never came here: not on the way, if they were unknown the last time, too.
         unknown = mine - self._running.keys()
         for key in unknown & self._orphans:
@@ -278,7 +286,7 @@ class BatchRunner:
             if batch["status"] == "validating":
                 await self._in_batch_thread(self._validate, batch)
             else:
-                await self._in_batch_thread(self._finalize, batch)
+                await self._in_batch_thread(finish, self._storage, batch, owner)
         except StorageError as error:
             logger.warning("batches: %s is held up: %s", batch["id"], error)
             await self._in_batch_thread(self._store.postpone_batch, batch["id"], owner, error.message, 2 * _RETRY_S)
@@ -300,10 +308,6 @@ class BatchRunner:
         with open(path, "rb") as file:
             return check_file(file, endpoint, self._service.check_model, self._settings.max_lines)
 
-    def _finalize(self, batch: Row) -> None:
-        output, errors = write_outputs(self._store, self._files, batch)
-        self._store.finish_batch(batch["id"], self._claims.owner, output, errors)
-
     # The clock.
 
     async def _watch(self) -> None:
@@ -320,8 +324,8 @@ class BatchRunner:
         await asyncio.sleep(_POLL_S)
 
     def _sweep(self) -> None:
-        for file_id in self._store.forget_expired_files():
-            self._files.remove(file_id)
+        self._store.forget_expired_files()
+        self._storage.sweep()
         self._files.remove_abandoned()
 
     def _judge(self, now: float, batches: Sequence[Row]) -> None:
@@ -358,7 +362,8 @@ class BatchRunner:
             elif calm and len(self._running) >= self._settings.concurrency:
                 last = calm[-1]
                 await self._drop([last])
-                await self._claim_thread(partial(self._claims.give_back, last.line.key, delay_s=0.0))
+                if last.line.key not in self._running:  # it may have come to its end just then
+                    await self._claim_thread(partial(self._claims.give_back, last.line.key, delay_s=0.0))
 
     async def _claim_thread(self, function: Callable[[*Args], T], *args: *Args) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._claims_thread, function, *args)

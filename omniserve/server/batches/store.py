@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, Table, and_, delete, exists, insert, or_, select, update
+from sqlalchemy import Connection, RowMapping, Table, and_, delete, insert, or_, select, update
 
-from omniserve.server.batches.database import Database
+from omniserve.server.batches.database import Database, StorageError
 from omniserve.server.batches.lines import CheckedLine, LineFault
-from omniserve.server.batches.tables import BATCHES, FILES, LINES, UNFINISHED, LineState
+from omniserve.server.batches.tables import BATCHES, FILES, LEFTOVERS, LINES, UNFINISHED, LineState
 from omniserve.server.errors import ApiError
 
 _ROWS_PER_INSERT = 1000
+# Who has not made a file known so long after it was announced does not live any more.
+_WRITE_TIME_S = 3600.0
 
 Row = RowMapping
 """A row of a table, by column name."""
@@ -26,7 +28,7 @@ Row = RowMapping
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewFile:
-    """A file that lies on the disk, complete, and is to be known."""
+    """A file that was announced, lies on the disk, complete, and is to be known."""
 
     id: str
     filename: str
@@ -71,8 +73,38 @@ class Store:
     def __init__(self, database: Database) -> None:
         self._database = database
 
+    def announce_file(self, file_id: str) -> None:
+        """Say that a file will be written, so that it is removed again if its writer dies."""
+        with self._database.write() as connection:
+            at = self._database.now(connection) + _WRITE_TIME_S
+            connection.execute(insert(LEFTOVERS).values(id=file_id, remove_after=at))
+
+    def discard_file(self, file_id: str) -> None:
+        """Let the next sweep remove a file that was announced; one that is known stays."""
+        with self._database.write() as connection:
+            connection.execute(update(LEFTOVERS).where(LEFTOVERS.c.id == file_id).values(remove_after=0.0))
+
+    def sweep(self, remove: Callable[[str], None]) -> None:
+        """Remove files that are nobody's.
+
+        Args:
+            remove: Removes one, which may be gone already.
+
+        Raises:
+            StorageError: What ``remove`` raises, too; it is tried again by the next sweep.
+        """
+        with self._database.write() as connection:
+            due = select(LEFTOVERS.c.id).where(LEFTOVERS.c.remove_after <= self._database.now(connection))
+            for file_id in connection.execute(due.with_for_update(skip_locked=True)).scalars().all():
+                remove(file_id)
+                connection.execute(delete(LEFTOVERS).where(LEFTOVERS.c.id == file_id))
+
     def add_file(self, file: NewFile) -> Row:
-        """Make a file known."""
+        """Make a file known.
+
+        Raises:
+            StorageError: It was not announced, or so long ago that it may have been removed.
+        """
         with self._database.write() as connection:
             _insert_file(connection, file, self._database.now(connection))
             return _get(connection, FILES, file.id)
@@ -98,7 +130,7 @@ class Store:
             )
 
     def delete_file(self, file_id: str) -> None:
-        """Forget a file; its bytes may be removed then.
+        """Forget a file; the next sweep removes its bytes.
 
         Raises:
             ApiError: There is none, or a batch still reads it.
@@ -111,21 +143,15 @@ class Store:
                     status=409,
                     code="file_in_use",
                 )
-            connection.execute(delete(FILES).where(FILES.c.id == file_id))
+            _forget_files(connection, [file_id])
 
-    def forget_expired_files(self) -> list[str]:
-        """Forget files whose time is over and that no batch reads; return their ids."""
+    def forget_expired_files(self) -> None:
+        """Forget files whose time is over and that no batch reads."""
         with self._database.write() as connection:
-            over = FILES.c.expires_at <= self._database.now(connection)
-            in_use = exists().where(BATCHES.c.input_file_id == FILES.c.id, BATCHES.c.status.in_(UNFINISHED))
-            ids = list(connection.execute(select(FILES.c.id).where(over, ~in_use)).scalars())
-            connection.execute(delete(FILES).where(FILES.c.id.in_(ids)))
-            return ids
-
-    def known_files(self) -> set[str]:
-        """Return the ids of all files."""
-        with self._database.read() as connection:
-            return set(connection.execute(select(FILES.c.id)).scalars())
+            over = select(FILES.c.id).where(FILES.c.expires_at <= self._database.now(connection))
+            # First locked, so that no batch of them comes into being; then asked who reads them.
+            ids = connection.execute(over.order_by(FILES.c.id).with_for_update()).scalars().all()
+            _forget_files(connection, [file_id for file_id in ids if not _in_use(connection, file_id)])
 
     def create_batch(self, batch: NewBatch) -> Row:
         """Accept a batch; it is checked in the background.
@@ -143,6 +169,10 @@ class Store:
                     code="invalid_purpose",
                 )
             now, batch_id = self._database.now(connection), new_id("batch_")
+            if file["expires_at"] is not None and file["expires_at"] <= now:
+                raise ApiError(
+                    f"the file {file['id']} has expired; upload it again", param="input_file_id", code="file_expired"
+                )
             connection.execute(
                 insert(BATCHES).values(
                     id=batch_id,
@@ -307,7 +337,19 @@ class Store:
         return connection.execute(query.where(BATCHES.c.status.in_(statuses)).with_for_update()).first() is not None
 
 
+def _forget_files(connection: Connection, ids: Sequence[str]) -> None:
+    for file_id in ids:
+        connection.execute(delete(FILES).where(FILES.c.id == file_id))
+        connection.execute(insert(LEFTOVERS).values(id=file_id, remove_after=0.0))
+
+
 def _insert_file(connection: Connection, file: NewFile, now: float) -> None:
+    if not connection.execute(delete(LEFTOVERS).where(LEFTOVERS.c.id == file.id)).rowcount:
+        raise StorageError(
+            f"writing the file {file.id} took longer than {_WRITE_TIME_S:g} s; send it again",
+            status=503,
+            code="storage_slow",
+        )
     connection.execute(
         insert(FILES).values(
             id=file.id,
@@ -340,7 +382,9 @@ def _set(connection: Connection, batch_id: str, values: Mapping[str, Any]) -> No
 
 def _get(connection: Connection, table: Table, row_id: str, *, lock: bool = False, param: str | None = None) -> Row:
     query = select(table).where(table.c.id == row_id)
-    row = connection.execute(query.with_for_update() if lock else query).mappings().first()
+    row = None
+    if row_id.isascii() and row_id.isprintable():  # as ids are; not every database takes every other text
+        row = connection.execute(query.with_for_update() if lock else query).mappings().first()
     if row is None:
         kind = "file" if table is FILES else "batch"
         raise ApiError(f"there is no {kind} {row_id!r}", status=404, param=param, code=f"{kind}_not_found")

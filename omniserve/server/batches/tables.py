@@ -38,6 +38,13 @@ FILES = Table(
     Index("omniserve_files_by_age", "created_at", "id"),
 )
 
+LEFTOVERS = Table(  # files on the disk that nobody knows: not yet, or not any more
+    "omniserve_leftovers",
+    METADATA,
+    Column("id", String(64), primary_key=True),
+    Column("remove_after", Double, nullable=False, index=True),
+)
+
 BATCHES = Table(
     "omniserve_batches",
     METADATA,
