@@ -49,6 +49,7 @@ PLAIN = (
     "kv/checkpoints.py",
     "kv/incremental.py",
     "kv/paged.py",
+    "kv/pending.py",
     "kv/saved_blocks.py",
     "kv/shared_pool.py",
     "kv/tiered.py",
