@@ -34,7 +34,9 @@ ALLOWED = {
     "simulate": {"sched", "kv", "latency", "tracing", "capacity"},
     "tracing": set(),
     "explain": {"latency", "tracing"},
-    "profiling": {"engine", "cores", "fingerprint", "host", "kv", "latency", "ops", "patching", "step_inputs"},
+    "profiling": {
+        "engine", "capacity", "cores", "fingerprint", "host", "kv", "latency", "ops", "patching", "step_inputs",
+    },
     "server": {
         "engine", "detokenizer", "grammar", "patching", "layers", "sched", "kv", "ops", "latency", "profiling",
         "builtin_model",
