@@ -36,7 +36,7 @@ demo: setup ## Serve and load the built-in model, and print what best-effort wor
 coserve: $(VENV)/.installed ## Measure every policy on one load of both kinds: a table and a plot, in minutes (ARGS="--rates 1 2")
 	@$(BIN)/python -m benchmarks.coserve --plot .cache/coserve.png $(ARGS)
 
-coserve-memory: $(VENV)/.plots ## The same for the policies that differ when device memory is short
+coserve-memory: $(VENV)/.installed ## The same for the policies that differ when device memory is short
 	@$(BIN)/python -m benchmarks.coserve --load memory --record .cache/coserve_memory.json --plot .cache/coserve_memory.png $(ARGS)
 
 check: lint test ## Format, lint, types and tests: what CI runs

@@ -30,7 +30,7 @@ MANAGERS = ("incremental", "bidirectional")
 WARM_UP_STEPS = 3
 FIGURES = {
     "cost": ("prefill_step_s", "decode_step_s", "prefill_s", "decode_s", "cpu_s"),
-    "savings": ("recomputed_tokens", "seconds", "preemptions", "ls_ttft_p50_s"),
+    "savings": ("recomputed_tokens", "copied_blocks", "restored_blocks", "seconds", "preemptions", "ls_ttft_p50_s"),
 }
 """What is printed of each part."""
 
@@ -137,6 +137,8 @@ def measure_savings(model: Any, kv: str, args: argparse.Namespace) -> dict[str, 
         "seconds": seconds,
         "tokens": dict(watch.tokens),
         "recomputed_tokens": watch.tokens["computed again"],
+        "copied_blocks": watch.blocks["checkpointed"],
+        "restored_blocks": watch.blocks["restored"],
         "resumed_tokens": stats.resumed_tokens,
         "preemptions": stats.preemptions,
         "blocks": dict(watch.blocks),
@@ -150,7 +152,7 @@ def medians(runs: dict[str, list[dict[str, Any]]], names: tuple[str, ...]) -> di
     result = {}
     for name in names:
         result[name] = {kv: statistics.median(run[name] for run in runs[kv]) for kv in runs}
-        for kv in runs.keys() - {"paged"}:
+        for kv in [kv for kv in runs if kv != "paged"]:
             pairs = zip(runs[kv], runs["paged"], strict=True)
             ratios = [ours[name] / theirs[name] for ours, theirs in pairs if theirs[name]]
             if ratios:

@@ -27,7 +27,7 @@ off --drain-s later. `frontier`: no other policy is better in `attained of all` 
 worse in the other. `others busy`: cores that other processes took during the run: beside much more than 0, figures
 say little. `on host`: output tokens whose attention the host tier computed, and their share of BE's. `preempted`,
 `recomputed`: how often a request lost its memory, and how many tokens had to be computed once more. What each figure
-counts: `benchmarks/common/co_summary.py`.
+counts: `benchmarks/common/summary.py`.
 
 With --url the server is somebody else's, measured by the same client, run after run; it gets token ids and
 `ignore_eos`.
@@ -45,13 +45,13 @@ from typing import Any
 import httpx
 
 from benchmarks.common.client import OMNISERVE_WIRE, Wire
-from benchmarks.common.co_load import CoServingLoad
-from benchmarks.common.co_report import markdown_table, plot
-from benchmarks.common.co_runs import Servers, joined_records, measure, plan_runs, rows_of, scheduler_of
 from benchmarks.common.loads import PROCESSES, Arrivals, TraceSlice
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
 from benchmarks.common.record import ROOT, write_record
 from benchmarks.common.server import ServerFailed
+from benchmarks.coserving.load import CoServingLoad
+from benchmarks.coserving.report import markdown_table, plot
+from benchmarks.coserving.runs import Servers, joined_records, measure, plan_runs, rows_of, scheduler_of
 from omniserve.sched import SCHEDULERS
 from omniserve.simulate.report import require_matplotlib
 

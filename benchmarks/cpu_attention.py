@@ -29,15 +29,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import attention_report as report
-from benchmarks.common.bandwidth import allowed_cpus
-from benchmarks.common.busy_tiers import BusySettings, measure_busy
-from benchmarks.common.decode_rows import CANDIDATES, Row, RowBench, RowSettings, layer_room, parse_row
-from benchmarks.common.engine_share import EngineSettings, measure_engine
-from benchmarks.common.prefill_attention import PrefillSettings, measure_prefill
-from benchmarks.common.read_limit import ReadLimit
+from benchmarks.attention import report
+from benchmarks.attention.bandwidth import allowed_cpus
+from benchmarks.attention.busy_tiers import BusySettings, measure_busy
+from benchmarks.attention.decode_rows import CANDIDATES, Row, RowBench, RowSettings, layer_room, parse_row
+from benchmarks.attention.engine_share import EngineSettings, measure_engine
+from benchmarks.attention.prefill_attention import PrefillSettings, measure_prefill
+from benchmarks.attention.read_limit import ReadLimit
+from benchmarks.attention.vllm_attention import find_peer
 from benchmarks.common.record import write_record
-from benchmarks.common.vllm_attention import find_peer
 from omniserve.simulate.report import require_matplotlib
 
 RAGGED = "64x128..8192"

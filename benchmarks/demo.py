@@ -21,11 +21,10 @@ from pydoc_data import topics
 
 from tqdm import tqdm
 
-from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecord, run_load
-from benchmarks.common.driving import drive
+from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecord, drive, run_load
 from benchmarks.common.record import write_record
 from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, ServerFailed, ServerProcess
-from benchmarks.common.stats import LatencySummary, summarize
+from benchmarks.common.summary import LatencySummary, summarize
 from omniserve.simulate.load import poisson
 
 WARM_UP_TIMEOUT_S = 120.0

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.common.client import LS_TIER
-from benchmarks.common.driving import drive
+from benchmarks.common.client import LS_TIER, drive
 from benchmarks.common.loads import poisson_stream
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
 from benchmarks.common.record import write_record
 from benchmarks.common.server import ServerProcess
-from benchmarks.common.stats import summarize
+from benchmarks.common.summary import summarize
 
 
 def first_token_s(base_url: str) -> None:

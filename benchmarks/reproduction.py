@@ -27,11 +27,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.common.paper_cases import Case, Experiment, MachineSpec
-from benchmarks.common.paper_figures import EXPERIMENTS
-from benchmarks.common.paper_page import TEMPLATE, render
-from benchmarks.common.paper_report import CELLS, TokenGaps, figures_of, markdown
 from benchmarks.common.record import environment, write_record
+from benchmarks.paper.cases import Case, Experiment, MachineSpec
+from benchmarks.paper.figures import EXPERIMENTS
+from benchmarks.paper.page import TEMPLATE, render
+from benchmarks.paper.report import CELLS, TokenGaps, figures_of, markdown
 from omniserve.request import SLO, ClassSpec, ServiceClass
 from omniserve.simulate.analytic import HostEfficiency, analytic_machine, engine_config_for
 from omniserve.simulate.engine import StepRecord

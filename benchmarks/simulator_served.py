@@ -1,6 +1,6 @@
-"""The simulator against what a server was recorded to do: the loads of a record of benchmarks.co_serving, simulated.
+"""The simulator against what a server was recorded to do: the loads of a record of benchmarks.frontier, simulated.
 
-    python -m benchmarks.simulator_served benchmarks/results/co_serving.json --profile FILE
+    python -m benchmarks.simulator_served benchmarks/results/frontier.json --profile FILE
 
 The profile must be of the recorded model, settings and machine (without --profile: the one in the cache, or measured
 now). The record's figures come from clients over HTTP, whose processes shared the machine's cores with the engine; the
@@ -19,11 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.co_serving import Load as CoServingLoad
-from benchmarks.co_serving import Row, be_pile, frontier_rows, ls_stream
 from benchmarks.common.client import LoadRequest
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
+from benchmarks.frontier import FrontierLoad, Row, be_pile, frontier_rows, ls_stream
 from omniserve import SLO, ClassSpec, EngineConfig
 from omniserve.latency import Profile
 from omniserve.profiling import find_or_make_profile
@@ -42,9 +41,9 @@ COLUMNS = {
 _WIDTH = 22
 
 
-def load_of(record: Mapping[str, Any]) -> CoServingLoad:
+def load_of(record: Mapping[str, Any]) -> FrontierLoad:
     """Return the load that was recorded."""
-    return CoServingLoad(**{"budgets": {}, **record["config"]["load"]})
+    return FrontierLoad(**{"budgets": {}, **record["config"]["load"]})
 
 
 def engine_config(flags: list[str], row: Row, slo: tuple[float, float] | None) -> EngineConfig:
@@ -58,7 +57,7 @@ def engine_config(flags: list[str], row: Row, slo: tuple[float, float] | None) -
     return dataclasses.replace(config, classes=(ls, ClassSpec(name="BE", kind="BE")))
 
 
-def simulate_row(machine: Machine, row: Row, load: CoServingLoad, flags: list[str], seed: int) -> dict[str, float]:
+def simulate_row(machine: Machine, row: Row, load: FrontierLoad, flags: list[str], seed: int) -> dict[str, float]:
     """Return the figures of a row, reckoned as the record's are (see ``summarize_co_serving``)."""
     slo = load.objectives[row.objective] if row.objective is not None else None
     ls = ls_stream(load, seed, slo, load.ls_rate) if row.has_ls and slo is not None else []
@@ -109,7 +108,7 @@ def line(name: str, recorded: Mapping[str, float], simulated: Mapping[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("served", type=Path, help="record of benchmarks.co_serving, of SmolLM-135M's shape")
+    parser.add_argument("served", type=Path, help="record of benchmarks.frontier, of SmolLM-135M's shape")
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--calibrate-from", type=Path, nargs="+", default=[], metavar="FILE", help="traces of steps")
     parser.add_argument("--record", type=Path, default=Path(".cache/simulator_served.json"))

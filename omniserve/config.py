@@ -77,6 +77,9 @@ class EngineConfig:
     be_order: str = "decode"
     """``decode``: BE decodes come before BE prompts, which get the time that is left. ``prefill``: the paper's order
     (omniserve 3.3.2); more BE prompts than the device can prefill then leave no time to decode."""
+    offload_for_time: bool = False
+    """BE decodes for which steps have no time go to the host tier although the device has memory for them, if the host
+    tier has cores of its own (omniserve 3.3.5). There each token takes a step a layer: they come to fewer tokens."""
     slack: str = "deadline"
     """``step``: no step is longer than the shortest TPOT in it. ``deadline``: a request that is ahead of its schedule
     lends its lead to the step."""

@@ -19,8 +19,8 @@ from benchmarks import demo
 from benchmarks.common.client import LoadRequest, RequestRecord, Wire, body_of, run_load
 from benchmarks.common.record import ROOT, portable, write_record
 from benchmarks.common.server import ServerFailed, ServerProcess
-from benchmarks.common.stats import LatencySummary, summarize
 from benchmarks.common.step_loads import trace_load
+from benchmarks.common.summary import LatencySummary, summarize
 from omniserve.simulate.results import percentile
 from tests.stub_server import TOKEN_GAP_S
 

@@ -14,10 +14,10 @@ import pytest
 
 from benchmarks import coserve
 from benchmarks.common.client import BE_TIER, LS_TIER, RequestRecord
-from benchmarks.common.co_report import frontier_of, markdown_table, pareto_optimal, plot
-from benchmarks.common.co_runs import counters, flags_of, joined_records, plan_runs, rows_of
-from benchmarks.common.co_summary import medians, summarize_co_serving
 from benchmarks.common.loads import Arrivals, TraceSlice, backlog, poisson_stream
+from benchmarks.common.summary import medians, summarize_co_serving
+from benchmarks.coserving.report import frontier_of, markdown_table, pareto_optimal, plot
+from benchmarks.coserving.runs import counters, flags_of, joined_records, plan_runs, rows_of
 from omniserve.sched import SCHEDULERS
 from omniserve.simulate.load import TraceRequest
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.common import attention_report as report
-from benchmarks.common.decode_rows import parse_row
+from benchmarks.attention import report
+from benchmarks.attention.decode_rows import parse_row
 
 ROOT = Path(__file__).resolve().parents[1]
 

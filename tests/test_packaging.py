@@ -48,6 +48,7 @@ PLAIN = (
     "kv/checkpoints.py",
     "kv/incremental.py",
     "kv/paged.py",
+    "kv/saved_blocks.py",
     "kv/shared_pool.py",
     "kv/tiered.py",
     "simulate",

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from benchmarks import reproduction
-from benchmarks.common.paper_cases import PAPER_ORDER, Case, Experiment, MachineSpec, both_orders, with_settings
-from benchmarks.common.paper_figures import EXPERIMENTS
-from benchmarks.common.paper_loads import LoadSpec, lengths_named, random_rates
-from benchmarks.common.paper_page import number, render, span, verdict
-from benchmarks.common.paper_report import CELLS, TokenGaps, figures_of, markdown
+from benchmarks.paper.cases import PAPER_ORDER, Case, Experiment, MachineSpec, both_orders, with_settings
+from benchmarks.paper.figures import EXPERIMENTS
+from benchmarks.paper.loads import LoadSpec, lengths_named, random_rates
+from benchmarks.paper.page import number, render, span, verdict
+from benchmarks.paper.report import CELLS, TokenGaps, figures_of, markdown
 from omniserve.plan import DeviceChunk, StepPlan
 from omniserve.request import SLO
 from omniserve.sched import SCHEDULERS
@@ -290,7 +290,7 @@ def record_of(**figures: tuple[float | None, ...]) -> dict[str, Any]:
 
 @pytest.fixture
 def plain_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.common.paper_page.markdown", lambda entry, legend: f"table {len(entry['rows'])}")
+    monkeypatch.setattr("benchmarks.paper.page.markdown", lambda entry, legend: f"table {len(entry['rows'])}")
 
 
 def test_a_page_takes_its_tables_and_numbers_from_the_record(plain_tables: None) -> None:
@@ -318,6 +318,13 @@ def test_a_page_that_asks_for_what_is_not_there_or_forgets_a_table_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         render(record_of(rate=(1.0, 0.0, 3.0, None)), "{{ " + asked + " }}")
+
+
+def test_the_page_is_what_the_record_says() -> None:
+    results = reproduction.read_results(ROOT / reproduction.RECORD)
+    assert list(results) == list(EXPERIMENTS)
+    page = (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")
+    assert render(results, reproduction.TEMPLATE.read_text(encoding="utf-8")) == page, "render the page anew"
 
 
 def test_numbers_on_the_page() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.co_serving import frontier_rows
+from benchmarks.frontier import frontier_rows
 from benchmarks.simulator_served import engine_config, line, load_of, simulate_row
 from benchmarks.simulator_validation import (
     CALIBRATION,

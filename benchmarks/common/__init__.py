@@ -1,1 +1,1 @@
-"""What the benchmarks share: a server process, an open-loop client, statistics, records."""
+"""What the benchmarks share: servers, an open-loop client, loads, figures of what it saw, models, records."""

@@ -1,4 +1,4 @@
-// What benchmarks/common/bandwidth.py calls through ctypes: read, fill and pin, on the OpenMP threads that torch and the
+// What benchmarks/attention/bandwidth.py calls through ctypes: read, fill and pin, on the OpenMP threads that torch and the
 // operators use (one libgomp in the process), so that a limit is measured on the very threads it is compared with.
 #include <omp.h>
 #include <sched.h>

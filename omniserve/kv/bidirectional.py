@@ -19,15 +19,15 @@ Three things happen to a BE request's blocks:
 
 Where this departs from the paper, and why:
 
-* An LS request is never overwritten, so BE requests need not wait for it and it never has to be copied back.
-* The paper's preemption acts on any BE request, which then sits out the step. Here a request that gives way leaves the
-  scheduler's queue of running ones first, as with every manager; for the memory that is all the same, since to give way
-  costs nothing here.
-* Copies to the host run beside the steps, and never delay one. So a slot is checkpointed if it lies ``_SLOTS_AHEAD``
-  slots or less before the LS request, and a block if it is among the first in line; what an LS prompt takes at once
-  beyond that is computed again. What is copied is the block; which of its slots count is known by number of tokens.
+* An LS request is never overwritten, so it never has to be copied back.
+* In the paper any BE request can be overwritten, and then sits out the step. Here only those that have given way, which
+  is the scheduler's to say as with every manager, and costs nothing: who comes back to unharmed blocks goes on.
+* Copies to the host run beside the steps, and never delay one. So a slot is checkpointed if it lies less than
+  ``_SLOTS_AHEAD`` slots before the LS request, and a block if it is among the first in line (``checkpoint_blocks`` of
+  them); what an LS prompt takes at once beyond that is computed again. What is copied is the block; which of its slots
+  count is known by number of tokens.
 * A BE request's blocks are whole ones (FindBlock would also put a prompt's tail beside an LS request).
-* Host blocks run from the left, so copies turn the blocks of BE requests round; that the host tier can attend to them.
+* Host blocks run from the left, so that the host tier can attend to them: copies turn the blocks of BE requests round.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from itertools import islice
 from typing import ClassVar
 
 from omniserve.kv.base import KV_MANAGERS, MoveResult, Tier
+from omniserve.kv.saved_blocks import BlockCopy, SavedBlocks
 from omniserve.kv.shared_pool import SharedBlockPool
 from omniserve.kv.tiered import Table, TieredKVManager
 from omniserve.plan import KVMove, MoveDirection, SlotCopy
@@ -54,21 +55,6 @@ class _Pending:
     blocks: list[int]  # that hold them
 
 
-@dataclass(slots=True)
-class _Copy:
-    """A host block, and how many tokens of a request's block it has."""
-
-    block: int
-    num_tokens: int
-
-
-@dataclass(slots=True)
-class _Flight:
-    request_id: str
-    copies: dict[int, _Copy]  # by index in the request's table
-    is_wanted: bool = True
-
-
 @KV_MANAGERS.register("bidirectional")
 class BidirectionalKVManager(TieredKVManager):
     """Paged KV on two tiers whose device blocks may be shared by an LS and a BE request."""
@@ -79,12 +65,11 @@ class BidirectionalKVManager(TieredKVManager):
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
         super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
         self._device = self._pools[Tier.DEVICE] = SharedBlockPool(num_device_blocks, "device")
-        self._best_effort: dict[str, None] = {}  # a set that keeps its order
+        self._best_effort: set[str] = set()
         self._lengths: dict[str, int] = {}  # tokens that a table is for
         self._pending: dict[str, _Pending] = {}  # the first evicted first
-        self._saved: defaultdict[str, dict[int, _Copy]] = defaultdict(dict)
-        self._flights: dict[int, _Flight] = {}
-        self._restores: dict[int, dict[int, _Copy]] = {}
+        self._saved = SavedBlocks(self._pools[Tier.HOST])
+        self._restores: dict[int, dict[int, BlockCopy]] = {}
         self._relocations: list[SlotCopy] = []
         self.num_shared_blocks = 0
         """Counter: blocks that an LS request moved into beside a BE request."""
@@ -97,7 +82,7 @@ class BidirectionalKVManager(TieredKVManager):
 
     def declare(self, request_id: str, kind: ServiceClass) -> None:
         if kind is ServiceClass.BE:
-            self._best_effort[request_id] = None
+            self._best_effort.add(request_id)
 
     def runs_from_right(self, request_id: str) -> bool:
         return request_id in self._best_effort
@@ -137,7 +122,7 @@ class BidirectionalKVManager(TieredKVManager):
         held += found
         if pending is not None:
             del self._pending[request_id]
-            self._forget_flights(request_id)
+            self._saved.forget_flights(request_id)
         self._tables[request_id] = Table(Tier.DEVICE, held)
         self._lengths[request_id] = num_tokens
         return tuple(held)
@@ -199,7 +184,7 @@ class BidirectionalKVManager(TieredKVManager):
             among_pending: Also of pending requests, which may lose what stands in the way; else only of those at rest.
         """
         best, most = None, -1
-        for request_id in self._best_effort:
+        for request_id in filter(self.runs_from_right, (*self._tables, *self._pending)):
             num_empty = -1
             table, pending = self._tables.get(request_id), self._pending.get(request_id)
             if pending is not None and among_pending and len(pending.blocks) > self._has_guest(pending):
@@ -239,10 +224,7 @@ class BidirectionalKVManager(TieredKVManager):
         num_blocks = -(-num_tokens // self.block_size)
         self._device.give_back(reversed(pending.blocks[num_blocks:]))
         del pending.blocks[num_blocks:]
-        for flight in self._flights.values():
-            if flight.request_id == request_id:
-                for index, copy in flight.copies.items():
-                    copy.num_tokens = max(0, min(copy.num_tokens, num_tokens - index * self.block_size))
+        self._saved.cut(request_id, num_tokens, self.block_size)
 
     # -- requests that give way ----------------------------------------------------------------------------------
 
@@ -253,8 +235,8 @@ class BidirectionalKVManager(TieredKVManager):
         if table.tier is Tier.HOST:
             num_full = num_computed_tokens // self.block_size
             self._pools[Tier.HOST].give_back(reversed(table.blocks[num_full:]))
-            for index, block in enumerate(table.blocks[:num_full]):
-                self._saved[request_id][index] = _Copy(block, self.block_size)
+            copies = {index: BlockCopy(block, self.block_size) for index, block in enumerate(table.blocks[:num_full])}
+            self._saved.put(request_id, copies)
             self._pending[request_id] = _Pending(0, [])
             return
         num_kept = -(-num_computed_tokens // self.block_size)
@@ -276,7 +258,7 @@ class BidirectionalKVManager(TieredKVManager):
     def _num_restorable(self, request_id: str, pending: _Pending) -> int:
         """Return the length of the prefix that the device and the host have together."""
         num_tokens = pending.num_tokens
-        saved = self._saved.get(request_id, {})
+        saved = self._saved.copies(request_id)
         while (copy := saved.get(num_tokens // self.block_size)) is not None:
             end = num_tokens // self.block_size * self.block_size + copy.num_tokens
             if end <= num_tokens:
@@ -289,9 +271,9 @@ class BidirectionalKVManager(TieredKVManager):
         if pending is not None:
             self._device.give_back(reversed(pending.blocks))
         super().free(request_id)
-        self._drop_copies(request_id)
+        self._saved.drop(request_id)
         self._lengths.pop(request_id, None)
-        self._best_effort.pop(request_id, None)
+        self._best_effort.discard(request_id)
 
     # -- copies on the host --------------------------------------------------------------------------------------
 
@@ -308,27 +290,25 @@ class BidirectionalKVManager(TieredKVManager):
 
     def start_saving(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> list[KVMove]:
         by_request: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        left = max_blocks
         for request_id, index in self._endangered(num_ahead):
             num_tokens = min(self.block_size, self._pending[request_id].num_tokens - index * self.block_size)
-            copy = self._saved.get(request_id, {}).get(index)
-            is_saved = copy is not None and copy.num_tokens >= num_tokens
-            under_way = (f for f in self._flights.values() if f.is_wanted and f.request_id == request_id)
-            if left > 0 and not is_saved and not any(index in flight.copies for flight in under_way):
-                left -= index not in by_request[request_id]
-                by_request[request_id][index] = num_tokens
+            if max_blocks > 0 and index not in by_request[request_id]:
+                if not self._saved.has(request_id, index, num_tokens):
+                    by_request[request_id][index] = num_tokens
+                    max_blocks -= 1
         moves = []
         host = self._pools[Tier.HOST]
         for request_id, wanted in by_request.items():
-            self._reclaim_copies(len(wanted) + reserve_blocks - host.num_free, of=self._tables)
+            # Copies of those who run are not needed as they are.
+            self._saved.reclaim(len(wanted) + reserve_blocks - host.num_free, of=self._tables)
             indices = sorted(wanted)[: max(0, host.num_free - reserve_blocks)]
             if not indices:
                 continue
             src = [self._pending[request_id].blocks[index] for index in indices]
             move = self._new_move(request_id, MoveDirection.TO_HOST, src, None, is_checkpoint=True)
-            copies = zip(indices, move.dst_block_ids, strict=True)
-            copied = {index: _Copy(block, wanted[index]) for index, block in copies}
-            self._flights[move.move_id] = _Flight(request_id, copied)
+            targets = zip(indices, move.dst_block_ids, strict=True)
+            copies = {index: BlockCopy(block, wanted[index]) for index, block in targets}
+            self._saved.begin(move.move_id, request_id, copies)
             moves.append(move)
         return moves
 
@@ -344,26 +324,6 @@ class BidirectionalKVManager(TieredKVManager):
             if self.runs_from_right(request_id):
                 yield request_id, index
 
-    def _drop_copies(self, request_id: str) -> None:
-        self._pools[Tier.HOST].give_back([copy.block for copy in self._saved.pop(request_id, {}).values()])
-        self._forget_flights(request_id)
-
-    def _forget_flights(self, request_id: str) -> None:
-        """What reads a request's blocks is of no use once they may change hands without a word to it."""
-        for flight in self._flights.values():
-            if flight.request_id == request_id:
-                flight.is_wanted = False
-
-    def _reclaim_copies(self, num_blocks: int, of: Iterable[str]) -> None:
-        """Free so many host blocks, or all there are, of copies of these requests, each from its end."""
-        for request_id in of:
-            saved = self._saved.get(request_id, {})
-            for index in sorted(saved, reverse=True):
-                if num_blocks <= 0:
-                    return
-                self._pools[Tier.HOST].give_back([saved.pop(index).block])
-                num_blocks -= 1
-
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def start_move(
@@ -371,7 +331,7 @@ class BidirectionalKVManager(TieredKVManager):
     ) -> KVMove | None:
         move = super().start_move(request_id, direction, reserve_blocks=reserve_blocks)
         if move is not None:
-            self._drop_copies(request_id)
+            self._saved.drop(request_id)
         return move
 
     def start_restore(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> KVMove | None:
@@ -389,10 +349,10 @@ class BidirectionalKVManager(TieredKVManager):
         taken = self._device.take(missing)
         assert taken is not None, f"no room for all of {request_id}"
         del self._pending[request_id]
-        self._forget_flights(request_id)
+        self._saved.forget_flights(request_id)
         self._device.give_back(block for block in rest if block not in reused)
         target = reused + taken
-        copies = {index: self._saved[request_id].pop(index) for index in range(first, stop)}
+        copies = self._saved.take(request_id, range(first, stop))
         move = KVMove(
             request_id=request_id,
             move_id=next(self._move_ids),
@@ -414,8 +374,8 @@ class BidirectionalKVManager(TieredKVManager):
         return move
 
     def finish_move(self, move_id: int, *, succeeded: bool) -> MoveResult:
-        if (flight := self._flights.pop(move_id, None)) is not None:
-            return self._finish_flight(flight, succeeded=succeeded)
+        if move_id in self._saved:
+            return self._saved.finish(move_id, succeeded=succeeded)
         copies = self._restores.pop(move_id, None)
         if copies is None:
             return super().finish_move(move_id, succeeded=succeeded)
@@ -423,27 +383,13 @@ class BidirectionalKVManager(TieredKVManager):
         table = self._tables.pop(request_id)
         assert table.move is not None
         if succeeded:
-            self._saved[request_id] |= copies
+            self._saved.put(request_id, copies)
             self._tables[request_id] = Table(Tier.DEVICE, [*table.arrived, *table.move.dst_block_ids, *table.behind])
             return MoveResult.ARRIVED
         self._pools[Tier.HOST].give_back(table.blocks)
         self._device.give_back([*table.move.dst_block_ids, *table.behind])
         self._pending[request_id] = _Pending(len(table.arrived) * self.block_size, table.arrived)
         return MoveResult.LOST
-
-    def _finish_flight(self, flight: _Flight, *, succeeded: bool) -> MoveResult:
-        host = self._pools[Tier.HOST]
-        result = MoveResult.UNUSED if succeeded else MoveResult.STAYED
-        for index, copy in flight.copies.items():
-            if not succeeded or not flight.is_wanted or copy.num_tokens == 0:
-                host.give_back([copy.block])
-                continue
-            saved = self._saved[flight.request_id]
-            if index in saved:
-                host.give_back([saved[index].block])
-            saved[index] = copy
-            result = MoveResult.ARRIVED
-        return result
 
     def _new_move(
         self,
@@ -485,7 +431,7 @@ class BidirectionalKVManager(TieredKVManager):
     def _num_reclaimable(self, tier: Tier, spare: str) -> int:
         if tier is Tier.DEVICE:
             return sum(len(p.blocks) - self._has_guest(p) for r, p in self._pending.items() if r != spare)
-        return sum(len(copies) for request_id, copies in self._saved.items() if request_id != spare)
+        return self._saved.num_reclaimable(spare)
 
     def _reclaim(self, tier: Tier, num_blocks: int, spare: str) -> None:
         if tier is Tier.DEVICE:
@@ -493,7 +439,8 @@ class BidirectionalKVManager(TieredKVManager):
                 self._cut(request_id, index * self.block_size)
         else:
             # A copy of what is still on the device may never be needed.
-            self._reclaim_copies(num_blocks, of=sorted(self._saved.keys() - {spare}, key=self._pending.__contains__))
+            others = [request_id for request_id in self._saved.request_ids() if request_id != spare]
+            self._saved.reclaim(num_blocks, of=sorted(others, key=self._pending.__contains__))
 
     def num_free(self, tier: Tier) -> int:
         return super().num_free(tier) + (self._num_reclaimable(tier, spare="") if tier is Tier.DEVICE else 0)
@@ -504,8 +451,7 @@ class BidirectionalKVManager(TieredKVManager):
         owned = super()._owned()
         for pending in self._pending.values():
             owned[Tier.DEVICE] += pending.blocks
-        for copies in (*self._saved.values(), *(flight.copies for flight in self._flights.values())):
-            owned[Tier.HOST] += [copy.block for copy in copies.values()]
+        owned[Tier.HOST] += self._saved.owned_blocks()
         return owned
 
     def check_integrity(self) -> None:

@@ -57,6 +57,8 @@ class SchedulerLimits:
     """``step`` or ``deadline``; see EngineConfig."""
     be_order: str = "decode"
     """``decode`` or ``prefill``: which BE work comes first."""
+    offload_for_time: bool = False
+    """BE decodes that the time bound keeps out go to the host tier, if it has cores of its own."""
 
     @classmethod
     def of(
@@ -91,6 +93,7 @@ class SchedulerLimits:
             checkpoint_blocks=max(1, -(-config.max_step_tokens // config.block_size)) if has_checkpoints else 0,
             slack=config.slack,
             be_order=config.be_order,
+            offload_for_time=config.offload_for_time,
         )
 
 

@@ -206,6 +206,7 @@ class RequestLifecycle(RequestTransfers):
             prompt_tokens=dict(self._prompt_tokens),
             host_output_tokens=self._counters["host_output_tokens"],
             preemptions=self._counters["preemptions"],
+            preempted_tokens=self._counters["preempted_tokens"],
             layer_preemptions=self._counters["layer_preemptions"],
             swaps_out=self._counters["swaps_out"],
             swaps_in=self._counters["swaps_in"],

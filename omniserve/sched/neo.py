@@ -30,8 +30,6 @@ class NEOScheduler(OmniServeScheduler):
     too, which only slows them down); the first sub-batch has no host rows; prompts are computed into device memory.
     """
 
-    offloads_for_time = False  # only what memory cannot hold goes to the host
-
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
         if batch.load is None or bound_s == math.inf:
             return 0.0

@@ -39,19 +39,20 @@ class OmniServeScheduler(RequestScheduler):
 
     The paper has BE prefill before BE decode (3.3.2; ``be_order="prefill"``). With more BE prompts than the device can
     prefill, decodes then never find time, are offloaded, and need a step a layer: a tenth of the throughput, or less.
+    For the same reason a BE decode that finds no time waits on the device; the paper sends it to the host (3.3.5), as
+    ``offload_for_time`` does: under a heavy LS load that has a fourth of the throughput, or less.
     """
 
     predicts = True
     offloads = True
-    offloads_for_time = True
-    """BE decodes that the bound keeps out go to the host tier although memory is not short (3.3.5)."""
-
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
         super().__init__(limits=limits, kv=kv, forecast=forecast)
         self._ttft = TTFTForecast(forecast, limits) if forecast is not None else None
         self._margin = AdmissionMargin()
         self._moves = TierMoves(self)
         self._left_out: list[LeftOut] = []
+        self._without_memory: RequestState | None = None
+        """The BE prompt for which the last step had time, but no memory."""
 
     def add(
         self, request_id: str, request: Request, slo: SLO, now_s: float, *, arrival_s: float | None = None
@@ -88,6 +89,7 @@ class OmniServeScheduler(RequestScheduler):
         decodes_first = self.limits.be_order == "decode"
         if not decodes_first:
             self._prefill_be(batch, device_bound_s)
+        self._make_room_for_be(batch)
         self._decode_be(batch, device_bound_s)
         if decodes_first:
             self._prefill_be(batch, device_bound_s)
@@ -245,9 +247,16 @@ class OmniServeScheduler(RequestScheduler):
                 return
             self.leave_out("BE prefill", len(self.waiting[BE]), state.request_id, batch.refused_by)
             if batch.refused_by is Bound.MEMORY:
-                shortage = self.blocks_for(state) + reserve - self.kv.num_free(Tier.DEVICE)
-                self._moves.offload_until(shortage - self.blocks_moving_out, batch)
+                self._without_memory = state
             return
+
+    def _make_room_for_be(self, batch: Batch) -> None:
+        """Offload decodes, before they run, for a BE prompt that the last step had time but no memory for (3.3.5)."""
+        state, self._without_memory = self._without_memory, None
+        if state is None or state.phase is not Phase.WAITING or self.waiting[LS]:
+            return
+        shortage = self.blocks_for(state) + self.reserve_for_ls(state) - self.kv.num_free(Tier.DEVICE)
+        self._moves.offload_until(shortage - self.blocks_moving_out, batch)
 
     def _add_be(self, batch: Batch, state: RequestState, bound_s: float) -> bool:
         return batch.add(state, bound_s=bound_s, min_tokens=0 if batch.chunks else MIN_BE_CHUNK)
@@ -261,17 +270,13 @@ class OmniServeScheduler(RequestScheduler):
                 rest = [s for s in decodes[number:] if s.phase is Phase.DEVICE and s not in batch]
                 if rest:
                     self.leave_out("BE decode", rest, rest[0].request_id, bound)
-                self._offload_for_time(rest if bound is Bound.TIME else [])
+                self._moves.offload_for_time(rest if bound is Bound.TIME else [])
                 return
             if state.phase is not Phase.DEVICE:
                 continue
             if not self._moves.run_or_offload(batch, state) and state.phase is Phase.DEVICE:
                 self.leave_out("BE decode", 1, state.request_id, Bound.MEMORY)
-        self._offload_for_time([])
-
-    def _offload_for_time(self, kept_out: Sequence[RequestState]) -> None:
-        if self.offloads_for_time:
-            self._moves.offload_for_time(kept_out)
+        self._moves.offload_for_time([])
 
     def _num_within(self, batch: Batch, decodes: Sequence[RequestState], bound_s: float) -> int:
         """Return how many decodes, from the first on, the bound lets in (3.3.5); one at least if nothing else runs."""

@@ -103,14 +103,16 @@ class TierMoves:
                         break
 
     def offload_for_time(self, kept_out: Sequence[RequestState]) -> None:
-        """Offload a decode that the time bound has kept out for a while, if the host tier has cores of its own.
+        """Offload a decode that the time bound has kept out for a while, if the host tier has cores of its own (3.3.5).
+
+        Only with ``offload_for_time``.
 
         Args:
             kept_out: Decodes that the bound kept out of this step; empty: the step had time for all.
         """
         forecast = self._scheduler.forecast
         own_cores = forecast is not None and forecast.host_has_own_cores
-        if not kept_out or not own_cores or not self._scheduler.host_is_up:
+        if not (self._limits.offload_for_time and kept_out and own_cores and self._scheduler.host_is_up):
             self._tight_since_s = None
             return
         if self._tight_since_s is None:

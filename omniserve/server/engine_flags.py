@@ -98,6 +98,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drop-halted", action="store_true", help="BE rows that leave a step between two layers begin anew"
     )
+    parser.add_argument(
+        "--offload-for-time",
+        action="store_true",
+        help="BE decodes that find no time go to the host tier, whatever memory is left (the paper's rule)",
+    )
     parser.add_argument("--checkpoint-kv", action="store_true", help="copy full BE blocks to the host as they fill")
     parser.add_argument(
         "--class",
@@ -125,6 +130,7 @@ def config_from(args: argparse.Namespace) -> EngineConfig:
             admission=not args.no_admission,
             checkpoint_kv=args.checkpoint_kv,
             keep_halted=not args.drop_halted,
+            offload_for_time=args.offload_for_time,
             classes=_with_ls_objectives(tuple(args.classes or EngineConfig().classes), args.ttft_s, args.tpot_s),
         )
     except ValueError as error:

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import pytest
 
 from omniserve.kv import BidirectionalKVManager, MoveResult, Tier
-from omniserve.plan import KVMove, MoveDirection, SlotCopy
+from omniserve.plan import KVMove, SlotCopy
 from omniserve.request import ServiceClass
+from tests.kv.histories import BLOCK, TO_DEVICE, TO_HOST
 
-BLOCK = 4
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
-TO_HOST, TO_DEVICE = MoveDirection.TO_HOST, MoveDirection.TO_DEVICE
 LS, BE = ServiceClass.LS, ServiceClass.BE
 Slot = tuple[Tier, int, int]
 
@@ -276,7 +275,7 @@ class SharedBlocks:
             blocks_kept = self.kv._pending[request_id].blocks
             for position in range(self.kv.num_kept_tokens(request_id, DEVICE)):
                 yield self.slot(request_id, DEVICE, blocks_kept, position), (request.life, position)
-            for index, copy in self.kv._saved.get(request_id, {}).items():
+            for index, copy in self.kv._saved.copies(request_id).items():
                 for i in range(copy.num_tokens):
                     yield (HOST, copy.block, i), (request.life, index * BLOCK + i)
 

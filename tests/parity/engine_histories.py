@@ -101,6 +101,7 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
         "max_piggyback_rows": rng.choice([None, None, 5]),
         "ls_reserve_fraction": rng.choice([0.0, 0.1]),
         "swap_in_delay_s": rng.choice([0.0, 0.01]),
+        "offload_for_time": rng.random() < 0.5,
         "min_residence_s": rng.choice([0.0, 0.02]),
         "be_order": rng.choice(["decode", "prefill"]),
         "slack": rng.choice(["step", "deadline"]),
@@ -120,7 +121,7 @@ def made_up_profile(model: PreTrainedModel, config: EngineConfig) -> Profile:
 
 
 def poison(engine: Engine) -> None:
-    """Fill every block that nobody owns with NaN: whoever reads one later shows it in its tokens."""
+    """Fill blocks that nobody owns, and empty slots of shared ones, with NaN: who reads it shows it in its tokens."""
     storage = engine.runner._storage
     pools = [(Tier.DEVICE, storage.k_LBKSH), (Tier.DEVICE, storage.v_LBKSH)]
     if engine.host_tier is not None:
@@ -128,6 +129,11 @@ def poison(engine: Engine) -> None:
     for tier, blocks_LB in pools:
         free = torch.tensor(engine.kv.free_block_ids(tier), dtype=torch.long, device=blocks_LB.device)
         blocks_LB[:, free] = torch.nan
+    if isinstance(kv := engine.kv, BidirectionalKVManager):
+        for block, (ls, be) in kv._device.sharers.items():
+            empty = slice(kv._num_in_tail(ls), kv.block_size - kv._num_in_tail(be))
+            for pool in (storage.k_LBKSH, storage.v_LBKSH):
+                pool[:, block, :, empty] = torch.nan
 
 
 def run_history(

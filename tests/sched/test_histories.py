@@ -54,6 +54,7 @@ def make(
         checkpoint_blocks=rng.choice([0, 1, 4]),
         be_order="decode" if num_device_blocks % 2 else "prefill",
         swap_in_delay_s=rng.choice([0.0, 0.02]),
+        offload_for_time=rng.random() < 0.5,
         min_residence_s=rng.choice([0.0, 0.1]),
     )
     device = FakeDevice(

@@ -175,3 +175,17 @@ def test_a_stale_result_is_dropped() -> None:
 def test_bucket_is_the_smallest_power_of_two_that_holds_the_rows() -> None:
     assert [seat_bucket(n, 32) for n in (0, 1, 2, 3, 9, 32)] == [0, 1, 2, 4, 16, 32]
     assert seat_bucket(20, 24) == 24
+
+
+@pytest.mark.parametrize("policy", ["omniserve", "neo", "apex"])
+@pytest.mark.parametrize("be_order", ["decode", "prefill"])
+def test_a_best_effort_prompt_without_memory_sends_a_decode_to_the_host(policy: str, be_order: str) -> None:
+    # Two decodes hold 9 of 13 blocks of 4 tokens, and find more when they need it; the third prompt needs 5 at once.
+    bench = Bench(policy, device_blocks=13, host_blocks=64, be_order=be_order, min_residence_s=0.0)
+    bench.add("be0", prompt=17, output=40)
+    bench.add("be1", prompt=13, output=40)
+    bench.run_until(lambda: all(state.decodes for state in bench.scheduler.states.values()))
+    bench.add("be2", prompt=17, output=2)
+    bench.run_until(lambda: bench.scheduler.states["be2"].num_computed_tokens > 0, most=4)
+    assert bench.scheduler.stats().swaps_out == 1
+    assert bench.scheduler.num_preemptions == 0

@@ -91,6 +91,7 @@ def test_a_restored_request_has_its_tokens_under_every_policy(policy: str) -> No
     for _ in range(4):
         bench.step()
     state = bench.scheduler.states["be"]
+    num_computed = state.num_computed_tokens
     bench.scheduler.preempt(state)
     bench.kv.allocate("other", 8 * BLOCK)
     bench.kv.free("other")
@@ -99,6 +100,7 @@ def test_a_restored_request_has_its_tokens_under_every_policy(policy: str) -> No
     _, tokens = run_to_the_end(bench)
     assert tokens["be"] == expected_tokens((7,) * 16, 12)[4:]
     assert bench.scheduler.stats().resumed_tokens == 16
+    assert bench.scheduler.stats().preempted_tokens == num_computed > 16
 
 
 def test_other_requests_are_served_while_one_is_restored() -> None:

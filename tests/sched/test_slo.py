@@ -251,8 +251,11 @@ def test_classes_are_a_list_of_priorities() -> None:
 
 
 def test_decodes_that_the_bound_keeps_out_go_to_a_host_tier_with_cores_of_its_own() -> None:
-    for shared, moves in ((1.0, True), (2.0, False)):
-        bench = Clock(host_blocks=400, predict={"base": 1.0, "key": 0.2, "shared": shared}, swap_in_delay_s=0.05)
+    for shared, asked_for, moves in ((1.0, True, True), (2.0, True, False), (1.0, False, False)):
+        bench = Clock(
+            host_blocks=400, predict={"base": 1.0, "key": 0.2, "shared": shared}, swap_in_delay_s=0.05,
+            offload_for_time=asked_for,
+        )  # fmt: skip
         for i in range(6):
             bench.add(f"be{i}", prompt=60, output=300)
         for _ in range(10):

@@ -45,7 +45,7 @@ def test_every_flag_arrives():
         *"--max-num-requests 7 --max-host-requests 8 --max-piggyback-slots 9 --device-threads 2".split(),
         *"--host-threads 3 --no-compile --ls-ttft-slo 0.25 --ls-tpot-slo 0.05 --shutdown-timeout 1.5".split(),
         *"--log-level error --served-model-name nick --swap-in-delay 0.5 --latency-model bros --slack step".split(),
-        *"--be-order prefill --drop-halted".split(),
+        *"--be-order prefill --drop-halted --offload-for-time".split(),
         *"--trace-steps steps.jsonl --no-admission --checkpoint-kv --profile p.json --profile-time-limit 5".split(),
     )
     assert loader.config == EngineConfig(
@@ -68,6 +68,7 @@ def test_every_flag_arrives():
         slack="step",
         be_order="prefill",
         keep_halted=False,
+        offload_for_time=True,
         trace_steps="steps.jsonl",
         admission=False,
         checkpoint_kv=True,

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common.bandwidth import fill, normal_tile
+from benchmarks.attention.bandwidth import fill, normal_tile
+from benchmarks.attention.read_limit import ReadLimit, Sample
 from benchmarks.common.models import SMOLLM_135M
 from benchmarks.common.other_load import OtherLoad
-from benchmarks.common.read_limit import ReadLimit, Sample
 from omniserve.host.tier import HostTier
 from omniserve.plan import HostEventKind
 from omniserve.spec import AttentionSpec, ModelSpec

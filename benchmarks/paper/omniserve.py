@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from benchmarks.common.paper_cases import COMMON, Case, Experiment, MachineSpec, both_orders, budget, with_settings
-from benchmarks.common.paper_loads import LoadSpec
+from benchmarks.paper.cases import COMMON, Case, Experiment, MachineSpec, both_orders, budget, with_settings
+from benchmarks.paper.loads import LoadSpec
 from omniserve.request import SLO
 
 CONTROL = "nothing: not in the paper, to tell the causes of a difference apart"
@@ -14,7 +14,7 @@ BASELINES = ("omniserve", "sarathi", "llumnix", "neo")
 YI = MachineSpec(model="yi-34b-200k", device="2xA100-80GB-PCIe")
 LLAMA = MachineSpec(model="llama-2-70b", device="4xA100-80GB-PCIe", max_model_len=16384)  # of 4,096
 SLO_OF = {YI: SLO(ttft_s=2.0, tpot_s=0.2), LLAMA: SLO(ttft_s=3.0, tpot_s=0.25)}
-MEMORY_ONLY = "benchmarks.common.paper_controls:MemoryOnly"
+MEMORY_ONLY = "benchmarks.paper.controls:MemoryOnly"
 SHORT = {YI: "yi", LLAMA: "llama"}
 BE_RATE = 182.6 / 60
 SERVERS = {"1G": "1xXeon-6342", "1G4C": "5xXeon-6342"}
@@ -31,7 +31,9 @@ def _ordered(cases: Iterable[Case]) -> tuple[Case, ...]:
     return tuple(found for case in cases for found in both_orders(case))
 
 
-def _co_serving(figure: str, name: str, servers: str, data: str, says: str) -> list[Experiment]:
+def _co_serving(
+    figure: str, name: str, servers: str, data: str, says: str, systems: Sequence[str] = BASELINES
+) -> list[Experiment]:
     return [
         Experiment(
             name=f"omniserve-{name}-{SHORT[machine]}",
@@ -40,7 +42,7 @@ def _co_serving(figure: str, name: str, servers: str, data: str, says: str) -> l
             cases=_ordered(
                 _case(machine, SERVERS[servers], f"{rate:g}", system,
                       LoadSpec(ls_rate=rate, be_rate=BE_RATE, be_lengths=data))
-                for rate in rates for system in BASELINES
+                for rate in rates for system in systems
             ),
         )
         for machine, rates in ((YI, (2.0, 6.0)), (LLAMA, (1.0, 4.0)))
@@ -137,7 +139,7 @@ def _less_memory() -> Experiment:
 def _more_cpus(machine: MachineSpec, rate: float) -> Experiment:
     loads = [
         _case(machine, f"{hosts}xXeon-6342", f"{hosts} hosts", "omniserve", LoadSpec(ls_rate=rate, be_rate=BE_RATE))
-        for hosts in (1, 3, 5)
+        for hosts in (1, 5)
     ]
     alone = [replace(case, variant="without BE", load=replace(case.load, be_rate=0.0)) for case in loads]
     return Experiment(
@@ -170,7 +172,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     _slow_network(),
     *_co_serving("Fig. 11, 16", "11-16", "1G", "longbench", "SLO within 0.6 points of Sarathi; BE up to 3.47 times"),
     *_co_serving("Fig. 12", "12", "1G", "dailymail", "SLO attainment up to 1.42 times the baselines"),
-    *_co_serving("Fig. 17", "17", "1G4C", "dailymail", "BE up to 9.1 times the baselines"),
+    *_co_serving("Fig. 17", "17", "1G4C", "dailymail", "BE up to 9.1 times the baselines",
+                 ("omniserve", "sarathi", "neo")),  # llumnix: as sarathi, see Fig. 12
     _much_longer(),
     _longer(),
     _less_best_effort(),

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.attention.read_limit import ReadLimit
 from benchmarks.common.models import random_llama
 from benchmarks.common.other_load import OtherLoad
-from benchmarks.common.read_limit import ReadLimit
 from omniserve import Engine, EngineConfig, Request, SamplingParams
 
 MODEL: dict[str, Any] = {

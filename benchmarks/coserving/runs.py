@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.client import Wire
-from benchmarks.common.co_load import CoServingLoad
-from benchmarks.common.co_summary import medians, summarize_co_serving
-from benchmarks.common.driving import drive
+from benchmarks.common.client import Wire, drive
 from benchmarks.common.other_load import OtherLoad
 from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, OutsideServer, Server, ServerProcess, read_metrics
+from benchmarks.common.summary import medians, summarize_co_serving
+from benchmarks.coserving.load import CoServingLoad
 
 WARM_UP_S = 120.0
 PREEMPTED, RESUMED = "omniserve_preempted_tokens_total", "omniserve_resumed_tokens_total"

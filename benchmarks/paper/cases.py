@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
-from benchmarks.common.paper_loads import LoadSpec
+from benchmarks.paper.loads import LoadSpec
 from omniserve.request import SLO
 
 FIXED_BUDGET = 512
@@ -70,7 +70,7 @@ class Experiment:
     x_name: str
     cases: tuple[Case, ...] = field(repr=False)
     cell: str
-    """Which figures its table shows: see ``paper_report.CELLS``."""
+    """Which figures its table shows: see ``report.CELLS``."""
     slo_from: str | None = None
     """The LS objectives are this system's own P99 at the same x (conserve 6.2); it comes first there."""
     times: float = 1.0

@@ -1,6 +1,6 @@
 """The page of reproduced figures: a template whose tables and numbers come out of the record.
 
-The prose is in ``paper_page.md.jinja``. It names a number by experiment, row, column and figure, so that none can be
+The prose is in ``page.md.jinja``. It names a number by experiment, row, column and figure, so that none can be
 left over from an older record; one that the record lacks is an error.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from benchmarks.common.paper_report import CELLS, markdown
+from benchmarks.paper.report import CELLS, markdown
 
-TEMPLATE = Path(__file__).with_name("paper_page.md.jinja")
+TEMPLATE = Path(__file__).with_name("page.md.jinja")
 
 
 class Findings:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.common.paper_cases import COMMON, Case, Experiment, MachineSpec, both_orders
-from benchmarks.common.paper_loads import LoadSpec
+from benchmarks.paper.cases import COMMON, Case, Experiment, MachineSpec, both_orders
+from benchmarks.paper.loads import LoadSpec
 from omniserve.request import SLO
 
 BROS_SLO = SLO(ttft_s=0.4, tpot_s=0.2)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common.decode_rows import HEADS
+from benchmarks.attention.decode_rows import HEADS
+from benchmarks.attention.read_limit import ReadLimit
 from benchmarks.common.other_load import OtherLoad
-from benchmarks.common.read_limit import ReadLimit
 from omniserve.ops.attention import gather_keys
 
 OURS = "ours"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.bandwidth import Arena
-from benchmarks.common.decode_attention import Paging, Work, arena_layers
+from benchmarks.attention.bandwidth import Arena
+from benchmarks.attention.decode_attention import Paging, Work, arena_layers
 from benchmarks.common.record import ROOT
 
 

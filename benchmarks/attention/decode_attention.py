@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import omniserve.ops  # noqa: F401  loads torch.ops.omniserve
-from benchmarks.common.bandwidth import Arena
+from benchmarks.attention.bandwidth import Arena
 
 
 @dataclass(frozen=True, kw_only=True)

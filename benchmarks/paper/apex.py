@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.common.paper_cases import COMMON, Case, Experiment, MachineSpec, both_orders, budget
-from benchmarks.common.paper_loads import LoadSpec
-from benchmarks.common.paper_omniserve import CONTROL
+from benchmarks.paper.cases import COMMON, Case, Experiment, MachineSpec, both_orders, budget
+from benchmarks.paper.loads import LoadSpec
+from benchmarks.paper.omniserve import CONTROL
 
 A10 = MachineSpec(model="llama-3.1-8b", device="1xA10", hosts="1xXeon-6342-dual")
 T4 = MachineSpec(model="llama-2-7b", device="1xT4", hosts="1xXeon-6130-dual")

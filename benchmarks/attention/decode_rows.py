@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.bandwidth import sequential_reading
-from benchmarks.common.decode_attention import Candidate, OmniServe, TorchSDPA, Work, check, endless_layers
+from benchmarks.attention.bandwidth import sequential_reading
+from benchmarks.attention.decode_attention import Candidate, OmniServe, TorchSDPA, Work, check, endless_layers
+from benchmarks.attention.read_limit import ReadLimit, Sample
+from benchmarks.attention.vllm_attention import VLLM, Peer
 from benchmarks.common.other_load import OtherLoad
-from benchmarks.common.read_limit import ReadLimit, Sample
-from benchmarks.common.vllm_attention import VLLM, Peer
 
 # Query heads, KV heads and head size: of Llama 3 8B, Yi 34B, Llama 2 7B and SmolLM 135M.
 HEADS = {"L8": (32, 8, 128), "Yi": (56, 8, 128), "L7": (32, 32, 128), "SmolLM": (9, 3, 64)}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.common.paper_cases import COMMON, Case, Experiment, MachineSpec, with_settings
-from benchmarks.common.paper_loads import LoadSpec
+from benchmarks.paper.cases import COMMON, Case, Experiment, MachineSpec, with_settings
+from benchmarks.paper.loads import LoadSpec
 
 SYSTEMS = ("online-only", "conserve", "sarathi", "non-preemptive")
-NO_SAFEPOINTS = "benchmarks.common.paper_controls:NoSafepoints"
+NO_SAFEPOINTS = "benchmarks.paper.controls:NoSafepoints"
 LLAMA_8B = MachineSpec(model="llama-3.1-8b", device="1xH100-80GB", hosts="1xXeon-8480")
 QWEN_14B = replace(LLAMA_8B, model="qwen-2.5-14b")
 LLAMA_70B = MachineSpec(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.prefill_attention import OURS
+from benchmarks.attention.prefill_attention import OURS
 from omniserve.simulate.report import require_matplotlib
 
 COLUMN = 25

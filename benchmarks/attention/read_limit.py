@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.common.bandwidth import (
+from benchmarks.attention.bandwidth import (
     Arena,
     Reading,
     available_bytes,

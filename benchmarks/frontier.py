@@ -1,7 +1,7 @@
 """LS requests beside batch work over HTTP: attainment of objectives, BE throughput, and what admission control does.
 
-    python -m benchmarks.co_serving --record benchmarks/results/co_serving.json
-    python -m benchmarks.co_serving --quick
+    python -m benchmarks.frontier --record benchmarks/results/frontier.json
+    python -m benchmarks.frontier --quick
 
 `frontier`: a Poisson stream of LS requests (1/s, 128 tokens in, 32 out) and 64 BE requests (512 in, 64 out) that all
 come at once, under each policy and pair of objectives (`sarathi` with its usual budget of 512 tokens a step, and with
@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.client import LS_TIER, LoadRequest
-from benchmarks.common.co_summary import medians, summarize_co_serving
-from benchmarks.common.driving import drive
+from benchmarks.common.client import LS_TIER, LoadRequest, drive
 from benchmarks.common.loads import backlog, poisson_stream
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
 from benchmarks.common.record import write_record
 from benchmarks.common.server import ServerProcess
+from benchmarks.common.summary import medians, summarize_co_serving
 
 SECTIONS = ("frontier", "overload")
 OBJECTIVES = {"tight": (0.3, 0.06), "loose": (1.0, 0.25)}
@@ -36,7 +35,7 @@ OVERLOAD_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class FrontierLoad:
     """The sizes of a load."""
 
     ls_rate: float
@@ -52,7 +51,7 @@ class Load:
     """Tokens a step with which a fixed budget keeps the objective's TPOT."""
 
 
-def ls_stream(load: Load, seed: int, slo: tuple[float, float], rate: float) -> list[LoadRequest]:
+def ls_stream(load: FrontierLoad, seed: int, slo: tuple[float, float], rate: float) -> list[LoadRequest]:
     """Return a Poisson stream of LS requests."""
     return poisson_stream(
         random.Random(seed), rate=rate, seconds=load.seconds, prompt=load.ls_prompt, output=load.ls_output,
@@ -60,7 +59,7 @@ def ls_stream(load: Load, seed: int, slo: tuple[float, float], rate: float) -> l
     )  # fmt: skip
 
 
-def be_pile(load: Load, seed: int) -> list[LoadRequest]:
+def be_pile(load: FrontierLoad, seed: int) -> list[LoadRequest]:
     """Return the BE requests."""
     rng = random.Random(seed + 10_000)
     return backlog(
@@ -107,7 +106,7 @@ def frontier_rows(objectives: dict[str, tuple[float, float]], budgets: dict[str,
     return rows
 
 
-def measure_row(row: Row, load: Load, flags: Sequence[str], seed: int) -> dict[str, Any]:
+def measure_row(row: Row, load: FrontierLoad, flags: Sequence[str], seed: int) -> dict[str, Any]:
     """Run one row on a server of its own."""
     slo = load.objectives[row.objective] if row.objective is not None else None
     requests: list[LoadRequest] = []
@@ -116,26 +115,26 @@ def measure_row(row: Row, load: Load, flags: Sequence[str], seed: int) -> dict[s
     if row.has_be:
         requests += be_pile(load, seed)
     arguments = [*flags, "--scheduler", row.scheduler, *row.flags]
-    with ServerProcess(arguments, Path(".cache/co_serving.log")) as server:
+    with ServerProcess(arguments, Path(".cache/frontier.log")) as server:
         server.wait_until_healthy()
         warm_up(server, load)
         records, end_s = drive(server, requests, cutoff_s=load.seconds + DRAIN_S)
         return summarize_co_serving(records, slo, end_s=end_s, stream_s=load.seconds)
 
 
-def warm_up(server: ServerProcess, load: Load) -> None:
+def warm_up(server: ServerProcess, load: FrontierLoad) -> None:
     """Send a few requests of both kinds, so that nothing is measured in its first run."""
     ls = ls_stream(load, 77, (60.0, 60.0), 4.0)[:4]
     drive(server, [*ls, *be_pile(load, 77)[:4]], cutoff_s=10.0 + DRAIN_S)
 
 
-def measure_overload(load: Load, flags: Sequence[str], seed: int) -> dict[str, Any]:
+def measure_overload(load: FrontierLoad, flags: Sequence[str], seed: int) -> dict[str, Any]:
     """Return attainment at twice the rate that the server completes, with and without admission control."""
     slo = next(iter(load.objectives.values()))
     results: dict[str, Any] = {}
     rate = 0.0
     for name, more in (("without admission control", ["--no-admission"]), ("with admission control", [])):
-        with ServerProcess([*flags, *more], Path(".cache/co_serving.log")) as server:
+        with ServerProcess([*flags, *more], Path(".cache/frontier.log")) as server:
             server.wait_until_healthy()
             warm_up(server, load)
             if not rate:
@@ -179,21 +178,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="length of an LS stream")
     parser.add_argument("--quick", action="store_true", help="one short run of each row")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", type=Path, default=Path(".cache/co_serving.json"))
+    parser.add_argument("--record", type=Path, default=Path(".cache/frontier.json"))
     parser.add_argument("server_args", nargs="*", help="more flags of every server, after --")
     args = parser.parse_args()
     if args.quick:
         args.repeats, args.seconds = 1, 15.0
     if args.model == "smollm":
         flags = ["--model", str(saved_random_llama("smollm-135m-shape", **SMOLLM_135M)), "--device-kv-gib", "2"]
-        load = Load(
+        load = FrontierLoad(
             ls_rate=1.0, ls_prompt=128, ls_output=32, seconds=args.seconds, be_requests=64, be_prompt=512,
             be_output=64, vocab_size=SMOLLM_135M["vocab_size"], objectives=OBJECTIVES,
             budgets={"tight": 48, "loose": 256},
         )  # fmt: skip
     else:  # a tenth of the time a token, so ten times the load
         flags = ["--device-kv-gib", "0.5"]
-        load = Load(
+        load = FrontierLoad(
             ls_rate=8.0, ls_prompt=128, ls_output=32, seconds=args.seconds, be_requests=640, be_prompt=300,
             be_output=64, vocab_size=1000, objectives={"tight": (0.1, 0.02), "loose": (0.3, 0.05)},
             budgets={"tight": 256, "loose": 1024},
@@ -203,7 +202,7 @@ def main() -> None:
 
     def write() -> None:
         write_record(
-            args.record, name="co_serving", config=vars(args) | {"load": load, "flags": flags}, seed=args.seed,
+            args.record, name="frontier", config=vars(args) | {"load": load, "flags": flags}, seed=args.seed,
             results=results,
         )  # fmt: skip
 

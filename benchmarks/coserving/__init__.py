@@ -1,0 +1,1 @@
+"""Policies on one load of LS and BE requests: parts of ``benchmarks.coserve``."""

@@ -1,0 +1,1 @@
+"""The evaluations of the four papers, simulated: parts of ``benchmarks.reproduction``."""
