@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
 
 from omniserve.errors import EngineStopped
 from omniserve.server import health
+from omniserve.server.access import Gate, caller_of
 from omniserve.server.answers import AnswerShape, collect
 from omniserve.server.chat import ChatShape
 from omniserve.server.completions import CompletionShape
 from omniserve.server.errors import ApiError, milliseconds
+from omniserve.server.keys import KeyRing
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from omniserve.server.request_ids import RequestIds
 from omniserve.server.service import Service, new_call_id
 from omniserve.server.streaming import ClientGone, EventStream, or_disconnect
 
-_MAX_BODY_BYTES = 32 << 20
 _PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
 _CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
 
 
-def create_app(service: Service) -> FastAPI:
-    """Return the ASGI application of a service."""
+def create_app(
+    service: Service,
+    *,
+    keys: KeyRing | None = None,
+    guard_all: bool = False,
+    cors_origins: Sequence[str] = (),
+) -> ASGIApp:
+    """Return the ASGI application of a service.
+
+    Args:
+        service: What is behind the routes.
+        keys: Who may call; None: everybody.
+        guard_all: Ask for a key for health and metrics, too.
+        cors_origins: Whose pages may call from a browser; ``*`` for all.
+    """
     # The routes check their bodies themselves (see protocol), so there is no schema to show.
     app = FastAPI(title="OmniServe", openapi_url=None)
     created = int(time.time())
@@ -62,20 +81,34 @@ def create_app(service: Service) -> FastAPI:
         body = service.metrics.render(stats, num_restarts=service.engine.num_restarts)
         return Response(body, media_type=CONTENT_TYPE_LATEST)
 
+    def refuse(error: ApiError) -> Response:
+        service.metrics.refused(error)
+        return error.response()
+
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
-        return error.response()
+        return refuse(error)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase.lower()}"
-        return ApiError(f"{message}; the API is under /v1, see /v1/models", status=error.status_code).response()
+        return refuse(ApiError(f"{message}; the API is under /v1, see /v1/models", status=error.status_code))
 
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> Response:
-        return ApiError(f"internal error ({type(error).__name__}); see the server's log", status=500).response()
+        return refuse(ApiError(f"internal error ({type(error).__name__}); see the server's log", status=500))
 
-    return app
+    if keys is not None:
+        app.add_middleware(Gate, ring=keys, guard_all=guard_all, on_refused=service.metrics.refused)
+    if cors_origins:  # added last, so it is outermost: a browser asks without a key what it may send
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    return RequestIds(app)  # around it all, so that internal errors have ids, too
 
 
 async def _generate(
@@ -87,7 +120,13 @@ async def _generate(
 ) -> Response:
     arrival_s = time.monotonic()
     service.check_open()
-    request = parse(kind, await _body(http))
+    caller = caller_of(http)
+    caller.admit()
+    try:
+        body = await service.bodies.read(http)
+    except ClientDisconnect:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    request = caller.limited(parse(kind, body), service.info.classes)
     service.check_model(request.model)
     call_id = new_call_id(id_prefix)
     generation = await service.begin(request, call_id, arrival_s)
@@ -98,9 +137,15 @@ async def _generate(
         codec=service.codec,
         with_logprobs=request.num_logprobs is not None,
     )
+
+    def end() -> None:
+        service.end(generation)
+        caller.use_tokens(generation.usage.num_output_tokens)
+
     handed_over = False
     try:
         await or_disconnect(http.receive, generation.start())
+        caller.use_tokens(generation.usage.num_prompt_tokens)
         predicted_ms = milliseconds(generation.predicted_ttft_s)
         headers = {} if predicted_ms is None else {_PREDICTED_TTFT_HEADER: str(predicted_ms)}
         if request.stream:
@@ -110,7 +155,8 @@ async def _generate(
                 shape,
                 headers=headers,
                 include_usage=request.include_usage,
-                on_close=lambda: service.end(generation),
+                stall_timeout_s=service.limits.stall_timeout_s,
+                on_close=end,
             )
         deltas = await or_disconnect(http.receive, collect(generation))
         body = shape.answer(deltas, generation.usage.as_dict())
@@ -119,14 +165,4 @@ async def _generate(
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:
         if not handed_over:
-            service.end(generation)
-
-
-async def _body(http: Request) -> bytes:
-    parts, size = [], 0
-    async for part in http.stream():
-        size += len(part)
-        if size > _MAX_BODY_BYTES:
-            raise ApiError(f"the body is larger than {_MAX_BODY_BYTES >> 20} MiB; send less", status=413)
-        parts.append(part)
-    return b"".join(parts)
+            end()

@@ -20,6 +20,12 @@ class Delta:
     """Of the tokens since the last delta; empty when none were asked for."""
     finish_reason: str | None
 
+    def extend(self, later: Delta) -> None:
+        """Append the delta of the same choice that came after this one."""
+        self.text += later.text
+        self.logprobs += later.logprobs
+        self.finish_reason = later.finish_reason
+
 
 @dataclass(slots=True)
 class Times:

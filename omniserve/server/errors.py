@@ -52,7 +52,7 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """Return the HTTP response."""
-        headers = {}
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         return Response(json.dumps(self.body()), self.status, headers, media_type="application/json")
