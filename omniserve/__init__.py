@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omniserve.config import EngineConfig
 from omniserve.errors import EngineStopped, OmniServeError, RequestRejected, UnsupportedModelError
+from omniserve.grammar import json_grammar
 from omniserve.request import (
     SLO,
     ClassSpec,
@@ -49,6 +50,7 @@ __all__ = [
     "ServiceClass",
     "TokenLogprob",
     "UnsupportedModelError",
+    "json_grammar",
     "patch",
     "unpatch",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from omniserve.config import EngineConfig
 from omniserve.cores import CoreSplit, default_host_threads
 from omniserve.errors import EngineStopped
 from omniserve.fingerprint import fingerprint_of
+from omniserve.grammar import GrammarCompiler, GrammarState
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS, has_host_tier
 from omniserve.kv.storage import DeviceKVStorage
@@ -32,6 +34,8 @@ from omniserve.stats import EngineStats
 from omniserve.step_log import OpenRequest, StepLog
 from omniserve.tracing import StepTracer
 
+logger = logging.getLogger(__name__)
+
 
 class Engine:
     """Serves latency-sensitive and best-effort requests with one model. Not thread-safe: one thread calls it.
@@ -41,7 +45,7 @@ class Engine:
         config: Settings; None takes the defaults.
         profile: What a latency model is made of (see ``omniserve.profiling``). None: there is none, steps are bounded
             by ``max_step_tokens`` only, and no objective is enforced.
-        tokenizer: Needed for stop strings and for the text of completions.
+        tokenizer: Needed for stop strings, for grammars and for the text of completions.
         clock: Monotonic seconds.
 
     Raises:
@@ -73,6 +77,11 @@ class Engine:
         self._ids = itertools.count()
         self._closed = False
         self.spec: ModelSpec = patched.spec
+        self._grammars: GrammarCompiler | None = None
+        if tokenizer is not None:
+            self._grammars = GrammarCompiler(
+                tokenizer, vocab_size=self.spec.vocab_size, eos_token_ids=self.spec.eos_token_ids
+            )
         self.max_model_len = _max_model_len(config, self.spec)
 
         block_bytes = self.spec.kv_block_bytes(config.block_size)
@@ -157,22 +166,39 @@ class Engine:
 
         Raises:
             ValueError: A token is outside the vocabulary, the prompt plus output is longer than the model or the KV
-                pool allows, the id is in use, or there are stop strings and no tokenizer.
+                pool allows, the id is in use, the grammar is not supported, or there are stop strings or a grammar and
+                no tokenizer.
             RequestRejected: The request's objectives cannot be met at present load.
             EngineStopped: The engine was closed.
         """
         self._require_open()
         request_id = request.request_id if request.request_id is not None else f"req-{next(self._ids)}"
         self._check(request, request_id)
+        grammar = self._start_grammar(request.sampling.grammar)
         spec = self.config.class_named(request.service_class)
         slo = request.slo if request.slo is not None else spec.slo
         now_s = self._clock()
         arrival_s = now_s if arrival_s is None else min(arrival_s, now_s)
         predicted_s = self.scheduler.add(request_id, request, slo, now_s, arrival_s=arrival_s)
         self._open[request_id] = OpenRequest(request.service_class, slo, predicted_s)
-        self._sampler.add(request_id, request.sampling, request.prompt_token_ids)
+        self._sampler.add(request_id, request.sampling, request.prompt_token_ids, grammar)
         self._outputs.open(request_id, request)
         return request_id
+
+    def prepare_grammars(self) -> None:
+        """Do now what the first request with a grammar would wait for, up to a second; log it if there can be none."""
+        if self._grammars is not None:
+            try:
+                self._grammars.prepare()
+            except ValueError as error:
+                logger.warning("requests with a grammar will be refused: %s", error)
+
+    def _start_grammar(self, grammar: str | None) -> GrammarState | None:
+        if grammar is None:
+            return None
+        if self._grammars is None:
+            raise ValueError("a grammar needs a tokenizer; give the engine one")
+        return self._grammars.start(grammar)
 
     def _check(self, request: Request, request_id: str) -> None:
         if request_id in self._outputs:
@@ -180,6 +206,8 @@ class Engine:
         num_prompt, sampling = len(request.prompt_token_ids), request.sampling
         if (largest := max(request.prompt_token_ids)) >= self.spec.vocab_size:
             raise ValueError(f"prompt token {largest} is outside the vocabulary of {self.spec.vocab_size} tokens")
+        if (biased := max((token_id for token_id, _ in sampling.logit_bias), default=0)) >= self.spec.vocab_size:
+            raise ValueError(f"logit_bias's token {biased} is outside the vocabulary of {self.spec.vocab_size} tokens")
         total = num_prompt + sampling.max_tokens
         if total > self.max_model_len:
             raise ValueError(

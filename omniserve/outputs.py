@@ -17,6 +17,7 @@ class _Open:
     kept: bool = False
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     text: list[str] = field(default_factory=list)
 
 
@@ -63,6 +64,7 @@ class OutputCollector:
         if entry.kept:
             entry.token_ids += output.new_token_ids
             entry.logprobs += output.new_logprobs
+            entry.prompt_logprobs += output.prompt_logprobs
         if output.finished:
             self.close(output.request_id)
             if entry.kept:
@@ -87,6 +89,7 @@ class OutputCollector:
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             logprobs=tuple(entry.logprobs),
+            prompt_logprobs=entry.prompt_logprobs,
             num_prompt_tokens=output.num_prompt_tokens,
             num_host_tokens=output.num_host_tokens,
             times=output.times,

@@ -13,6 +13,18 @@ from omniserve.request import TokenLogprob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PromptScores:
+    """Rows of a chunk whose successors in the prompt get log-probabilities."""
+
+    first_row: int
+    """Index in the chunk."""
+    token_ids: tuple[int, ...]
+    """What follows this row and each of the next."""
+    num_top: int
+    """Likeliest tokens to tell beside each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceChunk:
     """Tokens ``[start, start + len(token_ids))`` of one request, attended on the device."""
 
@@ -28,6 +40,8 @@ class DeviceChunk:
     """The blocks run from the right: offset i of a block is its slot ``block_size - 1 - i``."""
     from_layer: int = 0
     """Above 0: these very tokens left an earlier step before this layer, and go on there (``StepOutput.halted``)."""
+    scores: PromptScores | None = None
+    """None unless the request asked for log-probabilities of its prompt and these rows are the first to tell them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +193,8 @@ class StepOutput:
 
     tokens: Mapping[str, SampledToken] = field(default_factory=dict)
     """Request id -> new token, for every sampling chunk, every join at the last layer and all of ``pipelined``."""
+    prompt_logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    """Request id -> what its chunk's ``scores`` asked for, unless it was halted or has failed."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Request id -> message, for requests that cannot go on (non-finite logits, say)."""
     halted: Mapping[str, int] = field(default_factory=dict)

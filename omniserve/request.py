@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -69,7 +69,7 @@ class SamplingParams:
     """How to pick tokens and when to stop. The defaults are greedy, like ``generate()`` of Hugging Face."""
 
     max_tokens: int = 16
-    """Most output tokens, >= 1."""
+    """Most output tokens; 0 only reads the prompt, for ``prompt_logprobs``."""
     temperature: float = 0.0
     """0 is greedy; otherwise logits are divided by it."""
     top_k: int = 0
@@ -94,12 +94,20 @@ class SamplingParams:
     """Go on after the model's end-of-sequence token."""
     logprobs: int | None = None
     """Return the log-probability of each output token and of this many likeliest ones (0 to 20); None for none."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first, which nothing predicts."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit, in [-100, 100]); a mapping is taken, too."""
+    grammar: str | None = None
+    """What the output has to be, in llguidance's dialect of Lark; see ``omniserve.json_grammar``. Needs a tokenizer."""
 
     def __post_init__(self) -> None:
         # Sequences are accepted for convenience; the stored value is hashable.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check_int("max_tokens", self.max_tokens, 1, None)
+        bias = self.logit_bias
+        object.__setattr__(self, "logit_bias", tuple(bias.items() if isinstance(bias, Mapping) else bias))
+        _check_int("max_tokens", self.max_tokens, 0, None)
         _check_int("top_k", self.top_k, 0, None)
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -109,12 +117,22 @@ class SamplingParams:
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, 20)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, 20)
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError("max_tokens must be >= 1, got 0; it may be 0 only with prompt_logprobs")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
+        if self.grammar is not None and (not isinstance(self.grammar, str) or not self.grammar):
+            raise ValueError(f"grammar must be a non-empty string or None, got {self.grammar!r}")
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError("grammar and ignore_eos contradict each other: where a grammar ends, the output must end")
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, None)
+        for token_id, added in self.logit_bias:
+            _check_int("logit_bias's token id", token_id, 0, None)
+            _check_float("logit_bias", added, -100.0, 100.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +165,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprob:
-    """Log-probability (natural) of one output token under the unmodified model distribution."""
+    """Log-probability (natural) of one token under the unmodified model distribution."""
 
     token_id: int
     logprob: float
@@ -176,6 +194,8 @@ class RequestOutput:
     new_token_ids: tuple[int, ...]
     new_logprobs: tuple[TokenLogprob, ...] = ()
     """As long as new_token_ids if log-probabilities were asked for, else empty."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens from the second on, once, in the request's first output; empty if not asked for."""
     finish_reason: FinishReason | None = None
     """None while the request goes on."""
     stop_reason: int | str | None = None
@@ -202,6 +222,8 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: int | str | None
     logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...]
+    """Of the prompt's tokens from the second on; empty if not asked for."""
     num_prompt_tokens: int
     num_host_tokens: int
     times: RequestTimes

@@ -24,6 +24,7 @@ from omniserve.patching import PatchedModel
 from omniserve.piggyback_rows import Parcel, PiggybackRows
 from omniserve.pipelining import SecondBatch
 from omniserve.plan import HostEvent, PiggybackEntry, StepOutput, StepPlan
+from omniserve.prompt_scores import score_prompts
 from omniserve.safepoint import HaltedRows, until_layer, without
 from omniserve.sampling import Sampler
 from omniserve.step_inputs import StepInputs, make_step_inputs
@@ -93,15 +94,18 @@ class ModelRunner:
         self.halted.forget(chunk.request_id for chunk in plan.chunks if not chunk.from_layer)
         second = self._second_batch(plan)
         hidden_TD, inputs, halted = self._run_layers(plan, second)
+        scores, unscored = score_prompts(self._model.logits, hidden_TD, inputs.scores) if inputs.scores else ({}, {})
         hidden_TD = hidden_TD[inputs.sampling_rows]
         request_ids, lost = list(inputs.sampling_request_ids), frozenset[str]()
         if second is not None:
             second_TD, second_ids, lost = second.result()
             hidden_TD, request_ids = torch.cat([hidden_TD, second_TD]), request_ids + second_ids
         if not request_ids:
-            return StepOutput(halted=halted, lost=lost)
+            return StepOutput(prompt_logprobs=scores, failed=unscored, halted=halted, lost=lost)
         tokens, failed = self._sampler.sample(self._model.logits(hidden_TD), request_ids)
-        return StepOutput(tokens=tokens, failed=failed, halted=halted, lost=lost)
+        return StepOutput(
+            tokens=tokens, prompt_logprobs=scores, failed=unscored | failed, halted=halted, lost=lost
+        )  # fmt: skip
 
     def take_events(self) -> list[HostEvent]:
         """Return, once, the host tier's events that came while a step waited for others."""

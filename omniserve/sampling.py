@@ -6,14 +6,16 @@ Legend: R rows of a step that sample, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from omniserve.grammar import GrammarFailed, GrammarState
 from omniserve.plan import SampledToken
-from omniserve.request import SamplingParams, TokenLogprob
+from omniserve.prompt_scores import token_logprobs
+from omniserve.request import SamplingParams
 
 
 @dataclass(slots=True)
@@ -23,11 +25,11 @@ class _RequestSampling:
     output_counts_V: Tensor | None
     """Occurrences of each token in the output; only for requests with penalties."""
     in_prompt_V: Tensor | None
-
-    @property
-    def is_plain(self) -> bool:
-        """Greedy, no penalties, no log-probabilities: the argmax is all it needs."""
-        return self.generator is None and self.output_counts_V is None and self.params.logprobs is None
+    bias: tuple[Tensor, Tensor] | None
+    """Token ids and what is added to their logits."""
+    grammar: GrammarState | None
+    is_plain: bool
+    """Greedy, logits as they are, no log-probabilities: the argmax is all it needs."""
 
 
 class Sampler:
@@ -46,9 +48,16 @@ class Sampler:
         self._device = device
         self._requests: dict[str, _RequestSampling] = {}
         self._seeds = torch.Generator().manual_seed(seed)
+        self._shifts = torch.arange(8, dtype=torch.uint8, device=device)
 
-    def add(self, request_id: str, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
-        """Begin to sample for a request."""
+    def add(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        grammar: GrammarState | None = None,
+    ) -> None:
+        """Begin to sample for a request; ``grammar`` is the beginning of that of ``params``, if it has one."""
         generator = None
         if params.temperature > 0:
             seed = params.seed
@@ -60,7 +69,12 @@ class Sampler:
             counts = torch.zeros(self._vocab_size, device=self._device)
             in_prompt = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
             in_prompt[torch.tensor(list(prompt_token_ids), device=self._device)] = True
-        self._requests[request_id] = _RequestSampling(params, generator, counts, in_prompt)
+        bias = None
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            bias = (torch.tensor(ids, device=self._device), torch.tensor(values, device=self._device))
+        is_plain = params.logprobs is None and all(x is None for x in (generator, counts, bias, grammar))
+        self._requests[request_id] = _RequestSampling(params, generator, counts, in_prompt, bias, grammar, is_plain)
 
     def remove(self, request_id: str) -> None:
         """Forget a request; an unknown one is no error."""
@@ -74,7 +88,8 @@ class Sampler:
             request_ids: The request of each row.
 
         Returns:
-            Tokens by request, and messages by request for rows that have no finite maximum.
+            Tokens by request, and messages by request for rows that have no finite maximum or no token that fits a
+            grammar.
         """
         top_R, greedy_R = logits_RV.max(dim=-1)
         top, greedy = top_R.tolist(), greedy_R.tolist()
@@ -88,22 +103,44 @@ class Sampler:
             request = self._requests[request_id]
             if request.is_plain:
                 tokens[request_id] = SampledToken(token_id=greedy[row])
-            else:
+                continue
+            try:
                 tokens[request_id] = self._sample_row(logits_RV[row].float(), greedy[row], request)
+            except GrammarFailed as error:
+                failed[request_id] = str(error)
         return tokens, failed
 
     def _sample_row(self, logits_V: Tensor, greedy: int, request: _RequestSampling) -> SampledToken:
         params = request.params
-        penalised_V = _penalise(logits_V, request)
+        adjusted_V = self._constrain(_penalise(_biased(logits_V, request), request), request.grammar)
         if request.generator is not None:
-            token_id = _draw(_filtered_probs(penalised_V, params), request.generator)
+            token_id = _draw(_filtered_probs(adjusted_V, params), request.generator)
         else:
-            token_id = greedy if penalised_V is logits_V else int(penalised_V.argmax())
+            token_id = greedy if adjusted_V is logits_V else int(adjusted_V.argmax())
         if request.output_counts_V is not None:
             request.output_counts_V[token_id] += 1
+        if request.grammar is not None:
+            request.grammar.accept(token_id)
         if params.logprobs is None:
             return SampledToken(token_id=token_id)
-        return SampledToken(token_id=token_id, logprob=_logprob(logits_V, token_id, params.logprobs))
+        [logprob] = token_logprobs(logits_V[None], [token_id], params.logprobs)
+        return SampledToken(token_id=token_id, logprob=logprob)
+
+    def _constrain(self, logits_V: Tensor, grammar: GrammarState | None) -> Tensor:
+        """Leave only the tokens that may come next."""
+        if grammar is None:
+            return logits_V
+        bytes_ = torch.frombuffer(bytearray(grammar.allowed()), dtype=torch.uint8).to(self._device)
+        allowed_V = (bytes_[:, None] >> self._shifts & 1).view(-1)[: self._vocab_size].bool()
+        return logits_V.masked_fill(~allowed_V, -math.inf)
+
+
+def _biased(logits_V: Tensor, request: _RequestSampling) -> Tensor:
+    """Add the bias, which comes before penalties (Hugging Face's order)."""
+    if request.bias is None:
+        return logits_V
+    ids, values = request.bias
+    return logits_V.index_add(0, ids, values)
 
 
 def _penalise(logits_V: Tensor, request: _RequestSampling) -> Tensor:
@@ -137,14 +174,3 @@ def _draw(probs_V: Tensor, generator: torch.Generator) -> int:
     """Draw from unnormalised probabilities: the argmax of p / Exp(1) (an exponential race; no host sync inside)."""
     race_V = torch.empty_like(probs_V).exponential_(generator=generator)
     return int((probs_V / race_V).argmax())
-
-
-def _logprob(logits_V: Tensor, token_id: int, num_top: int) -> TokenLogprob:
-    logprobs_V = logits_V.log_softmax(dim=-1)
-    values, ids = logprobs_V.topk(num_top) if num_top else (torch.empty(0), torch.empty(0))
-    pairs: Iterable[tuple[int, float]] = zip(ids.tolist(), values.tolist(), strict=True)
-    return TokenLogprob(
-        token_id=token_id,
-        logprob=float(logprobs_V[token_id]),
-        top=tuple((int(i), float(v)) for i, v in pairs),
-    )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from omniserve.ops.attention import HostLengths
-from omniserve.plan import PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.plan import PiggybackEntry, PiggybackJoin, PromptScores, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +57,8 @@ class StepInputs:
     sampling_rows: Tensor
     """Rows whose hidden state after the last layer becomes logits, int64."""
     sampling_request_ids: tuple[str, ...]
+    scores: tuple[tuple[str, int, PromptScores], ...]
+    """Request, first row and what to tell, for chunks with log-probabilities of the prompt."""
 
 
 def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device: torch.device) -> StepInputs:
@@ -113,6 +115,11 @@ def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device
         joining={layer: _seat_rows(joins, seats, device) for layer, joins in joining.items()},
         sampling_rows=to_device(np.array([row for row, _ in sampling], np.int64)),
         sampling_request_ids=tuple(request_id for _, request_id in sampling),
+        scores=tuple(
+            (c.request_id, int(query_start[i]) + c.scores.first_row, c.scores)
+            for i, c in enumerate(chunks)
+            if c.scores is not None
+        ),
     )
 
 

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "omniserve"
 LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats"}
 ENGINE = {
     "engine", "runner", "piggyback_rows", "pipelining", "safepoint", "sampling", "outputs", "step_inputs",
-    "detokenizer", "cores", "fingerprint", "step_log",
+    "detokenizer", "cores", "fingerprint", "step_log", "prompt_scores", "grammar",
 }  # fmt: skip
 ALLOWED = {
     "ops": set(),
@@ -36,7 +36,8 @@ ALLOWED = {
     "explain": {"latency", "tracing"},
     "profiling": {"engine", "cores", "fingerprint", "host", "kv", "latency", "ops", "patching", "step_inputs"},
     "server": {
-        "engine", "detokenizer", "patching", "layers", "sched", "kv", "ops", "latency", "profiling", "builtin_model",
+        "engine", "detokenizer", "grammar", "patching", "layers", "sched", "kv", "ops", "latency", "profiling",
+        "builtin_model",
     },
     "profile": {"latency", "profiling", "server"},
 }  # fmt: skip
@@ -54,6 +55,7 @@ PLAIN = (
     "simulate",
     "plan.py",
     "request.py",
+    "grammar.py",
     "stats.py",
 )
 

@@ -98,5 +98,12 @@ def with_settings(case: Case, variant: str, **settings: object) -> Case:
 
 
 def both_orders(case: Case, systems: Container[str] = ("omniserve",)) -> list[Case]:
-    """Return a case with the engine's order of best-effort work and with the paper's; those but ``systems`` once."""
-    return [case, with_settings(case, PAPER_ORDER, be_order="prefill")] if case.system in systems else [case]
+    """Return a case with the engine's order of best-effort work and with the paper's; those but ``systems`` once.
+
+    For ``omniserve`` the paper's rule for decodes that find no time (3.3.5) belongs to the latter.
+    """
+    if case.system not in systems:
+        return [case]
+    return [
+        case, with_settings(case, PAPER_ORDER, be_order="prefill", offload_for_time=case.system == "omniserve"),
+    ]  # fmt: skip

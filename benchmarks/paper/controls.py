@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from omniserve.request import SLO
 from omniserve.sched.conserve import ConServeScheduler
-from omniserve.sched.omniserve import OmniServeScheduler
 
 
 class NoSafepoints(ConServeScheduler):
@@ -12,9 +11,3 @@ class NoSafepoints(ConServeScheduler):
 
     def must_preempt(self, num_prompt_tokens: int, slo: SLO, waited_s: float, now_s: float) -> bool:
         return False
-
-
-class MemoryOnly(OmniServeScheduler):
-    """``omniserve`` that offloads for want of memory only: decodes that find no time wait on the device (3.3.5)."""
-
-    offloads_for_time = False

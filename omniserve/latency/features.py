@@ -114,6 +114,8 @@ def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False, 
             prefill_context += chunk.start
             prefill_load += shape.load(chunk.start, count)
         sampled += chunk.samples
+        if chunk.scores is not None:
+            sampled += len(chunk.scores.token_ids)
     join_layers = {join.layer for join in plan.joins}
     layers_left = [shape.num_layers - (row.layer if isinstance(row, PiggybackJoin) else 0) for row in plan.pipelined]
     last = shape.num_layers - 1

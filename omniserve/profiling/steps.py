@@ -175,6 +175,8 @@ def measure_mixed_steps(
     for number, (device_bytes, host_bytes) in enumerate(pools):
         end = began + (1.0 - began) * (number + 1) / len(pools)
         small = dataclasses.replace(config, device_kv_bytes=device_bytes, host_kv_bytes=host_bytes)
+        if not host_bytes:  # a manager that keeps copies on the host cannot do without
+            small = dataclasses.replace(small, kv="paged", checkpoint_kv=False)
         load = mixed_load(
             number,
             num_steps=4 * _MAX_SAMPLES,

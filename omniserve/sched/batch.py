@@ -62,7 +62,7 @@ class Batch:
         if self.load is None or bound_s == math.inf:
             return count
         start = state.num_computed_tokens
-        within = self.load.largest_chunk(start, count, bound_s, samples_at=state.num_tokens)
+        within = self.load.largest_chunk(start, count, bound_s, samples=state.num_logits)
         count = within or min(count, min_tokens)
         if count == 0:
             self.refused_by = Bound.TIME
@@ -75,7 +75,7 @@ class Batch:
             return 0
         fits = halted.num_tokens <= self.tokens_left
         if fits and self.load is not None and bound_s < math.inf:
-            samples = halted.start + halted.num_tokens == state.num_tokens
+            samples = state.num_logits(halted.start, halted.num_tokens)
             fits = self.load.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s
         if not fits:
             state.halted = None
@@ -101,17 +101,17 @@ class Batch:
             self.refused_by = Bound.MEMORY
             return False
         start = state.num_computed_tokens
-        samples = start + count == state.num_tokens
         self._chunks[state.request_id] = DeviceChunk(
             request_id=state.request_id,
             token_ids=tuple(state.token_ids[start : start + count]),
             start=start,
             block_ids=blocks,
-            samples=samples,
+            samples=start + count == state.num_tokens,
             is_reversed=self._kv.runs_from_right(state.request_id),
             from_layer=state.halted.layer if state.halted is not None else 0,
+            scores=state.scores(start, count),
         )
         self.tokens_left -= count
         if self.load is not None:
-            self.load.add_chunk(start, count, samples=samples)
+            self.load.add_chunk(start, count, samples=state.num_logits(start, count))
         return True

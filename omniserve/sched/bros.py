@@ -103,7 +103,7 @@ class Selection:
             return 0.0
         load = self._forecast.load()
         for one in chosen:
-            load.add_chunk(one.start, one.count, samples=one.start + one.count == one.state.num_tokens)
+            load.add_chunk(one.start, one.count, samples=one.state.num_logits(one.start, one.count))
         return load.seconds()
 
     def keep_within(self, bound_s: float, least: int) -> bool:

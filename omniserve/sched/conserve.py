@@ -122,7 +122,8 @@ class ConServeScheduler(RequestScheduler):
             load, left = forecast.load(), size
             for state in itertools.chain(decodes, prompts):
                 count = min(state.num_uncomputed_tokens, left)
-                load.add_chunk(state.num_computed_tokens, count, samples=count == state.num_uncomputed_tokens)
+                start = state.num_computed_tokens
+                load.add_chunk(start, count, samples=state.num_logits(start, count))
                 left -= count
                 if left == 0:
                     break

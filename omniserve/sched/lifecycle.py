@@ -18,7 +18,7 @@ from omniserve.plan import (
     StepOutput,
     StepPlan,
 )
-from omniserve.request import SLO, FinishReason, Request, RequestOutput, ServiceClass
+from omniserve.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
 from omniserve.sched.base import SchedulerLimits, SchedulerStats
 from omniserve.sched.load import Forecast
 from omniserve.sched.state import HaltedChunk, Phase, RequestState
@@ -136,7 +136,10 @@ class RequestLifecycle(RequestTransfers):
                     state.halted = HaltedChunk(layer, chunk.start, len(chunk.token_ids))
                 continue
             state.num_computed_tokens = chunk.start + len(chunk.token_ids)
-            if chunk.samples:
+            if chunk.scores is not None and chunk.request_id in output.prompt_logprobs:
+                state.prompt_logprobs += output.prompt_logprobs[chunk.request_id]
+                state.num_scored_rows = chunk.start + chunk.scores.first_row + len(chunk.scores.token_ids)
+            if chunk.samples or chunk.request_id in output.failed:
                 self._append(state, output, now_s, outputs)
         for entry in plan.entries:
             self.residents.enter(self.states[entry.request_id], entry.position)
@@ -170,13 +173,19 @@ class RequestLifecycle(RequestTransfers):
             self._end(state)
             outputs.append(state.output(reason=FinishReason.ERROR, stop_reason=message, now_s=now_s))
             return
-        sampled: SampledToken = output.tokens[state.request_id]
-        state.token_ids.append(sampled.token_id)
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
         state.last_token_s = now_s
         if state.first_token_s is None:
             state.first_token_s = now_s
             self._prompt_tokens[state.service_class] += state.num_prompt_tokens
             self.on_first_token(state, now_s)
+            prompt_logprobs = tuple(state.prompt_logprobs)
+            if state.request.sampling.max_tokens == 0:
+                self._end(state)
+                outputs.append(state.output(prompt_logprobs=prompt_logprobs, reason=FinishReason.LENGTH, now_s=now_s))
+                return
+        sampled: SampledToken = output.tokens[state.request_id]
+        state.token_ids.append(sampled.token_id)
         self._output_tokens[state.service_class] += 1
         reason, stop_reason = state.finish_reason(
             sampled.token_id, self.limits.eos_token_ids, self.limits.max_model_len
@@ -184,8 +193,11 @@ class RequestLifecycle(RequestTransfers):
         if reason is not None:
             self._end(state)
         outputs.append(
-            state.output((sampled.token_id,), sampled.logprob, reason=reason, stop_reason=stop_reason, now_s=now_s)
-        )
+            state.output(
+                (sampled.token_id,), sampled.logprob, prompt_logprobs=prompt_logprobs, reason=reason,
+                stop_reason=stop_reason, now_s=now_s,
+            )
+        )  # fmt: skip
 
     # -- what others ask -----------------------------------------------------------------------------------------
 

@@ -59,11 +59,11 @@ class StepLoad:
             setattr(twin, name, getattr(self, name))
         return twin
 
-    def add_chunk(self, start: int, count: int, *, samples: bool) -> None:
-        """Add device rows at positions ``[start, start + count)`` of one request."""
+    def add_chunk(self, start: int, count: int, *, samples: int) -> None:
+        """Add device rows at positions ``[start, start + count)`` of a request, ``samples`` of which become logits."""
         load = self._forecast.shape.load(start, count)
         if count == 1:
-            self.add_decodes(1, start, load, num_sampled=int(samples))
+            self.add_decodes(1, start, load, num_sampled=samples)
             return
         self.prefill_requests += 1
         self.prefill_tokens += count
@@ -143,22 +143,22 @@ class StepLoad:
         """Return the predicted seconds of the step as it is; 0 for nothing."""
         return 0.0 if self.is_empty else self._forecast.predictor.step_s(self.features())
 
-    def seconds_with(self, start: int, count: int, *, samples: bool) -> float:
+    def seconds_with(self, start: int, count: int, *, samples: int) -> float:
         """Return the seconds with one more chunk."""
         twin = self.copy()
         twin.add_chunk(start, count, samples=samples)
         return twin.seconds()
 
-    def largest_chunk(self, start: int, most: int, bound_s: float, *, samples_at: int) -> int:
+    def largest_chunk(self, start: int, most: int, bound_s: float, *, samples: Callable[[int, int], int]) -> int:
         """Return the most tokens, up to ``most``, that a chunk may have within the bound; 0 if none (3.3.4).
 
         Args:
             start: Position of its first token.
             most: At least 1.
             bound_s: Longest step, in seconds.
-            samples_at: Position behind the request's last known token.
+            samples: How many rows of a chunk, by its start and count, become logits.
         """
-        return largest(lambda n: self.seconds_with(start, n, samples=start + n == samples_at), most, bound_s)
+        return largest(lambda n: self.seconds_with(start, n, samples=samples(start, n)), most, bound_s)
 
 
 def largest(seconds: Callable[[int], float], most: int, bound_s: float) -> int:

@@ -45,6 +45,7 @@ class OmniServeScheduler(RequestScheduler):
 
     predicts = True
     offloads = True
+
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
         super().__init__(limits=limits, kv=kv, forecast=forecast)
         self._ttft = TTFTForecast(forecast, limits) if forecast is not None else None

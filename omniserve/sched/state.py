@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from omniserve.plan import PromptScores
 from omniserve.request import SLO, FinishReason, Request, RequestOutput, RequestTimes, ServiceClass, TokenLogprob
 
 
@@ -77,9 +78,16 @@ class RequestState:
     moved_s: float = -math.inf
     """When it last began to move to another tier."""
     max_num_tokens: int = field(init=False)
+    num_scored_rows: int = 0
+    """Rows of the prompt that have told their successor's log-probability. A preemption takes nothing back."""
+    num_rows_to_score: int = field(init=False)
+    """How many will have in the end: none unless asked for."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.max_num_tokens = len(self.token_ids) + self.request.sampling.max_tokens
+        sampling = self.request.sampling
+        self.max_num_tokens = len(self.token_ids) + sampling.max_tokens
+        self.num_rows_to_score = 0 if sampling.prompt_logprobs is None else self.num_prompt_tokens - 1
 
     @property
     def service_class(self) -> str:
@@ -112,6 +120,21 @@ class RequestState:
         """Only its newest token is uncomputed and there is output already."""
         return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
 
+    def num_logits(self, start: int, count: int) -> int:
+        """Return how many of the rows ``[start, start + count)`` become logits."""
+        num_scored = min(start + count, self.num_rows_to_score) - max(start, self.num_scored_rows)
+        return (start + count == len(self.token_ids)) + max(0, num_scored)
+
+    def scores(self, start: int, count: int) -> PromptScores | None:
+        """Return what the rows ``[start, start + count)`` have to tell of the prompt's log-probabilities."""
+        first, end = max(start, self.num_scored_rows), min(start + count, self.num_rows_to_score)
+        num_top = self.request.sampling.prompt_logprobs
+        if first >= end or num_top is None:
+            return None
+        return PromptScores(
+            first_row=first - start, token_ids=tuple(self.token_ids[first + 1 : end + 1]), num_top=num_top
+        )
+
     def finish_reason(
         self, token_id: int, eos_token_ids: tuple[int, ...], max_model_len: int
     ) -> tuple[FinishReason | None, int | None]:
@@ -130,6 +153,7 @@ class RequestState:
         new_token_ids: tuple[int, ...] = (),
         logprob: TokenLogprob | None = None,
         *,
+        prompt_logprobs: tuple[TokenLogprob, ...] = (),
         reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
         now_s: float | None = None,
@@ -140,6 +164,7 @@ class RequestState:
             service_class=self.service_class,
             new_token_ids=new_token_ids,
             new_logprobs=() if logprob is None else (logprob,),
+            prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_reason=stop_reason,
             num_prompt_tokens=self.num_prompt_tokens,

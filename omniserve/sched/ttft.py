@@ -49,15 +49,20 @@ def prefill_time(
     start, count = prompts[-1]
     middle = start + count // 2
     least = min(MIN_LS_CHUNK, max_tokens)
-    chunk = max(least, decodes.largest_chunk(middle, max_tokens, bound_s, samples_at=-1))
+    chunk = max(least, decodes.largest_chunk(middle, max_tokens, bound_s, samples=_none))
     first = chunk
     if first_bound_s != bound_s:
-        first = max(least, decodes.largest_chunk(middle, max_tokens, first_bound_s, samples_at=-1))
+        first = max(least, decodes.largest_chunk(middle, max_tokens, first_bound_s, samples=_none))
     num_steps = 1 + -(-max(total - first, 1) // chunk)
     # What all of it costs in one step, and what each further step costs again: its decodes and its overhead.
     again = decodes.copy()
     again.add_chunk(middle, 1, samples=False)
     return total_s + (num_steps - 1) * again.seconds(), num_steps
+
+
+def _none(start: int, count: int) -> int:
+    """Say that no row of a chunk becomes logits."""
+    return 0
 
 
 def wait_for_memory_s(running: Iterable[tuple[RequestState, int]], shortage: int, step_s: float) -> float:

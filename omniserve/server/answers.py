@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omniserve.request import TokenLogprob
-from omniserve.server.choice import Delta
+from omniserve.server.choice import Delta, Echo
 from omniserve.server.generation import Generation
+from omniserve.server.tool_calls import ParsedCall
 
 # JSON has no infinity, and no client can do anything with one.
 _LOWEST_LOGPROB = -9999.0
@@ -55,10 +56,13 @@ class _Text:
     parts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    echo: Echo | None = None
+    mean_logprob: float = 0.0
+    tool_calls: list[ParsedCall] = field(default_factory=list)
 
 
 async def collect(generation: Generation) -> list[Delta]:
-    """Wait for the whole output; return one delta per choice, in order."""
+    """Wait for the whole output; return one delta per choice of the answer, in order."""
     texts: dict[int, _Text] = {}
     async for deltas in generation.deltas():
         for delta in deltas:
@@ -66,7 +70,15 @@ async def collect(generation: Generation) -> list[Delta]:
             text.parts.append(delta.text)
             text.logprobs += delta.logprobs
             text.finish_reason = delta.finish_reason
-    return [Delta(i, "".join(t.parts), t.logprobs, t.finish_reason) for i, t in sorted(texts.items())]
+            text.echo = text.echo or delta.echo
+            text.mean_logprob = delta.mean_logprob
+            text.tool_calls += delta.tool_calls
+    return generation.best(
+        [
+            Delta(i, "".join(t.parts), t.logprobs, t.finish_reason, t.echo, t.mean_logprob, t.tool_calls)
+            for i, t in sorted(texts.items())
+        ]
+    )
 
 
 def finite(logprob: float) -> float:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from omniserve.errors import EngineStopped
-from omniserve.server import health
+from omniserve.server import health, tokenize
 from omniserve.server.access import Gate, caller_of
 from omniserve.server.answers import AnswerShape, collect
 from omniserve.server.chat import ChatShape
@@ -28,6 +28,8 @@ from omniserve.server.service import Service, new_call_id
 from omniserve.server.streaming import ClientGone, EventStream, or_disconnect
 
 _PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
+# Stands for service_tier where a program cannot set that.
+_SERVICE_TIER_HEADER = "x-omniserve-service-tier"
 _CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
 
 
@@ -59,6 +61,8 @@ def create_app(
     async def chat_completions(request: Request) -> Response:
         return await _generate(service, request, ChatRequest, ChatShape, "chatcmpl")
 
+    app.include_router(tokenize.router(service, service.bodies.read))
+
     @app.get("/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [model]})
@@ -88,6 +92,10 @@ def create_app(
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
         return refuse(error)
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -122,11 +130,9 @@ async def _generate(
     service.check_open()
     caller = caller_of(http)
     caller.admit()
-    try:
-        body = await service.bodies.read(http)
-    except ClientDisconnect:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
-    request = caller.limited(parse(kind, body), service.info.classes)
+    body = await service.bodies.read(http)
+    request = parse(kind, body, default_tier=http.headers.get(_SERVICE_TIER_HEADER))
+    request = caller.limited(request, service.info.classes)
     service.check_model(request.model)
     call_id = new_call_id(id_prefix)
     generation = await service.begin(request, call_id, arrival_s)
@@ -159,8 +165,8 @@ async def _generate(
                 on_close=end,
             )
         deltas = await or_disconnect(http.receive, collect(generation))
-        body = shape.answer(deltas, generation.usage.as_dict())
-        return Response(body, headers=headers, media_type="application/json")
+        answer = shape.answer(deltas, generation.usage.as_dict())
+        return Response(answer, headers=headers, media_type="application/json")
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:

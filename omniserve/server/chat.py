@@ -9,6 +9,7 @@ from omniserve.request import TokenLogprob
 from omniserve.server.answers import AnswerShape, finite
 from omniserve.server.choice import Delta
 from omniserve.server.text import TextCodec
+from omniserve.server.tool_calls import ParsedCall
 
 
 class ChatShape(AnswerShape):
@@ -30,14 +31,19 @@ class ChatShape(AnswerShape):
             chunks.append(_chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}))
         if delta.text or delta.logprobs:
             chunks.append(_chunk(delta.index, {"content": delta.text}, self._logprobs(delta.logprobs)))
+        for call in delta.tool_calls:
+            chunks.append(_chunk(delta.index, {"tool_calls": [{"index": call.index, **_call(call)}]}))
         if delta.finish_reason is not None:
             chunks.append(_chunk(delta.index, {}, finish_reason=delta.finish_reason))
         return chunks
 
     def whole(self, delta: Delta) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.tool_calls:
+            message |= {"content": delta.text or None, "tool_calls": [_call(call) for call in delta.tool_calls]}
         return {
             "index": delta.index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(delta.logprobs),
             "finish_reason": delta.finish_reason,
         }
@@ -57,6 +63,10 @@ class ChatShape(AnswerShape):
             "logprob": finite(logprob),
             "bytes": list(self._codec.token_bytes(token_id)),
         }
+
+
+def _call(call: ParsedCall) -> dict[str, Any]:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _chunk(

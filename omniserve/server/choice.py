@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from omniserve.request import FinishReason, Request, RequestOutput, TokenLogprob
 from omniserve.server.text import TextCodec
+from omniserve.server.tool_calls import ParsedCall, ToolCallParser
 
 
 @dataclass(slots=True)
@@ -19,12 +20,29 @@ class Delta:
     logprobs: list[TokenLogprob]
     """Of the tokens since the last delta; empty when none were asked for."""
     finish_reason: str | None
+    echo: Echo | None = None
+    """In the first delta only, if the answer begins with the prompt."""
+    mean_logprob: float = 0.0
+    """Of the output so far, a stop token at its end included; 0 when none were asked for."""
+    tool_calls: Sequence[ParsedCall] = ()
 
     def extend(self, later: Delta) -> None:
         """Append the delta of the same choice that came after this one."""
         self.text += later.text
         self.logprobs += later.logprobs
         self.finish_reason = later.finish_reason
+        self.mean_logprob = later.mean_logprob
+        self.tool_calls = [*self.tool_calls, *later.tool_calls]
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt, as the answer repeats it."""
+
+    text: str
+    first_token_id: int
+    logprobs: tuple[TokenLogprob, ...]
+    """Of the tokens behind the first; empty when none were asked for."""
 
 
 @dataclass(slots=True)
@@ -52,9 +70,14 @@ class Choice:
         request: The request as the engine gets it, so without stop strings.
         stop: The stop strings.
         arrival_s: When the HTTP request came.
+        echo: Text of the prompt, which the answer begins with; None: it does not.
+        parser: Tells tool calls from the text; None: it is all text.
     """
 
-    def __init__(self, index: int, request: Request, codec: TextCodec, stop: Sequence[str], arrival_s: float) -> None:
+    def __init__(
+        self, index: int, request: Request, codec: TextCodec, stop: Sequence[str], arrival_s: float,
+        *, echo: str | None = None, parser: ToolCallParser | None = None,
+    ) -> None:  # fmt: skip
         self.index = index
         self.request = request
         self.times = Times(arrival_s)
@@ -63,12 +86,18 @@ class Choice:
         """What the engine predicted when it accepted the request; from its arrival."""
         self._detokenizer = codec.detokenizer(stop)
         self._logprobs: list[TokenLogprob] = []
+        self._echo = echo
+        self._parser = parser
+        self._total_logprob, self._num_logprobs = 0.0, 0
 
     def advance(self, output: RequestOutput) -> Delta | None:
         """Take what a step produced; return the text that is certain by now, if any or if the choice is complete."""
         token_ids, logprobs = output.new_token_ids, output.new_logprobs
-        if token_ids:
+        if token_ids or self.request.sampling.max_tokens == 0:
             self.times.add(len(token_ids))
+        if logprobs:
+            self._total_logprob += sum(entry.logprob for entry in logprobs)
+            self._num_logprobs += len(logprobs)
         if output.finish_reason is FinishReason.STOP:
             # The engine ends a request so at a stop token only, and that is no part of the text.
             token_ids, logprobs = token_ids[:-1], logprobs[: len(token_ids) - 1]
@@ -80,7 +109,25 @@ class Choice:
             self.finish_reason = str(output.finish_reason)
         if self._detokenizer.stopped is not None:
             self.finish_reason = str(FinishReason.STOP)
-        if not text and self.finish_reason is None:
+        calls: Sequence[ParsedCall] = ()
+        if self._parser is not None:
+            text, calls = self._tell_calls(self._parser, text)
+        echo = None
+        if self._echo is not None:
+            echo = Echo(self._echo, self.request.prompt_token_ids[0], output.prompt_logprobs)
+            self._echo = None
+        elif not text and not calls and self.finish_reason is None:
             return None
         logprobs_so_far, self._logprobs = self._logprobs, []
-        return Delta(self.index, text, logprobs_so_far, self.finish_reason)
+        mean = self._total_logprob / max(1, self._num_logprobs)
+        reason = self.finish_reason
+        if self._parser is not None and self._parser.num_calls and reason == FinishReason.STOP:
+            reason = "tool_calls"
+        return Delta(self.index, text, logprobs_so_far, reason, echo, mean, calls)
+
+    def _tell_calls(self, parser: ToolCallParser, text: str) -> tuple[str, list[ParsedCall]]:
+        text, calls = parser.push(text)
+        if self.finish_reason is not None:
+            rest, last = parser.flush()
+            text, calls = text + rest, calls + last
+        return text, calls

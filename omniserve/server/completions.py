@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
-from omniserve.request import TokenLogprob
 from omniserve.server.answers import AnswerShape, finite
 from omniserve.server.choice import Delta
 from omniserve.server.text import TextCodec
@@ -28,26 +26,35 @@ class CompletionShape(AnswerShape):
         return [self.whole(delta)]
 
     def whole(self, delta: Delta) -> dict[str, Any]:
+        echo = delta.echo
         return {
             "index": delta.index,
-            "text": delta.text,
-            "logprobs": self._logprobs(delta.index, delta.logprobs) if self._with_logprobs else None,
+            "text": delta.text if echo is None else echo.text + delta.text,
+            "logprobs": self._logprobs(delta) if self._with_logprobs else None,
             "finish_reason": delta.finish_reason,
         }
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
-        text = self._codec.token_text
-        tokens = [text(entry.token_id) for entry in entries]
+    def _logprobs(self, delta: Delta) -> dict[str, list[Any]]:
+        text, entries = self._codec.token_text, delta.logprobs
+        first: list[int] = []
+        if delta.echo is not None:
+            first, entries = [delta.echo.first_token_id], [*delta.echo.logprobs, *entries]
+        tokens = [text(i) for i in (*first, *(entry.token_id for entry in entries))]
         offsets = []
         for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
+            offsets.append(self._offsets[delta.index])
+            self._offsets[delta.index] += len(token)
+        nothing = [None] * len(first)  # nothing predicts a prompt's first token
         return {
             "tokens": tokens,
-            "token_logprobs": [finite(entry.logprob) for entry in entries],
+            "token_logprobs": [*nothing, *(finite(entry.logprob) for entry in entries)],
             # The token that was taken belongs to the table even if it is not among the likeliest.
             "top_logprobs": [
-                {text(i): finite(lp) for i, lp in (*entry.top, (entry.token_id, entry.logprob))} for entry in entries
+                *nothing,
+                *(
+                    {text(i): finite(lp) for i, lp in (*entry.top, (entry.token_id, entry.logprob))}
+                    for entry in entries
+                ),
             ],
             "text_offset": offsets,
         }

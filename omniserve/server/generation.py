@@ -16,6 +16,7 @@ from omniserve.server.engine_client import Accepted, EngineClient, Event
 from omniserve.server.errors import ApiError, engine_gone, from_engine
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.text import TextCodec
+from omniserve.server.tool_calls import ToolCallParser
 
 # Deltas that wait for a reader one by one; what comes while so many do joins the last one of its choice.
 _MAX_UNREAD_DELTAS = 64
@@ -33,6 +34,12 @@ class Job:
     service_class: str
     slo: SLO
     """The call's own or its class's default."""
+    echoes: Sequence[str] | None = None
+    """Text of each prompt, which its answers begin with; None: they do not."""
+    num_kept: int | None = None
+    """Of each prompt's outputs, so many are in the answer: the likeliest; None: all."""
+    calls_tools: bool = False
+    """Tool calls are told from the text."""
     max_unread_tokens: int | None = None
     """Per choice, on average: a reader who leaves more than these unread is given up; None: no limit."""
 
@@ -74,7 +81,7 @@ class Generation:
         self._error: Exception | None = None
         self._news = asyncio.Event()
         self.usage = Usage(num_prompt_tokens=sum(map(len, job.prompts)))
-        for prompt in job.prompts:
+        for i, prompt in enumerate(job.prompts):
             for sampling in job.samplings:
                 index = len(self._choices)
                 request = Request(
@@ -84,7 +91,11 @@ class Generation:
                     service_class=job.service_class,
                     slo=job.slo,
                 )
-                self._choices[f"{job.call_id}-{index}"] = Choice(index, request, codec, sampling.stop, job.arrival_s)
+                echo = None if job.echoes is None else job.echoes[i]
+                parser = ToolCallParser() if job.calls_tools else None
+                self._choices[f"{job.call_id}-{index}"] = Choice(
+                    index, request, codec, sampling.stop, job.arrival_s, echo=echo, parser=parser
+                )  # fmt: skip
         self._num_unaccepted = self._num_running = len(self._choices)
         backlog.enter(job.service_class, len(self._choices))
         self._queued = set(self._choices)  # counted there
@@ -146,6 +157,20 @@ class Generation:
         else:
             self._advance(request_id, item)
         self._news.set()
+
+    def best(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """Return the choices that the answer has, of one complete delta per output.
+
+        Of each prompt's, the likeliest ones by the mean log-probability of their tokens, best first.
+        """
+        each, num_kept = len(self._job.samplings), self._job.num_kept
+        if num_kept is None or num_kept == each:
+            return list(deltas)
+        kept: list[Delta] = []
+        for first in range(0, len(deltas), each):
+            ranked = sorted(deltas[first : first + each], key=lambda delta: delta.mean_logprob, reverse=True)
+            kept += ranked[:num_kept]
+        return [dataclasses.replace(delta, index=index) for index, delta in enumerate(kept)]
 
     def fail(self, error: ApiError) -> None:
         """End everything that still runs with an error."""

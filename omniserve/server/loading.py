@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from omniserve.config import EngineConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from omniserve.engine import Engine
     from omniserve.latency import Profile
@@ -56,9 +56,10 @@ class EngineLoader:
             ValueError: The settings or the profile do not fit it or this machine.
         """
         model = self.load_model(progress)
+        tokenizer = self.load_tokenizer()
         from omniserve.engine import Engine
 
-        return Engine(model, self.config, profile=self._find_profile(model, progress))
+        return Engine(model, self.config, profile=self._find_profile(model, progress), tokenizer=tokenizer)
 
     def load_model(self, progress: Callable[[str], None]) -> PreTrainedModel:
         """Load the model alone.
@@ -88,6 +89,15 @@ class EngineLoader:
         model.eval()
         progress(f"{model.num_parameters() / 1e6:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, {device}")
         return model
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Load the tokenizer, which grammars need; None if there is none: the API process then ends the start."""
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.model)
+        except (OSError, ValueError, ImportError):
+            return None
 
     def _find_profile(self, model: PreTrainedModel, progress: Callable[[str], None]) -> Profile | None:
         from omniserve.sched import SCHEDULERS

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
-import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from omniserve.request import SLO
 from omniserve.server.errors import ApiError
+from omniserve.server.fields import read_fields, validate
+from omniserve.server.formats import ResponseFormat
+from omniserve.server.messages import Message
 from omniserve.server.refused import refuse_unsupported
+from omniserve.server.tools import CALL_END, NamedTool, Tool, ToolChoice, calls_grammar
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_BIASED_TOKENS = 1024
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -37,6 +40,16 @@ def _prompts(value: Any) -> Any:
         if all(isinstance(item, list) and all(type(i) is int for i in item) for item in value):
             return value
     raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists, and not empty")
+
+
+def _token_bias(value: Any) -> Any:
+    """Return pairs of token ids, which JSON has as strings, and their bias."""
+    if not isinstance(value, dict) or len(value) > MAX_BIASED_TOKENS:
+        raise ValueError(f"must be an object of at most {MAX_BIASED_TOKENS} token ids with their bias")
+    wrong = next((key for key in value if not (key.isascii() and key.isdecimal())), None)
+    if wrong is not None:
+        raise ValueError(f'its keys must be token ids in decimal, such as "5" (see /tokenize); one is {wrong!r}')
+    return [(int(key), bias) for key, bias in value.items()]
 
 
 class StreamOptions(BaseModel):
@@ -67,7 +80,7 @@ class GenerationRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0)
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -75,6 +88,10 @@ class GenerationRequest(BaseModel):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Annotated[list[str], BeforeValidator(_stop_strings)] = []
+    logit_bias: Annotated[
+        list[tuple[int, Annotated[float, Field(ge=-100, le=100)]]], BeforeValidator(_token_bias)
+    ] = []  # fmt: skip
+    response_format: ResponseFormat | None = None
     service_tier: str = "auto"
     """Names a class of requests (see ``class_of_tier``)."""
 
@@ -116,48 +133,53 @@ class GenerationRequest(BaseModel):
         """Alternatives per token; None when no log-probabilities were asked for."""
         raise NotImplementedError
 
+    @property
+    def echoes(self) -> bool:
+        """The answer begins with the prompt, its log-probabilities with the prompt's."""
+        return False
+
+    @property
+    def grammar(self) -> str | None:
+        """What the output is constrained to."""
+        return None if self.response_format is None else self.response_format.grammar
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """What ends the text."""
+        return self.stop
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Tools that the model is told of."""
+        return []
+
+    @property
+    def num_samples(self) -> int:
+        """Outputs per prompt, of which the answer has the best ``n``."""
+        return self.n
+
 
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts)]
     logprobs: int | None = Field(None, ge=0, le=20)
-    best_of: int | None = Field(None, ge=1)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    """The likeliest ``n`` of so many outputs, by the mean log-probability of their tokens."""
+    echo: bool = False
+    """With ``logprobs`` and ``max_tokens=0`` or 1: how evaluations score texts."""
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def echoes(self) -> bool:
+        return self.echo
 
-class TextPart(BaseModel):
-    """One part of a message's content."""
-
-    model_config = _STRICT
-
-    type: Literal["text"]
-    text: str
-
-
-def _text_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-class Message(BaseModel):
-    """One message of a chat."""
-
-    model_config = _STRICT
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_text_parts)]
-    name: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """Return the message as chat templates take it."""
-        message = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": "".join(part.text for part in self.content),
-        }
-        return message if self.name is None else message | {"name": self.name}
+    @property
+    def num_samples(self) -> int:
+        return self.n if self.best_of is None else self.best_of
 
 
 class ChatRequest(GenerationRequest):
@@ -166,8 +188,29 @@ class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] = []
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    """Accepted and without effect: there are no tools."""
+    """False: an answer ends with its first call."""
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def grammar(self) -> str | None:
+        tools, choice = self.offered_tools, self.tool_choice
+        if isinstance(choice, NamedTool):
+            named = [tool for tool in tools if tool.function.name == choice.function.name]
+            return calls_grammar(named, free_text=False, several=False)
+        if choice == "required" or any(tool.function.strict for tool in tools):
+            return calls_grammar(tools, free_text=choice != "required", several=self.parallel_tool_calls)
+        return super().grammar
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [*self.stop, CALL_END] if self.offered_tools and not self.parallel_tool_calls else self.stop
 
     @property
     def num_logprobs(self) -> int | None:
@@ -177,69 +220,62 @@ class ChatRequest(GenerationRequest):
 R = TypeVar("R", bound=GenerationRequest)
 
 
-def parse(kind: type[R], body: bytes) -> R:
+def parse(kind: type[R], body: bytes, *, default_tier: str | None = None) -> R:
     """Check a request's body.
+
+    Args:
+        kind: What it has to be.
+        body: JSON.
+        default_tier: The ``service_tier`` of a request that brings none; None: ``auto``.
 
     Raises:
         ApiError: It is no JSON object, or a field is unknown, missing, ill-typed, out of range or unsupported; the
             message names the field and what to do.
     """
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(fields, dict):
-        raise ApiError(f"the body must be a JSON object, got {_short(fields)}", code="invalid_json")
-    fields = _without_nulls(fields)
+    fields = read_fields(body)
     refuse_unsupported(fields)
-    try:
-        request = kind.model_validate(fields)
-    except ValidationError as error:
-        raise _field_error(kind, error) from None
+    if default_tier is not None:
+        fields.setdefault("service_tier", default_tier)
+    request = validate(kind, fields)
     _check_combinations(request)
     return request
 
 
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Drop nulls: OpenAI takes them for an absent field, also in messages that came out of an earlier answer."""
-    fields = {name: value for name, value in fields.items() if value is not None}
-    if isinstance(fields.get("messages"), list):
-        fields["messages"] = [
-            {k: v for k, v in message.items() if v is not None and not (k in ("annotations", "tool_calls") and v == [])}
-            if isinstance(message, dict)
-            else message
-            for message in fields["messages"]
-        ]
-    return fields
+def _check_tools(request: ChatRequest) -> None:
+    names = [tool.function.name for tool in request.tools]
+    if len(set(names)) < len(names):
+        raise ApiError("two tools have the same name; rename one", param="tools")
+    choice = request.tool_choice
+    if not names and choice not in ("none", "auto"):
+        raise ApiError("tool_choice asks for a call, but there are no tools; give some", param="tool_choice")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise ApiError(f"tool_choice names {choice.function.name!r}, which is none of the tools", param="tool_choice")
+    if request.offered_tools and request.response_format is not None and request.response_format.type != "text":
+        raise ApiError(
+            "response_format would keep the model from calling tools; drop one, or set tool_choice to 'none'",
+            param="response_format",
+        )
 
 
 def _check_combinations(request: GenerationRequest) -> None:
+    if isinstance(request, ChatRequest):
+        _check_tools(request)
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise ApiError("max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+    if request.output_limit == 0 and not request.echoes:
+        raise ApiError(
+            "max_tokens must be at least 1; it may be 0 with echo=true (/v1/completions)", param="max_tokens"
+        )
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options needs stream=true; drop it or stream", param="stream_options")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
-    if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n):
-        raise ApiError("best_of is supported only when it equals n; drop it", param="best_of", code="unsupported_value")
-
-
-def _field_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    location, message = first["loc"], first["msg"].removeprefix("Value error, ")
-    path = ".".join(map(str, location))
-    if first["type"] == "missing":
-        return ApiError(f"{path} is missing", param=path, code="missing_required_parameter")
-    if first["type"] == "extra_forbidden":
-        hint = ""
-        if len(location) == 1:
-            close = difflib.get_close_matches(str(location[0]), kind.model_fields, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else f"; known fields: {', '.join(kind.model_fields)}"
-        return ApiError(f"unknown field {path!r}: remove it{hint}", param=path, code="unknown_parameter")
-    return ApiError(f"{path}: {message}; got {_short(first['input'])}", param=path, code="invalid_value")
-
-
-def _short(value: Any, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    if request.grammar is not None and request.ignore_eos:
+        raise ApiError("ignore_eos contradicts a format that the answer has to keep; drop one", param="ignore_eos")
+    if request.num_samples < request.n:
+        raise ApiError(f"best_of must be at least n, which is {request.n}", param="best_of")
+    if request.num_samples > request.n and request.stream:
+        raise ApiError(
+            "best_of above n cannot be streamed: which are best is known at the end; drop one", param="best_of"
+        )

@@ -8,26 +8,18 @@ from typing import Any
 from omniserve.server.errors import ApiError
 
 # Field -> (values that ask for nothing, why it is refused and what to do).
-_NO_TOOLS = "tools are not supported; remove {name} and describe the tools in the messages"
+_USE_TOOLS = "{name} is not supported; use tools and tool_choice"
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "audio output is not supported; remove {name}"),
-    "echo": ((False,), "{name} is not supported; put the prompt in front of the text yourself"),
-    "function_call": (("none",), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "logit_bias": (({},), "{name} is not supported; remove it"),
+    "function_call": (("none",), _USE_TOOLS),
+    "functions": (([],), _USE_TOOLS),
     "modalities": ((["text"],), "only text is supported; remove {name}"),
     "moderation": ((), "{name} is not supported; remove it"),
     "prediction": ((), "{name} is not supported; remove it"),
     "prompt_cache_retention": ((), "{name} is not supported; remove it"),
     "reasoning_effort": (("none",), "{name} is not supported; remove it"),
-    "response_format": (
-        ({"type": "text"},),
-        "structured output is not supported; remove {name} and ask for the format in the prompt",
-    ),
     "store": ((False,), "answers are not stored; remove {name} or set it to false"),
     "suffix": (("",), "insertion is not supported; remove {name}"),
-    "tool_choice": (("none", "auto"), _NO_TOOLS),
-    "tools": (([],), _NO_TOOLS),
     "verbosity": (("medium",), "{name} is not supported; remove it"),
     "web_search_options": ((), "web search is not supported; remove {name}"),
 }

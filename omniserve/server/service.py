@@ -83,6 +83,11 @@ class Service:
                 code="model_not_found",
             )
 
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a request, prompt and output together."""
+        return min(self.info.max_model_len, self.info.kv_pool_tokens)
+
     async def prompts(self, request: GenerationRequest) -> list[list[int]]:
         """Return the token ids of each prompt.
 
@@ -90,7 +95,9 @@ class Service:
             ApiError: A prompt is empty or has ids that the model does not know.
         """
         if isinstance(request, ChatRequest):
-            prompts = [await self.codec.encode_chat([message.for_template() for message in request.messages])]
+            messages = [message.for_template() for message in request.messages]
+            tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
+            prompts = [await self.codec.encode_chat(messages, tools=tools)]
         else:
             assert isinstance(request, CompletionRequest)
             prompts = [
@@ -119,9 +126,11 @@ class Service:
         """
         spec = class_of_tier(request.service_tier, self.info.classes)
         prompts = await self.prompts(request)
-        if len(prompts) * request.n > _MAX_CHOICES_PER_CALL:
+        self._check_bias(request)
+        if len(prompts) * request.num_samples > _MAX_CHOICES_PER_CALL:
             raise ApiError(f"prompts times n is more than {_MAX_CHOICES_PER_CALL}; send several requests", param="n")
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
+        echoes = await self._echoes(request, prompts) if request.echoes else None
         self.check_open()  # again: encoding a long prompt takes a while
         generation = Generation(
             Job(
@@ -131,6 +140,9 @@ class Service:
                 samplings=_samplings(request, max_tokens),
                 service_class=spec.name,
                 slo=request.slo_or_none or spec.slo,
+                echoes=echoes,
+                num_kept=request.n,
+                calls_tools=bool(request.offered_tools),
                 max_unread_tokens=self.limits.max_unread_tokens if request.stream else None,
             ),
             client=self.client,
@@ -141,6 +153,22 @@ class Service:
         self._running.add(generation)
         self._idle.clear()
         return generation
+
+    def _check_bias(self, request: GenerationRequest) -> None:
+        unknown = max((token_id for token_id, _ in request.logit_bias), default=0)
+        if unknown >= self.info.vocab_size:
+            raise ApiError(
+                f"logit_bias has the token id {unknown}, but this model's ids are 0 to {self.info.vocab_size - 1}",
+                param="logit_bias",
+            )
+
+    async def _echoes(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> list[str]:
+        """Return the prompts as answers repeat them: what was sent, and the text of what was sent as token ids."""
+        assert isinstance(request, CompletionRequest)
+        return [
+            sent if isinstance(sent, str) else await self.codec.decode(ids)
+            for sent, ids in zip(request.prompt, prompts, strict=True)
+        ]
 
     def end(self, generation: Generation) -> None:
         """Free what a call still holds."""
@@ -167,7 +195,7 @@ class Service:
         room, wanted = limit - num_prompt, request.output_limit
         if room >= 1 and wanted is None:
             return room if isinstance(request, ChatRequest) else min(room, _DEFAULT_COMPLETION_TOKENS)
-        if wanted is None or room < 1:
+        if wanted is None or room < min(wanted, 1):
             message = f"the prompt has {num_prompt} tokens, but {holder} holds {limit}, output included; shorten it"
         elif wanted > room:
             message = (
@@ -202,15 +230,28 @@ def _samplings(request: GenerationRequest, max_tokens: int) -> Sequence[Sampling
                 repetition_penalty=request.repetition_penalty,
                 presence_penalty=request.presence_penalty,
                 frequency_penalty=request.frequency_penalty,
-                stop=tuple(request.stop),
+                stop=tuple(request.stop_strings),
                 stop_token_ids=tuple(request.stop_token_ids),
                 ignore_eos=request.ignore_eos,
-                logprobs=request.num_logprobs,
+                logit_bias=tuple(request.logit_bias),
+                grammar=request.grammar,
+                # What is best is told by log-probabilities.
+                logprobs=0
+                if request.num_logprobs is None and request.num_samples > request.n
+                else request.num_logprobs,
+                prompt_logprobs=_num_prompt_logprobs(request),
             )
-            for i in range(request.n)
+            for i in range(request.num_samples)
         ]
     except ValueError as error:
         raise ApiError(str(error)) from None
+
+
+def _num_prompt_logprobs(request: GenerationRequest) -> int | None:
+    # A request for no output is one for its prompt: the engine has nothing else to do for it.
+    if not request.echoes or (request.num_logprobs is None and request.output_limit != 0):
+        return None
+    return request.num_logprobs or 0
 
 
 def _int64(value: int) -> int:

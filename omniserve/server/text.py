@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 
 from omniserve.detokenizer import Detokenizer
 from omniserve.server.errors import ApiError
+from omniserve.server.tools import CALL_BEGIN
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Up to this length encoding takes under a millisecond; longer texts must not hold up the tokens of other requests.
@@ -36,23 +37,55 @@ class TextCodec:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self._encode, text, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Return the token ids of a chat, up to where the assistant's answer begins.
+    async def encode_chat(
+        self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> list[int]:  # fmt: skip
+        """Return the token ids of a chat.
+
+        Args:
+            messages: As chat templates take them.
+            tools: The same.
+            add_generation_prompt: Go on to where the assistant's answer begins.
 
         Raises:
-            ApiError: The model has no chat template, or the template refuses the messages.
+            ApiError: The model has no chat template, or none for tools, or the template refuses the messages.
         """
         if not getattr(self._tokenizer, "chat_template", None):
-            raise ApiError("this model has no chat template; use /v1/completions", code="no_chat_template")
+            raise ApiError(
+                "this model has no chat template, so it cannot tell messages apart; write the chat as one prompt and "
+                "send it to /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+        if tools and not self._knows_tools:
+            raise ApiError(
+                "this model's chat template has no tools in a form that is known here (Hermes' and Qwen's "
+                f"{CALL_BEGIN}); remove tools and describe them in the messages",
+                param="tools",
+                code="unsupported_parameter",
+            )
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=add_generation_prompt
+            )  # fmt: skip
         except TemplateError as error:
             raise ApiError(f"the model's chat template refuses the messages: {error}", param="messages") from None
         return await self.encode(text, add_special_tokens=False)
 
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        if len(token_ids) <= _MAX_INLINE_CHARACTERS:
+            return self._decode(token_ids)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._decode, token_ids)
+
     def detokenizer(self, stop: Sequence[str]) -> Detokenizer:
         """Return a detokenizer for one output."""
         return Detokenizer(self._tokenizer, tuple(stop))
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        ids = list(token_ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
@@ -81,6 +114,14 @@ class TextCodec:
         # Behind another token, because some decoders strip the first token's space.
         anchor, text = self._anchor
         return self._tokenizer.decode([*anchor, token_id], skip_special_tokens=False)[len(text) :]
+
+    @cached_property
+    def _knows_tools(self) -> bool:
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):  # several, by name; transformers takes this one for tools
+            template = template.get("tool_use", "")
+        # Some write XML between the same tags.
+        return "tools" in template and CALL_BEGIN in template and "<function=" not in template
 
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:

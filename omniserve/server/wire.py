@@ -84,7 +84,8 @@ def encode_outputs(outputs: Iterable[RequestOutput]) -> list[Message]:
             out.request_id,
             str(out.service_class),
             out.new_token_ids,
-            tuple((entry.token_id, entry.logprob, entry.top) for entry in out.new_logprobs),
+            _encode_logprobs(out.new_logprobs),
+            _encode_logprobs(out.prompt_logprobs),
             None if out.finish_reason is None else str(out.finish_reason),
             out.stop_reason,
             out.num_prompt_tokens,
@@ -98,12 +99,14 @@ def encode_outputs(outputs: Iterable[RequestOutput]) -> list[Message]:
 
 def decode_output(data: Message) -> RequestOutput:
     """Return one output again."""
-    request_id, service_class, token_ids, logprobs, finish_reason, stop_reason, prompt, output, host, times = data
+    request_id, service_class, token_ids, logprobs, prompt_logprobs, *rest = data
+    finish_reason, stop_reason, prompt, output, host, times = rest
     return RequestOutput(
         request_id=request_id,
         service_class=service_class,
         new_token_ids=token_ids,
-        new_logprobs=tuple(TokenLogprob(token_id=i, logprob=lp, top=top) for i, lp, top in logprobs),
+        new_logprobs=_decode_logprobs(logprobs),
+        prompt_logprobs=_decode_logprobs(prompt_logprobs),
         finish_reason=None if finish_reason is None else FinishReason(finish_reason),
         stop_reason=stop_reason,
         num_prompt_tokens=prompt,
@@ -156,6 +159,14 @@ def decode_info(data: dict[str, Any]) -> EngineInfo:
         ClassSpec(name=name, kind=kind, slo=SLO(ttft_s=slo[0], tpot_s=slo[1])) for name, kind, slo in data["classes"]
     )
     return EngineInfo(**(data | {"classes": classes}))
+
+
+def _encode_logprobs(entries: tuple[TokenLogprob, ...]) -> Message:
+    return tuple((entry.token_id, entry.logprob, entry.top) for entry in entries) if entries else ()
+
+
+def _decode_logprobs(data: Message) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(token_id=i, logprob=lp, top=top) for i, lp, top in data) if data else ()
 
 
 def _encode_slo(slo: SLO | None) -> Message | None:

@@ -80,6 +80,7 @@ def test_the_same_seed_gives_the_same_sample_alone_and_in_a_crowd(make_engine: M
         (lambda: request(40, 50), "device KV pool holds 64"),
         (lambda: Request(prompt_token_ids=[VOCAB_SIZE]), "outside the vocabulary"),
         (lambda: request(stop=("x",)), "tokenizer"),
+        (lambda: request(logit_bias=((VOCAB_SIZE, 1.0),)), "logit_bias's token"),
     ],
 )
 def test_what_can_never_fit_is_refused_at_add(

@@ -108,6 +108,31 @@ def test_presence_counts_once_and_frequency_each_time_of_the_output_only() -> No
     assert got == [1, 5, 1, 5]
 
 
+def test_logit_bias_is_hugging_faces() -> None:
+    from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+
+    rows = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(4))
+    bias = {5: 2.5, 9: -100.0, 2: 1.5}
+    made = sampler(a=SamplingParams(logit_bias=bias, repetition_penalty=1.5, logprobs=0))  # type: ignore[arg-type]
+    theirs = LogitsProcessorList(
+        [SequenceBiasLogitsProcessor({(i,): value for i, value in bias.items()}), RepetitionPenaltyLogitsProcessor(1.5)]
+    )
+    context = [1, 2, 3]
+    for row in rows:
+        token = made.sample(row[None], ["a"])[0]["a"]
+        assert token.token_id == int(theirs(torch.tensor([context]), row[None].clone()).argmax())
+        assert token.logprob is not None
+        assert token.logprob.logprob == pytest.approx(float(row.log_softmax(-1)[token.token_id])), "the model's own"
+        context.append(token.token_id)
+
+
+def test_bias_bans_and_forces() -> None:
+    row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(6))
+    best = int(row.argmax())
+    assert draws(SamplingParams(temperature=1.0, seed=0, logit_bias=((best, -100.0),)), row)[best] == 0
+    assert set(draws(SamplingParams(temperature=1.0, seed=0, logit_bias=((7, 100.0),)), row)) == {7}
+
+
 def test_logprobs_are_the_models_own() -> None:
     row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5))
     made = sampler(a=SamplingParams(temperature=0.3, top_k=3, seed=0, logprobs=2), b=SamplingParams(logprobs=0))
@@ -133,6 +158,7 @@ def test_non_finite_logits_fail_that_request_only() -> None:
     [
         {"max_tokens": 0}, {"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_p": 1.5},
         {"top_k": -1}, {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"presence_penalty": 3.0}, {"logprobs": 21},
+        {"logit_bias": {-1: 1.0}}, {"logit_bias": {1: 101.0}}, {"prompt_logprobs": 21},
         {"stop": ("",)}, {"stop_token_ids": (-1,)}, {"max_tokens": True}, {"seed": 1.5},
     ],
 )  # fmt: skip

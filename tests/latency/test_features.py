@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omniserve.latency import BatchFeatures, ModelShape, features_of
 from omniserve.latency.omniserve import OmniServeModel
-from omniserve.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, PromptScores, StepPlan
 from omniserve.sched import Forecast
 from tests.latency.samples import make_profile
 
@@ -39,6 +41,12 @@ def test_features_of_a_plan_are_those_of_its_chunks_added_one_by_one(chunks: lis
     assert (whole.prefill_load, whole.decode_load) == pytest.approx((added.prefill_load, added.decode_load))
     for name in set(BatchFeatures.__slots__) - {"prefill_load", "decode_load"}:
         assert getattr(whole, name) == getattr(added, name), name
+
+
+def test_rows_that_score_a_prompt_become_logits() -> None:
+    scores = PromptScores(first_row=1, token_ids=(5, 6), num_top=0)
+    plan = StepPlan(step_id=0, chunks=(dataclasses.replace(chunk(0, 7, 3, samples=True), scores=scores),))
+    assert features_of(plan, WINDOWED).sampled_rows == 3
 
 
 @given(st.integers(0, 30), st.integers(1, 30), st.integers(0, 12))

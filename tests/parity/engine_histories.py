@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from omniserve import SLO, Engine, EngineConfig, FinishReason, Request, RequestRejected, SamplingParams
+from omniserve import (
+    SLO,
+    Engine,
+    EngineConfig,
+    FinishReason,
+    Request,
+    RequestRejected,
+    SamplingParams,
+    TokenLogprob,
+)
 from omniserve.fingerprint import fingerprint_of
 from omniserve.kv import BidirectionalKVManager, Tier
 from omniserve.latency import ModelShape, Profile
@@ -37,12 +46,17 @@ class Reference:
         self.max_tokens = max_tokens
         self.prompts: list[tuple[int, ...]] = []
         self.tokens: list[tuple[int, ...]] = []
+        self.prompt_logprobs: list[torch.Tensor] = []
+        """Of each prompt's rows, ``[length, vocabulary]``."""
         for _ in range(10 * num_prompts):
             prompt = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 17, 40])))
             tokens, gap = self._generate(model, prompt)
             if gap >= NEAR_TIE:
                 self.prompts.append(prompt)
                 self.tokens.append(tokens)
+                with torch.inference_mode():
+                    logits = model(torch.tensor([prompt], device=model.device)).logits[0]
+                self.prompt_logprobs.append(logits.float().log_softmax(-1).cpu())
             if len(self.prompts) == num_prompts:
                 return
         raise AssertionError(f"only {len(self.prompts)} of {10 * num_prompts} prompts have no near tie")
@@ -113,6 +127,16 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
     return EngineConfig(**{**settings, **fixed})  # type: ignore[arg-type]
 
 
+def check_prompt_logprobs(got: list[TokenLogprob], prompt: tuple[int, ...], logprobs_TV: torch.Tensor) -> None:
+    """Assert that they are those of each token but the first, once, and Hugging Face's."""
+    assert [entry.token_id for entry in got] == list(prompt[1:])
+    for row, entry in enumerate(got):
+        assert abs(entry.logprob - float(logprobs_TV[row, entry.token_id])) < NEAR_TIE, (row, entry)
+        values = [value for _, value in entry.top]
+        assert values == sorted(values, reverse=True)
+        assert torch.allclose(torch.tensor(values), logprobs_TV[row].topk(len(values)).values, atol=NEAR_TIE), row
+
+
 def made_up_profile(model: PreTrainedModel, config: EngineConfig) -> Profile:
     """Return a profile of a made-up machine: what it says need not be true."""
     return dataclasses.replace(
@@ -156,6 +180,7 @@ def run_history(
         has_profile: There is a latency model; None: draw it.
     """
     rng = random.Random(seed)
+    asks = random.Random(-1 - seed)  # of its own: who asks for log-probabilities changes nothing else
     tally = tally if tally is not None else Tally()
     config = draw_config(rng, model, scheduler, **fixed)
     has_profile = rng.random() < 0.5 if has_profile is None else has_profile
@@ -174,13 +199,16 @@ def run_history(
         which: dict[str, tuple[int, int]] = {}
         got: dict[str, list[int]] = {}
         reasons: dict[str, FinishReason] = {}
+        scores: dict[str, list[TokenLogprob]] = {}
         for _ in range(200_000):
             while arrivals and rng.random() < burst:
                 index = arrivals.pop()
                 max_tokens = rng.randint(1, reference.max_tokens)
                 request = Request(
                     prompt_token_ids=reference.prompts[index],
-                    sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+                    sampling=SamplingParams(
+                        max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=asks.choice([None, 0, 3])
+                    ),
                     service_class=rng.choice(["LS", "BE", "BE", "BE"]),
                     slo=SLO(ttft_s=rng.choice([None, 0.01, 10.0]), tpot_s=rng.choice([None, 0.002, 0.05])),
                 )
@@ -190,6 +218,8 @@ def run_history(
                     tally.rejected += 1
                     continue
                 which[request_id], got[request_id] = (index, max_tokens), []
+                if request.sampling.prompt_logprobs is not None:
+                    scores[request_id] = []
             if not arrivals and not engine.has_unfinished:
                 break
             if which and rng.random() < 0.01:
@@ -204,6 +234,8 @@ def run_history(
             poison(engine)
             for output in engine.step():
                 got[output.request_id] += output.new_token_ids
+                if output.prompt_logprobs:
+                    scores[output.request_id] += output.prompt_logprobs
                 if output.finish_reason is not None:
                     reasons[output.request_id] = output.finish_reason
             engine.scheduler.check_integrity()  # type: ignore[attr-defined]
@@ -224,6 +256,8 @@ def run_history(
             assert reasons[request_id] is FinishReason.LENGTH, (seed, request_id, reasons[request_id])
             tally.finished += 1
         assert got[request_id] == want, f"seed {seed}, {request_id}, prompt {index}: {config}"
+        if request_id in scores and want:
+            check_prompt_logprobs(scores[request_id], reference.prompts[index], reference.prompt_logprobs[index])
     tally.host_tokens += stats.host_output_tokens
     tally.piggyback_rows += stats.piggyback_rows
     tally.preemptions += stats.preemptions

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from omniserve.config import EngineConfig
 from omniserve.errors import RequestRejected
@@ -39,6 +40,8 @@ class _Running:
 
 class FakeEngine:
     """Says the prompt's tokens again and again: output i is prompt[i % len(prompt)], shifted by the seed if any.
+
+    A token with a bias of 100 is all that is said. Log-probabilities differ between seeds.
 
     Args:
         vocab_size, eos_token_id: Of the tokenizer beside it.
@@ -82,6 +85,8 @@ class FakeEngine:
             raise RequestRejected("too many requests")
         if first == REFUSE:
             raise ValueError("the fake engine does not like this prompt")
+        if request.sampling.grammar is not None and "unsupported" in request.sampling.grammar:
+            raise ValueError("the fake engine does not like this grammar")
         self._num_added += 1
         request_id = request.request_id or f"warm-up-{self._num_added}"
         now_s = time.monotonic()
@@ -115,7 +120,14 @@ class FakeEngine:
             raise RuntimeError("the fake engine's step failed")
         if prompt[0] == DIE:
             os._exit(7)
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        if sampling.prompt_logprobs is not None and not entry.output:
+            prompt_logprobs = tuple(self._logprob(token, sampling.prompt_logprobs, -0.25) for token in prompt[1:])
+        if sampling.max_tokens == 0:
+            del self._running[request_id]
+            return self._output(request_id, entry, prompt_logprobs=prompt_logprobs, finish_reason=FinishReason.LENGTH)
         token = (prompt[len(entry.output) % len(prompt)] + (sampling.seed or 0)) % self.spec.vocab_size
+        token = next((biased for biased, bias in sampling.logit_bias if bias == 100), token)
         entry.output.append(token)
         reason = FinishReason.LENGTH if len(entry.output) >= sampling.max_tokens else None
         stop_reason: int | str | None = None
@@ -127,20 +139,30 @@ class FakeEngine:
             reason, stop_reason = FinishReason.ERROR, "the fake logits are not finite"
         if reason is not None:
             del self._running[request_id]
-        logprobs = ()
+        logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.logprobs is not None:
-            top = tuple(((token + i) % self.spec.vocab_size, -0.5 * (i + 1)) for i in range(sampling.logprobs))
-            logprobs = (TokenLogprob(token_id=token, logprob=-0.5, top=top),)
+            value = -0.5 if sampling.seed is None else -0.5 - sampling.seed % 3
+            logprobs = (self._logprob(token, sampling.logprobs, value),)
+        return self._output(
+            request_id, entry, (token,), new_logprobs=logprobs, prompt_logprobs=prompt_logprobs, finish_reason=reason,
+            stop_reason=stop_reason,
+        )  # fmt: skip
+
+    def _logprob(self, token: int, num_top: int, value: float) -> TokenLogprob:
+        top = tuple(((token + i) % self.spec.vocab_size, value * (i + 1)) for i in range(num_top))
+        return TokenLogprob(token_id=token, logprob=value, top=top)
+
+    def _output(
+        self, request_id: str, entry: _Running, token_ids: tuple[int, ...] = (), **fields: Any
+    ) -> RequestOutput:
         return RequestOutput(
             request_id=request_id,
             service_class=entry.request.service_class,
-            new_token_ids=(token,),
-            new_logprobs=logprobs,
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            num_prompt_tokens=len(prompt),
+            new_token_ids=token_ids,
+            num_prompt_tokens=len(entry.request.prompt_token_ids),
             num_output_tokens=len(entry.output),
             times=RequestTimes(arrival_s=entry.arrival_s, predicted_ttft_s=entry.predicted_ttft_s),
+            **fields,
         )
 
     def arriving(self, request: Request, *, arrival_s: float | None = None) -> None:
@@ -174,6 +196,9 @@ class FakeEngine:
             latency_error=0.125,
             latency_drift=1.25,
         )
+
+    def prepare_grammars(self) -> None:
+        pass
 
     def close(self) -> None:
         self._running.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 from tokenizers_for_tests import byte_level_tokenizer
 
@@ -179,6 +180,42 @@ def test_n_choices_have_seeds_of_their_own(client):
     assert streamed == dict(enumerate(expected))
 
 
+def test_best_of_keeps_the_likeliest(client):
+    [a] = ids("a")
+    answer = complete(client, [[a], [a + 1]], max_tokens=1, n=2, best_of=5, seed=7)
+    # The fake engine's log-probability is -0.5 - seed % 3, and the seeds are 7 to 11.
+    expected = [TOKENIZER.decode([a + prompt + seed]) for prompt in (0, 1) for seed in (9, 7)]
+    assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(expected))
+    assert all(choice.logprobs is None for choice in answer.choices)
+    assert answer.usage.completion_tokens == 10, "what was generated, not what is shown"
+
+
+def test_logit_bias_reaches_the_engine(client):
+    [a] = ids("a")
+    answer = complete(client, "zx", max_tokens=3, logit_bias={str(a): 100, "7": -1.5})
+    assert answer.choices[0].text == "aaa"
+
+
+def test_tokenize_and_detokenize(server):
+    text = "the list 🚀<|end|>"
+    with server.http() as http:
+        answer = http.post("/tokenize", json={"model": "fake", "prompt": text, "return_token_strs": True}).json()
+        assert answer["tokens"] == ids(text) and answer["count"] == len(ids(text))
+        assert answer["max_model_len"] == 512
+        assert answer["token_strs"][-1] == "<|end|>"
+        back = http.post("/detokenize", json={"model": "fake", "tokens": answer["tokens"]}).json()
+        assert back == {"prompt": text}
+        messages = [{"role": "user", "content": "hi"}]
+        answer = http.post("/tokenize", json={"messages": messages}).json()
+        assert answer["tokens"] == chat_prompt("hi") and answer["token_strs"] is None
+        answer = http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
+        assert answer["tokens"] == ids("<|user|>hi<|end|>")
+        long = "word " * 3000
+        answer = http.post("/tokenize", json={"prompt": long, "add_special_tokens": False}).json()
+        assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": long}
+        assert http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
+
+
 def test_completion_logprobs(client):
     answer = complete(client, "zx qk", max_tokens=5, logprobs=2)
     logprobs = answer.choices[0].logprobs
@@ -189,6 +226,44 @@ def test_completion_logprobs(client):
     assert logprobs.top_logprobs[0]["z"] == -0.5
     chunks = list(complete(client, "zx qk", max_tokens=5, logprobs=2, stream=True))
     assert [i for chunk in chunks for i in chunk.choices[0].logprobs.text_offset] == [0, 1, 2, 3, 4]
+
+
+def test_echo_puts_the_prompt_before_the_text(client):
+    for prompt in (["zx", "qk"], [ids("zx"), ids("qk")]):
+        answer = complete(client, prompt, max_tokens=2, echo=True)
+        assert [choice.text for choice in answer.choices] == ["zxzx", "qkqk"]
+    chunks = list(complete(client, "zx", max_tokens=2, echo=True, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "zxzx"
+    assert chunks[0].choices[0].text.startswith("zx")
+    assert complete(client, "zx", max_tokens=0, echo=True).choices[0].text == "zx"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echoed_logprobs_begin_with_the_prompts(client, stream):
+    answer = complete(client, ids("zx qk"), max_tokens=2, echo=True, logprobs=2, stream=stream)
+    parts = [chunk.choices[0].logprobs for chunk in answer] if stream else [answer.choices[0].logprobs]
+    assert [token for part in parts for token in part.tokens] == ["z", "x", " ", "q", "k", "z", "x"]
+    assert [lp for part in parts for lp in part.token_logprobs] == [None] + [-0.25] * 4 + [-0.5] * 2
+    assert [at for part in parts for at in part.text_offset] == list(range(7))
+    tops = [top for part in parts for top in part.top_logprobs]
+    assert tops[0] is None and [len(top) for top in tops[1:]] == [2] * 6
+
+
+def test_prompt_is_scored_without_output(server, client):
+    """As evaluations ask for it: token arrays, echo, log-probabilities, no or one token that is thrown away."""
+    counter = 'omniserve_requests_total{finish_reason="length",service_class="BE"}'
+    before = server.metric(counter)
+    for max_tokens in (0, 1):
+        answer = complete(
+            client, [ids("zx"), ids("qk ")], max_tokens=max_tokens, echo=True, logprobs=1, seed=1234, temperature=0,
+            extra_body={"service_tier": "flex"},
+        )  # fmt: skip
+        assert [len(choice.logprobs.token_logprobs) for choice in answer.choices] == [2 + max_tokens, 3 + max_tokens]
+        assert [choice.finish_reason for choice in answer.choices] == ["length"] * 2
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 2 * max_tokens)
+    whole_context = complete(client, [5] * 512, max_tokens=0, echo=True, logprobs=0)
+    assert len(whole_context.choices[0].logprobs.tokens) == 512
+    assert server.metric(counter) == before + 4
 
 
 def test_chat_logprobs_tell_bytes_of_half_characters(client):
@@ -225,6 +300,16 @@ def test_service_tier_chooses_the_class_and_is_echoed(server, client, tier, answ
     chunks = list(chat(client, "hi", max_tokens=1, service_tier=tier, stream=True))
     assert {chunk.service_tier for chunk in chunks} == {answered}
     server.wait_for_metric(counter, before + 3)
+
+
+def test_header_stands_for_the_service_tier_of_a_request_that_brings_none(client):
+    header = {"x-omniserve-service-tier": "flex"}
+    assert complete(client, "a", max_tokens=1, extra_headers=header).service_tier == "flex"
+    assert chat(client, "a", max_tokens=1, extra_headers=header).service_tier == "flex"
+    answer = complete(client, "a", max_tokens=1, extra_headers=header, extra_body={"service_tier": "priority"})
+    assert answer.service_tier == "priority"
+    with pytest.raises(openai.BadRequestError, match="service_tier: must be one of"):
+        complete(client, "a", max_tokens=1, extra_headers={"x-omniserve-service-tier": "gold"})
 
 
 def test_harmless_fields_are_taken(client):

@@ -7,9 +7,12 @@ import json
 import openai
 import pytest
 from fake_engine import BAD_OUTPUT, REFUSE, REJECT, REJECT_WITHOUT_HINT
+from tokenizers_for_tests import byte_level_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 NAN, INFINITY = float("nan"), float("inf")
 
 # Endpoint, fields, the field that is blamed, a part of the message.
@@ -32,8 +35,17 @@ BAD_FIELDS = [
     (CHAT, {"messages": USER, "max_tokens": 1000}, "messages", "shorten the prompt or set max_tokens to at most"),
     (CHAT, {"messages": []}, "messages", "at least 1 item"),
     (CHAT, {}, "messages", "missing"),
-    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'system'"),
-    (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
+    (CHAT, {"messages": [{"role": "critic", "content": "x"}]}, "messages.0.role", "'system'"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages.0", "content is missing"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0", "tool_call_id belongs"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages.0", "tool_call_id belongs"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0", "role 'assistant'"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[1"}}]}]},
+        "messages",
+        "arguments of a call",
+    ),
     (CHAT, {"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages.0.colour", "unknown field"),
     (
         CHAT,
@@ -41,7 +53,10 @@ BAD_FIELDS = [
         "messages.0.content.0.type",
         "'text'",
     ),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "may be 0 with echo=true"),
+    (CHAT, {"messages": USER, "max_tokens": 0}, "max_tokens", "must be at least 1"),
+    (COMPLETIONS, {"prompt": [5] * 513, "max_tokens": 0, "echo": True}, "prompt", "513 tokens"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": "5"}, "max_tokens", "valid integer"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 5.0}, "max_tokens", "valid integer"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "give one"),
@@ -65,13 +80,63 @@ BAD_FIELDS = [
     (COMPLETIONS, {"prompt": "a", "service_tier": "gold"}, "service_tier", "'flex', 'LS', 'BE'; got 'gold'"),
     (COMPLETIONS, {"prompt": "a", "slo": {"ttft_s": 0}}, "slo.ttft_s", "greater than 0"),
     (COMPLETIONS, {"prompt": "a", "slo": {"ttft": 1}}, "slo.ttft", "unknown field"),
-    (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "drop it"),
-    (COMPLETIONS, {"prompt": "a", "echo": True}, "echo", "not supported"),
+    (COMPLETIONS, {"prompt": "a", "n": 3, "best_of": 2}, "best_of", "at least n, which is 3"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 129}, "best_of", "less than or equal to 128"),
+    (CHAT, {"messages": USER, "echo": True}, "echo", "unknown field"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
-    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools", "not supported"),
-    (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "not supported"),
-    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"z": 1}}, "logit_bias", "token ids in decimal"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": [5]}, "logit_bias", "must be an object"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias.0.1", "less than or equal to 100"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"400": 1}}, "logit_bias", "ids are 0 to 399"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
+    (CHAT, {"messages": USER, "tools": [TOOL]}, "tools", "chat template has no tools"),
+    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools.0.function", "missing"),
+    (CHAT, {"messages": USER, "tools": [{"type": "web"}]}, "tools.0.type", "'function'"),
+    (
+        CHAT,
+        {"messages": USER, "tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "tools.0.function.name",
+        "match pattern",
+    ),
+    (CHAT, {"messages": USER, "tools": [TOOL, TOOL]}, "tools", "the same name"),
+    (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice", "there are no tools"),
+    (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "must"}, "tool_choice", "must be 'none'"),
+    (
+        CHAT,
+        {"messages": USER, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "names 'g'",
+    ),
+    (
+        CHAT,
+        {"messages": USER, "tools": [TOOL], "response_format": {"type": "json_object"}},
+        "response_format",
+        "set tool_choice to 'none'",
+    ),
+    (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions", "use tools"),
+    (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format", "json_schema belongs"),
+    (
+        CHAT,
+        {"messages": USER, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "missing",
+    ),
+    (
+        CHAT,
+        {"messages": USER, "response_format": {"type": "json_object"}, "ignore_eos": True},
+        "ignore_eos",
+        "contradicts",
+    ),
+    (
+        COMPLETIONS,
+        {
+            "prompt": "a",
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "unsupported"}}},
+        },
+        None,
+        "does not like this grammar",
+    ),
     (CHAT, {"messages": USER, "audio": {"voice": "x"}}, "audio", "not supported"),
     (CHAT, {"messages": USER, "modalities": ["audio"]}, "modalities", "only text"),
     (CHAT, {"messages": USER, "store": True}, "store", "not stored"),
@@ -101,6 +166,46 @@ def test_bad_field(server, path, fields, param, message, stream):
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert message in error["message"]
+
+
+def test_best_of_cannot_be_streamed(server):
+    response = post(server, COMPLETIONS, json.dumps({"prompt": "a", "best_of": 2, "stream": True}))
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "best_of"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/tokenize", {}, "give prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": USER}, "give prompt or messages"),
+        ("/tokenize", {"messages": USER, "add_special_tokens": True}, "the chat template writes them"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "is for messages"),
+        ("/tokenize", {"prompt": "a", "zzz": 1}, "unknown field"),
+        ("/tokenize", {"prompt": 5}, "valid string"),
+        ("/detokenize", {"tokens": [400]}, "ids are 0 to 399"),
+        ("/detokenize", {"tokens": [-1]}, "greater than or equal to 0"),
+        ("/detokenize", {}, "tokens is missing"),
+    ],
+)
+def test_bad_field_of_the_tokenizer(server, path, fields, message):
+    response = post(server, path, json.dumps(fields))
+    assert response.status_code == 400, response.text
+    assert message in error_of(response)["message"]
+
+
+def test_chat_with_a_model_without_a_chat_template_says_what_to_do(start_server, tmp_path):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    server = start_server("--tokenizer", str(tmp_path)).wait_until_ready()
+    for path in (CHAT, "/tokenize"):
+        response = post(server, path, json.dumps({"messages": USER}))
+        assert response.status_code == 400
+        error = error_of(response)
+        assert error["code"] == "no_chat_template" and error["param"] == "messages"
+        assert "/v1/completions" in error["message"]
+    assert post(server, COMPLETIONS, json.dumps({"prompt": "a"})).status_code == 200
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', "null", '{"prompt": "a"', b"\xff\xfe{}", "[" * 100_000])

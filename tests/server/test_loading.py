@@ -27,7 +27,8 @@ def load(monkeypatch):
 
         monkeypatch.setattr(EngineLoader, "load_model", lambda self, progress: "the model")
         monkeypatch.setattr(omniserve.profiling, "find_or_make_profile", find)
-        monkeypatch.setattr(omniserve.engine, "Engine", lambda model, config, *, profile: profile)
+        monkeypatch.setattr(EngineLoader, "load_tokenizer", lambda self: "the tokenizer")
+        monkeypatch.setattr(omniserve.engine, "Engine", lambda model, config, *, profile, tokenizer: profile)
         config = EngineConfig(scheduler=scheduler)
         profile = EngineLoader(model="m", dtype="auto", device="cpu", config=config, **options)(told.append)
         assert seen.get("model", "the model") == "the model" and seen.get("config", config) is config

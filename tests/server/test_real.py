@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -99,6 +100,57 @@ def test_greedy_text_equals_transformers(server, expected, tier):
             choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
         ):
             assert logprob == top[token] == max(top.values()), "greedy takes the likeliest"
+
+
+def test_prompts_are_scored_as_transformers_scores_them(server, model_folder):
+    """The requests that evaluations send, as best-effort work."""
+    model = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    prompts = [TOKENIZER(prompt * 3).input_ids for prompt in PROMPTS]
+    answer = server.client().completions.create(
+        model="tiny", prompt=prompts, max_tokens=1, temperature=0, echo=True, logprobs=1, seed=1234,
+        extra_headers={"x-omniserve-service-tier": "flex"},
+    )  # fmt: skip
+    assert answer.service_tier == "flex"
+    for ids, choice in zip(prompts, answer.choices, strict=True):
+        with torch.inference_mode():
+            logprobs_TV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        first, *rest, _ = choice.logprobs.token_logprobs
+        assert first is None and choice.logprobs.top_logprobs[0] is None
+        want = logprobs_TV[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        assert rest == pytest.approx(want.tolist(), abs=1e-4)
+        best = logprobs_TV[:-1].max(dim=-1).values
+        tops = [max(top.values()) for top in choice.logprobs.top_logprobs[1:-1]]
+        assert tops == pytest.approx(best.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("tier", ["priority", "flex"])
+def test_answers_keep_a_schema(server, tier):
+    import openai
+
+    schema = {
+        "type": "object",
+        "properties": {
+            "colour": {"enum": ["red", "blau"]},
+            "count": {"type": "integer", "minimum": 0, "maximum": 99},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+        },
+        "required": ["colour", "count", "tags"],
+        "additionalProperties": False,
+    }
+    answer = server.client().chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], n=4, seed=1, service_tier=tier,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}},
+    )  # fmt: skip
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        value = json.loads(choice.message.content)
+        assert list(value) == ["colour", "count", "tags"]
+        assert value["colour"] in ("red", "blau") and 0 <= value["count"] <= 99 and len(value["tags"]) <= 2
+    with pytest.raises(openai.BadRequestError, match="Unimplemented keys"):
+        bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+        server.client().chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hi"}], response_format=bad
+        )  # fmt: skip
 
 
 def test_seeds_repeat_and_choices_differ(server):

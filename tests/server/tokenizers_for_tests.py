@@ -11,6 +11,14 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# As Qwen's and Hermes' templates: tools in front, calls and their answers between tags.
+TOOL_CHAT_TEMPLATE = (
+    "{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|end|>"
+    "{% endif %}{% for message in messages %}<|{{ 'user' if message.role == 'tool' else message.role }}|>"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>\n{{ '{' }}\"name\": "
+    "{{ call.function.name | tojson }}, \"arguments\": {{ call.function.arguments | tojson }}{{ '}' }}\n</tool_call>"
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 _CORPUS = [
     "The quick brown fox jumps over the lazy dog. A list is a mutable sequence, a tuple is not.",
     "Grüße aus Köln: ein Baum, zwei Bäume. Ελληνικά και русский текст. 日本語の文章、漢字。 emoji 🙂🙃🚀 done",

@@ -1,0 +1,91 @@
+"""/tokenize and /detokenize: the model's tokenizer behind HTTP, with vLLM's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.responses import JSONResponse, Response
+
+from omniserve.server.errors import ApiError
+from omniserve.server.fields import read_fields, validate
+from omniserve.server.messages import Message
+from omniserve.server.service import Service
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+class TokenizeRequest(BaseModel):
+    """Body of /tokenize: a text, or messages for the chat template."""
+
+    model_config = _STRICT
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
+    """None: with a text, as /v1/completions does; not with messages, whose template writes them."""
+    add_generation_prompt: bool = True
+    """With messages only."""
+    return_token_strs: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _either(cls, fields: Any) -> Any:
+        if isinstance(fields, dict):
+            if ("prompt" in fields) == ("messages" in fields):
+                raise ValueError("give prompt or messages, one of them")
+            if "messages" in fields and fields.get("add_special_tokens"):
+                raise ValueError("add_special_tokens is for prompt: with messages the chat template writes them")
+            if "prompt" in fields and "add_generation_prompt" in fields:
+                raise ValueError("add_generation_prompt is for messages; remove it")
+        return fields
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of /detokenize."""
+
+    model_config = _STRICT
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+def router(service: Service, read_body: Callable[[Request], Awaitable[bytes]]) -> APIRouter:
+    """Return the two routes.
+
+    Args:
+        service: Whose tokenizer it is.
+        read_body: Reads a request's body, up to a size.
+    """
+    routes = APIRouter()
+
+    @routes.post("/tokenize")
+    async def tokenize(http: Request) -> Response:
+        request = validate(TokenizeRequest, read_fields(await read_body(http)))
+        service.check_model(request.model)
+        if request.messages is not None:
+            messages = [message.for_template() for message in request.messages]
+            tokens = await service.codec.encode_chat(messages, add_generation_prompt=request.add_generation_prompt)
+        else:
+            assert request.prompt is not None
+            special = request.add_special_tokens is not False
+            tokens = await service.codec.encode(request.prompt, add_special_tokens=special)
+        pieces = [service.codec.token_text(token) for token in tokens] if request.return_token_strs else None
+        answer = {"count": len(tokens), "max_model_len": service.max_tokens, "tokens": tokens, "token_strs": pieces}
+        return JSONResponse(answer)
+
+    @routes.post("/detokenize")
+    async def detokenize(http: Request) -> Response:
+        request = validate(DetokenizeRequest, read_fields(await read_body(http)))
+        service.check_model(request.model)
+        if (largest := max(request.tokens, default=0)) >= service.info.vocab_size:
+            raise ApiError(
+                f"the token id {largest} is unknown: this model's ids are 0 to {service.info.vocab_size - 1}",
+                param="tokens",
+            )
+        return JSONResponse({"prompt": await service.codec.decode(request.tokens)})
+
+    return routes

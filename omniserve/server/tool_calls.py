@@ -1,0 +1,88 @@
+"""Tool calls in the text of an answer, as it comes (their form: see ``tools``)."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass
+
+from omniserve.server.tools import CALL_BEGIN, CALL_END
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """One call, complete."""
+
+    index: int
+    """Its place among the answer's calls."""
+    call_id: str
+    name: str
+    arguments: str
+    """JSON text."""
+
+
+class ToolCallParser:
+    """Tells the calls of one text from the rest of it.
+
+    What looks like a call and is none stays text. White space around calls belongs to neither.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._space = ""
+        """White space before the call that is being read."""
+        self._is_inside = False
+        self.num_calls = 0
+
+    def push(self, text: str) -> tuple[str, list[ParsedCall]]:
+        """Add text; return what is certain by now to be text, and the calls that are complete."""
+        self._held += text
+        texts: list[str] = []
+        calls: list[ParsedCall] = []
+        while (at := self._held.find(CALL_END if self._is_inside else CALL_BEGIN)) >= 0:
+            before = self._held[:at]
+            self._held = self._held[at + len(CALL_END if self._is_inside else CALL_BEGIN) :]
+            if not self._is_inside:
+                texts.append(before.rstrip())
+                self._space = before[len(texts[-1]) :]
+            elif (call := self._call(before)) is not None:
+                calls.append(call)
+            else:
+                texts.append(f"{self._space}{CALL_BEGIN}{before}{CALL_END}")
+            self._is_inside = not self._is_inside
+        if not self._is_inside:
+            certain = self._held[: len(self._held) - _num_held(self._held)]
+            self._held = self._held[len(certain) :]
+            texts.append(certain)
+        return "".join(texts), calls
+
+    def flush(self) -> tuple[str, list[ParsedCall]]:
+        """Return what was held back, once no text follows; a call that lacks only its end is one."""
+        held, self._held = self._held, ""
+        if not self._is_inside:
+            return ("" if self.num_calls and not held.strip() else held), []
+        self._is_inside = False
+        call = self._call(held)
+        return (f"{self._space}{CALL_BEGIN}{held}", []) if call is None else ("", [call])
+
+    def _call(self, body: str) -> ParsedCall | None:
+        try:
+            fields = json.loads(body)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
+            return None
+        arguments = fields.get("arguments", {})
+        if not isinstance(arguments, dict):
+            return None
+        index, self.num_calls = self.num_calls, self.num_calls + 1
+        return ParsedCall(
+            index, f"call_{uuid.uuid4().hex[:24]}", fields["name"], json.dumps(arguments, ensure_ascii=False)
+        )  # fmt: skip
+
+
+def _num_held(text: str) -> int:
+    """Return how many characters at the end may be white space before a call, or the begin of a call's begin."""
+    length = max(n for n in range(len(CALL_BEGIN)) if text.endswith(CALL_BEGIN[:n]))
+    before = text[: len(text) - length]
+    return length + len(before) - len(before.rstrip())
