@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
@@ -21,6 +24,7 @@ from omniserve.server.answers import AnswerShape, collect
 from omniserve.server.chat import ChatShape
 from omniserve.server.completions import CompletionShape
 from omniserve.server.errors import ApiError, milliseconds
+from omniserve.server.generation import Generation
 from omniserve.server.keys import KeyRing
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
 from omniserve.server.request_ids import RequestIds
@@ -61,7 +65,7 @@ def create_app(
     async def chat_completions(request: Request) -> Response:
         return await _generate(service, request, ChatRequest, ChatShape, "chatcmpl")
 
-    app.include_router(tokenize.router(service, service.bodies.read))
+    app.include_router(tokenize.router(service, functools.partial(_take_body, service)))
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -119,6 +123,49 @@ def create_app(
     return RequestIds(app)  # around it all, so that internal errors have ids, too
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What is left of a request once its prompt is token ids: its texts need not wait in memory with them."""
+
+    generation: Generation
+    shape: AnswerShape
+    stream: bool
+    include_usage: bool
+
+
+@contextlib.asynccontextmanager
+async def _take_body(service: Service, http: Request) -> AsyncIterator[bytes]:
+    """Count a call for its caller, then hold its body."""
+    caller_of(http).admit()
+    async with service.bodies.hold(http) as body:
+        yield body
+
+
+async def _begin(
+    service: Service,
+    http: Request,
+    kind: type[GenerationRequest],
+    make_shape: type[ChatShape] | type[CompletionShape],
+    id_prefix: str,
+) -> _Call:
+    arrival_s = time.monotonic()
+    service.check_open()
+    async with _take_body(service, http) as body:
+        request = parse(kind, body, default_tier=http.headers.get(_SERVICE_TIER_HEADER))
+        request = caller_of(http).limited(request, service.info.classes)
+        service.check_model(request.model)
+        call_id = new_call_id(id_prefix)
+        shape = make_shape(
+            call_id=call_id,
+            model=service.model_name,
+            service_tier=request.answered_tier,
+            codec=service.codec,
+            with_logprobs=request.num_logprobs is not None,
+        )
+        generation = await service.begin(request, call_id, arrival_s)
+        return _Call(generation, shape, request.stream, request.include_usage)
+
+
 async def _generate(
     service: Service,
     http: Request,
@@ -126,23 +173,8 @@ async def _generate(
     make_shape: type[ChatShape] | type[CompletionShape],
     id_prefix: str,
 ) -> Response:
-    arrival_s = time.monotonic()
-    service.check_open()
-    caller = caller_of(http)
-    caller.admit()
-    body = await service.bodies.read(http)
-    request = parse(kind, body, default_tier=http.headers.get(_SERVICE_TIER_HEADER))
-    request = caller.limited(request, service.info.classes)
-    service.check_model(request.model)
-    call_id = new_call_id(id_prefix)
-    generation = await service.begin(request, call_id, arrival_s)
-    shape: AnswerShape = make_shape(
-        call_id=call_id,
-        model=service.model_name,
-        service_tier=request.answered_tier,
-        codec=service.codec,
-        with_logprobs=request.num_logprobs is not None,
-    )
+    call = await _begin(service, http, kind, make_shape, id_prefix)
+    generation, caller = call.generation, caller_of(http)
 
     def end() -> None:
         service.end(generation)
@@ -154,18 +186,18 @@ async def _generate(
         caller.use_tokens(generation.usage.num_prompt_tokens)
         predicted_ms = milliseconds(generation.predicted_ttft_s)
         headers = {} if predicted_ms is None else {_PREDICTED_TTFT_HEADER: str(predicted_ms)}
-        if request.stream:
+        if call.stream:
             handed_over = True
             return EventStream(
                 generation,
-                shape,
+                call.shape,
                 headers=headers,
-                include_usage=request.include_usage,
+                include_usage=call.include_usage,
                 stall_timeout_s=service.limits.stall_timeout_s,
                 on_close=end,
             )
         deltas = await or_disconnect(http.receive, collect(generation))
-        answer = shape.answer(deltas, generation.usage.as_dict())
+        answer = call.shape.answer(deltas, generation.usage.as_dict())
         return Response(answer, headers=headers, media_type="application/json")
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)

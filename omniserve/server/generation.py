@@ -97,7 +97,11 @@ class Generation:
                     index, request, codec, sampling.stop, job.arrival_s, echo=echo, parser=parser
                 )  # fmt: skip
         self._num_unaccepted = self._num_running = len(self._choices)
-        backlog.enter(job.service_class, len(self._choices))
+        try:
+            backlog.enter(job.service_class, len(self._choices))
+        except ApiError as refusal:
+            self._count_if_load(refusal)
+            raise
         self._queued = set(self._choices)  # counted there
 
     async def start(self) -> None:
@@ -114,8 +118,7 @@ class Generation:
         while self._num_unaccepted:
             if self._error is not None:
                 refusal = from_engine(self._error)
-                if refusal.status == 429:
-                    self._metrics.rejected(self._job.service_class)
+                self._count_if_load(refusal)
                 raise refusal
             await self._wait_for_news()
 
@@ -142,6 +145,7 @@ class Generation:
             elif not self._num_running:
                 return
             else:
+                self._num_unread_tokens = 0  # whose text a parser holds back is not left unread by anybody
                 await self._wait_for_news()
 
     def put_nowait(self, event: Event) -> None:
@@ -185,6 +189,10 @@ class Generation:
                 self._client.abort(request_id)
                 if not self._num_unaccepted:
                     self._metrics.finished(choice)
+
+    def _count_if_load(self, refusal: ApiError) -> None:
+        if refusal.status == 429:
+            self._metrics.rejected(self._job.service_class)
 
     async def _wait_for_news(self) -> None:
         self._news.clear()
@@ -231,7 +239,11 @@ class Generation:
         if choice.finish_reason == FinishReason.ERROR:
             self._end(ApiError(f"the engine could not go on with this request: {output.stop_reason}", status=500))
         if choice.finish_reason == FinishReason.ABORT:
-            self._end(ApiError("the engine ended this request before it was complete; send it again", status=503))
+            self._end(
+                ApiError(
+                    "the engine ended this request before it was complete; send it again", status=503, retry_after_s=1
+                )
+            )
 
     def _keep(self, delta: Delta) -> None:
         """Put a delta with those that wait for a reader."""

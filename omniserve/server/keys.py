@@ -95,7 +95,9 @@ def digest_of(key: str) -> bytes:
 class _Entry(BaseModel):
     """One entry of a key file."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, str_strip_whitespace=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
 
     name: str = Field(min_length=1)
     key: str | None = Field(None, min_length=1)

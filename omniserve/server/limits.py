@@ -18,4 +18,4 @@ class Limits:
     max_unread_tokens: int = 8192
     """Per choice of a stream, waiting for its reader."""
     stall_timeout_s: float = 60.0
-    """A client that takes nothing of its stream for so long is taken for gone."""
+    """A client that takes nothing of its stream for so long is taken for gone; a body has so long to arrive."""

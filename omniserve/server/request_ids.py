@@ -31,7 +31,7 @@ class RequestIds:
         started_s = time.monotonic()
         given = dict(scope["headers"]).get(HEADER.encode(), b"")
         name = given.decode() if _GIVEN.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-        token = request_id.set(name)
+        request_id.set(name)  # for good: this task is the request's, and what goes wrong is logged last
         status = None
 
         async def send_with_id(message: Message) -> None:
@@ -56,4 +56,3 @@ class RequestIds:
                     "key": None if caller is None else caller.name,
                 },
             )  # fmt: skip
-            request_id.reset(token)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 import os
 import resource
 import signal
@@ -61,7 +62,7 @@ class _Main:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         try:
-            listener = _listen(self._options.host, self._options.port)
+            listener = _listen(self._options.host, self._options.port, self._options.limits.stall_timeout_s)
         except OSError as error:
             logger.error("cannot listen on %s:%d: %s", self._options.host, self._options.port, error.strerror)
             return 1
@@ -170,12 +171,15 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, stall_timeout_s: float) -> socket.socket:
     """Bind now, so that a port in use is known before a model is loaded; uvicorn listens when all is ready."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named: asyncio sets TCP_NODELAY on such sockets only, and without it an answer waits 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it: the kernel cuts off whoever takes nothing for so long of what is under way to them, also
+    # where this process has long written the last byte and closed its side.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(stall_timeout_s * 1000))
     listener.bind((host, port))
     return listener
 

@@ -92,7 +92,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=limits.stall_timeout_s,
         metavar="SECONDS",
-        help="a stream whose reader takes nothing for so long ends (default: %(default)s)",
+        help="a stream whose reader takes nothing for so long ends, and a body has so long to arrive "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--cors-origin",

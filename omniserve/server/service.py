@@ -53,7 +53,7 @@ class Service:
         self.model_name = model_name
         self.metrics = ServerMetrics([spec.name for spec in info.classes])
         self.limits = limits
-        self.bodies = BodyReader(limits.max_body_bytes)
+        self.bodies = BodyReader(limits.max_body_bytes, limits.stall_timeout_s)
         self._backlog = Backlog([spec.name for spec in info.classes], limits.max_queued_requests)
         self.metrics.show_backlog(self._backlog.num_waiting)
         self._running: set[Generation] = set()

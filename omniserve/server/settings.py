@@ -51,7 +51,7 @@ def settings_parser(*, prog: str, description: str) -> argparse.ArgumentParser:
 def settings_text(
     parser: argparse.ArgumentParser, args: argparse.Namespace, as_text: Callable[[argparse.Action, Any], Any]
 ) -> str:
-    """Return all settings that have a value as YAML, each with where it came from; secrets are left out.
+    """Return all settings that have a value as YAML, each with where it came from; of secrets only that they are there.
 
     Args:
         parser: Made by ``settings_parser``, after it parsed.
@@ -77,10 +77,10 @@ def _lines(
             continue
         values = value if isinstance(value, list) else [value]
         texts: list[Any] = [_plain(as_text(action, item)) for item in values]
-        if action.dest in _SECRETS:
-            texts = ["(secret)"] * len(texts)
         name = action.option_strings[-1].removeprefix("--")
         line = f"{name}: {_yaml(texts if isinstance(value, list) else texts[0])}"
+        if action.dest in _SECRETS:  # a comment: whatever stood here instead would be one when the text is read again
+            line = f"# {name}: not shown"
         yield line, sources.get(action, "default" if value == action.default else "flag")
 
 

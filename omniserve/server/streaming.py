@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from omniserve.server.answers import AnswerShape
 from omniserve.server.errors import ApiError
@@ -90,7 +90,7 @@ class EventStream(Response):
             self._on_close()
 
     async def _stream(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         head = self._shape.chunk_head()
         # OpenAI sends a null usage in the other chunks, if usage was asked for.
         tail = ',"usage":null}\n\n' if self._include_usage else "}\n\n"
@@ -99,17 +99,18 @@ class EventStream(Response):
             async for deltas in self._generation.deltas():
                 choices = [choice for delta in deltas for choice in pieces(delta)]
                 data = "".join([f'data: {head},"choices":[{dumps(choice)}]{tail}' for choice in choices])
-                await self._send(send, data, more=True)
+                await self._send(send, {"type": "http.response.body", "body": data.encode(), "more_body": True})
             last = ""
             if self._include_usage:
                 last = f'data: {head},"choices":[],"usage":{dumps(self._generation.usage.as_dict())}}}\n\n'
         except ApiError as error:
             last = f"data: {dumps(error.body())}\n\n"
-        await self._send(send, f"{last}data: [DONE]\n\n", more=False)
+        last += "data: [DONE]\n\n"
+        await self._send(send, {"type": "http.response.body", "body": last.encode(), "more_body": False})
 
-    async def _send(self, send: Send, data: str, *, more: bool) -> None:
+    async def _send(self, send: Send, message: Message) -> None:
         try:
             async with asyncio.timeout(self._stall_timeout_s):
-                await send({"type": "http.response.body", "body": data.encode(), "more_body": more})
+                await send(message)
         except TimeoutError:
             raise ClientGone from None

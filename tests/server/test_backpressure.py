@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -14,14 +16,16 @@ import pytest
 from fake_engine import SILENT, SLOW
 from tokenizers_for_tests import byte_level_tokenizer
 
-from omniserve.request import SLO, FinishReason, RequestOutput, SamplingParams
+from omniserve.request import SLO, FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from omniserve.server.backlog import Backlog
 from omniserve.server.body import BodyReader
+from omniserve.server.choice import Delta
 from omniserve.server.engine_client import Accepted
 from omniserve.server.errors import ApiError
 from omniserve.server.generation import Generation, Job
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.text import TextCodec
+from omniserve.server.tool_calls import ParsedCall
 
 ABC = [byte_level_tokenizer()(letter).input_ids[0] for letter in "abc"]
 # An answer of several megabytes, which no buffer between server and client holds.
@@ -41,7 +45,7 @@ class RecordingClient:
         self.aborted.append(request_id)
 
 
-def started(num_choices=1, *, max_unread_tokens=None, stop=()):
+def started(num_choices=1, *, max_unread_tokens=None, stop=(), calls_tools=False):
     """Return a generation, its client and its backlog."""
     client, backlog = RecordingClient(), Backlog(["LS"], 100)
     job = Job(
@@ -51,6 +55,7 @@ def started(num_choices=1, *, max_unread_tokens=None, stop=()):
         samplings=[SamplingParams(max_tokens=10_000, stop=stop)] * num_choices,
         service_class="LS",
         slo=SLO(),
+        calls_tools=calls_tools,
         max_unread_tokens=max_unread_tokens,
     )
     generation = Generation(
@@ -136,6 +141,48 @@ def test_stop_string_ends_a_request_that_nobody_reads():
     asyncio.run(scenario())
 
 
+def test_text_that_is_held_back_is_not_left_unread():
+    async def scenario():
+        generation, client, _ = started(max_unread_tokens=10, calls_tools=True)
+        await generation.start()
+        reading = asyncio.create_task(read(generation))
+        for letter in '<tool_call>{"name": "f", "arguments": {"x": "' + "a" * 100:
+            await asyncio.sleep(0)
+            put(generation, *byte_level_tokenizer()(letter).input_ids)
+        put(generation, *byte_level_tokenizer()('"}}').input_ids, finish_reason=FinishReason.LENGTH)
+        (delta,) = await reading
+        assert not client.aborted
+        assert delta.tool_calls[0].arguments == '{"x": "' + "a" * 100 + '"}'
+
+    asyncio.run(scenario())
+
+
+def test_calls_and_their_text_are_coalesced_in_order():
+    deltas = [
+        Delta(
+            0,
+            "a",
+            [TokenLogprob(token_id=1, logprob=-1.0)],
+            None,
+            mean_logprob=-1.0,
+            tool_calls=[ParsedCall(0, "i", "f", "{}")],
+        ),
+        Delta(
+            0,
+            "b",
+            [TokenLogprob(token_id=2, logprob=-2.0)],
+            "stop",
+            mean_logprob=-1.5,
+            tool_calls=[ParsedCall(1, "j", "g", "{}")],
+        ),
+    ]
+    deltas[0].extend(deltas[1])
+    whole = deltas[0]
+    assert (whole.text, whole.finish_reason, whole.mean_logprob) == ("ab", "stop", -1.5)
+    assert [entry.token_id for entry in whole.logprobs] == [1, 2]
+    assert [call.name for call in whole.tool_calls] == ["f", "g"]
+
+
 def test_backlog_counts_until_the_first_token():
     async def scenario():
         generation, _, backlog = started(num_choices=3)
@@ -178,19 +225,31 @@ def test_bodies_are_bounded_together():
             await self.go_on.wait()
 
     async def scenario():
-        reader = BodyReader(10)
+        reader, parsed = BodyReader(10, timeout_s=60), asyncio.Event()
+
+        async def handle(upload):
+            async with reader.hold(upload) as body:
+                await parsed.wait()
+                return body
+
+        async def is_full():
+            with pytest.raises(ApiError, match="too many large requests") as caught:
+                await handle(Upload(b"1"))
+            assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+
         uploads = [Upload(b"12345", b"67890") for _ in range(8)]
-        reading = [asyncio.create_task(reader.read(upload)) for upload in uploads]
-        await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="too many large requests") as caught:
-            await reader.read(Upload(b"1"))
-        assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+        tasks = [asyncio.create_task(handle(upload)) for upload in uploads]
+        await asyncio.sleep(0.01)
+        await is_full()
         for upload in uploads:
             upload.go_on.set()
-        assert await asyncio.gather(*reading) == [b"1234567890"] * 8
+        await asyncio.sleep(0.01)
+        await is_full()
+        parsed.set()
+        assert await asyncio.gather(*tasks) == [b"1234567890"] * 8
         last = Upload(b"1")
         last.go_on.set()
-        assert await reader.read(last) == b"1"
+        assert await handle(last) == b"1"
 
     asyncio.run(scenario())
 
@@ -230,6 +289,16 @@ def read_all(connection):
     return b"".join(parts)
 
 
+def num_sockets(server):
+    """Return how many sockets the server's process has open; those of /metrics are closed by then or soon."""
+    folder = Path(f"/proc/{server.process.pid}/fd")
+    links = []
+    for entry in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(entry))
+    return sum(link.startswith("socket:") for link in links)
+
+
 def wait_until_free(server):
     for service_class in ("LS", "BE"):
         server.wait_for_metric(f'omniserve_requests_running{{service_class="{service_class}"}}', 0)
@@ -260,6 +329,27 @@ def test_stream_that_is_not_read_at_all_is_cut(start_server):
         assert b"[DONE]" not in read_all(connection)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_connection_of_an_answer_that_nobody_takes_is_closed(start_server, stream):
+    server = start_server("--stall-timeout", "0.3").wait_until_ready()
+    before = num_sockets(server)
+    with send(server, BIG | {"prompt": ABC, "stream": stream}, receive_buffer=4096):
+        server.wait_for_metric('omniserve_requests_running{service_class="LS"}', BIG["n"])
+        wait_until_free(server)
+        deadline = time.monotonic() + 20
+        while num_sockets(server) > before:
+            assert time.monotonic() < deadline, "the server still holds what it could not send"
+            time.sleep(0.05)
+
+
+def test_body_that_does_not_arrive_is_not_waited_for(start_server):
+    server = start_server("--stall-timeout", "0.3").wait_until_ready()
+    with connect(server) as connection:
+        connection.sendall(head(b"", length=1000) + b'{"model": "fake", ')
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 408") and b'"code": "request_timeout"' in answer
+
+
 def test_full_queue_is_told_with_retry_after(start_server):
     server = start_server("--max-queued-requests", "2").wait_until_ready()
     client = server.client()
@@ -271,6 +361,7 @@ def test_full_queue_is_told_with_retry_after(start_server):
             client.completions.create(model="fake", prompt="a")
         assert caught.value.code == "queue_full"
         assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert server.metric('omniserve_requests_rejected_total{service_class="LS"}') == 1
         client.completions.create(model="fake", prompt="a", max_tokens=2, extra_body={"service_tier": "flex"})
     wait_until_free(server)
     client.completions.create(model="fake", prompt=["a", "b"], max_tokens=2)

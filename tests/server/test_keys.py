@@ -91,9 +91,17 @@ def test_class_of_a_key_is_the_highest_its_holder_gets(guarded, tier, stream):
     assert complete(guarded, "owner-key", extra_body={"service_tier": tier}).service_tier in (tier, "default")
 
 
+def test_tier_header_lifts_nobody(guarded):
+    headers = {"x-omniserve-service-tier": "priority"}
+    assert complete(guarded, "free-key", extra_headers=headers).service_tier == "flex"
+    assert complete(guarded, "owner-key", extra_headers=headers).service_tier == "priority"
+
+
 def test_requests_a_minute(guarded):
-    for _ in range(2):
-        complete(guarded, "slow-key")
+    complete(guarded, "slow-key")
+    headers = {"authorization": "Bearer slow-key"}
+    assert httpx.post(f"{guarded.url}/tokenize", json={"prompt": "a"}, headers=headers).status_code == 200
+    assert httpx.post(f"{guarded.url}/detokenize", json={"tokens": [5]}, headers=headers).status_code == 429
     with pytest.raises(openai.RateLimitError, match="'slow' has used up its 2 requests a minute") as caught:
         complete(guarded, "slow-key")
     assert caught.value.code == "rate_limit_exceeded"
@@ -154,6 +162,7 @@ def test_listening_elsewhere_without_keys_is_warned_of(start_server):
         ("- {name: a, key: secret, sha256: b}", "key 1: give either key or sha256"),
         ("- {name: a, sha256: secret}", "64 hexadecimal digits"),
         ("- {key: secret}", "key 1: name: Field required"),
+        ("- {name: a, key: ' '}", "key 1: key: String should have at least 1 character"),
         ("- {name: a, key: secret}\n- {name: b, key: secret}", "the same key"),
         ("- {name: a, key: secret}\n- {name: a, key: secret2}", "the same name"),
         ("- {name: a, key: 123456}", "key 1: key: Input should be a valid string"),
@@ -190,7 +199,7 @@ def test_flags_that_are_wrong(capsys, arguments, message):
 
 def test_keys_are_not_shown(tmp_path):
     file = tmp_path / "keys"
-    file.write_text("- {name: a, key: secret}")
+    file.write_text("- {name: a, key: ' secret'}")
     options, _ = parse_args(["--model", "m", "--api-key-file", str(file)])
     assert options.keys.find("bearer  secret").name == "a"
     assert "secret" not in repr(options) and digest_of("secret").hex() not in repr(options)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import sys
 
 import httpx
 import openai
 import pytest
+
+from omniserve.server.logs import JsonFormatter
+from omniserve.server.request_ids import RequestIds
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +44,22 @@ def test_errors_have_one(logging_server, path, status):
     headers = {"x-request-id": "e"} | ({"authorization": "Bearer k"} if status == 404 else {})
     response = get(logging_server, path, **headers)
     assert (response.status_code, response.headers["x-request-id"]) == (status, "e")
+
+
+def test_what_goes_wrong_at_last_is_logged_with_the_id():
+    async def fail(scope, receive, send):
+        raise RuntimeError("a bug")
+
+    async def scenario():
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"x-request-id", b"mine")]}
+        try:
+            await RequestIds(fail)(scope, None, None)
+        except RuntimeError:  # as the HTTP server does
+            record = logging.LogRecord("x", logging.ERROR, "", 0, "failed", (), sys.exc_info())
+            return json.loads(JsonFormatter().format(record))
+
+    line = asyncio.run(scenario())
+    assert line["request_id"] == "mine" and "RuntimeError: a bug" in line["exception"]
 
 
 def test_lines_for_machines(start_server):

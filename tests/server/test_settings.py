@@ -108,7 +108,13 @@ def test_settings_are_printed_with_where_they_come_from(file, monkeypatch, capsy
         f"class: ['chat:LS:0.5:0.05', 'batch:BE']  # {file}",
     ):
         assert line in lines
-    assert "hidden" not in "".join(lines)
+    assert "hidden" not in "".join(lines) and "# api-key: not shown  # flag" in lines
+
+
+def test_what_is_printed_instead_of_a_key_is_none(tmp_path, capsys):
+    again = tmp_path / "again.yaml"
+    again.write_text(printed(capsys, "--api-key", "hidden"))
+    assert parse_args(["--config", str(again)])[0].keys is None
 
 
 def test_what_is_printed_means_the_same(file, tmp_path, capsys):
