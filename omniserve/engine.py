@@ -11,15 +11,16 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from omniserve.capacity import RequestLimits, max_model_len, num_blocks
 from omniserve.config import EngineConfig
 from omniserve.cores import CoreSplit, default_host_threads
 from omniserve.errors import EngineStopped
 from omniserve.fingerprint import fingerprint_of
 from omniserve.grammar import GrammarCompiler, GrammarState
 from omniserve.host.tier import HostTier
-from omniserve.kv import KV_MANAGERS, has_host_tier
+from omniserve.kv import KV_MANAGERS
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.latency import LATENCY_MODELS, CorrectedModel, HostSpeed, ModelShape
+from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
 from omniserve.latency.profile import Profile
 from omniserve.ops.attention import resolve_attention
 from omniserve.outputs import OutputCollector
@@ -70,7 +71,6 @@ class Engine:
         self.model = patched
         """The patched model."""
         self._clock = clock
-        self._tokenizer = tokenizer
         self._outputs = OutputCollector(tokenizer)
         self._open: dict[str, OpenRequest] = {}
         """Unfinished requests, and those that ended in the step under way."""
@@ -82,20 +82,9 @@ class Engine:
             self._grammars = GrammarCompiler(
                 tokenizer, vocab_size=self.spec.vocab_size, eos_token_ids=self.spec.eos_token_ids
             )
-        self.max_model_len = _max_model_len(config, self.spec)
-
-        block_bytes = self.spec.kv_block_bytes(config.block_size)
-        self._num_device_blocks = _num_blocks(config.device_kv_bytes, block_bytes, "device_kv_bytes")
-        host_block_bytes = self.spec.host_block_bytes(config.block_size, config.host_kv_dtype)
+        self.max_model_len = max_model_len(config, self.spec)
         manager = KV_MANAGERS.get(config.kv)
-        if manager.restores and config.host_kv_bytes < host_block_bytes:
-            raise ValueError(
-                f"kv={config.kv!r} keeps checkpoints in host memory, but host_kv_bytes is {config.host_kv_bytes}; "
-                f"give at least {host_block_bytes}, or set kv to paged"
-            )
-        num_host_blocks = 0
-        if has_host_tier(config):
-            num_host_blocks = _num_blocks(config.host_kv_bytes, host_block_bytes, "host_kv_bytes")
+        self._num_device_blocks, num_host_blocks = num_blocks(config, self.spec)
         storage = DeviceKVStorage(
             self.spec,
             num_blocks=self._num_device_blocks,
@@ -104,7 +93,11 @@ class Engine:
             device=patched.device,
         )
         host_threads = config.host_threads or default_host_threads(patched.device)
-        self.host_tier = _host_tier(config, patched, host_threads) if num_host_blocks > 0 else None
+        self.host_tier: HostTier | None = None
+        if num_host_blocks > 0:
+            self.host_tier = HostTier.of(
+                config, self.spec, dtype=patched.dtype, device=patched.device, num_threads=host_threads
+            )
         self.kv = manager(
             num_device_blocks=self._num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
         )
@@ -114,7 +107,7 @@ class Engine:
         if profile is not None:
             profile.require(fingerprint_of(model, config))
             self._latency = CorrectedModel(LATENCY_MODELS.get(config.latency_model).from_profile(profile))
-            forecast = _forecast(profile, self._latency, shape)
+            forecast = Forecast.of_profile(profile, self._latency)
         self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self._limits(), kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         self.runner = ModelRunner(
@@ -131,6 +124,12 @@ class Engine:
             ),
             keep_halted=config.keep_halted,
             safepoint=self._ask_whether_to_leave,
+        )
+        self._request_limits = RequestLimits(
+            vocab_size=self.spec.vocab_size,
+            max_model_len=self.max_model_len,
+            pool_tokens=self._num_device_blocks * config.block_size,
+            has_tokenizer=tokenizer is not None,
         )
         self._must_preempt = False
         self.on_safepoint: Callable[[], None] | None = None
@@ -173,7 +172,9 @@ class Engine:
         """
         self._require_open()
         request_id = request.request_id if request.request_id is not None else f"req-{next(self._ids)}"
-        self._check(request, request_id)
+        if request_id in self._outputs:
+            raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
+        self._request_limits.check(request)
         grammar = self._start_grammar(request.sampling.grammar)
         spec = self.config.class_named(request.service_class)
         slo = request.slo if request.slo is not None else spec.slo
@@ -199,29 +200,6 @@ class Engine:
         if self._grammars is None:
             raise ValueError("a grammar needs a tokenizer; give the engine one")
         return self._grammars.start(grammar)
-
-    def _check(self, request: Request, request_id: str) -> None:
-        if request_id in self._outputs:
-            raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
-        num_prompt, sampling = len(request.prompt_token_ids), request.sampling
-        if (largest := max(request.prompt_token_ids)) >= self.spec.vocab_size:
-            raise ValueError(f"prompt token {largest} is outside the vocabulary of {self.spec.vocab_size} tokens")
-        if (biased := max((token_id for token_id, _ in sampling.logit_bias), default=0)) >= self.spec.vocab_size:
-            raise ValueError(f"logit_bias's token {biased} is outside the vocabulary of {self.spec.vocab_size} tokens")
-        total = num_prompt + sampling.max_tokens
-        if total > self.max_model_len:
-            raise ValueError(
-                f"the prompt has {num_prompt} tokens and max_tokens is {sampling.max_tokens}: {total} in all, but the "
-                f"context is {self.max_model_len} tokens; shorten the prompt or lower max_tokens"
-            )
-        pool_tokens = self._num_device_blocks * self.config.block_size
-        if total > pool_tokens:
-            raise ValueError(
-                f"the prompt and max_tokens are {total} tokens, but the device KV pool holds {pool_tokens}; "
-                f"raise device_kv_bytes or lower max_tokens"
-            )
-        if sampling.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: give Engine(..., tokenizer=...) or use stop_token_ids")
 
     def abort(self, request_id: str) -> bool:
         """End a request now and free what it holds; False if it is unknown or has finished."""
@@ -412,43 +390,3 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise EngineStopped("the engine was closed")
-
-
-def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    if config.max_model_len is None:
-        return spec.max_model_len
-    if config.max_model_len > spec.max_model_len:
-        raise ValueError(
-            f"max_model_len is {config.max_model_len}, but the model has positions for {spec.max_model_len} tokens"
-        )
-    return config.max_model_len
-
-
-def _num_blocks(num_bytes: int, block_bytes: int, name: str) -> int:
-    if num_bytes < block_bytes:
-        raise ValueError(f"{name} is {num_bytes}, less than one KV block of this model ({block_bytes} bytes); raise it")
-    return num_bytes // block_bytes
-
-
-def _host_tier(config: EngineConfig, model: PatchedModel, num_threads: int) -> HostTier:
-    return HostTier(
-        spec=model.spec,
-        dtype=model.dtype,
-        block_size=config.block_size,
-        kv_bytes=config.host_kv_bytes,
-        num_slots=config.max_host_requests,
-        num_threads=num_threads,
-        cores=config.host_cores,
-        pin_memory=model.device.type == "cuda",
-        kv_dtype=config.host_kv_dtype,
-    )
-
-
-def _forecast(profile: Profile, predictor: CorrectedModel, shape: ModelShape) -> Forecast:
-    threads = profile.fingerprint.device_threads, profile.fingerprint.shared_threads
-    return Forecast(
-        predictor,
-        shape,
-        host_has_own_cores=threads[0] == threads[1],
-        host=HostSpeed.from_profile(profile),
-    )

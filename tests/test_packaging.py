@@ -20,8 +20,8 @@ PACKAGE = ROOT / "omniserve"
 # Leaves are plain data that everybody may use; `plain` rooms must stay free of torch, models and ops.
 LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats"}
 ENGINE = {
-    "engine", "runner", "piggyback_rows", "pipelining", "safepoint", "sampling", "outputs", "step_inputs",
-    "detokenizer", "cores", "fingerprint", "step_log", "prompt_scores", "grammar",
+    "engine", "capacity", "runner", "piggyback_rows", "pipelining", "safepoint", "sampling", "outputs",
+    "step_inputs", "detokenizer", "cores", "fingerprint", "step_log", "prompt_scores", "grammar",
 }  # fmt: skip
 ALLOWED = {
     "ops": set(),
@@ -31,7 +31,7 @@ ALLOWED = {
     "host": {"ops", "kv"},
     "latency": set(),
     "sched": {"kv", "latency"},
-    "simulate": {"sched", "kv", "latency", "tracing"},
+    "simulate": {"sched", "kv", "latency", "tracing", "capacity"},
     "tracing": set(),
     "explain": {"latency", "tracing"},
     "profiling": {"engine", "cores", "fingerprint", "host", "kv", "latency", "ops", "patching", "step_inputs"},
@@ -49,10 +49,12 @@ PLAIN = (
     "kv/checkpoints.py",
     "kv/incremental.py",
     "kv/paged.py",
+    "kv/pending.py",
     "kv/saved_blocks.py",
     "kv/shared_pool.py",
     "kv/tiered.py",
     "simulate",
+    "capacity.py",
     "plan.py",
     "request.py",
     "grammar.py",

@@ -9,19 +9,9 @@ import pytest
 
 from benchmarks.frontier import frontier_rows
 from benchmarks.simulator_served import engine_config, line, load_of, simulate_row
-from benchmarks.simulator_validation import (
-    CALIBRATION,
-    LOADS,
-    Case,
-    Replay,
-    cases,
-    figures_of,
-    parse_arguments,
-    ratios,
-    summary,
-    summary_table,
-    table,
-)
+from benchmarks.simulator_validation import Replay, cases, parse_arguments
+from benchmarks.validation.loads import CALIBRATION, LOADS
+from benchmarks.validation.report import Case, figures_of, ratios, summary, summary_table, table
 from omniserve import EngineConfig
 from omniserve.latency import BatchFeatures
 from omniserve.simulate import Load

@@ -12,11 +12,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 import omniserve.ops  # noqa: F401 - loads the extension
+from omniserve.config import EngineConfig
 from omniserve.host.memory import allocate_pool
 from omniserve.host.staging import StagedMover
 from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection
@@ -147,6 +149,39 @@ class HostTier:
         self._mover = StagedMover(self._cache_shape, dtype, self.num_blocks, host_copy, pin_memory=pin_memory)
         self._moving: dict[int, tuple[Tensor, ...]] = {}  # what the threads copy from or to must stay alive
         self._logged: set[str] = set()
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_threads: int,
+        kv_bytes: int | None = None,
+    ) -> Self:
+        """Return the host tier of a device tier.
+
+        Args:
+            config: An engine's settings.
+            spec: The model's sizes.
+            dtype: The model's.
+            device: The device tier's.
+            num_threads: Worker threads.
+            kv_bytes: Memory for the pool; None: as configured.
+        """
+        return cls(
+            spec=spec,
+            dtype=dtype,
+            block_size=config.block_size,
+            kv_bytes=config.host_kv_bytes if kv_bytes is None else kv_bytes,
+            num_slots=config.max_host_requests,
+            num_threads=num_threads,
+            cores=config.host_cores,
+            pin_memory=device.type == "cuda",
+            kv_dtype=config.host_kv_dtype,
+        )
 
     def begin_token(self, slot: int, epoch: int, position: int, block_ids: Sequence[int]) -> None:
         """Bind a slot to the token at `position`; `submit` then works for this token, layer after layer.

@@ -35,11 +35,11 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
 from omniserve.kv.base import KV_MANAGERS, MoveResult, Tier
+from omniserve.kv.pending import PendingRequests
 from omniserve.kv.saved_blocks import BlockCopy, SavedBlocks
 from omniserve.kv.shared_pool import SharedBlockPool
 from omniserve.kv.tiered import Table, TieredKVManager
@@ -47,12 +47,6 @@ from omniserve.plan import KVMove, MoveDirection, SlotCopy
 from omniserve.request import ServiceClass
 
 _SLOTS_AHEAD = 4
-
-
-@dataclass(slots=True)
-class _Pending:
-    num_tokens: int  # [0, num_tokens) have their KV on the device
-    blocks: list[int]  # that hold them
 
 
 @KV_MANAGERS.register("bidirectional")
@@ -67,16 +61,19 @@ class BidirectionalKVManager(TieredKVManager):
         self._device = self._pools[Tier.DEVICE] = SharedBlockPool(num_device_blocks, "device")
         self._best_effort: set[str] = set()
         self._lengths: dict[str, int] = {}  # tokens that a table is for
-        self._pending: dict[str, _Pending] = {}  # the first evicted first
         self._saved = SavedBlocks(self._pools[Tier.HOST])
+        self._pending = PendingRequests(self._device, self._saved, self._best_effort, block_size)
         self._restores: dict[int, dict[int, BlockCopy]] = {}
         self._relocations: list[SlotCopy] = []
         self.num_shared_blocks = 0
         """Counter: blocks that an LS request moved into beside a BE request."""
         self.num_relocated_blocks = 0
         """Counter: shared blocks that one of the two outgrew and left."""
-        self.num_overwritten_tokens = 0
+
+    @property
+    def num_overwritten_tokens(self) -> int:
         """Counter: tokens of pending requests that were given up on the device."""
+        return self._pending.num_overwritten_tokens
 
     # -- who runs which way --------------------------------------------------------------------------------------
 
@@ -118,11 +115,10 @@ class BidirectionalKVManager(TieredKVManager):
             # If it fits although that does not look so, the BE request is pending.
             _, other = self._device.sharers[held[-1]]
             if other in self._pending:
-                self._keep_beside(other, num_in_tail)
+                self._pending.cut_beside(other, num_in_tail)
         held += found
         if pending is not None:
-            del self._pending[request_id]
-            self._saved.forget_flights(request_id)
+            self._pending.resume(request_id)
         self._tables[request_id] = Table(Tier.DEVICE, held)
         self._lengths[request_id] = num_tokens
         return tuple(held)
@@ -146,9 +142,8 @@ class BidirectionalKVManager(TieredKVManager):
 
     def _num_in_tail(self, request_id: str) -> int:
         """Return how many slots of its last device block a request needs."""
-        pending = self._pending.get(request_id)
-        if pending is not None:
-            return pending.num_tokens - (len(pending.blocks) - 1) * self.block_size
+        if request_id in self._pending:
+            return self._pending.num_in_tail(request_id)
         return self._lengths[request_id] - (len(self._tables[request_id].blocks) - 1) * self.block_size
 
     def _find(self, request_id: str, count: int, num_in_last: int, reserve_blocks: int) -> list[int] | None:
@@ -186,9 +181,11 @@ class BidirectionalKVManager(TieredKVManager):
         best, most = None, -1
         for request_id in filter(self.runs_from_right, (*self._tables, *self._pending)):
             num_empty = -1
-            table, pending = self._tables.get(request_id), self._pending.get(request_id)
-            if pending is not None and among_pending and len(pending.blocks) > self._has_guest(pending):
-                num_empty = 0 if self._has_guest(pending) else self.block_size - self._num_in_tail(request_id)
+            table = self._tables.get(request_id)
+            if request_id in self._pending:
+                if among_pending and self._pending.num_takeable(request_id) > 0:
+                    has_guest = self._pending.has_guest(request_id)
+                    num_empty = 0 if has_guest else self.block_size - self._num_in_tail(request_id)
             elif table is not None and table.tier is Tier.DEVICE and table.move is None:
                 is_shared = table.blocks[-1] in self._device.sharers
                 fitting = self.block_size - self._num_in_tail(request_id)
@@ -201,30 +198,13 @@ class BidirectionalKVManager(TieredKVManager):
         """Let an LS request have the left of a block of a BE request, which loses what stood there."""
         pending = self._pending.get(be)
         if pending is not None:
-            if pending.blocks[-1] in self._device.sharers:
-                self._cut(be, (len(pending.blocks) - 1) * self.block_size)
-            self._keep_beside(be, num_tokens)
+            if self._pending.has_guest(be):
+                self._pending.cut(be, (len(pending.blocks) - 1) * self.block_size)
+            self._pending.cut_beside(be, num_tokens)
         block = pending.blocks[-1] if pending is not None else self._tables[be].blocks[-1]
         self._device.share(block, ls, be)
         self.num_shared_blocks += 1
         return block
-
-    def _keep_beside(self, be: str, num_ls_tokens: int) -> None:
-        """Cut a pending request to what so many LS tokens in its last block leave of it."""
-        pending = self._pending[be]
-        self._cut(be, (len(pending.blocks) - 1) * self.block_size + self.block_size - num_ls_tokens)
-
-    def _cut(self, request_id: str, num_tokens: int) -> None:
-        """Give up what a pending request has on the device past ``num_tokens``."""
-        pending = self._pending[request_id]
-        if num_tokens >= pending.num_tokens:
-            return
-        self.num_overwritten_tokens += pending.num_tokens - num_tokens
-        pending.num_tokens = num_tokens
-        num_blocks = -(-num_tokens // self.block_size)
-        self._device.give_back(reversed(pending.blocks[num_blocks:]))
-        del pending.blocks[num_blocks:]
-        self._saved.cut(request_id, num_tokens, self.block_size)
 
     # -- requests that give way ----------------------------------------------------------------------------------
 
@@ -237,14 +217,14 @@ class BidirectionalKVManager(TieredKVManager):
             self._pools[Tier.HOST].give_back(reversed(table.blocks[num_full:]))
             copies = {index: BlockCopy(block, self.block_size) for index, block in enumerate(table.blocks[:num_full])}
             self._saved.put(request_id, copies)
-            self._pending[request_id] = _Pending(0, [])
+            self._pending.add(request_id, 0, [])
             return
         num_kept = -(-num_computed_tokens // self.block_size)
         if num_kept and table.blocks[num_kept - 1] in self._device.sharers and not self.runs_from_right(request_id):
             num_kept -= 1  # nobody is a pending request's guest
         self._device.give_back(reversed(table.blocks[num_kept:]))
         num_tokens = min(num_computed_tokens, num_kept * self.block_size)
-        self._pending[request_id] = _Pending(num_tokens, table.blocks[:num_kept])
+        self._pending.add(request_id, num_tokens, table.blocks[:num_kept])
 
     def num_kept_tokens(self, request_id: str, tier: Tier) -> int:
         pending = self._pending.get(request_id)
@@ -252,24 +232,11 @@ class BidirectionalKVManager(TieredKVManager):
             return 0
         if tier is Tier.DEVICE:
             return pending.num_tokens
-        num_tokens = self._num_restorable(request_id, pending)
+        num_tokens = self._pending.num_restorable(request_id)
         return num_tokens if num_tokens > pending.num_tokens else 0
 
-    def _num_restorable(self, request_id: str, pending: _Pending) -> int:
-        """Return the length of the prefix that the device and the host have together."""
-        num_tokens = pending.num_tokens
-        saved = self._saved.copies(request_id)
-        while (copy := saved.get(num_tokens // self.block_size)) is not None:
-            end = num_tokens // self.block_size * self.block_size + copy.num_tokens
-            if end <= num_tokens:
-                break
-            num_tokens = end
-        return num_tokens
-
     def free(self, request_id: str) -> None:
-        pending = self._pending.pop(request_id, None)
-        if pending is not None:
-            self._device.give_back(reversed(pending.blocks))
+        self._pending.drop(request_id)
         super().free(request_id)
         self._saved.drop(request_id)
         self._lengths.pop(request_id, None)
@@ -320,7 +287,7 @@ class BidirectionalKVManager(TieredKVManager):
                 num_empty = self.block_size - self._num_in_tail(ls) - self._num_in_tail(be)
                 if num_empty < _SLOTS_AHEAD:
                     yield be, len(pending.blocks) - 1
-        for request_id, index in islice(self._line(spare=""), max(0, num_ahead - self._device.num_free)):
+        for request_id, index in islice(self._pending.line(), max(0, num_ahead - self._device.num_free)):
             if self.runs_from_right(request_id):
                 yield request_id, index
 
@@ -336,7 +303,7 @@ class BidirectionalKVManager(TieredKVManager):
 
     def start_restore(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> KVMove | None:
         pending = self._pending[request_id]
-        num_restored = self._num_restorable(request_id, pending)
+        num_restored = self._pending.num_restorable(request_id)
         if num_restored <= pending.num_tokens:
             return None
         first, stop = pending.num_tokens // self.block_size, -(-num_restored // self.block_size)
@@ -348,8 +315,7 @@ class BidirectionalKVManager(TieredKVManager):
             return None
         taken = self._device.take(missing)
         assert taken is not None, f"no room for all of {request_id}"
-        del self._pending[request_id]
-        self._saved.forget_flights(request_id)
+        self._pending.resume(request_id)
         self._device.give_back(block for block in rest if block not in reused)
         target = reused + taken
         copies = self._saved.take(request_id, range(first, stop))
@@ -388,7 +354,7 @@ class BidirectionalKVManager(TieredKVManager):
             return MoveResult.ARRIVED
         self._pools[Tier.HOST].give_back(table.blocks)
         self._device.give_back([*table.move.dst_block_ids, *table.behind])
-        self._pending[request_id] = _Pending(len(table.arrived) * self.block_size, table.arrived)
+        self._pending.add(request_id, len(table.arrived) * self.block_size, table.arrived)
         return MoveResult.LOST
 
     def _new_move(
@@ -405,38 +371,15 @@ class BidirectionalKVManager(TieredKVManager):
 
     # -- what gives way ------------------------------------------------------------------------------------------
 
-    def _line(self, spare: str) -> Iterator[tuple[str, int]]:
-        """Yield the blocks of pending requests, but for ``spare``, that others may take, the first to go first.
-
-        BE requests before LS ones; blocks with the most empty slots, then those of who was evicted first, from the end.
-        """
-        takeable = {r: len(p.blocks) - self._has_guest(p) for r, p in self._pending.items() if r != spare}
-        for is_best_effort in (True, False):
-            of_kind = [r for r in takeable if self.runs_from_right(r) is is_best_effort and takeable[r] > 0]
-            num_empty = {
-                r: self.block_size - self._num_in_tail(r)
-                for r in of_kind
-                if takeable[r] == len(self._pending[r].blocks)  # else its last block has a guest, the others are full
-            }
-            partial = sorted((r for r, n in num_empty.items() if n > 0), key=lambda r: -num_empty[r])
-            for request_id in partial:
-                yield request_id, takeable[request_id] - 1
-            for request_id in of_kind:
-                for index in reversed(range(takeable[request_id] - (num_empty.get(request_id, 0) > 0))):
-                    yield request_id, index
-
-    def _has_guest(self, pending: _Pending) -> bool:
-        return bool(pending.blocks) and pending.blocks[-1] in self._device.sharers
-
     def _num_reclaimable(self, tier: Tier, spare: str) -> int:
         if tier is Tier.DEVICE:
-            return sum(len(p.blocks) - self._has_guest(p) for r, p in self._pending.items() if r != spare)
+            return sum(self._pending.num_takeable(r) for r in self._pending if r != spare)
         return self._saved.num_reclaimable(spare)
 
     def _reclaim(self, tier: Tier, num_blocks: int, spare: str) -> None:
         if tier is Tier.DEVICE:
-            for request_id, index in list(islice(self._line(spare), max(0, num_blocks))):
-                self._cut(request_id, index * self.block_size)
+            for request_id, index in list(islice(self._pending.line(spare), max(0, num_blocks))):
+                self._pending.cut(request_id, index * self.block_size)
         else:
             # A copy of what is still on the device may never be needed.
             others = [request_id for request_id in self._saved.request_ids() if request_id != spare]
@@ -449,17 +392,15 @@ class BidirectionalKVManager(TieredKVManager):
 
     def _owned(self) -> dict[Tier, list[int]]:
         owned = super()._owned()
-        for pending in self._pending.values():
-            owned[Tier.DEVICE] += pending.blocks
+        owned[Tier.DEVICE] += self._pending.owned_blocks()
         owned[Tier.HOST] += self._saved.owned_blocks()
         return owned
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        assert not self._pending.keys() & self._tables.keys(), "a pending request has a table"
+        assert not any(request_id in self._tables for request_id in self._pending), "a pending request has a table"
         assert self._restores.keys() <= self._moves.keys(), "a restore that is no move"
-        for request_id, pending in self._pending.items():
-            assert len(pending.blocks) == -(-pending.num_tokens // self.block_size), (request_id, pending)
+        self._pending.check()
         for block, (ls, be) in self._device.sharers.items():
             assert self.runs_from_right(be) and not self.runs_from_right(ls), (block, ls, be)
             right = self._pending[be].blocks if be in self._pending else self._tables[be].blocks

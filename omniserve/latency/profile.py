@@ -87,6 +87,11 @@ class Fingerprint:
         ]
 
     @property
+    def host_has_own_cores(self) -> bool:
+        """The device tier loses no CPU threads to a host tier that works."""
+        return self.device_threads == self.shared_threads
+
+    @property
     def key(self) -> str:
         """A short hash of all fields."""
         return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:16]

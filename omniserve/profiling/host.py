@@ -46,16 +46,13 @@ class _HostBench:
     def __init__(self, model: PatchedModel, config: EngineConfig, threads: int) -> None:
         self.model, self.config = model, config
         self.spec = model.spec
-        self.tier = HostTier(
-            spec=model.spec,
+        self.tier = HostTier.of(
+            config,
+            model.spec,
             dtype=model.dtype,
-            block_size=config.block_size,
-            kv_bytes=min(config.host_kv_bytes, _MAX_POOL_BYTES),
-            num_slots=config.max_host_requests,
+            device=model.device,
             num_threads=threads,
-            cores=config.host_cores,
-            pin_memory=model.device.type == "cuda",
-            kv_dtype=config.host_kv_dtype,
+            kv_bytes=min(config.host_kv_bytes, _MAX_POOL_BYTES),
         )
         self.tier.pool_LBK2SH.zero_()  # pages that nobody has written are all one page, in every cache
         self._epoch = 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 from omniserve.latency import BatchFeatures, HostSpeed, ModelShape, Predictor
+from omniserve.latency.profile import Profile
 
 _SEARCH_ROUNDS = 6
 _CLOSE_ENOUGH = 0.02  # of the bound: a chunk that fills the step to 98 % is not searched further
@@ -21,6 +23,16 @@ class Forecast:
     """The host tier's threads take nothing from the device tier."""
     host: HostSpeed | None = None
     """What the host tier's attention takes; None: there is no host tier."""
+
+    @classmethod
+    def of_profile(cls, profile: Profile, predictor: Predictor) -> Self:
+        """Return the forecast of a profiled machine by one of the models that were fitted to its profile."""
+        return cls(
+            predictor,
+            profile.shape,
+            host_has_own_cores=profile.fingerprint.host_has_own_cores,
+            host=HostSpeed.from_profile(profile),
+        )
 
     def load(self, *, host_works: bool = False) -> StepLoad:
         """Return an empty step."""

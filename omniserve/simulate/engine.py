@@ -8,8 +8,9 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from omniserve.capacity import max_model_len, num_blocks
 from omniserve.config import EngineConfig
-from omniserve.kv import KV_MANAGERS, has_host_tier
+from omniserve.kv import KV_MANAGERS
 from omniserve.latency import CorrectedModel, Predictor, features_of
 from omniserve.plan import HostEvent, SampledToken, StepOutput, StepPlan, is_whole
 from omniserve.request import Request, RequestOutput, ServiceClass
@@ -41,13 +42,13 @@ class SimulatedEngine:
     Args:
         machine: How long everything takes.
         config: The engine's settings; those of tensors (compile, attention, threads, dtypes) mean nothing here, and
-            there is a host tier if the machine has hosts, the KV manager has one, and ``host_kv_bytes`` holds a block.
+            there is a host tier if the machine has hosts, the KV manager has one, and ``host_kv_bytes`` is not 0.
         noise: Standard deviation of the logarithm of what a step takes over what it takes otherwise; the mean stays.
         seed: Of the noise and of the machine's spread.
         check: Verify the integrity of scheduler and KV manager after each step (slow; for tests).
 
     Raises:
-        ValueError: A pool holds no block, or the noise is negative.
+        ValueError: A pool holds no block, the context is longer than the model's, or the noise is negative.
     """
 
     def __init__(
@@ -56,18 +57,9 @@ class SimulatedEngine:
         if not (math.isfinite(noise) and noise >= 0):
             raise ValueError(f"noise must be a number >= 0, got {noise}")
         spec = machine.spec
-        block_bytes = spec.kv_block_bytes(config.block_size)
-        if config.device_kv_bytes < block_bytes:
-            raise ValueError(
-                f"device_kv_bytes is {config.device_kv_bytes}, less than one KV block of this model ({block_bytes} "
-                "bytes); raise it"
-            )
         self.config = config
         self.machine = machine
-        self.num_device_blocks = config.device_kv_bytes // block_bytes
-        num_host_blocks = 0
-        if has_host_tier(config) and machine.hosts:
-            num_host_blocks = config.host_kv_bytes // spec.host_block_bytes(config.block_size, config.host_kv_dtype)
+        self.num_device_blocks, num_host_blocks = num_blocks(config, spec, has_hosts=bool(machine.hosts))
         self.tier: SimulatedHostTier | None = None
         if num_host_blocks:
             self.tier = SimulatedHostTier(machine.hosts, machine.copies, spec, config.block_size)
@@ -77,7 +69,7 @@ class SimulatedEngine:
         self.limits = SchedulerLimits.of(
             config,
             spec,
-            max_model_len=config.max_model_len if config.max_model_len is not None else spec.max_model_len,
+            max_model_len=max_model_len(config, spec),
             num_device_blocks=self.num_device_blocks,
             has_host_tier=self.tier is not None,
             has_checkpoints=config.checkpoint_kv or self.kv.restores,

@@ -77,7 +77,7 @@ def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str 
     device = OmniServeModel.from_profile(profile)
     forecast = device if latency_model == "omniserve" else LATENCY_MODELS.get(latency_model).from_profile(profile)
     fingerprint, speed = profile.fingerprint, HostSpeed.from_profile(profile)
-    own_cores = fingerprint.device_threads == fingerprint.shared_threads
+    own_cores = fingerprint.host_has_own_cores
     return Machine(
         name=fingerprint.device,
         spec=spec,

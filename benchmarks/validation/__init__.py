@@ -1,0 +1,1 @@
+"""The simulator against the engine: parts of ``benchmarks.simulator_validation``."""
