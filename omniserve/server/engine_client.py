@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -32,6 +32,14 @@ class Accepted:
 Event = tuple[str, Accepted | RequestOutput | Exception]
 """Request id and that it was accepted, an output, or the error that ended it."""
 
+
+class Events(Protocol):
+    """Who hears of a request; must not wait. An ``asyncio.Queue`` is one."""
+
+    def put_nowait(self, event: Event, /) -> None:
+        """Take an event."""
+
+
 # How long a message that a dying engine sent may still be on its way.
 _LAST_WORDS_S = 0.5
 _CLOSE_S = 5.0
@@ -43,12 +51,14 @@ class EngineClient:
     Args:
         make_engine: Makes the engine, in its process.
         log_level: The process's log level.
+        log_format: Of its logs, ``text`` or ``json``.
     """
 
-    def __init__(self, make_engine: EngineMaker, *, log_level: str = "warning") -> None:
+    def __init__(self, make_engine: EngineMaker, *, log_level: str = "warning", log_format: str = "text") -> None:
         self._make_engine = make_engine
         self._log_level = log_level
-        self._queues: dict[str, asyncio.Queue[Event]] = {}
+        self._log_format = log_format
+        self._queues: dict[str, Events] = {}
         self._stats_waiters: dict[int, asyncio.Future[EngineStats]] = {}
         self._num_stats = 0
         self._closing = False
@@ -78,6 +88,7 @@ class EngineClient:
                 f"ipc://{self._directory}/commands",
                 f"ipc://{self._directory}/outputs",
                 self._log_level,
+                self._log_format,
             ),
             name="omniserve-engine",
             daemon=True,
@@ -99,7 +110,7 @@ class EngineClient:
         self._ready = True
         return ready.result()
 
-    def submit(self, request: Request, arrival_s: float, queue: asyncio.Queue[Event]) -> None:
+    def submit(self, request: Request, arrival_s: float, queue: Events) -> None:
         """Send a request; its events go into ``queue``: that it was accepted, then outputs, or one exception.
 
         Args:

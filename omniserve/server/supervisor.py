@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ class EngineSupervisor:
     Args:
         make_engine: Makes the engine, in its process.
         log_level: The process's log level.
+        log_format: Of its logs, ``text`` or ``json``.
         max_restarts: Starts in a row after a death, each of which may fail or be short; 0 for none. An engine that
             ran for ten minutes begins a new row.
         on_progress: Told how starts go on.
@@ -38,14 +40,14 @@ class EngineSupervisor:
         make_engine: EngineMaker,
         *,
         log_level: str = "warning",
+        log_format: str = "text",
         max_restarts: int = 3,
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._make_engine = make_engine
-        self._log_level = log_level
+        self._new_client = functools.partial(EngineClient, make_engine, log_level=log_level, log_format=log_format)
         self._max_restarts = max_restarts
         self._on_progress = on_progress
-        self.client = EngineClient(make_engine, log_level=log_level)
+        self.client = self._new_client()
         """The process that takes requests, or the dead one while another is not ready yet."""
         self._open: EngineClient | None = None  # whose process and sockets are there: the client's or its successor's
         self._watch: asyncio.Task[None] | None = None
@@ -140,7 +142,7 @@ class EngineSupervisor:
                 self._expected_back_s = time.monotonic() + pause_s + self._start_s
                 await self._close_open()
                 await asyncio.sleep(pause_s)
-                successor = EngineClient(self._make_engine, log_level=self._log_level)
+                successor = self._new_client()
                 try:
                     await self._start(successor)
                 except EngineStopped as error:
