@@ -77,7 +77,7 @@ def from_engine(error: Exception) -> ApiError:
             str(error), status=429, code="rate_limit_exceeded", retry_after_s=retry_after_s, details=details
         )
     if isinstance(error, EngineStopped):
-        return ApiError(str(error), status=500, code="engine_stopped")
+        return ApiError(f"{error}; send the request again", status=500, code="engine_stopped")
     if isinstance(error, ValueError):
         return ApiError(str(error))
     raise error

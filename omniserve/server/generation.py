@@ -114,7 +114,7 @@ class Generation:
             for choice in self._choices.values():
                 self._client.submit(choice.request, self._job.arrival_s, self)
         except EngineStopped as error:
-            raise engine_gone(str(error)) from None
+            raise engine_gone(str(error), retry_after_s=1.0) from None
         while self._num_unaccepted:
             if self._error is not None:
                 refusal = from_engine(self._error)

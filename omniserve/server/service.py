@@ -128,7 +128,10 @@ class Service:
         prompts = await self.prompts(request)
         self._check_bias(request)
         if len(prompts) * request.num_samples > _MAX_CHOICES_PER_CALL:
-            raise ApiError(f"prompts times n is more than {_MAX_CHOICES_PER_CALL}; send several requests", param="n")
+            field = "best_of" if request.num_samples > request.n else "n"
+            raise ApiError(
+                f"prompts times {field} is more than {_MAX_CHOICES_PER_CALL}; send several requests", param=field
+            )
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
         echoes = await self._echoes(request, prompts) if request.echoes else None
         self.check_open()  # again: encoding a long prompt takes a while

@@ -52,6 +52,7 @@ class EngineSupervisor:
         self._open: EngineClient | None = None  # whose process and sockets are there: the client's or its successor's
         self._watch: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self._kept_down = asyncio.Event()
         self._start_s = 0.0
         self._start_failure: str | None = None
         self._expected_back_s = 0.0
@@ -100,7 +101,7 @@ class EngineSupervisor:
 
     def keep_down(self) -> None:
         """Start no engine from now on: the server is about to stop."""
-        self._max_restarts = 0
+        self._kept_down.set()
 
     def kill(self) -> None:
         """End the process at once."""
@@ -129,7 +130,7 @@ class EngineSupervisor:
             if time.monotonic() - ready_s >= _WELL_AFTER_S:
                 num_starts = 0
             while self.client.failure is not None:
-                if num_starts >= self._max_restarts:
+                if num_starts >= self._max_restarts or self._kept_down.is_set():
                     self.stopped.set()
                     self._tell_change()
                     return
@@ -141,7 +142,8 @@ class EngineSupervisor:
                 )  # fmt: skip
                 self._expected_back_s = time.monotonic() + pause_s + self._start_s
                 await self._close_open()
-                await asyncio.sleep(pause_s)
+                if await self._is_kept_down_within(pause_s):
+                    continue
                 successor = self._new_client()
                 try:
                     await self._start(successor)
@@ -152,6 +154,13 @@ class EngineSupervisor:
                 self.num_restarts += 1
                 logger.warning("engine: ready again after %.1f s", self._start_s)
                 self._tell_change()
+
+    async def _is_kept_down_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._kept_down.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def _tell_change(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

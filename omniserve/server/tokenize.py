@@ -75,7 +75,7 @@ def router(service: Service, take_body: Callable[[Request], AbstractAsyncContext
                 assert request.prompt is not None
                 special = request.add_special_tokens is not False
                 tokens = await service.codec.encode(request.prompt, add_special_tokens=special)
-        pieces = [service.codec.token_text(token) for token in tokens] if request.return_token_strs else None
+        pieces = await service.codec.token_texts(tokens) if request.return_token_strs else None
         answer = {"count": len(tokens), "max_model_len": service.max_tokens, "tokens": tokens, "token_strs": pieces}
         return JSONResponse(answer)
 
