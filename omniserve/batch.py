@@ -69,9 +69,9 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
     from omniserve.server.batches.offline import OfflineJob, run_offline
     from omniserve.server.batches.settings import BatchSettings
-    from omniserve.server.cli import ServerOptions
     from omniserve.server.engine_flags import config_from
     from omniserve.server.loading import BUILTIN_MODEL_NAME, EngineLoader, builtin_model_path
+    from omniserve.server.server_flags import ServerOptions
 
     try:
         config = config_from(args)

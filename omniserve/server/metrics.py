@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from omniserve.request import FinishReason
 from omniserve.server.choice import Choice
+from omniserve.server.errors import ApiError
 from omniserve.stats import EngineStats
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 _TTFT_ERROR_BUCKETS_S = (-4, -1, -0.5, -0.25, -0.1, -0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 4, 16)
 _TPOT_BUCKETS_S = (0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.4, 0.8, 1.6, 5)
+_ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.4, 0.8, 1.6, 5, 20)
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -26,7 +29,7 @@ class ServerMetrics:
         class_names: The engine's classes of requests.
     """
 
-    def __init__(self, class_names: Iterable[str]) -> None:
+    def __init__(self, class_names: Sequence[str]) -> None:
         registry = self._registry = CollectorRegistry()
         by_class = ["service_class"]
         self._requests = Counter(
@@ -46,6 +49,8 @@ class ServerMetrics:
             registry, "ttft_prediction_error", "Time to first token minus its prediction", _TTFT_ERROR_BUCKETS_S
         )
         self._tpot = _histogram(registry, "tpot", "Time per output token after the first", _TPOT_BUCKETS_S)
+        itl = _histogram(registry, "itl", "Between two outputs of a request", _ITL_BUCKETS_S)
+        self._itl = {name: itl.labels(name) for name in class_names}
         self._e2e = _histogram(registry, "e2e", "HTTP request to last token", _E2E_BUCKETS_S)
         self._slo = Counter(
             "omniserve_slo",
@@ -53,16 +58,40 @@ class ServerMetrics:
             [*by_class, "objective", "met"],
             registry=registry,
         )
+        self._queued = Gauge(
+            "omniserve_requests_queued", "Requests that wait for their first token", by_class, registry=registry
+        )
+        self._errors = Counter(
+            "omniserve_http_errors", "Answers other than success", ["status", "code"], registry=registry
+        )
         for service_class in class_names:  # a series that is 0 is there from the start
             self._rejected.labels(service_class)
+            for histogram in (self._ttft, self._predicted_ttft, self._ttft_error, self._tpot, self._e2e):
+                histogram.labels(service_class)
+            for objective in ("ttft", "tpot"):
+                for met in ("true", "false"):
+                    self._slo.labels(service_class, objective, met)
             for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
                 self._requests.labels(service_class, reason)
         self._engine = _EngineCollector()
         registry.register(self._engine)
 
+    def show_backlog(self, num_waiting: Mapping[str, int]) -> None:
+        """Show, from now on, how many requests of each class wait for their first token."""
+        for service_class in num_waiting:
+            self._queued.labels(service_class).set_function(functools.partial(num_waiting.__getitem__, service_class))
+
     def rejected(self, service_class: str) -> None:
         """Count a request that was refused because of load."""
         self._rejected.labels(service_class).inc()
+
+    def gap(self, service_class: str, seconds: float) -> None:
+        """Count the time between two outputs of a request."""
+        self._itl[service_class].observe(seconds)
+
+    def refused(self, error: ApiError) -> None:
+        """Count an answer other than success."""
+        self._errors.labels(error.status, error.code or "").inc()
 
     def finished(self, choice: Choice) -> None:
         """Count and time a request that ended for whatever reason."""

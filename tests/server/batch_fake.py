@@ -13,7 +13,7 @@ from fake_engine import FakeLoader
 from omniserve.config import EngineConfig
 from omniserve.server.batches.offline import OfflineJob, run_offline
 from omniserve.server.batches.settings import BatchSettings
-from omniserve.server.cli import ServerOptions
+from omniserve.server.server_flags import ServerOptions
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
