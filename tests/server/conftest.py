@@ -23,9 +23,11 @@ START_TIMEOUT_S = 60
 class RunningServer:
     """A server subprocess that has said where it listens."""
 
-    def __init__(self, command: list[str], **environment: str) -> None:
+    def __init__(self, command: list[str], *, own_group: bool = False, **environment: str) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=own_group
+        )
         self.log: list[str] = []
         self._listening = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -64,6 +66,11 @@ class RunningServer:
             assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
             time.sleep(0.02)
 
+    def kill_group(self) -> None:
+        """Kill the server and its engine at once; it was started with ``own_group``."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.wait()
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit status."""
         self.process.send_signal(number)
@@ -83,15 +90,22 @@ def tokenizer_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_server(tokenizer_folder) -> Iterator[Callable[..., RunningServer]]:
+def start_server(tokenizer_folder, tmp_path_factory) -> Iterator[Callable[..., RunningServer]]:
     """Start servers with the fake engine; what still runs at the end is killed."""
     started: list[RunningServer] = []
 
-    def start(*flags: str, shutdown_timeout_s: float = 20, fail: str | None = None) -> RunningServer:
+    def start(
+        *flags: str,
+        shutdown_timeout_s: float = 20,
+        fail: str | None = None,
+        own_group: bool = False,
+        data_home: Path | None = None,
+    ) -> RunningServer:
         script = Path(__file__).with_name("serve_fake.py")
         command = [sys.executable, str(script), "--tokenizer", str(tokenizer_folder), *flags]
         command += ["--shutdown-timeout", str(shutdown_timeout_s), *([] if fail is None else ["--fail", fail])]
-        started.append(RunningServer(command))
+        home = str(data_home or tmp_path_factory.mktemp("data"))
+        started.append(RunningServer(command, own_group=own_group, XDG_DATA_HOME=home))
         return started[-1]
 
     yield start
