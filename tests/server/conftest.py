@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -124,3 +127,41 @@ def server(start_server) -> RunningServer:
 @pytest.fixture(scope="session")
 def client(server) -> openai.OpenAI:
     return server.client()
+
+
+def _postgres_folder() -> Path | None:
+    folders = [*Path("/usr/lib/postgresql").glob("*/bin"), Path("/usr/local/bin")]
+    return next((folder for folder in folders if (folder / "initdb").exists()), None)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """A PostgreSQL server of its own; yields the URL of its socket."""
+    pytest.importorskip("psycopg")
+    programs = _postgres_folder()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed (initdb, in /usr/lib/postgresql/*/bin)")
+    user = None
+    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
+        user = next((entry.pw_name for entry in pwd.getpwall() if entry.pw_name in ("postgres", "nobody")), None)
+        if user is None:
+            pytest.skip("PostgreSQL does not run as root, and there is no other user here")
+    folder = Path(tempfile.mkdtemp(prefix="omniserve-pg-"))  # not tmp_path, where another user may not go
+    try:
+        if user is not None:
+            shutil.chown(folder, user)
+        data = folder / "data"
+        options = f"-k {folder} -c listen_addresses= -c fsync=off"
+
+        def call(program: str, *arguments: str) -> None:
+            command = [str(programs / program), *arguments]
+            subprocess.run(command, check=True, capture_output=True, user=user, cwd=folder, timeout=120)
+
+        call("initdb", "-D", str(data), "-U", "omniserve", "--auth=trust", "--no-sync")
+        call("pg_ctl", "-D", str(data), "-o", options, "-l", str(folder / "log"), "-w", "start")
+        try:
+            yield f"postgresql+psycopg://omniserve@/postgres?host={folder}"
+        finally:
+            call("pg_ctl", "-D", str(data), "-m", "immediate", "stop")
+    finally:
+        shutil.rmtree(folder)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import pwd
-import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from sqlalchemy import URL, make_url
@@ -35,48 +29,10 @@ class Clock:
         return self.now_s
 
 
-def _postgres_folder() -> Path | None:
-    folders = [*Path("/usr/lib/postgresql").glob("*/bin"), Path("/usr/local/bin")]
-    return next((folder for folder in folders if (folder / "initdb").exists()), None)
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[str]:
-    """A PostgreSQL server of its own; yields the URL of its socket."""
-    programs = _postgres_folder()
-    if programs is None:
-        pytest.skip("PostgreSQL is not installed (initdb, in /usr/lib/postgresql/*/bin)")
-    user = None
-    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
-        user = next((entry.pw_name for entry in pwd.getpwall() if entry.pw_name in ("postgres", "nobody")), None)
-        if user is None:
-            pytest.skip("PostgreSQL does not run as root, and there is no other user here")
-    folder = Path(tempfile.mkdtemp(prefix="omniserve-pg-"))  # not tmp_path, where another user may not go
-    try:
-        if user is not None:
-            shutil.chown(folder, user)
-        data = folder / "data"
-        options = f"-k {folder} -c listen_addresses= -c fsync=off"
-
-        def call(program: str, *arguments: str) -> None:
-            command = [str(programs / program), *arguments]
-            subprocess.run(command, check=True, capture_output=True, user=user, cwd=folder, timeout=120)
-
-        call("initdb", "-D", str(data), "-U", "omniserve", "--auth=trust", "--no-sync")
-        call("pg_ctl", "-D", str(data), "-o", options, "-l", str(folder / "log"), "-w", "start")
-        try:
-            yield f"postgresql+psycopg://omniserve@/postgres?host={folder}"
-        finally:
-            call("pg_ctl", "-D", str(data), "-m", "immediate", "stop")
-    finally:
-        shutil.rmtree(folder)
-
-
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request, tmp_path) -> URL:
     if request.param == "sqlite":
         return make_url(f"sqlite:///{tmp_path}/db.sqlite3")
-    pytest.importorskip("psycopg")
     return make_url(request.getfixturevalue("postgres"))
 
 
@@ -100,8 +56,15 @@ def opened_empty(url: URL, clock: Clock | None = None) -> Database:
     return database
 
 
-def owner(database: Database, name: str) -> Claims:
-    return Claims(database, owner=name, model="m", lease_s=LEASE_S)
+def owner(database: Database, name: str, steady_s: Callable[[], float] = lambda: 0.0) -> Claims:
+    return Claims(database, owner=name, model="m", lease_s=LEASE_S, steady_s=steady_s)
+
+
+def free_overdue(claims: Claims, steady: Clock) -> int:
+    """Look twice, with half a lease in between."""
+    assert claims.free_overdue() == 0
+    steady.now_s += LEASE_S / 2
+    return claims.free_overdue()
 
 
 def make_file(store: Store, **fields) -> str:
@@ -144,15 +107,15 @@ def test_lines_go_to_one_owner_in_order_and_the_tightest_window_first(database):
 
 
 def test_lease_that_is_renewed_holds_and_one_that_ends_is_taken_over(database, clock):
-    batch = make_batch(Store(database), 2)
-    a, b = owner(database, "a"), owner(database, "b")
+    batch, steady = make_batch(Store(database), 2), Clock()
+    a, b = owner(database, "a"), owner(database, "b", steady)
     a.claim(2)
     for _ in range(5):
         clock.now_s += LEASE_S * 0.9
         assert a.renew() == {(batch, 1), (batch, 2)}
-        assert b.free_overdue() == 0 and b.claim(9) == []
+        assert free_overdue(b, steady) == 0 and b.claim(9) == []
     clock.now_s += LEASE_S + 1
-    assert b.free_overdue() == 2
+    assert free_overdue(b, steady) == 2
     assert [line.key for line in b.claim(1)] == [(batch, 1)]
     assert a.renew() == set(), "what was taken over is lost to the first owner"
     assert a.save([result((batch, 1))]) == [(batch, 1)], "and its result is dropped"
@@ -160,13 +123,34 @@ def test_lease_that_is_renewed_holds_and_one_that_ends_is_taken_over(database, c
     assert Store(database).batch(batch)["completed"] == 1
 
 
-def test_jump_of_the_clock_does_not_take_lines_from_who_looks_at_it(database, clock):
-    batch = make_batch(Store(database), 1)
-    a = owner(database, "a")
+def test_jump_of_the_clock_takes_no_lines_from_who_lives(database, clock):
+    batch, steady = make_batch(Store(database), 2), Clock()
+    a, b = owner(database, "a", steady), owner(database, "b", steady)
     a.claim(1)
+    b.claim(1)
     clock.now_s += 1000 * LEASE_S
-    assert a.free_overdue() == 0 and a.claim(1) == []
+    assert a.free_overdue() == b.free_overdue() == 0
+    steady.now_s += LEASE_S / 3
     assert a.renew() == {(batch, 1)}
+    steady.now_s += LEASE_S / 6
+    assert b.free_overdue() == 0 and a.free_overdue() == 1, "a has renewed its lease, b has not"
+    assert [line.number for line in a.claim(2)] == [2]
+
+
+def test_lines_that_may_end_the_engine_run_one_at_a_time(database, clock):
+    make_batch(Store(database), 4, window_s=100)
+    make_batch(Store(database), 1, window_s=200)
+    a = owner(database, "a")
+    for _ in range(2):
+        for line in [line for line in a.claim(9) if line.number in (1, 3)]:
+            a.give_back(line.key, delay_s=0, engine_stopped=True)
+    assert a.claim(9, with_suspect=False) == []
+    assert [line.number for line in a.claim(9)] == [1]
+    a.release()
+    assert [line.number for line in a.claim(9, with_suspect=False)] == [2, 4]
+    a.release()
+    assert [line.number for line in a.claim(1)] == [1]
+    assert [line.number for line in owner(database, "b").claim(9)] == [3, 2, 4], "each server has one"
 
 
 def test_result_is_written_once_and_the_last_one_closes_the_batch(database):
@@ -214,8 +198,9 @@ def test_escalation_is_counted_once_and_survives_a_takeover(database, clock):
     a.escalate([(batch, 1)])
     assert store.batch(batch)["escalated"] == 1
     clock.now_s += LEASE_S + 1
-    b = owner(database, "b")
-    b.free_overdue()
+    steady = Clock()
+    b = owner(database, "b", steady)
+    assert free_overdue(b, steady) == 2
     assert [line.escalated for line in b.claim(2)] == [True, False]
 
 
@@ -392,20 +377,23 @@ WAITING = "select count(*) from pg_stat_activity where wait_event_type = 'Lock' 
 @pytest.mark.parametrize("call", ["renew", "save", "escalate", "release", "cancel", "free_overdue", "claim"])
 def test_nobody_waits_in_a_circle(postgres, call):
     """Who locks lines one after the other has locked their batch before, or does not wait."""
-    pytest.importorskip("psycopg")
     url = make_url(postgres)
     database, other = opened_empty(url), Database(url)
     store = Store(database)
     batch = make_batch(store, 2)
     claims = Claims(database, owner="a", model="m", lease_s=0.001 if call == "free_overdue" else LEASE_S)
     keys = [line.key for line in claims.claim(2 if call != "claim" else 0)]
+    steady = Clock()
+    late = owner(database, "b", steady)
+    late.free_overdue()
+    steady.now_s += LEASE_S
     calls: dict[str, Callable[[], object]] = {
         "renew": claims.renew,
         "save": lambda: claims.save([result(key) for key in keys]),
         "escalate": lambda: claims.escalate(keys),
         "release": claims.release,
         "cancel": lambda: store.cancel_batch(batch),
-        "free_overdue": Claims(database, owner="b", model="m", lease_s=1).free_overdue,
+        "free_overdue": late.free_overdue,
         "claim": lambda: claims.claim(2),
     }
     with ThreadPoolExecutor(1) as thread:

@@ -312,6 +312,17 @@ def test_lines_go_on_when_the_engine_was_started_again(start_server):
     assert wait_for(client, batch.id).request_counts.completed == 8
 
 
+def test_line_that_ends_the_engine_is_found_and_the_others_go_on(start_server):
+    server = start_server("--engine-restarts", "3", "--batch-concurrency", "4").wait_until_ready()
+    client = server.client()
+    lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=20) for i in range(9)]
+    lines.insert(2, line("poison", {"prompt": [DIE]}))
+    batch = wait_for(client, submit(client, lines).id)
+    assert batch.request_counts.model_dump() == {"total": 10, "completed": 9, "failed": 1}
+    (error,) = results(client, batch.error_file_id)
+    assert error["custom_id"] == "poison" and error["response"]["body"]["error"]["code"] == "engine_stopped"
+
+
 def test_stop_gives_lines_back_at_once(start_server, tmp_path):
     place = ("--data-dir", str(tmp_path), "--batch-lease", "1000")
     server = start_server(*place).wait_until_ready()

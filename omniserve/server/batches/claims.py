@@ -7,8 +7,9 @@ Every function is one transaction, and blocks: call it in a thread.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ from sqlalchemy import ColumnElement, Connection, RowMapping, and_, select, upda
 
 from omniserve.server.batches.database import Database
 from omniserve.server.batches.tables import BATCHES, LINES, LineState
+
+SUSPECT_STOPS = 2
+"""A line that ran so often when the engine ended may be the reason."""
 
 LineKey = tuple[str, int]
 """Batch and number of a line."""
@@ -41,6 +45,11 @@ class ClaimedLine:
     def key(self) -> LineKey:
         return self.batch_id, self.number
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what ends the engine."""
+        return self.engine_stops >= SUSPECT_STOPS
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineResult:
@@ -61,16 +70,34 @@ class Claims:
         owner: A name that no other process has or had.
         model: The name of the model that it serves; batches for others are left to others.
         lease_s: How long a claim holds if it is not renewed.
+        steady_s: A clock that nobody sets.
     """
 
-    def __init__(self, database: Database, *, owner: str, model: str, lease_s: float) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        owner: str,
+        model: str,
+        lease_s: float,
+        steady_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._database = database
         self.owner = owner
         self.model = model
         self.lease_s = lease_s
+        self._steady_s = steady_s
+        self._overdue_since_s: dict[tuple[str, float], float] = {}
+        """When an owner's lease that ended at some time was first seen to be over."""
 
-    def claim(self, limit: int) -> list[ClaimedLine]:
-        """Take up to ``limit`` lines, of the batch that expires first and in the file's order."""
+    def claim(self, limit: int, *, with_suspect: bool = True) -> list[ClaimedLine]:
+        """Take lines, of the batch that expires first and in the file's order.
+
+        Args:
+            limit: Most lines.
+            with_suspect: Take one line that may be what ends the engine, too. To find out which one does, a server has
+                only one at a time.
+        """
         with self._database.write() as connection:
             now = self._database.now(connection)
             query = select(*BATCHES.c["id", "endpoint", "input_file_id"]).where(
@@ -78,28 +105,19 @@ class Claims:
             )
             claimed: list[ClaimedLine] = []
             for batch in connection.execute(query.order_by(BATCHES.c.expires_at, BATCHES.c.id)).mappings().all():
-                rows = (
+                pending = (
                     select(LINES)
                     .where(LINES.c.batch_id == batch["id"], LINES.c.state == LineState.PENDING)
                     .where(LINES.c.not_before <= now)
                     .order_by(LINES.c.number)
-                    .limit(limit - len(claimed))
                     .with_for_update(skip_locked=True)
                 )
-                claimed += [
-                    ClaimedLine(
-                        batch_id=batch["id"],
-                        number=row["number"],
-                        custom_id=row["custom_id"],
-                        endpoint=batch["endpoint"],
-                        input_file_id=batch["input_file_id"],
-                        start=row["start"],
-                        length=row["length"],
-                        engine_stops=row["engine_stops"],
-                        escalated=row["escalated"],
-                    )
-                    for row in connection.execute(rows).mappings()
-                ]
+                if with_suspect and len(claimed) < limit:
+                    suspects = pending.where(LINES.c.engine_stops >= SUSPECT_STOPS).limit(1)
+                    claimed += _claimed(batch, connection.execute(suspects).mappings())
+                    with_suspect = not any(line.is_suspect for line in claimed)
+                others = pending.where(LINES.c.engine_stops < SUSPECT_STOPS).limit(limit - len(claimed))
+                claimed += _claimed(batch, connection.execute(others).mappings())
                 if len(claimed) == limit:
                     break
             for line in claimed:
@@ -186,21 +204,27 @@ class Claims:
             connection.execute(update(BATCHES).where(BATCHES.c.owner == self.owner).values(lease_until=until))
 
     def free_overdue(self) -> int:
-        """Let lines of others whose lease is over be claimed again; return how many there were.
+        """Let lines whose owner is dead be claimed again; return how many there were.
 
-        The owner's own are not among them: it lives, whatever its clock has done in the meantime.
+        That is one whose lease was seen to be over for half a lease. If all leases are over at once, because the
+        database's clock was set or everything was frozen, those who live have renewed them until then.
         """
         with self._database.write() as connection:
             overdue = (
-                select(LINES.c.batch_id, LINES.c.number)
+                select(*LINES.c["batch_id", "number", "owner", "lease_until"])
                 .where(LINES.c.state == LineState.RUNNING, LINES.c.lease_until < self._database.now(connection))
                 .where(LINES.c.owner != self.owner)
                 .with_for_update(skip_locked=True)
             )
-            keys = [(batch_id, number) for batch_id, number in connection.execute(overdue)]
-            for key in keys:
-                _set_pending(connection, _is(key))
-            return len(keys)
+            lines = connection.execute(overdue).mappings().all()
+            now_s, before = self._steady_s(), self._overdue_since_s
+            leases = {(line["owner"], line["lease_until"]) for line in lines}
+            self._overdue_since_s = {lease: before.get(lease, now_s) for lease in leases}
+            num_freed = 0
+            for line in lines:
+                if now_s - self._overdue_since_s[line["owner"], line["lease_until"]] >= self.lease_s / 2:
+                    num_freed += _set_pending(connection, _is((line["batch_id"], line["number"])))
+            return num_freed
 
     def release(self) -> None:
         """Give everything back at once."""
@@ -226,6 +250,23 @@ class Claims:
 
     def _mine(self, key: LineKey) -> ColumnElement[bool]:
         return and_(_is(key), self._running)
+
+
+def _claimed(batch: RowMapping, rows: Iterable[RowMapping]) -> list[ClaimedLine]:
+    return [
+        ClaimedLine(
+            batch_id=batch["id"],
+            number=row["number"],
+            custom_id=row["custom_id"],
+            endpoint=batch["endpoint"],
+            input_file_id=batch["input_file_id"],
+            start=row["start"],
+            length=row["length"],
+            engine_stops=row["engine_stops"],
+            escalated=row["escalated"],
+        )
+        for row in rows
+    ]
 
 
 def _is(key: LineKey) -> ColumnElement[bool]:

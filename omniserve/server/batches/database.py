@@ -18,7 +18,7 @@ _BUSY_TIMEOUT_S = 10.0
 # lock_not_available, deadlock_detected, serialization_failure
 _PG_BUSY = ("55P03", "40P01", "40001")
 # A server that is frozen must not hold up the others for longer.
-_PG_IDLE_TIMEOUT_S = 60.0
+_PG_IDLE_TIMEOUT_S = 20.0
 _PG_CONNECT_TIMEOUT_S = 10
 # Any number will do, if it is the same in all servers: the lock that one of them holds while it makes the tables.
 _SCHEMA_LOCK = 0x6F6D6E69

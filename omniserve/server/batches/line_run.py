@@ -9,7 +9,7 @@ from typing import Any
 
 from omniserve.request import ServiceClass
 from omniserve.server.answers import collect
-from omniserve.server.batches.claims import ClaimedLine, LineResult
+from omniserve.server.batches.claims import SUSPECT_STOPS, ClaimedLine, LineResult
 from omniserve.server.batches.lines import body_of
 from omniserve.server.batches.store import new_id
 from omniserve.server.calls import ENDPOINTS
@@ -18,8 +18,11 @@ from omniserve.server.errors import ApiError
 from omniserve.server.protocol import GenerationRequest, SloFields, parse
 from omniserve.server.service import Service, new_call_id
 
-MAX_ENGINE_STOPS = 5
-"""As often may the engine end while a line runs; then the line is what ends it, as far as one can know."""
+MAX_ENGINE_STOPS = SUSPECT_STOPS + 1
+"""As often may the engine end while a line runs; then the line is what ends it, as far as one can know.
+
+Not more often than the engine is started again in a row.
+"""
 _RETRY_S = 1.0
 
 

@@ -141,7 +141,8 @@ class BatchRunner:
         await self._hand_in()
         free = self._settings.concurrency - len(self._running)
         if free > 0 and self._is_open():
-            claimed = await self._claim_thread(self._claim, free)
+            with_suspect = not any(entry.line.is_suspect for entry in self._running.values())
+            claimed = await self._claim_thread(self._claim, free, with_suspect)
             entries = [_Running(line, raw, line.escalated) for line, raw in claimed if isinstance(raw, bytes)]
             for entry in entries:
                 self._running[entry.line.key] = entry
@@ -160,9 +161,9 @@ class BatchRunner:
             return False
         return True
 
-    def _claim(self, limit: int) -> list[tuple[ClaimedLine, bytes | StorageError]]:
+    def _claim(self, limit: int, with_suspect: bool) -> list[tuple[ClaimedLine, bytes | StorageError]]:
         claimed: list[tuple[ClaimedLine, bytes | StorageError]] = []
-        for line in self._claims.claim(limit):
+        for line in self._claims.claim(limit, with_suspect=with_suspect):
             try:
                 claimed.append((line, self._files.read_part(line.input_file_id, line.start, line.length)))
             except StorageError as error:

@@ -33,7 +33,7 @@ class BatchSettings:
     """Of one input file."""
     max_file_bytes: int = 200 << 20
     lease_s: float = 15.0
-    """How long a line stays with a server that shows no sign of life."""
+    """How long a line stays with a server that shows no sign of life, and half as long again till another takes it."""
 
     @property
     def is_explicit(self) -> bool:
@@ -95,7 +95,8 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=defaults["lease_s"],
         metavar="SECONDS",
-        help="after how long another server takes over what a dead one was working on (default: %(default)s)",
+        help="how long a server keeps its lines without a sign of life; another one takes them half as long after that "
+        "(default: %(default)s)",
     )
 
 
