@@ -39,19 +39,19 @@ _CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
 def create_app(
     service: Service,
     *,
+    routers: Sequence[APIRouter] = (),
     keys: KeyRing | None = None,
     guard_all: bool = False,
     cors_origins: Sequence[str] = (),
-    routers: Sequence[APIRouter] = (),
 ) -> ASGIApp:
     """Return the ASGI application of a service.
 
     Args:
         service: What is behind the routes.
+        routers: More routes, behind the same keys.
         keys: Who may call; None: everybody.
         guard_all: Ask for a key for health and metrics, too.
         cors_origins: Whose pages may call from a browser; ``*`` for all.
-        routers: More routes.
     """
     # The routes check their bodies themselves (see protocol), so there is no schema to show.
     app = FastAPI(title="OmniServe", openapi_url=None)

@@ -22,6 +22,7 @@ from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.serving import BatchServing
 from omniserve.server.engine_process import EngineMaker
+from omniserve.server.garbage import exempt_what_is_loaded
 from omniserve.server.logs import set_up_logs
 from omniserve.server.server_flags import ServerOptions
 from omniserve.server.service import Service
@@ -64,13 +65,7 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
     except (OSError, ValueError, ImportError) as error:
         raise EngineStopped(f"no tokenizer in {options.tokenizer}: {error}") from None
     logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
-    return Service(
-        engine=engine,
-        info=info,
-        codec=codec,
-        model_name=options.model_name,
-        limits=options.limits,
-    )
+    return Service(engine=engine, info=info, codec=codec, model_name=options.model_name, limits=options.limits)
 
 
 class _Main:
@@ -128,10 +123,10 @@ class _Main:
         config = uvicorn.Config(
             create_app(
                 service,
+                routers=[self._batches.start(service)],
                 keys=self._options.keys,
                 guard_all=self._options.guard_all,
                 cors_origins=self._options.cors_origins,
-                routers=[self._batches.start(service)],
             ),
             access_log=False,
             log_config=None,
@@ -141,6 +136,7 @@ class _Main:
             timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
         )
         server = _UvicornServer(config)
+        exempt_what_is_loaded()
         listener.listen(config.backlog)  # now, so that whoever reads the next line can connect
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()[:2]

@@ -42,9 +42,9 @@ class ServerOptions:
     """Whose pages may call from a browser."""
     engine_restarts: int = 3
     """How often in a row a dead engine is started again; 0: its death ends the server."""
+    batches: BatchSettings = field(default_factory=BatchSettings)
     log_level: str = "info"
     log_format: str = "text"
-    batches: BatchSettings = field(default_factory=BatchSettings)
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -155,9 +155,9 @@ def options_from(
         ),
         cors_origins=tuple(args.cors_origin or ()),
         engine_restarts=args.engine_restarts,
+        batches=batch_settings(args),
         log_level=args.log_level,
         log_format=args.log_format,
-        batches=batch_settings(args),
     )
 
 

@@ -15,7 +15,7 @@ from omniserve.server.server_flags import options_from
 
 if __name__ == "__main__":
     parser = build_parser()
-    parser.set_defaults(port=0)
+    parser.set_defaults(port=0, engine_restarts=0)
     parser.add_argument("--tokenizer")
     parser.add_argument("--fail", help="the engine does not start, with this message")
     parser.add_argument("--name", default="fake", help="of the model")

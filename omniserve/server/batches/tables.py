@@ -6,7 +6,7 @@ from enum import IntEnum
 
 from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, MetaData, String, Table, Text
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # States of a batch in which it is still worked on; the others are final.
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
