@@ -18,6 +18,7 @@ import uvicorn
 from omniserve.errors import EngineStopped
 from omniserve.server.api import create_app
 from omniserve.server.cli import ServerOptions
+from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.service import Service
 from omniserve.server.supervisor import EngineSupervisor
@@ -93,8 +94,10 @@ class _Main:
         return Service(engine=self._engine, info=info, codec=codec, model_name=self._options.model_name)
 
     async def _serve(self, service: Service, listener: socket.socket) -> int:
+        dashboard, app = Dashboard(), create_app(service)
+        app.include_router(dashboard.start(service))
         config = uvicorn.Config(
-            create_app(service),
+            app,
             access_log=False,
             log_config=None,
             log_level="warning",
@@ -113,6 +116,7 @@ class _Main:
             logger.info("stopping: running requests have %g s", self._options.shutdown_timeout_s)
         self._engine.keep_down()
         await service.drain(self._options.shutdown_timeout_s)  # at once without an engine: every call got its error
+        await dashboard.stop()
         server.should_exit = True
         await serving
         return 0 if self._engine.failure is None else 1

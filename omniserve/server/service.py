@@ -39,7 +39,7 @@ class Service:
         self.info = info
         self.codec = codec
         self.model_name = model_name
-        self.metrics = ServerMetrics([spec.name for spec in info.classes])
+        self.metrics = ServerMetrics([spec.name for spec in info.classes], [spec.slo for spec in info.classes])
         self._running: set[Generation] = set()
         self._draining = False
         self._idle = asyncio.Event()
