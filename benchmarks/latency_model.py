@@ -5,8 +5,8 @@
 A model is profiled, each latency model is fitted to 100 steps of a synthetic load, and predicts 1,000 steps of another:
 a piece of a trace, or a synthetic load of other lengths and rates. ``device``: the host tier is off; ``tiers``: device
 memory is short, and best-effort requests decode on the host. ``learning`` is the same model behind CorrectedModel,
-which sees each step after predicting it, as in the engine. ``noise``: identical steps, predicted by their median: no
-model of a step's load can do better on this machine while it is measured.
+which sees each step after predicting it, as in the engine. ``noise``: identical steps, predicted by their median: what
+the machine's own unsteadiness costs a prediction, at the time it was measured.
 """
 
 from __future__ import annotations

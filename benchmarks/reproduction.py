@@ -1,4 +1,4 @@
-"""The papers' evaluation, simulated: OmniServe Fig. 10-19, APEX Fig. 5-7, ConServe Fig. 6-9, BROS Fig. 10-12.
+"""The papers' evaluation, simulated: OmniServe Fig. 10-19, APEX Fig. 5-7, ConServe Fig. 6-9, BROS Fig. 10-13.
 
     python -m benchmarks.reproduction --record benchmarks/results/reproduction.json
     python -m benchmarks.reproduction --only omniserve-19 apex --minutes 2

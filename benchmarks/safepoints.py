@@ -156,15 +156,16 @@ def measure_stream(model: Any, config: EngineConfig, args: argparse.Namespace, m
         counts(after)["BE"] - counts(before)["BE"]
         for counts in (lambda stats: stats.prompt_tokens, lambda stats: stats.output_tokens)
     )
+    kept = [ttft_s <= args.ttft for ttft_s in times.all_ttfts_s]
     return {
         "ls_requests": len(times.all_ttfts_s),
         "ls_in_be_steps": len(times.delays_s),
         "alone_step_p50_s": percentile(times.alone_steps_s, 50),
         "delay_p50_s": percentile(times.delays_s, 50),
-        "delay_max_s": max(times.delays_s),
+        "delay_max_s": max(times.delays_s, default=None),
         "ttft_p50_s": percentile(times.ttfts_s, 50),
-        "ttft_max_s": max(times.ttfts_s),
-        "ttft_attained_of_all": sum(ttft_s <= args.ttft for ttft_s in times.all_ttfts_s) / len(times.all_ttfts_s),
+        "ttft_max_s": max(times.ttfts_s, default=None),
+        "ttft_attained_of_all": statistics.fmean(kept) if kept else None,
         "be_tokens_per_s": be_tokens / seconds,
         "chunks_halted": after.layer_preemptions - before.layer_preemptions,
         "delays_s": times.delays_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from omniserve.config import EngineConfig
-from omniserve.kv import KV_MANAGERS, has_host_tier
+from omniserve.kv import KV_MANAGERS
 from omniserve.request import Request
 from omniserve.spec import ModelSpec
 
@@ -46,6 +46,15 @@ class RequestLimits:
             )
         if sampling.stop and not self.has_tokenizer:
             raise ValueError("stop strings need a tokenizer: give Engine(..., tokenizer=...) or use stop_token_ids")
+
+
+def has_host_tier(config: EngineConfig) -> bool:
+    """Return whether an engine with this configuration has a host tier.
+
+    Raises:
+        ValueError: There is no such KV manager.
+    """
+    return config.host_kv_bytes > 0 and KV_MANAGERS.get(config.kv).uses_host
 
 
 def max_model_len(config: EngineConfig, spec: ModelSpec) -> int:

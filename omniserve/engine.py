@@ -225,8 +225,7 @@ class Engine:
             now_s = self._clock()
             waited_s = 0.0 if arrival_s is None else max(0.0, now_s - arrival_s)
             slo = request.slo if request.slo is not None else spec.slo
-            num_prompt_tokens = len(request.prompt_token_ids)
-            self._must_preempt |= self.scheduler.must_preempt(num_prompt_tokens, slo, waited_s, now_s)
+            self._must_preempt |= self.scheduler.must_preempt(request, slo, waited_s, now_s)
 
     def _ask_whether_to_leave(self) -> bool:
         """Hear who has come, and tell, once, whether best-effort rows must leave the step for them."""

@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 import omniserve
+from omniserve.capacity import has_host_tier
 from omniserve.config import EngineConfig
 from omniserve.cores import CoreSplit, available_cores, default_host_threads
-from omniserve.kv import has_host_tier
 from omniserve.latency.profile import Fingerprint
 
 

@@ -162,6 +162,11 @@ class Request:
         if not isinstance(self.service_class, str) or not self.service_class:
             raise ValueError(f"service_class must be the name of a class, such as 'LS', got {self.service_class!r}")
 
+    @property
+    def num_rows_to_score(self) -> int:
+        """Rows of the prompt whose successors' log-probabilities are asked for."""
+        return 0 if self.sampling.prompt_logprobs is None else len(self.prompt_token_ids) - 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprob:

@@ -72,7 +72,10 @@ class Sampler:
         bias = None
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
-            bias = (torch.tensor(ids, device=self._device), torch.tensor(values, device=self._device))
+            bias = (
+                torch.tensor(ids, device=self._device),
+                torch.tensor(values, dtype=torch.float32, device=self._device),
+            )
         is_plain = params.logprobs is None and all(x is None for x in (generator, counts, bias, grammar))
         self._requests[request_id] = _RequestSampling(params, generator, counts, in_prompt, bias, grammar, is_plain)
 

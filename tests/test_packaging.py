@@ -34,7 +34,9 @@ ALLOWED = {
     "simulate": {"sched", "kv", "latency", "tracing", "capacity"},
     "tracing": set(),
     "explain": {"latency", "tracing"},
-    "profiling": {"engine", "cores", "fingerprint", "host", "kv", "latency", "ops", "patching", "step_inputs"},
+    "profiling": {
+        "engine", "capacity", "cores", "fingerprint", "host", "kv", "latency", "ops", "patching", "step_inputs",
+    },
     "server": {
         "engine", "detokenizer", "grammar", "patching", "layers", "sched", "kv", "ops", "latency", "profiling",
         "builtin_model",
@@ -60,6 +62,12 @@ PLAIN = (
     "grammar.py",
     "stats.py",
 )
+
+IMPORTED_AS = {
+    "scikit-learn": "sklearn",
+    "pyzmq": "zmq",
+    "prometheus-client": "prometheus_client",
+}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -130,7 +138,7 @@ print(tasks() - before, torch.cuda.is_initialized())
 
 def test_import_works_without_the_server_extra() -> None:
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["server"]
-    modules = [{"pyzmq": "zmq", "prometheus-client": "prometheus_client"}.get(name, name) for name in extra]
+    modules = [IMPORTED_AS.get(name, name) for name in extra]
     code = f"""
 import sys
 for name in {modules!r}:
@@ -147,12 +155,10 @@ def test_import_needs_no_dependency_that_is_not_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [*project["dependencies"], *project["optional-dependencies"]["server"], "xformers"]
     declared = {"".join(c if c.isalnum() or c in "-_" else " " for c in name).split()[0] for name in names}
-    declared = {
-        {"scikit-learn": "sklearn", "pyzmq": "zmq", "prometheus-client": "prometheus_client"}.get(n, n)
-        for n in declared
-    }
-    # What these always bring along themselves and re-export: FastAPI its models and base layer, transformers its hub.
-    declared |= {"pydantic", "starlette", "tokenizers", "safetensors", "huggingface_hub"}
+    declared = {IMPORTED_AS.get(name, name) for name in declared}
+    # What these always bring along themselves and re-export: FastAPI its models and base layer, transformers its hub
+    # and YAML.
+    declared |= {"pydantic", "starlette", "tokenizers", "safetensors", "huggingface_hub", "yaml"}
     used = {name.split(".")[0] for path in modules() for name in imports(path)}
     assert used - declared - set(sys.stdlib_module_names) <= {"omniserve", "__future__"}
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from omniserve.request import SLO
+from omniserve.request import SLO, Request
 from omniserve.sched.conserve import ConServeScheduler
 
 
 class NoSafepoints(ConServeScheduler):
     """``conserve`` without layer-wise preemption: an LS request waits for the end of the running step (6.5)."""
 
-    def must_preempt(self, num_prompt_tokens: int, slo: SLO, waited_s: float, now_s: float) -> bool:
+    def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
         return False

@@ -1,6 +1,6 @@
 """KV managers: who owns which block on which tier. Ids only; the tensors are in ``storage``."""
 
-from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier, has_host_tier
+from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
 from omniserve.kv.bidirectional import BidirectionalKVManager
 from omniserve.kv.incremental import IncrementalKVManager
 from omniserve.kv.paged import PagedKVManager
@@ -16,5 +16,4 @@ __all__ = [
     "PagedKVManager",
     "Tier",
     "TieredKVManager",
-    "has_host_tier",
 ]

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from omniserve.config import EngineConfig
 from omniserve.plan import KVMove, MoveDirection, SlotCopy
 from omniserve.registry import Registry
 from omniserve.request import ServiceClass
@@ -246,12 +245,3 @@ class KVManager(ABC):
 
 
 KV_MANAGERS: Registry[type[KVManager]] = Registry("KV manager", package="omniserve.kv")
-
-
-def has_host_tier(config: EngineConfig) -> bool:
-    """Return whether an engine with this configuration has a host tier.
-
-    Raises:
-        ValueError: There is no such KV manager.
-    """
-    return config.host_kv_bytes > 0 and KV_MANAGERS.get(config.kv).uses_host

@@ -259,10 +259,10 @@ class BidirectionalKVManager(TieredKVManager):
         by_request: defaultdict[str, dict[int, int]] = defaultdict(dict)
         for request_id, index in self._endangered(num_ahead):
             num_tokens = min(self.block_size, self._pending[request_id].num_tokens - index * self.block_size)
-            if max_blocks > 0 and index not in by_request[request_id]:
-                if not self._saved.has(request_id, index, num_tokens):
-                    by_request[request_id][index] = num_tokens
-                    max_blocks -= 1
+            is_planned = request_id in by_request and index in by_request[request_id]
+            if max_blocks > 0 and not is_planned and not self._saved.has(request_id, index, num_tokens):
+                by_request[request_id][index] = num_tokens
+                max_blocks -= 1
         moves = []
         host = self._pools[Tier.HOST]
         for request_id, wanted in by_request.items():

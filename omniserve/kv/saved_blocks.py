@@ -51,10 +51,16 @@ class SavedBlocks:
         return any(index in held and held[index].num_tokens >= num_tokens for held in copies)
 
     def put(self, request_id: str, copies: Mapping[int, BlockCopy]) -> None:
-        """Keep copies, in the place of those of the same blocks."""
+        """Keep copies; of two of the same block, the one with more of its tokens."""
         saved = self._saved[request_id]
-        self._pool.give_back([saved[index].block for index in copies if index in saved])
-        saved.update(copies)
+        for index, copy in copies.items():
+            old = saved.get(index)
+            if old is not None and old.num_tokens >= copy.num_tokens:
+                self._pool.give_back([copy.block])
+                continue
+            if old is not None:
+                self._pool.give_back([old.block])
+            saved[index] = copy
 
     def take(self, request_id: str, indices: Iterable[int]) -> dict[int, BlockCopy]:
         """Hand over copies: their blocks are the caller's."""

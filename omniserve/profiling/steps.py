@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from omniserve.capacity import has_host_tier
 from omniserve.config import EngineConfig
 from omniserve.engine import Engine
-from omniserve.kv import has_host_tier
 from omniserve.latency import BatchFeatures, ModelShape, StepSample, features_of
 from omniserve.patching import PatchedModel
 from omniserve.plan import StepPlan

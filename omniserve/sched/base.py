@@ -164,13 +164,13 @@ class Scheduler(ABC):
     def update(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
         """Book what a step computed: append tokens, finish requests, free KV."""
 
-    def must_preempt(self, num_prompt_tokens: int, slo: SLO, waited_s: float, now_s: float) -> bool:
+    def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
         """Return whether the running step's preemptible rows must leave for an LS request that has just come.
 
         Asked between the layers of a step, before ``add``; ``conserve`` 4.3, Algorithm 1.
 
         Args:
-            num_prompt_tokens: Its prompt.
+            request: It.
             slo: Its objectives.
             waited_s: How long ago it came.
             now_s: Now.

@@ -21,9 +21,7 @@ Read differently than printed (line numbers of Algorithm 1):
 * "No RT requests are detected" (batch size) means that no LS request is about to be late.
 
 Departures: B_curr limits BE requests only, in the paper (7) LS requests too. That never recovers from an overload: one
-late request resets B_curr, steps of 128 bring less than larger ones, so of more LS requests some are always late. Of LS
-requests on the 70B model of Fig. 10, simulated for 3 minutes, both objectives were kept, by the paper's rule and this
-one: 92 and 94 % at 8 a second, 84 and 92 % at 10, 1 and 75 % at 12.
+late request resets B_curr, steps of 128 bring less than larger ones, so of more LS requests some are always late.
 
 Prompts are taken whole if they fit what the step's token budget leaves, else cut there, but never for time; so
 ``max_step_tokens`` should be a chunk that fits into a TPOT. Section 5 is the KV manager ``bidirectional``; with another

@@ -1,4 +1,4 @@
-"""Checkpoints: which device requests have full blocks copied to the host in a step, ahead of any need.
+"""Checkpoints: which blocks are copied to the host in a step ahead of any need, of requests on the device and evicted.
 
 A request whose KV is on the host already leaves the device at once when latency-sensitive work needs its memory.
 Paper: conserve 4.4 (incremental checkpoints), for omniserve 3.2.4's moves to the host.
@@ -31,10 +31,12 @@ class Checkpoints:
         self._max_blocks = max_blocks_per_step
         self._under_way: dict[int, int] = {}
         self.num_blocks_copied = 0
-        """Counter: blocks that joined a checkpoint."""
+        """Counter: blocks of the copies that joined a checkpoint, if only in part."""
 
     def plan(self, states: Iterable[RequestState], *, reserve_blocks: int) -> list[KVMove]:
-        """Begin copies for requests that rest on the device, last in their queue first: they give way first.
+        """Begin copies: of evicted requests what is about to be taken, then of requests that rest on the device.
+
+        Of the latter the last in their queue come first: they give way first.
 
         To be called when the step is decided, with what has been computed before it. All of the moves belong into its
         plan.

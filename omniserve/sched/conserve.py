@@ -25,7 +25,7 @@ import math
 
 from omniserve.kv.base import KVManager
 from omniserve.plan import StepPlan
-from omniserve.request import SLO
+from omniserve.request import SLO, Request
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import TimeBound, decision_of, tpot_bound
@@ -66,13 +66,14 @@ class ConServeScheduler(RequestScheduler):
         offline = frozenset(c.request_id for c in batch.chunks if self.states[c.request_id].kind is BE)
         return self.make_plan(batch, now_s, moves=self._parking.moves, preemptible=offline, decision=decision)
 
-    def must_preempt(self, num_prompt_tokens: int, slo: SLO, waited_s: float, now_s: float) -> bool:
+    def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
         if self.forecast is None or slo.ttft_s is None:
             return False
         load = self.forecast.load()  # Q_on
         for state in self.waiting[LS]:
-            load.add_chunk(state.num_computed_tokens, state.num_uncomputed_tokens, samples=True)
-        load.add_chunk(0, num_prompt_tokens, samples=True)
+            start, count = state.num_computed_tokens, state.num_uncomputed_tokens
+            load.add_chunk(start, count, samples=state.num_logits(start, count))
+        load.add_chunk(0, len(request.prompt_token_ids), samples=1 + request.num_rows_to_score)
         remaining_s = max(0.0, self._step_ends_s - now_s)
         return waited_s + remaining_s + load.seconds() > slo.ttft_s
 

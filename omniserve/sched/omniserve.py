@@ -27,7 +27,7 @@ from omniserve.sched.piggyback import PiggybackPlan, choose, fill, seat_bucket
 from omniserve.sched.policy import BE, LS, HostRows, RequestScheduler
 from omniserve.sched.state import Phase, RequestState
 from omniserve.sched.tier_moves import TierMoves
-from omniserve.sched.ttft import MIN_LS_CHUNK, TTFTForecast
+from omniserve.sched.ttft import MIN_LS_CHUNK, Prefill, TTFTForecast
 
 # BE work that a step without LS work has at least, whatever the bound: an idle machine works.
 MIN_BE_CHUNK = 16
@@ -38,10 +38,10 @@ class OmniServeScheduler(RequestScheduler):
     """LS decode, LS chunked prefill, BE decode, BE chunked prefill, then piggyback rows, lowest layer first.
 
     The paper has BE prefill before BE decode (3.3.2; ``be_order="prefill"``). With more BE prompts than the device can
-    prefill, decodes then never find time, are offloaded, and need a step a layer: 0.06 to 0.30 of Sarathi-Serve's BE
-    throughput in the simulator (docs/reproduction.md). For the same reason a BE decode that finds no time waits on the
-    device; the paper sends it to the host (3.3.5), as ``offload_for_time`` does: there, 0.24 to 0.26 of the throughput
-    under a heavy LS load.
+    prefill, decodes then never find time, are offloaded, and need a step a layer: in the simulator 0.03 to 0.32 of the
+    BE output of ``sarathi``, but more than it where GPU memory is short (docs/reproduction.md). For the same reason a
+    BE decode that finds no time waits on the device; the paper sends it to the host (3.3.5), as ``offload_for_time``
+    does: there, 0.24 to 0.26 of the output in longer runs of Yi-34B under a heavy LS load.
     """
 
     predicts = True
@@ -170,8 +170,9 @@ class OmniServeScheduler(RequestScheduler):
         blocks = {s.request_id: self.kv.num_blocks(s.request_id) for s in self.device[LS]}
         free = self.kv.num_free(Tier.DEVICE) + self.blocks_moving_out
         free += sum(self.kv.num_blocks(s.request_id) for s in self.device[BE])
+        prompt = Prefill(0, len(request.prompt_token_ids), 1 + request.num_rows_to_score)
         prediction = self._ttft.predict(
-            ahead, decoding, len(request.prompt_token_ids), slo=slo, waited_s=waited_s, has_best_effort=has_best_effort,
+            ahead, decoding, prompt, slo=slo, waited_s=waited_s, has_best_effort=has_best_effort,
             host_works=self.residents.is_busy, blocks=blocks, num_free=free, now_s=now_s,
         )  # fmt: skip
         margin = self._margin.share

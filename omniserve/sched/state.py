@@ -85,9 +85,8 @@ class RequestState:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        sampling = self.request.sampling
-        self.max_num_tokens = len(self.token_ids) + sampling.max_tokens
-        self.num_rows_to_score = 0 if sampling.prompt_logprobs is None else self.num_prompt_tokens - 1
+        self.max_num_tokens = len(self.token_ids) + self.request.sampling.max_tokens
+        self.num_rows_to_score = self.request.num_rows_to_score
 
     @property
     def service_class(self) -> str:

@@ -57,6 +57,9 @@ class RequestTransfers(Scheduler):
     def _requeue(self, state: RequestState) -> None:
         self._counters["preemptions"] += 1
         self._counters["preempted_tokens"] += state.num_computed_tokens
+        self._wait(state)
+
+    def _wait(self, state: RequestState) -> None:
         state.num_computed_tokens = 0
         state.halted = None
         state.phase = Phase.WAITING
@@ -147,8 +150,11 @@ class RequestTransfers(Scheduler):
             self._leave_host(state)
             return
         if result is MoveResult.LOST:
-            self._release_slot(state)
-            self._requeue(state)
+            if state.slot >= 0:
+                self.residents.release_slot(state)
+                self._requeue(state)
+            else:
+                self._wait(state)  # it was counted when it gave way
             return
         if succeeded and state.slot >= 0:
             self._counters["swaps_out" if on_host else "swaps_in"] += 1

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from omniserve.errors import RequestRejected
 from omniserve.request import SLO, ServiceClass
@@ -28,41 +29,58 @@ _NEWCOMER_FLOOR = 0.25  # share of the TTFT objective that a step without LS wor
 _LOOK_AT = 8  # unfinished prompts whose deadlines are looked at, of those first in line
 
 
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """What is left of a prompt."""
+
+    start: int
+    """Tokens computed already."""
+    count: int
+    """Tokens to compute, at least 1."""
+    num_logits: int = 1
+    """Rows among them that become logits: the last, and those whose successors' log-probabilities are asked for."""
+
+    @classmethod
+    def of(cls, state: RequestState, start: int) -> Self:
+        """Return what is left of a request's prompt from ``start`` on."""
+        count = state.num_tokens - start
+        return cls(start, count, state.num_logits(start, count))
+
+
 def prefill_time(
-    decodes: StepLoad, prompts: Sequence[tuple[int, int]], *, bound_s: float, first_bound_s: float, max_tokens: int
+    decodes: StepLoad, prompts: Sequence[Prefill], *, bound_s: float, first_bound_s: float, max_tokens: int
 ) -> tuple[float, int]:
     """Return how long it takes until the last of some prompts is computed, in seconds and in steps.
 
     Args:
         decodes: What each step decodes beside them.
-        prompts: (tokens computed already, tokens to compute) of each, in order; the second is at least 1.
+        prompts: What is left of each, in order.
         bound_s: Longest step.
         first_bound_s: The same for the first one, which may have more time than the others.
         max_tokens: Most prompt tokens of a step, at least 1.
     """
     together = decodes.copy()
-    for start, count in prompts:
-        together.add_chunk(start, count, samples=True)
-    total_s, total = together.seconds(), sum(count for _, count in prompts)
+    for prompt in prompts:
+        together.add_chunk(prompt.start, prompt.count, samples=prompt.num_logits)
+    total_s, total = together.seconds(), sum(prompt.count for prompt in prompts)
     if total <= max_tokens and total_s <= first_bound_s:
         return total_s, 1
-    start, count = prompts[-1]
-    middle = start + count // 2
+    last = prompts[-1]
+    middle = last.start + last.count // 2
     least = min(MIN_LS_CHUNK, max_tokens)
-    chunk = max(least, decodes.largest_chunk(middle, max_tokens, bound_s, samples=_none))
+
+    def num_scored(start: int, count: int) -> int:
+        return min(count, last.num_logits - 1)
+
+    chunk = max(least, decodes.largest_chunk(middle, max_tokens, bound_s, samples=num_scored))
     first = chunk
     if first_bound_s != bound_s:
-        first = max(least, decodes.largest_chunk(middle, max_tokens, first_bound_s, samples=_none))
+        first = max(least, decodes.largest_chunk(middle, max_tokens, first_bound_s, samples=num_scored))
     num_steps = 1 + -(-max(total - first, 1) // chunk)
     # What all of it costs in one step, and what each further step costs again: its decodes and its overhead.
     again = decodes.copy()
     again.add_chunk(middle, 1, samples=False)
     return total_s + (num_steps - 1) * again.seconds(), num_steps
-
-
-def _none(start: int, count: int) -> int:
-    """Say that no row of a chunk becomes logits."""
-    return 0
 
 
 def wait_for_memory_s(running: Iterable[tuple[RequestState, int]], shortage: int, step_s: float) -> float:
@@ -142,7 +160,7 @@ class TTFTForecast:
         self,
         ahead: Sequence[RequestState],
         decoding: Sequence[RequestState],
-        num_prompt_tokens: int,
+        prompt: Prefill,
         *,
         slo: SLO,
         waited_s: float,
@@ -157,7 +175,7 @@ class TTFTForecast:
         Args:
             ahead: Requests whose prefill comes before its own, in any order.
             decoding: Requests that decode meanwhile.
-            num_prompt_tokens: Its prompt.
+            prompt: Its prompt.
             slo: Its objectives.
             waited_s: How long ago it came.
             has_best_effort: There is BE work to fill steps with.
@@ -170,15 +188,15 @@ class TTFTForecast:
         bound_s = tpot_bound(decoding, now_s, "step", LS_HEADROOM).seconds
         first_bound_s = max(bound_s, tpot_bound(decoding, now_s, self._limits.slack, LS_HEADROOM).seconds)
         max_tokens = max(1, self._limits.max_step_tokens - len(decoding))
-        prompts = [(state.num_computed_tokens, state.num_uncomputed_tokens) for state in ahead]
-        prompts.append((0, num_prompt_tokens))
+        prompts = [Prefill.of(state, state.num_computed_tokens) for state in ahead]
+        prompts.append(prompt)
         # Who is ahead decodes beside what is left, which comes in small chunks then.
         contexts = [state.num_tokens for state in ahead if state.max_num_tokens > state.num_tokens + 1]
         decodes.add_decodes(len(contexts), sum(contexts), float(sum(contexts)), num_sampled=len(contexts))
         prefill_s, num_steps = prefill_time(
             decodes, prompts, bound_s=bound_s, first_bound_s=first_bound_s, max_tokens=max_tokens
         )
-        needed = self._blocks(num_prompt_tokens)
+        needed = self._blocks(prompt.count)
         needed += sum(self._blocks(state.num_tokens) for state in ahead if state.phase is Phase.WAITING)
         running = [(state, blocks[state.request_id]) for state in (*ahead, *decoding) if state.request_id in blocks]
         soonest_s = wait_for_memory_s(running, needed - num_free, decodes.seconds()) + prefill_s
@@ -193,12 +211,12 @@ class TTFTForecast:
         idle = self._forecast.load()
         idle_s, _ = prefill_time(
             idle,
-            [(0, num_prompt_tokens)],
+            [prompt],
             bound_s=math.inf,
             first_bound_s=math.inf,
             max_tokens=self._limits.max_step_tokens,
         )
-        return TTFTPrediction(soonest_s, expected_s, idle_s, num_prompt_tokens)
+        return TTFTPrediction(soonest_s, expected_s, idle_s, prompt.count)
 
     def rest(
         self, unfinished: Sequence[RequestState], batch: Batch, decoding: Sequence[RequestState], bound_s: float
@@ -213,10 +231,7 @@ class TTFTForecast:
         """
         decodes = self._decodes(decoding, False)
         max_tokens = max(1, self._limits.max_step_tokens - len(decoding))
-        prompts = []
-        for state in unfinished[:_LOOK_AT]:
-            start = batch.end_of(state)
-            prompts.append((start, state.num_tokens - start))
+        prompts = [Prefill.of(state, batch.end_of(state)) for state in unfinished[:_LOOK_AT]]
         last = len(prompts) - 1
         return [
             (
@@ -247,7 +262,7 @@ class TTFTForecast:
             max_tokens = max(1, self._limits.max_step_tokens - len(decoding))
             seconds, _ = prefill_time(
                 self._decodes(decoding, False),
-                [(0, num_tokens)],
+                [Prefill(0, num_tokens)],
                 bound_s=bound_s,
                 first_bound_s=bound_s,
                 max_tokens=max_tokens,

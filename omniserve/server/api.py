@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
 
 from omniserve.errors import EngineStopped
 from omniserve.server import health, tokenize
+from omniserve.server.access import Gate, caller_of
 from omniserve.server.answers import AnswerShape, collect
 from omniserve.server.chat import ChatShape
 from omniserve.server.completions import CompletionShape
 from omniserve.server.errors import ApiError, milliseconds
+from omniserve.server.generation import Generation
+from omniserve.server.keys import KeyRing
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from omniserve.server.request_ids import RequestIds
 from omniserve.server.service import Service, new_call_id
 from omniserve.server.streaming import ClientGone, EventStream, or_disconnect
 
-_MAX_BODY_BYTES = 32 << 20
 _PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
 # Stands for service_tier where a program cannot set that.
 _SERVICE_TIER_HEADER = "x-omniserve-service-tier"
 _CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
 
 
-def create_app(service: Service) -> FastAPI:
-    """Return the ASGI application of a service."""
+def create_app(
+    service: Service,
+    *,
+    keys: KeyRing | None = None,
+    guard_all: bool = False,
+    cors_origins: Sequence[str] = (),
+    routers: Sequence[APIRouter] = (),
+) -> ASGIApp:
+    """Return the ASGI application of a service.
+
+    Args:
+        service: What is behind the routes.
+        keys: Who may call; None: everybody.
+        guard_all: Ask for a key for health and metrics, too.
+        cors_origins: Whose pages may call from a browser; ``*`` for all.
+        routers: More routes.
+    """
     # The routes check their bodies themselves (see protocol), so there is no schema to show.
     app = FastAPI(title="OmniServe", openapi_url=None)
     created = int(time.time())
@@ -42,7 +67,7 @@ def create_app(service: Service) -> FastAPI:
     async def chat_completions(request: Request) -> Response:
         return await _generate(service, request, ChatRequest, ChatShape, "chatcmpl")
 
-    app.include_router(tokenize.router(service, _body))
+    app.include_router(tokenize.router(service, functools.partial(_take_body, service)))
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -53,7 +78,8 @@ def create_app(service: Service) -> FastAPI:
         service.check_model(name)
         return JSONResponse(model)
 
-    app.include_router(health.router(service))
+    for router in (health.router(service), *routers):
+        app.include_router(router)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -66,20 +92,81 @@ def create_app(service: Service) -> FastAPI:
         body = service.metrics.render(stats, num_restarts=service.engine.num_restarts)
         return Response(body, media_type=CONTENT_TYPE_LATEST)
 
+    def refuse(error: ApiError) -> Response:
+        service.metrics.refused(error)
+        return error.response()
+
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
-        return error.response()
+        return refuse(error)
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase.lower()}"
-        return ApiError(f"{message}; the API is under /v1, see /v1/models", status=error.status_code).response()
+        return refuse(ApiError(f"{message}; the API is under /v1, see /v1/models", status=error.status_code))
 
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> Response:
-        return ApiError(f"internal error ({type(error).__name__}); see the server's log", status=500).response()
+        return refuse(ApiError(f"internal error ({type(error).__name__}); see the server's log", status=500))
 
-    return app
+    if keys is not None:
+        app.add_middleware(Gate, ring=keys, guard_all=guard_all, on_refused=service.metrics.refused)
+    if cors_origins:  # added last, so it is outermost: a browser asks without a key what it may send
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    return RequestIds(app)  # around it all, so that internal errors have ids, too
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What is left of a request once its prompt is token ids: its texts need not wait in memory with them."""
+
+    generation: Generation
+    shape: AnswerShape
+    stream: bool
+    include_usage: bool
+
+
+@contextlib.asynccontextmanager
+async def _take_body(service: Service, http: Request) -> AsyncIterator[bytes]:
+    """Count a call for its caller, then hold its body."""
+    caller_of(http).admit()
+    async with service.bodies.hold(http) as body:
+        yield body
+
+
+async def _begin(
+    service: Service,
+    http: Request,
+    kind: type[GenerationRequest],
+    make_shape: type[ChatShape] | type[CompletionShape],
+    id_prefix: str,
+) -> _Call:
+    arrival_s = time.monotonic()
+    service.check_open()
+    async with _take_body(service, http) as body:
+        request = parse(kind, body, default_tier=http.headers.get(_SERVICE_TIER_HEADER))
+        request = caller_of(http).limited(request, service.info.classes)
+        service.check_model(request.model)
+        call_id = new_call_id(id_prefix)
+        shape = make_shape(
+            call_id=call_id,
+            model=service.model_name,
+            service_tier=request.answered_tier,
+            codec=service.codec,
+            with_logprobs=request.num_logprobs is not None,
+        )
+        generation = await service.begin(request, call_id, arrival_s)
+        return _Call(generation, shape, request.stream, request.include_usage)
 
 
 async def _generate(
@@ -89,48 +176,34 @@ async def _generate(
     make_shape: type[ChatShape] | type[CompletionShape],
     id_prefix: str,
 ) -> Response:
-    arrival_s = time.monotonic()
-    service.check_open()
-    request = parse(kind, await _body(http), default_tier=http.headers.get(_SERVICE_TIER_HEADER))
-    service.check_model(request.model)
-    call_id = new_call_id(id_prefix)
-    generation = await service.begin(request, call_id, arrival_s)
-    shape: AnswerShape = make_shape(
-        call_id=call_id,
-        model=service.model_name,
-        service_tier=request.answered_tier,
-        codec=service.codec,
-        with_logprobs=request.num_logprobs is not None,
-    )
+    call = await _begin(service, http, kind, make_shape, id_prefix)
+    generation, caller = call.generation, caller_of(http)
+
+    def end() -> None:
+        service.end(generation)
+        caller.use_tokens(generation.usage.num_output_tokens)
+
     handed_over = False
     try:
         await or_disconnect(http.receive, generation.start())
+        caller.use_tokens(generation.usage.num_prompt_tokens)
         predicted_ms = milliseconds(generation.predicted_ttft_s)
         headers = {} if predicted_ms is None else {_PREDICTED_TTFT_HEADER: str(predicted_ms)}
-        if request.stream:
+        if call.stream:
             handed_over = True
             return EventStream(
                 generation,
-                shape,
+                call.shape,
                 headers=headers,
-                include_usage=request.include_usage,
-                on_close=lambda: service.end(generation),
+                include_usage=call.include_usage,
+                stall_timeout_s=service.limits.stall_timeout_s,
+                on_close=end,
             )
         deltas = await or_disconnect(http.receive, collect(generation))
-        body = shape.answer(deltas, generation.usage.as_dict())
-        return Response(body, headers=headers, media_type="application/json")
+        answer = call.shape.answer(deltas, generation.usage.as_dict())
+        return Response(answer, headers=headers, media_type="application/json")
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:
         if not handed_over:
-            service.end(generation)
-
-
-async def _body(http: Request) -> bytes:
-    parts, size = [], 0
-    async for part in http.stream():
-        size += len(part)
-        if size > _MAX_BODY_BYTES:
-            raise ApiError(f"the body is larger than {_MAX_BODY_BYTES >> 20} MiB; send less", status=413)
-        parts.append(part)
-    return b"".join(parts)
+            end()

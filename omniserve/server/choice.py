@@ -26,6 +26,14 @@ class Delta:
     """Of the output so far, a stop token at its end included; 0 when none were asked for."""
     tool_calls: Sequence[ParsedCall] = ()
 
+    def extend(self, later: Delta) -> None:
+        """Append the delta of the same choice that came after this one."""
+        self.text += later.text
+        self.logprobs += later.logprobs
+        self.finish_reason = later.finish_reason
+        self.mean_logprob = later.mean_logprob
+        self.tool_calls = [*self.tool_calls, *later.tool_calls]
+
 
 @dataclass(frozen=True, slots=True)
 class Echo:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -32,6 +33,14 @@ class Accepted:
 Event = tuple[str, Accepted | RequestOutput | Exception]
 """Request id and that it was accepted, an output, or the error that ended it."""
 
+
+class Events(Protocol):
+    """Who hears of a request; must not wait. An ``asyncio.Queue`` is one."""
+
+    def put_nowait(self, event: Event, /) -> None:
+        """Take an event."""
+
+
 # How long a message that a dying engine sent may still be on its way.
 _LAST_WORDS_S = 0.5
 _CLOSE_S = 5.0
@@ -43,16 +52,20 @@ class EngineClient:
     Args:
         make_engine: Makes the engine, in its process.
         log_level: The process's log level.
+        log_format: Of its logs, ``text`` or ``json``.
     """
 
-    def __init__(self, make_engine: EngineMaker, *, log_level: str = "warning") -> None:
+    def __init__(self, make_engine: EngineMaker, *, log_level: str = "warning", log_format: str = "text") -> None:
         self._make_engine = make_engine
         self._log_level = log_level
-        self._queues: dict[str, asyncio.Queue[Event]] = {}
+        self._log_format = log_format
+        self._queues: dict[str, Events] = {}
         self._stats_waiters: dict[int, asyncio.Future[EngineStats]] = {}
         self._num_stats = 0
         self._closing = False
         self._ready = False
+        self._launched: contextlib.ExitStack | None = None
+        """What goes when the process has ended; None: there is no process."""
         self.failure: str | None = None
         """Why the engine stopped; None while it is well."""
         self.stopped = asyncio.Event()
@@ -63,27 +76,12 @@ class EngineClient:
         Raises:
             EngineStopped: The engine could not start; the message says why.
         """
-        self._directory = Path(tempfile.mkdtemp(prefix="omniserve-"))
-        self._context = context = zmq.Context()
-        self._outputs = context.socket(zmq.PULL)
-        self._outputs.setsockopt(zmq.RCVHWM, 0)
-        self._outputs.bind(f"ipc://{self._directory}/outputs")
-        self._commands = context.socket(zmq.PUSH)
-        self._commands.setsockopt(zmq.SNDHWM, 0)
-        self._commands.bind(f"ipc://{self._directory}/commands")
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=run_engine_process,
-            args=(
-                self._make_engine,
-                f"ipc://{self._directory}/commands",
-                f"ipc://{self._directory}/outputs",
-                self._log_level,
-            ),
-            name="omniserve-engine",
-            daemon=True,
-        )
-        set_engine_environment(os.environ)
-        self._process.start()
+        try:
+            self._launch()
+        except (OSError, zmq.ZMQError) as error:
+            self.failure = f"its process could not be started: {error}"
+            self.stopped.set()
+            raise EngineStopped(self.failure) from error
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[wire.EngineInfo] = loop.create_future()
         # Not zmq.asyncio, whose futures cost more than all the rest of a token's way through this process.
@@ -99,7 +97,34 @@ class EngineClient:
         self._ready = True
         return ready.result()
 
-    def submit(self, request: Request, arrival_s: float, queue: asyncio.Queue[Event]) -> None:
+    def _launch(self) -> None:
+        with contextlib.ExitStack() as made:
+            directory = made.enter_context(_directory_of_sockets())
+            context = zmq.Context()
+            made.callback(context.destroy, linger=0)
+            self._outputs = context.socket(zmq.PULL)
+            self._outputs.setsockopt(zmq.RCVHWM, 0)
+            self._outputs.bind(f"ipc://{directory}/outputs")
+            self._commands = context.socket(zmq.PUSH)
+            self._commands.setsockopt(zmq.SNDHWM, 0)
+            self._commands.bind(f"ipc://{directory}/commands")
+            self._process = multiprocessing.get_context("spawn").Process(
+                target=run_engine_process,
+                args=(
+                    self._make_engine,
+                    f"ipc://{directory}/commands",
+                    f"ipc://{directory}/outputs",
+                    self._log_level,
+                    self._log_format,
+                ),
+                name="omniserve-engine",
+                daemon=True,
+            )
+            set_engine_environment(os.environ)
+            self._process.start()
+            self._launched = made.pop_all()
+
+    def submit(self, request: Request, arrival_s: float, queue: Events) -> None:
         """Send a request; its events go into ``queue``: that it was accepted, then outputs, or one exception.
 
         Args:
@@ -142,6 +167,8 @@ class EngineClient:
     async def close(self) -> None:
         """End the process; requests that still run get EngineStopped."""
         self._closing = True
+        if self._launched is None:
+            return
         if not self._ready:
             self._process.kill()  # it loads a model and hears nothing
         elif self._process.is_alive() and not self.stopped.is_set():
@@ -155,14 +182,13 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._process.sentinel)
         loop.remove_reader(self._outputs_fd)
-        self._commands.close(linger=0)
-        self._outputs.close(linger=0)
-        self._context.term()
-        shutil.rmtree(self._directory)
+        self._launched.close()
+        self._launched = None
 
     def kill(self) -> None:
         """End the process at once."""
-        self._process.kill()
+        if self._launched is not None:
+            self._process.kill()
 
     def _send(self, *message: object) -> None:
         try:
@@ -247,3 +273,13 @@ def set_engine_environment(environment: Any) -> None:
     }
     for name, value in defaults.items():
         environment.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def _directory_of_sockets() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="omniserve-"))
+    try:
+        yield directory
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # cleaners of /tmp take what looks old
+            shutil.rmtree(directory)

@@ -117,6 +117,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest=dest, type=number, help=f"objective of the class LS: time {text}, seconds")
 
 
+def flag_value(action: argparse.Action, value: Any) -> Any:
+    """Return what a flag has to be given to have this value."""
+    if action.type is _gib:
+        return value / GIB
+    return _class_text(value) if action.type is _class else value
+
+
 def config_from(args: argparse.Namespace) -> EngineConfig:
     """Return the settings that the flags ask for.
 

@@ -21,6 +21,7 @@ from omniserve.config import EngineConfig
 from omniserve.errors import OmniServeError, RequestRejected
 from omniserve.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.server import wire
+from omniserve.server.logs import set_up_logs
 from omniserve.spec import ModelSpec
 from omniserve.stats import EngineStats
 
@@ -66,12 +67,14 @@ EngineMaker = Callable[[Progress], EngineLike]
 """Makes the engine in its process; has to be picklable. Tells its progress in short sentences."""
 
 
-def run_engine_process(make_engine: EngineMaker, command_address: str, output_address: str, log_level: str) -> None:
+def run_engine_process(
+    make_engine: EngineMaker, command_address: str, output_address: str, log_level: str, log_format: str
+) -> None:
     """Be the engine process until told to close, or until the API process is gone."""
     # Ctrl-C reaches the whole process group; the API process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    set_up_logs(log_level, log_format, text="%(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
     status = 1
     try:

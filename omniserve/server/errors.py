@@ -52,7 +52,7 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """Return the HTTP response."""
-        headers = {}
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         return Response(json.dumps(self.body()), self.status, headers, media_type="application/json")
@@ -77,7 +77,7 @@ def from_engine(error: Exception) -> ApiError:
             str(error), status=429, code="rate_limit_exceeded", retry_after_s=retry_after_s, details=details
         )
     if isinstance(error, EngineStopped):
-        return ApiError(str(error), status=500, code="engine_stopped")
+        return ApiError(f"{error}; send the request again", status=500, code="engine_stopped")
     if isinstance(error, ValueError):
         return ApiError(str(error))
     raise error
@@ -90,7 +90,9 @@ def milliseconds(seconds: float | None) -> float | None:
 
 def shutting_down() -> ApiError:
     """Return the error of requests that the server's end meets."""
-    return ApiError("the server is shutting down; send the request again later", status=503, code="shutting_down")
+    message = "the server is shutting down; send the request again later"
+    # To a proxy's next server, perhaps; when this one comes back nobody here knows.
+    return ApiError(message, status=503, code="shutting_down", retry_after_s=1)
 
 
 def engine_gone(reason: str, retry_after_s: float | None = None) -> ApiError:

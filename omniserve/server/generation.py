@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from omniserve.errors import EngineStopped
 from omniserve.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
+from omniserve.server.backlog import Backlog
 from omniserve.server.choice import Choice, Delta
 from omniserve.server.engine_client import Accepted, EngineClient, Event
 from omniserve.server.errors import ApiError, engine_gone, from_engine
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ToolCallParser
+
+# Deltas that wait for a reader one by one; what comes while so many do joins the last one of its choice.
+_MAX_UNREAD_DELTAS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +40,8 @@ class Job:
     """Of each prompt's outputs, so many are in the answer: the likeliest; None: all."""
     calls_tools: bool = False
     """Tool calls are told from the text."""
+    max_unread_tokens: int | None = None
+    """Per choice, on average: a reader who leaves more than these unread is given up; None: no limit."""
 
 
 @dataclass(slots=True)
@@ -54,16 +61,25 @@ class Usage:
 
 
 class Generation:
-    """The engine requests of one API call: ``start``, then ``deltas``, at last ``close``, whatever happened."""
+    """The engine requests of one API call: ``start``, then ``deltas``, at last ``close``, whatever happened.
 
-    def __init__(self, job: Job, *, client: EngineClient, codec: TextCodec, metrics: ServerMetrics) -> None:
+    Outputs are taken as they come, whether somebody reads or not: a stop string ends its request at once, and times are
+    the engine's, not the reader's. What is not read yet is bounded: in pieces by coalescing, in tokens by the job.
+    """
+
+    def __init__(
+        self, job: Job, *, client: EngineClient, codec: TextCodec, metrics: ServerMetrics, backlog: Backlog
+    ) -> None:
         self._client = client
         self._metrics = metrics
+        self._backlog = backlog
         self._job = job
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
-        self._events: list[Event] = []
         self._choices: dict[str, Choice] = {}
-        self._started = False
+        self._unread: list[Delta] = []
+        self._last_unread: dict[int, Delta] = {}  # by choice
+        self._num_unread_tokens = 0
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
         self.usage = Usage(num_prompt_tokens=sum(map(len, job.prompts)))
         for i, prompt in enumerate(job.prompts):
             for sampling in job.samplings:
@@ -80,6 +96,13 @@ class Generation:
                 self._choices[f"{job.call_id}-{index}"] = Choice(
                     index, request, codec, sampling.stop, job.arrival_s, echo=echo, parser=parser
                 )  # fmt: skip
+        self._num_unaccepted = self._num_running = len(self._choices)
+        try:
+            backlog.enter(job.service_class, len(self._choices))
+        except ApiError as refusal:
+            self._count_if_load(refusal)
+            raise
+        self._queued = set(self._choices)  # counted there
 
     async def start(self) -> None:
         """Send the requests and wait until the engine has accepted them all.
@@ -87,25 +110,17 @@ class Generation:
         Raises:
             ApiError: It refused one, or is gone.
         """
-        waiting = set(self._choices)
         try:
             for choice in self._choices.values():
-                self._client.submit(choice.request, self._job.arrival_s, self._queue)
+                self._client.submit(choice.request, self._job.arrival_s, self)
         except EngineStopped as error:
-            raise engine_gone(str(error)) from None
-        while waiting:
-            request_id, event = await self._queue.get()
-            if isinstance(event, Exception):
-                refusal = from_engine(event)
-                if refusal.status == 429:
-                    self._metrics.rejected(self._job.service_class)
+            raise engine_gone(str(error), retry_after_s=1.0) from None
+        while self._num_unaccepted:
+            if self._error is not None:
+                refusal = from_engine(self._error)
+                self._count_if_load(refusal)
                 raise refusal
-            if isinstance(event, Accepted):
-                waiting.discard(request_id)
-                self._choices[request_id].predicted_ttft_s = event.predicted_ttft_s
-            else:
-                self._events.append((request_id, event))
-        self._started = True
+            await self._wait_for_news()
 
     @property
     def predicted_ttft_s(self) -> float | None:
@@ -117,29 +132,35 @@ class Generation:
         """Yield new text until every choice has finished; what is there at one time comes together.
 
         Raises:
-            ApiError: The engine died, or the server ended the call.
+            ApiError: The engine died, the server ended the call, or it was read too slowly.
         """
-        num_running = len(self._choices)
-        events = self._events
-        while num_running:
-            if not events:
-                events.append(await self._queue.get())
-            while not self._queue.empty():
-                events.append(self._queue.get_nowait())
-            deltas = []
-            for request_id, event in events:
-                if isinstance(event, Exception):
-                    raise from_engine(event)
-                choice = self._choices[request_id]
-                if isinstance(event, Accepted) or choice.finish_reason is not None:
-                    continue  # steps go on for a moment after a stop string was found here
-                delta = self._advance(request_id, choice, event)
-                if delta is not None:
-                    deltas.append(delta)
-                num_running -= choice.finish_reason is not None
-            events.clear()
-            if deltas:
+        while True:
+            if self._unread:
+                deltas, self._unread = self._unread, []
+                self._last_unread.clear()
+                self._num_unread_tokens = 0
                 yield deltas
+            elif self._error is not None:
+                raise from_engine(self._error)
+            elif not self._num_running:
+                return
+            else:
+                self._num_unread_tokens = 0  # whose text a parser holds back is not left unread by anybody
+                await self._wait_for_news()
+
+    def put_nowait(self, event: Event) -> None:
+        """Take an event; called by the engine's client."""
+        request_id, item = event
+        if self._error is not None:
+            return
+        if isinstance(item, Exception):
+            self._end(item)
+        elif isinstance(item, Accepted):
+            self._num_unaccepted -= 1
+            self._choices[request_id].predicted_ttft_s = item.predicted_ttft_s
+        else:
+            self._advance(request_id, item)
+        self._news.set()
 
     def best(self, deltas: Sequence[Delta]) -> list[Delta]:
         """Return the choices that the answer has, of one complete delta per output.
@@ -157,27 +178,83 @@ class Generation:
 
     def fail(self, error: ApiError) -> None:
         """End everything that still runs with an error."""
-        self._queue.put_nowait((self._job.call_id, error))
+        self.put_nowait((self._job.call_id, error))
 
     def close(self) -> None:
         """Abort what has not finished. Calling it again does nothing."""
         for request_id, choice in self._choices.items():
+            self._leave_backlog(request_id)
             if choice.finish_reason is None:
                 choice.finish_reason = str(FinishReason.ABORT)
                 self._client.abort(request_id)
-                if self._started:
+                if not self._num_unaccepted:
                     self._metrics.finished(choice)
 
-    def _advance(self, request_id: str, choice: Choice, output: RequestOutput) -> Delta | None:
+    def _count_if_load(self, refusal: ApiError) -> None:
+        if refusal.status == 429:
+            self._metrics.rejected(self._job.service_class)
+
+    async def _wait_for_news(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+    def _end(self, error: Exception) -> None:
+        """End the call with an error. What it holds is free now, however long its reader takes to hear of it."""
+        self._error = error
+        self.close()
+
+    def _advance(self, request_id: str, output: RequestOutput) -> None:
+        choice = self._choices[request_id]
+        if choice.finish_reason is not None:
+            return  # steps go on for a moment after a stop string was found here
+        before_s = choice.times.last_token_s
         delta = choice.advance(output)
         self.usage.num_output_tokens += len(output.new_token_ids)
-        if choice.finish_reason is None:
-            return delta
+        self._num_unread_tokens += len(output.new_token_ids)
+        if choice.times.last_token_s is not None:
+            self._leave_backlog(request_id)
+            if before_s is not None and output.new_token_ids:
+                self._metrics.gap(self._job.service_class, choice.times.last_token_s - before_s)
+        if delta is not None:
+            self._keep(delta)
+        if choice.finish_reason is not None:
+            self._finish(request_id, choice, output)
+        limit = self._job.max_unread_tokens
+        if limit is not None and self._num_unread_tokens > limit * len(self._choices) and self._error is None:
+            self._end(
+                ApiError(
+                    f"{self._num_unread_tokens} tokens of the stream were not read; read faster, or ask for less "
+                    f"(the server's limit is {limit} a choice, --max-unread-tokens)",
+                    status=408,
+                    code="slow_reader",
+                )
+            )
+
+    def _finish(self, request_id: str, choice: Choice, output: RequestOutput) -> None:
+        self._num_running -= 1
+        self._leave_backlog(request_id)
         if not output.finished:  # a stop string, of which the engine does not know
             self._client.abort(request_id)
         self._metrics.finished(choice)
         if choice.finish_reason == FinishReason.ERROR:
-            raise ApiError(f"the engine could not go on with this request: {output.stop_reason}", status=500)
+            self._end(ApiError(f"the engine could not go on with this request: {output.stop_reason}", status=500))
         if choice.finish_reason == FinishReason.ABORT:
-            raise ApiError("the engine ended this request before it was complete; send it again", status=503)
-        return delta
+            self._end(
+                ApiError(
+                    "the engine ended this request before it was complete; send it again", status=503, retry_after_s=1
+                )
+            )
+
+    def _keep(self, delta: Delta) -> None:
+        """Put a delta with those that wait for a reader."""
+        last = self._last_unread.get(delta.index)
+        if last is not None and len(self._unread) >= _MAX_UNREAD_DELTAS:
+            last.extend(delta)
+        else:
+            self._unread.append(delta)
+            self._last_unread[delta.index] = delta
+
+    def _leave_backlog(self, request_id: str) -> None:
+        if request_id in self._queued:
+            self._queued.discard(request_id)
+            self._backlog.leave(self._job.service_class, time.monotonic() - self._job.arrival_s)

@@ -90,14 +90,15 @@ class EngineLoader:
         progress(f"{model.num_parameters() / 1e6:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, {device}")
         return model
 
-    def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Load the tokenizer, which grammars need; None if there is none: the API process then ends the start."""
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer, which grammars need.
+
+        Raises:
+            OSError, ValueError, ImportError: There is none.
+        """
         from transformers import AutoTokenizer
 
-        try:
-            return AutoTokenizer.from_pretrained(self.model)
-        except (OSError, ValueError, ImportError):
-            return None
+        return AutoTokenizer.from_pretrained(self.model)
 
     def _find_profile(self, model: PreTrainedModel, progress: Callable[[str], None]) -> Profile | None:
         from omniserve.sched import SCHEDULERS

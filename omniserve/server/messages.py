@@ -63,5 +63,5 @@ class Message(BaseModel):
             try:
                 message["tool_calls"] = [call.for_template() for call in self.tool_calls]
             except ValueError as error:
-                raise ApiError(f"the arguments of a call in tool_calls: {error}", param="messages") from None
+                raise ApiError(f"tool_calls: {error}", param="messages") from None
         return message

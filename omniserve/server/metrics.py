@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from omniserve.request import SLO, FinishReason
 from omniserve.server.choice import Choice
+from omniserve.server.errors import ApiError
 from omniserve.stats import EngineStats
 
 _TTFT_BUCKETS_S = (
@@ -21,6 +23,7 @@ _TPOT_BUCKETS_S = (
     0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.05, 0.06, 0.07, 0.08, 0.1,
     0.12, 0.15, 0.2, 0.25, 0.3, 0.4, 0.6, 0.8, 1.6, 5,
 )  # fmt: skip
+_ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.4, 0.8, 1.6, 5, 20)
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -32,7 +35,7 @@ class ServerMetrics:
         objectives: Theirs; histograms have a bucket that ends there, so that quantiles are on the right side of them.
     """
 
-    def __init__(self, class_names: Iterable[str], objectives: Sequence[SLO] = ()) -> None:
+    def __init__(self, class_names: Sequence[str], objectives: Sequence[SLO] = ()) -> None:
         registry = self._registry = CollectorRegistry()
         by_class = ["service_class"]
         self._requests = Counter(
@@ -54,6 +57,8 @@ class ServerMetrics:
             registry, "ttft_prediction_error", "Time to first token minus its prediction", _TTFT_ERROR_BUCKETS_S
         )
         self._tpot = _histogram(registry, "tpot", "Time per output token after the first", tpot_buckets)
+        itl = _histogram(registry, "itl", "Between two outputs of a request", _ITL_BUCKETS_S)
+        self._itl = {name: itl.labels(name) for name in class_names}
         self._e2e = _histogram(registry, "e2e", "HTTP request to last token", _E2E_BUCKETS_S)
         self._slo = Counter(
             "omniserve_slo",
@@ -61,16 +66,40 @@ class ServerMetrics:
             [*by_class, "objective", "met"],
             registry=registry,
         )
+        self._queued = Gauge(
+            "omniserve_requests_queued", "Requests that wait for their first token", by_class, registry=registry
+        )
+        self._errors = Counter(
+            "omniserve_http_errors", "Answers other than success", ["status", "code"], registry=registry
+        )
         for service_class in class_names:  # a series that is 0 is there from the start
             self._rejected.labels(service_class)
+            for histogram in (self._ttft, self._predicted_ttft, self._ttft_error, self._tpot, self._e2e):
+                histogram.labels(service_class)
+            for objective in ("ttft", "tpot"):
+                for met in ("true", "false"):
+                    self._slo.labels(service_class, objective, met)
             for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
                 self._requests.labels(service_class, reason)
         self._engine = _EngineCollector()
         registry.register(self._engine)
 
+    def show_backlog(self, num_waiting: Mapping[str, int]) -> None:
+        """Show, from now on, how many requests of each class wait for their first token."""
+        for service_class in num_waiting:
+            self._queued.labels(service_class).set_function(functools.partial(num_waiting.__getitem__, service_class))
+
     def rejected(self, service_class: str) -> None:
         """Count a request that was refused because of load."""
         self._rejected.labels(service_class).inc()
+
+    def gap(self, service_class: str, seconds: float) -> None:
+        """Count the time between two outputs of a request."""
+        self._itl[service_class].observe(seconds)
+
+    def refused(self, error: ApiError) -> None:
+        """Count an answer other than success."""
+        self._errors.labels(error.status, error.code or "").inc()
 
     def finished(self, choice: Choice) -> None:
         """Count and time a request that ended for whatever reason."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
+import math
 import os
+import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +19,10 @@ import uvicorn
 
 from omniserve.errors import EngineStopped
 from omniserve.server.api import create_app
-from omniserve.server.cli import ServerOptions
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
+from omniserve.server.logs import set_up_logs
+from omniserve.server.server_flags import ServerOptions
 from omniserve.server.service import Service
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
@@ -28,6 +31,7 @@ logger = logging.getLogger("omniserve.server")
 
 # After the running requests had their time: what connections get to close.
 _CLOSE_CONNECTIONS_S = 2
+_OPEN_FILES = 65536
 
 
 def run(options: ServerOptions, make_engine: EngineMaker) -> int:
@@ -35,7 +39,8 @@ def run(options: ServerOptions, make_engine: EngineMaker) -> int:
 
     0 after SIGTERM or SIGINT, 1 when the engine could not start, or died more often than it is started again.
     """
-    logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+    _allow_many_connections()
+    set_up_logs(options.log_level, options.log_format)
     return asyncio.run(_Main(options, make_engine).run())
 
 
@@ -47,6 +52,7 @@ class _Main:
         self._engine = EngineSupervisor(
             make_engine,
             log_level=options.log_level,
+            log_format=options.log_format,
             max_restarts=options.engine_restarts,
             on_progress=lambda text: logger.info("engine: %s", text),
         )
@@ -57,10 +63,15 @@ class _Main:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         try:
-            listener = _listen(self._options.host, self._options.port)
+            listener = _listen(self._options.host, self._options.port, self._options.limits.stall_timeout_s)
         except OSError as error:
             logger.error("cannot listen on %s:%d: %s", self._options.host, self._options.port, error.strerror)
             return 1
+        if self._options.keys is None and not _is_loopback(self._options.host):
+            logger.warning(
+                "%s can be reached from elsewhere, and there are no API keys: give --api-key-file, or --host 127.0.0.1",
+                self._options.host,
+            )
         with listener:
             starting = asyncio.create_task(self._start())
             await _first_of(starting, self._stop.wait())
@@ -91,13 +102,24 @@ class _Main:
         except (OSError, ValueError, ImportError) as error:
             raise EngineStopped(f"no tokenizer in {self._options.tokenizer}: {error}") from None
         logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
-        return Service(engine=self._engine, info=info, codec=codec, model_name=self._options.model_name)
+        return Service(
+            engine=self._engine,
+            info=info,
+            codec=codec,
+            model_name=self._options.model_name,
+            limits=self._options.limits,
+        )
 
     async def _serve(self, service: Service, listener: socket.socket) -> int:
-        dashboard, app = Dashboard(), create_app(service)
-        app.include_router(dashboard.start(service))
+        dashboard = Dashboard()
         config = uvicorn.Config(
-            app,
+            create_app(
+                service,
+                keys=self._options.keys,
+                guard_all=self._options.guard_all,
+                cors_origins=self._options.cors_origins,
+                routers=[dashboard.start(service)],
+            ),
             access_log=False,
             log_config=None,
             log_level="warning",
@@ -106,6 +128,7 @@ class _Main:
             timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
         )
         server = _UvicornServer(config)
+        listener.listen(config.backlog)  # now, so that whoever reads the next line can connect
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()[:2]
         logger.info("serving %s on http://%s:%d/v1", service.model_name, host, port)
@@ -137,12 +160,30 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _allow_many_connections() -> None:
+    """Raise the limit of open files, one of which each connection is, as far as it may be: often it is 1024."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
+    if wanted > now:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _listen(host: str, port: int, stall_timeout_s: float) -> socket.socket:
     """Bind now, so that a port in use is known before a model is loaded; uvicorn listens when all is ready."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named: asyncio sets TCP_NODELAY on such sockets only, and without it an answer waits 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it: the kernel cuts off whoever takes nothing for so long of what is under way to them, also
+    # where this process has long written the last byte and closed its side.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(stall_timeout_s * 1000))
     listener.bind((host, port))
     return listener
 

@@ -7,10 +7,13 @@ import uuid
 from collections.abc import Sequence
 
 from omniserve.request import SamplingParams
+from omniserve.server.backlog import Backlog
+from omniserve.server.body import BodyReader
 from omniserve.server.classes import class_of_tier
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
 from omniserve.server.generation import Generation, Job
+from omniserve.server.limits import Limits
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.supervisor import EngineSupervisor
@@ -32,14 +35,27 @@ class Service:
         info: What it said about the engine.
         codec: The model's tokenizer.
         model_name: The name that the model is served under.
+        limits: What it takes at most.
     """
 
-    def __init__(self, *, engine: EngineSupervisor, info: EngineInfo, codec: TextCodec, model_name: str) -> None:
+    def __init__(
+        self,
+        *,
+        engine: EngineSupervisor,
+        info: EngineInfo,
+        codec: TextCodec,
+        model_name: str,
+        limits: Limits,
+    ) -> None:
         self.engine = engine
         self.info = info
         self.codec = codec
         self.model_name = model_name
         self.metrics = ServerMetrics([spec.name for spec in info.classes], [spec.slo for spec in info.classes])
+        self.limits = limits
+        self.bodies = BodyReader(limits.max_body_bytes, limits.stall_timeout_s)
+        self._backlog = Backlog([spec.name for spec in info.classes], limits.max_queued_requests)
+        self.metrics.show_backlog(self._backlog.num_waiting)
         self._running: set[Generation] = set()
         self._draining = False
         self._idle = asyncio.Event()
@@ -106,14 +122,19 @@ class Service:
         """Return a call's generation, not started; hand it to ``end`` at last.
 
         Raises:
-            ApiError: The request does not fit the model.
+            ApiError: The request does not fit the model, or too many of its class wait already.
         """
         spec = class_of_tier(request.service_tier, self.info.classes)
         prompts = await self.prompts(request)
         self._check_bias(request)
         if len(prompts) * request.num_samples > _MAX_CHOICES_PER_CALL:
-            raise ApiError(f"prompts times n is more than {_MAX_CHOICES_PER_CALL}; send several requests", param="n")
+            field = "best_of" if request.num_samples > request.n else "n"
+            raise ApiError(
+                f"prompts times {field} is more than {_MAX_CHOICES_PER_CALL}; send several requests", param=field
+            )
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
+        echoes = await self._echoes(request, prompts) if request.echoes else None
+        self.check_open()  # again: encoding a long prompt takes a while
         generation = Generation(
             Job(
                 call_id=call_id,
@@ -122,15 +143,16 @@ class Service:
                 samplings=_samplings(request, max_tokens),
                 service_class=spec.name,
                 slo=request.slo_or_none or spec.slo,
-                echoes=await self._echoes(request, prompts) if request.echoes else None,
+                echoes=echoes,
                 num_kept=request.n,
                 calls_tools=bool(request.offered_tools),
+                max_unread_tokens=self.limits.max_unread_tokens if request.stream else None,
             ),
             client=self.client,
             codec=self.codec,
             metrics=self.metrics,
+            backlog=self._backlog,
         )
-        self.check_open()  # again: encoding a long prompt takes a while
         self._running.add(generation)
         self._idle.clear()
         return generation

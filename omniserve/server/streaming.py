@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from omniserve.server.answers import AnswerShape
 from omniserve.server.errors import ApiError
@@ -57,6 +57,7 @@ class EventStream(Response):
         shape: Makes the chunks.
         headers: More of the answer's headers.
         include_usage: Send a last chunk with the token counts.
+        stall_timeout_s: A client that takes nothing for so long is taken for gone.
         on_close: Called when the stream is over, however it ended.
     """
 
@@ -69,6 +70,7 @@ class EventStream(Response):
         *,
         headers: Mapping[str, str],
         include_usage: bool,
+        stall_timeout_s: float,
         on_close: Callable[[], None],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
@@ -76,6 +78,7 @@ class EventStream(Response):
         self._generation = generation
         self._shape = shape
         self._include_usage = include_usage
+        self._stall_timeout_s = stall_timeout_s
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +90,7 @@ class EventStream(Response):
             self._on_close()
 
     async def _stream(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         head = self._shape.chunk_head()
         # OpenAI sends a null usage in the other chunks, if usage was asked for.
         tail = ',"usage":null}\n\n' if self._include_usage else "}\n\n"
@@ -96,10 +99,18 @@ class EventStream(Response):
             async for deltas in self._generation.deltas():
                 choices = [choice for delta in deltas for choice in pieces(delta)]
                 data = "".join([f'data: {head},"choices":[{dumps(choice)}]{tail}' for choice in choices])
-                await send({"type": "http.response.body", "body": data.encode(), "more_body": True})
+                await self._send(send, {"type": "http.response.body", "body": data.encode(), "more_body": True})
             last = ""
             if self._include_usage:
                 last = f'data: {head},"choices":[],"usage":{dumps(self._generation.usage.as_dict())}}}\n\n'
         except ApiError as error:
             last = f"data: {dumps(error.body())}\n\n"
-        await send({"type": "http.response.body", "body": f"{last}data: [DONE]\n\n".encode(), "more_body": False})
+        last += "data: [DONE]\n\n"
+        await self._send(send, {"type": "http.response.body", "body": last.encode(), "more_body": False})
+
+    async def _send(self, send: Send, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await send(message)
+        except TimeoutError:
+            raise ClientGone from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ class EngineSupervisor:
     Args:
         make_engine: Makes the engine, in its process.
         log_level: The process's log level.
+        log_format: Of its logs, ``text`` or ``json``.
         max_restarts: Starts in a row after a death, each of which may fail or be short; 0 for none. An engine that
             ran for ten minutes begins a new row.
         on_progress: Told how starts go on.
@@ -38,18 +40,19 @@ class EngineSupervisor:
         make_engine: EngineMaker,
         *,
         log_level: str = "warning",
+        log_format: str = "text",
         max_restarts: int = 3,
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._make_engine = make_engine
-        self._log_level = log_level
+        self._new_client = functools.partial(EngineClient, make_engine, log_level=log_level, log_format=log_format)
         self._max_restarts = max_restarts
         self._on_progress = on_progress
-        self.client = EngineClient(make_engine, log_level=log_level)
+        self.client = self._new_client()
         """The process that takes requests, or the dead one while another is not ready yet."""
         self._open: EngineClient | None = None  # whose process and sockets are there: the client's or its successor's
         self._watch: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self._kept_down = asyncio.Event()
         self._start_s = 0.0
         self._start_failure: str | None = None
         self._expected_back_s = 0.0
@@ -98,7 +101,7 @@ class EngineSupervisor:
 
     def keep_down(self) -> None:
         """Start no engine from now on: the server is about to stop."""
-        self._max_restarts = 0
+        self._kept_down.set()
 
     def kill(self) -> None:
         """End the process at once."""
@@ -127,7 +130,7 @@ class EngineSupervisor:
             if time.monotonic() - ready_s >= _WELL_AFTER_S:
                 num_starts = 0
             while self.client.failure is not None:
-                if num_starts >= self._max_restarts:
+                if num_starts >= self._max_restarts or self._kept_down.is_set():
                     self.stopped.set()
                     self._tell_change()
                     return
@@ -139,8 +142,9 @@ class EngineSupervisor:
                 )  # fmt: skip
                 self._expected_back_s = time.monotonic() + pause_s + self._start_s
                 await self._close_open()
-                await asyncio.sleep(pause_s)
-                successor = EngineClient(self._make_engine, log_level=self._log_level)
+                if await self._is_kept_down_within(pause_s):
+                    continue
+                successor = self._new_client()
                 try:
                     await self._start(successor)
                 except EngineStopped as error:
@@ -150,6 +154,13 @@ class EngineSupervisor:
                 self.num_restarts += 1
                 logger.warning("engine: ready again after %.1f s", self._start_s)
                 self._tell_change()
+
+    async def _is_kept_down_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._kept_down.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def _tell_change(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

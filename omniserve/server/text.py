@@ -84,6 +84,13 @@ class TextCodec:
             return self._decode(token_ids)
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._decode, token_ids)
 
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return ``token_text`` of each."""
+        if len(token_ids) <= _MAX_INLINE_CHARACTERS:
+            return [self.token_text(token_id) for token_id in token_ids]
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, lambda: [self._token_text(i) for i in token_ids])
+
     def detokenizer(self, stop: Sequence[str]) -> Detokenizer:
         """Return a detokenizer for one output."""
         return Detokenizer(self._tokenizer, tuple(stop))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -53,39 +54,41 @@ class DetokenizeRequest(BaseModel):
     tokens: list[Annotated[int, Field(ge=0)]]
 
 
-def router(service: Service, read_body: Callable[[Request], Awaitable[bytes]]) -> APIRouter:
+def router(service: Service, take_body: Callable[[Request], AbstractAsyncContextManager[bytes]]) -> APIRouter:
     """Return the two routes.
 
     Args:
         service: Whose tokenizer it is.
-        read_body: Reads a request's body, up to a size.
+        take_body: Counts the call for its caller and holds its body, up to a size.
     """
     routes = APIRouter()
 
     @routes.post("/tokenize")
     async def tokenize(http: Request) -> Response:
-        request = validate(TokenizeRequest, read_fields(await read_body(http)))
-        service.check_model(request.model)
-        if request.messages is not None:
-            messages = [message.for_template() for message in request.messages]
-            tokens = await service.codec.encode_chat(messages, add_generation_prompt=request.add_generation_prompt)
-        else:
-            assert request.prompt is not None
-            special = request.add_special_tokens is not False
-            tokens = await service.codec.encode(request.prompt, add_special_tokens=special)
-        pieces = [service.codec.token_text(token) for token in tokens] if request.return_token_strs else None
+        async with take_body(http) as body:
+            request = validate(TokenizeRequest, read_fields(body))
+            service.check_model(request.model)
+            if request.messages is not None:
+                messages = [message.for_template() for message in request.messages]
+                tokens = await service.codec.encode_chat(messages, add_generation_prompt=request.add_generation_prompt)
+            else:
+                assert request.prompt is not None
+                special = request.add_special_tokens is not False
+                tokens = await service.codec.encode(request.prompt, add_special_tokens=special)
+        pieces = await service.codec.token_texts(tokens) if request.return_token_strs else None
         answer = {"count": len(tokens), "max_model_len": service.max_tokens, "tokens": tokens, "token_strs": pieces}
         return JSONResponse(answer)
 
     @routes.post("/detokenize")
     async def detokenize(http: Request) -> Response:
-        request = validate(DetokenizeRequest, read_fields(await read_body(http)))
-        service.check_model(request.model)
-        if (largest := max(request.tokens, default=0)) >= service.info.vocab_size:
-            raise ApiError(
-                f"the token id {largest} is unknown: this model's ids are 0 to {service.info.vocab_size - 1}",
-                param="tokens",
-            )
-        return JSONResponse({"prompt": await service.codec.decode(request.tokens)})
+        async with take_body(http) as body:
+            request = validate(DetokenizeRequest, read_fields(body))
+            service.check_model(request.model)
+            if (largest := max(request.tokens, default=0)) >= service.info.vocab_size:
+                raise ApiError(
+                    f"the token id {largest} is unknown: this model's ids are 0 to {service.info.vocab_size - 1}",
+                    param="tokens",
+                )
+            return JSONResponse({"prompt": await service.codec.decode(request.tokens)})
 
     return routes

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from dataclasses import dataclass
 
 from omniserve.server.tools import CALL_BEGIN, CALL_END
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,8 @@ class ParsedCall:
 class ToolCallParser:
     """Tells the calls of one text from the rest of it.
 
-    What looks like a call and is none stays text. White space around calls belongs to neither.
+    What looks like a call and is none stays text. White space before a call, and at the end after one, belongs to
+    neither.
     """
 
     def __init__(self) -> None:
@@ -32,6 +36,8 @@ class ToolCallParser:
         self._space = ""
         """White space before the call that is being read."""
         self._is_inside = False
+        self._seen = 0
+        """Characters of what is held in which there is no end of a call."""
         self.num_calls = 0
 
     def push(self, text: str) -> tuple[str, list[ParsedCall]]:
@@ -39,9 +45,13 @@ class ToolCallParser:
         self._held += text
         texts: list[str] = []
         calls: list[ParsedCall] = []
-        while (at := self._held.find(CALL_END if self._is_inside else CALL_BEGIN)) >= 0:
+        while (at := self._held.find(CALL_END if self._is_inside else CALL_BEGIN, self._seen)) >= 0:
             before = self._held[:at]
+            if self._is_inside and _ends_in_string(before):
+                self._seen = at + 1  # an argument may hold the mark
+                continue
             self._held = self._held[at + len(CALL_END if self._is_inside else CALL_BEGIN) :]
+            self._seen = 0
             if not self._is_inside:
                 texts.append(before.rstrip())
                 self._space = before[len(texts[-1]) :]
@@ -58,7 +68,7 @@ class ToolCallParser:
 
     def flush(self) -> tuple[str, list[ParsedCall]]:
         """Return what was held back, once no text follows; a call that lacks only its end is one."""
-        held, self._held = self._held, ""
+        held, self._held, self._seen = self._held, "", 0
         if not self._is_inside:
             return ("" if self.num_calls and not held.strip() else held), []
         self._is_inside = False
@@ -67,7 +77,7 @@ class ToolCallParser:
 
     def _call(self, body: str) -> ParsedCall | None:
         try:
-            fields = json.loads(body)
+            fields = json.loads(body, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             return None
         if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
@@ -79,6 +89,15 @@ class ToolCallParser:
         return ParsedCall(
             index, f"call_{uuid.uuid4().hex[:24]}", fields["name"], json.dumps(arguments, ensure_ascii=False)
         )  # fmt: skip
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _ends_in_string(body: str) -> bool:
+    """Return whether the beginning of a JSON object ends inside a string."""
+    return body.lstrip().startswith("{") and '"' in _STRING.sub("", body)
 
 
 def _num_held(text: str) -> int:

@@ -98,9 +98,12 @@ class ToolCall(BaseModel):
         Raises:
             ValueError: They are no JSON object.
         """
-        arguments = json.loads(self.function.arguments or "{}")
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
         if not isinstance(arguments, dict):
-            raise ValueError("is no JSON object")
+            raise ValueError(f"arguments of the call {self.id!r} must be the text of a JSON object")
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 

@@ -208,5 +208,5 @@ class SimulatedEngine:
             spec = self.config.class_named(request.service_class)
             if spec.kind is ServiceClass.LS:
                 slo = request.slo if request.slo is not None else spec.slo
-                must |= self.scheduler.must_preempt(len(request.prompt_token_ids), slo, now_s - arrival_s, now_s)
+                must |= self.scheduler.must_preempt(request, slo, now_s - arrival_s, now_s)
         return must

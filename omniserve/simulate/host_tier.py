@@ -106,7 +106,6 @@ class SimulatedHostTier:
         self._in_hand = self._tasks_in_hand = 0
         self.busy_s = 0.0
         """Counter: seconds that hosts spent attending, summed over hosts."""
-        """Counter: attention tasks taken."""
 
     @property
     def busy(self) -> bool:

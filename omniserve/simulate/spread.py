@@ -6,6 +6,8 @@ import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
+from omniserve.simulate.results import percentile
+
 NEIGHBOURS = 40
 """Steps of about one length, which say how steps of that length spread: an interruption of some milliseconds doubles a
 short step and is lost in a long one."""
@@ -30,8 +32,10 @@ class Spread:
 
     def __init__(self, predicted_s: Sequence[float], measured_s: Sequence[float]) -> None:
         steps = list(zip(predicted_s, measured_s, strict=True))
-        if not steps or min(map(min, steps)) <= 0:
-            raise ValueError(f"a spread needs steps of more than 0 seconds, got {len(steps)} steps")
+        if not steps:
+            raise ValueError("a spread needs at least one step: give a trace of a server that computed something")
+        if (shortest := min(map(min, steps))) <= 0:
+            raise ValueError(f"a step must be predicted, and take, more than 0 seconds, got {shortest}")
         by_length, rng = list(steps), random.Random(0)
         rng.shuffle(by_length)  # of steps of one length, neighbours are any of them
         by_length.sort(key=lambda step: step[0])
@@ -46,7 +50,7 @@ class Spread:
 
     def percentile(self, percent: float) -> float:
         """Return a percentile of the ratios of all steps."""
-        return self._ratios[round((len(self._ratios) - 1) * percent / 100)]
+        return percentile(self._ratios, percent)
 
     def draws(self, rng: random.Random) -> Callable[[float], float]:
         """Return a function from a step's predicted seconds to a ratio, to be called once a step."""

@@ -195,6 +195,9 @@ class SharedBlocks:
             self.start(move)
             self.reached[f"moved from {tier}"] += 1
 
+    def restorable(self, request_id: str) -> int:
+        return max(self.kv.num_kept_tokens(request_id, tier) for tier in Tier)
+
     def start(self, move: KVMove) -> None:
         source = self.slots(move, DEVICE if move.direction is TO_HOST else HOST, move.src_block_ids)
         self.copies[move.move_id] = (move, [self.memory.get(slot) for slot in source])
@@ -211,7 +214,9 @@ class SharedBlocks:
             if succeeded and before is not None and self.memory.get(old) == before:
                 self.memory[new] = before
         mine = next((r for r, q in self.live.items() if q.move_id == move.move_id), None)
+        before_it = {r: self.restorable(r) for r in self.pending} if move.is_checkpoint else {}
         result = self.kv.finish_move(move.move_id, succeeded=succeeded)
+        assert all(self.restorable(r) >= count for r, count in before_it.items()), "a copy that ends takes nothing away"
         self.reached[("saving " if move.is_checkpoint else "move ") + result] += 1
         if mine is None:
             return
@@ -480,6 +485,36 @@ def test_what_is_overwritten_while_it_is_copied_does_not_count_as_saved() -> Non
     assert kv.finish_move(move.move_id, succeeded=True) is MoveResult.ARRIVED
     kv.allocate("a", 3)
     assert kept(kv, "b") == (13, 14), "two of the four were overwritten before the copy was done"
+
+
+@pytest.mark.parametrize("num_left", [0, 1, 2, 3])
+def test_a_copy_that_ends_never_makes_less_restorable(num_left: int) -> None:
+    kv = make(b=14)
+    kv.evict("b", 14)
+    save(kv, num_ahead=1)
+    assert kv.allocate("b", 16) is not None
+    kv.evict("b", 16)
+    (move,) = kv.start_saving(num_ahead=1, max_blocks=4)
+    kv.allocate("a", BLOCK - num_left)
+    before = kept(kv, "b")
+    kv.finish_move(move.move_id, succeeded=True)
+    assert kept(kv, "b")[0] == before[0] == 12 + num_left
+    assert max(kept(kv, "b")) >= max(before)
+    kv.check_integrity()
+    kv.free("a")
+    kv.free("b")
+    assert kv.usage().device_used == kv.usage().host_used == 0
+
+
+def test_where_nothing_is_to_be_copied_no_copy_is_given_up() -> None:
+    kv = make(num_device_blocks=4, num_host_blocks=4, b1=8, b2=8)
+    kv.evict("b1", 8)
+    save(kv, num_ahead=2)
+    assert kv.allocate("b1", 8) is not None
+    kv.evict("b2", 8)
+    save(kv, num_ahead=2)
+    assert kv.usage().host_used == 4
+    assert kv.start_saving(num_ahead=2, max_blocks=4, reserve_blocks=2) == [] and kv.usage().host_used == 4
 
 
 def test_copies_on_the_host_give_way_to_who_moves_there() -> None:

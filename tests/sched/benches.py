@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from omniserve.kv import KV_MANAGERS
+from omniserve.kv import KV_MANAGERS, BidirectionalKVManager
 from omniserve.plan import StepPlan
 from omniserve.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
@@ -55,14 +55,16 @@ class Machine:
             rng=random.Random(seed),
         )  # fmt: skip
         self.device.abandoned = scheduler.abandoned_moves
+        if isinstance(self.kv, BidirectionalKVManager):
+            self.device.sharers = self.kv._device.sharers
 
     def add(
         self, name: str, *, prompt: int = 4, output: int = 100, ttft: float | None = None, tpot: float | None = None,
-        waited: float = 0.0,
+        waited: float = 0.0, scores_prompt: bool = False,
     ) -> float | None:  # fmt: skip
         request = Request(
             prompt_token_ids=[7] * prompt,
-            sampling=SamplingParams(max_tokens=output),
+            sampling=SamplingParams(max_tokens=output, prompt_logprobs=0 if scores_prompt else None),
             service_class=class_of(name),
         )
         return self.scheduler.add(
@@ -112,10 +114,10 @@ class Clock(Machine):
 
     def __init__(
         self, *, device_blocks: int = 400, host_blocks: int = 0, predict: dict[str, float] | None = None,
-        slower: float = 1.0, policy: str = "omniserve", **limits: Any,
+        slower: float = 1.0, policy: str = "omniserve", kv: str = "tiered", **limits: Any,
     ) -> None:  # fmt: skip
         super().__init__(
-            policy, kv="tiered", device_blocks=device_blocks, host_blocks=host_blocks, predict=predict or {},
+            policy, kv=kv, device_blocks=device_blocks, host_blocks=host_blocks, predict=predict or {},
             limits=limits,
         )  # fmt: skip
         self.slower = slower

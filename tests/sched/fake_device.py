@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from omniserve.plan import (
     HostEvent,
@@ -67,6 +67,8 @@ class FakeDevice:
         """Move id -> what its source held when it began."""
         self.abandoned: Set[int] = frozenset()
         """The scheduler's abandoned moves: they read blocks that others write, and write blocks that nobody reads."""
+        self.sharers: Mapping[int, tuple[str, str]] = {}
+        """Of a KV manager that has them: device blocks that two requests hold."""
         self.bound: dict[int, PiggybackEntry] = {}
         self.away: dict[int, int] = {}
         """Host slot -> layer its token is at."""
@@ -100,9 +102,8 @@ class FakeDevice:
         for move in self.moves.values():
             out = move.direction is MoveDirection.TO_HOST
             if move.move_id not in self.abandoned and not move.is_checkpoint:
-                # The last block of one that runs from the right may be shared: what counts there is what is copied.
-                shared = 1 if out and move.is_reversed else 0
-                busy["device" if out else "host"] |= set(move.src_block_ids[: len(move.src_block_ids) - shared])
+                # Of a shared block what counts is what is copied.
+                busy["device" if out else "host"] |= set(move.src_block_ids) - (self.sharers.keys() if out else set())
             busy["host" if out else "device"] |= set(move.dst_block_ids)
         for event in self.running:
             if event.slot >= 0:

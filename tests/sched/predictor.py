@@ -12,6 +12,7 @@ class LinearPredictor(Predictor):
     Args:
         shared: Everything takes so many times as long while the host tier works.
         wait: Milliseconds that the device waits for each row of a second sub-batch.
+        sample: Milliseconds for each row that becomes logits.
     """
 
     term_names = ("base", "rows", "attention", "piggyback")
@@ -20,10 +21,10 @@ class LinearPredictor(Predictor):
 
     def __init__(
         self, *, base: float = 5.0, row: float = 1.0, key: float = 0.01, shared: float = 1.0, wait: float = 0.0,
-        num_layers: int = 2,
+        sample: float = 0.01, num_layers: int = 2,
     ) -> None:  # fmt: skip
         self.base, self.row, self.key, self.shared, self.num_layers = base, row, key, shared, num_layers
-        self.wait = wait
+        self.wait, self.sample = wait, sample
 
     def terms(self, features: BatchFeatures) -> tuple[float, ...]:
         scale = 1e-3 * (self.shared if features.host_works else 1.0)
@@ -32,7 +33,7 @@ class LinearPredictor(Predictor):
         keys = features.prefill_load + features.decode_load + features.pipelined_load
         return (
             scale * self.base, scale * self.row * rows, scale * self.key * keys,
-            scale * 0.01 * (features.piggyback_rows + features.piggyback_layers + features.sampled_rows)
+            scale * (0.01 * (features.piggyback_rows + features.piggyback_layers) + self.sample * features.sampled_rows)
             + scale * self.wait * features.pipelined_rows,
         )  # fmt: skip
 

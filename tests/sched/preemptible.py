@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from omniserve.plan import StepPlan
-from omniserve.request import SLO
+from omniserve.request import SLO, Request
 from omniserve.sched import SarathiScheduler
 from omniserve.sched.batch import Batch
 from omniserve.sched.policy import BE
@@ -20,5 +20,5 @@ class PreemptibleSarathi(SarathiScheduler):
         ids = frozenset(c.request_id for c in batch.chunks if self.states[c.request_id].kind is BE)
         return super().make_plan(batch, now_s, preemptible=ids, **others)
 
-    def must_preempt(self, num_prompt_tokens: int, slo: SLO, waited_s: float, now_s: float) -> bool:
+    def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
         return True

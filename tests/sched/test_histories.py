@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from omniserve.errors import RequestRejected
-from omniserve.kv import KV_MANAGERS, Tier
+from omniserve.kv import KV_MANAGERS, BidirectionalKVManager, Tier
 from omniserve.latency import features_of
 from omniserve.plan import Bound, HostEvent, HostEventKind, MoveDirection, StepPlan
 from omniserve.request import SLO, FinishReason, Request, SamplingParams, ServiceClass
@@ -68,6 +68,8 @@ def make(
     oracle = draw_forecast(rng, limits.num_layers) if has_forecast else None
     policy = SCHEDULERS.get(scheduler)(limits=limits, kv=kv, forecast=oracle)
     device.abandoned = policy.abandoned_moves
+    if isinstance(kv, BidirectionalKVManager):
+        device.sharers = kv._device.sharers
     return policy, device
 
 

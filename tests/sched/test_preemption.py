@@ -156,9 +156,13 @@ def test_after_a_failed_restore_a_request_is_recomputed() -> None:
     preempt_be(bench, ls_prompt=8 * BLOCK - 2)
     state = bench.scheduler.states["be"]
     bench.run_until(lambda: state.phase is Phase.MOVING)
+    before = bench.scheduler.stats()
     bench.device.failure_rate = 1.0
     plan, _ = bench.step()
     assert tokens_of("be", plan) == state.num_tokens - 1 and not restores(plan)
+    after = bench.scheduler.stats()
+    assert after.preempted_tokens == before.preempted_tokens > 0, "it gave way once"
+    assert bench.scheduler.num_preemptions == 1 and after.resumed_tokens == 0
     bench.device.failure_rate = 0.0
     _, tokens = run_to_the_end(bench)
     assert tokens["be"] == expected_tokens((7,) * 16, 12)[5:]

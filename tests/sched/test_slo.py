@@ -31,8 +31,9 @@ def test_the_largest_count_within_a_bound(increments: list[float], bound: float)
         assert found and seconds[found - 1] >= 0.98 * bound
 
 
-def test_best_effort_work_fills_the_step_up_to_the_shortest_tpot() -> None:
-    bench = Clock()
+@pytest.mark.parametrize("kv", ["paged", "tiered", "incremental", "bidirectional"])
+def test_best_effort_work_fills_the_step_up_to_the_shortest_tpot(kv: str) -> None:
+    bench = Clock(kv=kv)
     bench.add("ls1", output=50, tpot=0.040)
     bench.add("ls2", output=50, tpot=0.100)
     bench.step()
@@ -172,6 +173,27 @@ def test_waiting_for_the_engine_counts_against_the_objective() -> None:
     bench.add("ls1", prompt=100, ttft=0.2)
     with pytest.raises(RequestRejected):
         Clock().add("ls2", prompt=100, ttft=0.2, waited=0.1)
+
+
+@pytest.mark.parametrize("tpot", [None, 0.3])
+def test_rows_that_score_the_prompt_count_for_its_first_token(tpot: float | None) -> None:
+    plain, scoring, behind = (Clock(predict={"sample": 2.0}, max_step_tokens=128) for _ in range(3))
+    for bench in (plain, scoring, behind):
+        if tpot is not None:
+            bench.add("ls0", output=300, tpot=tpot)
+            bench.step()
+    assert (fast := plain.add("ls", prompt=100, ttft=5.0)) is not None
+    assert (slow := scoring.add("ls", prompt=100, ttft=5.0, scores_prompt=True)) is not None
+    assert slow - fast > 0.19, "99 rows of 2 ms"
+    began_s = scoring.now_s
+    scoring.run_until(lambda: "ls" in scoring.first_s)
+    assert scoring.first_s["ls"] - began_s == pytest.approx(slow, rel=0.1)
+    behind.add("ls", prompt=100, ttft=5.0, scores_prompt=True)
+    later = behind.add("ls2", prompt=10, ttft=5.0)
+    assert later is not None and later > slow
+    with pytest.raises(RequestRejected):
+        Clock(predict={"sample": 2.0}).add("ls", prompt=100, ttft=0.25, scores_prompt=True)
+    Clock(predict={"sample": 2.0}).add("ls", prompt=100, ttft=0.25)
 
 
 def test_nobody_is_rejected_without_admission_control_and_best_effort_never_is() -> None:

@@ -23,6 +23,8 @@ SLOW = 396
 AGE = 397
 # Its TTFT is predicted as 7 s if it was announced in the middle of a step, else as 9 s.
 ANNOUNCED = 398
+# It never has a token.
+SILENT = 389
 SLOW_STEP_S = 0.05
 # What a prompt token is predicted to take, if the request has a TTFT objective.
 SECONDS_PER_TOKEN = 0.25
@@ -109,7 +111,8 @@ class FakeEngine:
         if self.on_safepoint is not None:
             self.on_safepoint()
         self._num_steps += 1
-        return [self._advance(request_id, entry) for request_id, entry in list(self._running.items())]
+        speaking = [item for item in self._running.items() if item[1].request.prompt_token_ids[0] != SILENT]
+        return [self._advance(request_id, entry) for request_id, entry in speaking]
 
     def _advance(self, request_id: str, entry: _Running) -> RequestOutput:
         prompt, sampling = entry.request.prompt_token_ids, entry.request.sampling

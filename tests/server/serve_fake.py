@@ -1,34 +1,25 @@
-"""Run the server with the fake engine; --class is the real server's."""
+"""Run the server with the fake engine; the flags are the real server's and a few more."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from pathlib import Path
 
 from fake_engine import FakeLoader
 
-from omniserve.server.cli import ServerOptions
-from omniserve.server.engine_flags import add_engine_flags, config_from
+from omniserve.server.cli import build_parser
+from omniserve.server.engine_flags import config_from
 from omniserve.server.serve import run
+from omniserve.server.server_flags import options_from
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = build_parser()
+    parser.set_defaults(port=0)
     parser.add_argument("--tokenizer")
-    parser.add_argument("--shutdown-timeout", type=float)
     parser.add_argument("--fail", help="the engine does not start, with this message")
     parser.add_argument("--fail-while", type=Path, help="the engine does not start while there is this file")
-    parser.add_argument("--engine-restarts", type=int, default=0)
-    add_engine_flags(parser)
     args = parser.parse_args()
-    options = ServerOptions(
-        tokenizer=args.tokenizer,
-        model_name="fake",
-        port=0,
-        shutdown_timeout_s=args.shutdown_timeout,
-        engine_restarts=args.engine_restarts,
-        log_level="info",
-    )
     config = dataclasses.replace(config_from(args), device_kv_bytes=4 << 20, block_size=16)
+    options = options_from(args, tokenizer=args.tokenizer, model_name="fake", classes=config.classes)
     sys.exit(run(options, FakeLoader(config=config, fail=args.fail, fail_while=args.fail_while)))

@@ -44,7 +44,7 @@ BAD_FIELDS = [
         CHAT,
         {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[1"}}]}]},
         "messages",
-        "arguments of a call",
+        "arguments of the call",
     ),
     (CHAT, {"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages.0.colour", "unknown field"),
     (

@@ -94,7 +94,7 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(start_server):
         num_chunks += len([next(stream)])
     with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
         client.completions.create(model="fake", prompt="a")
-    assert caught.value.status_code == 503
+    assert (caught.value.status_code, caught.value.response.headers["retry-after"]) == (503, "1")
     assert httpx.get(f"{server.url}/health").status_code == 503
     chunks = list(stream)
     assert chunks[-1].choices[0].finish_reason == "length"
@@ -124,7 +124,7 @@ def test_second_signal_stops_at_once(start_server):
 
 @pytest.mark.parametrize(("prompt", "message"), [(RAISE_IN_STEP, "step failed"), (DIE, "exit code 7")])
 def test_death_of_the_engine_is_told_to_all(start_server, prompt, message):
-    server = start_server().wait_until_ready()
+    server = start_server("--engine-restarts", "0").wait_until_ready()
     client = server.client()
     stream = client.completions.create(**ENDLESS, stream=True)
     next(stream)
@@ -164,7 +164,7 @@ def test_answers_are_not_held_back_by_the_network_stack():
             seen.set_result(accepted_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
-        with _listen("127.0.0.1", 0) as listener:
+        with _listen("127.0.0.1", 0, stall_timeout_s=60) as listener:
             async with await asyncio.start_server(accepted, sock=listener):
                 _, writer = await asyncio.open_connection(*listener.getsockname())
                 writer.close()

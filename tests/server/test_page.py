@@ -214,6 +214,66 @@ def test_unreachable_server_is_told_and_charts_go_on_afterwards(server, open_pag
     live(page)
 
 
+def test_page_survives_a_restart_of_the_server(start_server, open_page):
+    server = start_server().wait_until_ready()
+    page = live(open_page(server.url, problems_expected=True))
+    assert server.stop() == 0
+    expect(page.locator("#status")).to_contain_text("Reconnecting since")
+    again = start_server("--port", str(urlsplit(server.url).port), "--ls-ttft-slo", "7").wait_until_ready()
+    live(page)
+    expect(chart(page, "LS time to first token").locator(".entry", has_text="SLO")).to_have_text("SLO7 s")
+    assert again.stop() == 0
+
+
+def test_what_a_restart_lost_stays_with_a_gap_behind_it(server, open_page):
+    page = live(open_page(server.url))
+    times, values, queries = page.evaluate(
+        """async () => {
+          const { Samples } = await import("/dashboard/static/samples.js");
+          const samples = new Samples();
+          const queries = [samples.query];
+          const answer = { interval_s: 1, capacity: 6 };
+          samples.add({ ...answer, run: "a", last: 2, times: [1, 2, 3], series: { x: [10, 20, 30] } });
+          queries.push(samples.query);
+          samples.add({ ...answer, run: "a", last: 2, times: [], series: {} });
+          samples.add({ ...answer, run: "b", last: 1, times: [50, 51], series: { x: [1, 2], y: [5, 6] } });
+          queries.push(samples.query);
+          samples.add({ ...answer, run: "b", last: 2, times: [51], series: { x: [3], y: [7] } });
+          samples.add({ ...answer, run: "b", last: 3, times: [52], series: { x: [4], y: [8] } });
+          return [samples.times, [samples.column("x"), samples.column("y"), samples.column("z")], queries];
+        }"""
+    )
+    assert queries == ["since=-1", "since=2&run=a", "since=1&run=b"]
+    assert times == [2, 3, 4, 50, 51, 52]
+    assert values == [[20, 30, None, 1, 3, 4], [None, None, None, 5, 7, 8], [None] * 6]
+
+
+def test_key_is_asked_for_kept_in_the_tab_and_forgotten(start_server, open_page):
+    server = start_server("--api-key", "open sesame", "--guard-all").wait_until_ready()
+    assert httpx.get(f"{server.url}/dashboard/data").status_code == 401
+    page = open_page(server.url, problems_expected=True)
+    expect(page.locator("#key-form")).to_contain_text("Enter one that the server was started with")
+    expect(page.locator("#key")).to_be_focused()
+    expect(page.locator("#status")).to_have_text("Waiting for an API key")
+    page.fill("#key", "wrong")
+    page.keyboard.press("Enter")
+    expect(page.locator("#key-error")).to_contain_text("this API key is not known here")
+    page.fill("#key", "open sesame")
+    page.click("text=Use key")
+    live(page)
+    expect(page.locator("#key-form")).to_be_hidden()
+    page.fill("#prompt", "abc")
+    page.click("#prompt-send")
+    expect(page.locator("#prompt-result")).to_contain_text("TPOT")
+    live(page).reload()
+    live(page)
+    page.click("#forget-key")
+    expect(page.locator("#key-form")).to_be_visible()
+    page.reload()
+    expect(page.locator("#key-form")).to_be_visible()
+    assert page.evaluate("localStorage.length + sessionStorage.length") == 0
+
+
 def test_death_of_the_engine_is_told(start_server, open_page):
     server = start_server("--engine-restarts", "1").wait_until_ready()
     page = live(open_page(server.url))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -107,13 +110,6 @@ def test_signal_while_the_engine_is_down_stops_the_server(start_server, tmp_path
 def test_holders_of_work_learn_that_the_engine_is_back(tmp_path):
     obstacle = tmp_path / "obstacle"
 
-    async def die(client):
-        queue = asyncio.Queue()
-        request = Request(request_id="r", prompt_token_ids=[DIE], sampling=SamplingParams(max_tokens=1))
-        client.submit(request, time.monotonic(), queue)
-        while not isinstance((await queue.get())[1], EngineStopped):
-            pass
-
     async def scenario():
         engine = EngineSupervisor(FakeLoader(fail_while=obstacle), max_restarts=2)
         await engine.start()
@@ -131,6 +127,59 @@ def test_holders_of_work_learn_that_the_engine_is_back(tmp_path):
             with pytest.raises(EngineStopped, match="may not start yet"):
                 await engine.wait_until_ready()
             assert engine.retry_after_s is None
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())
+
+
+async def die(client):
+    """Kill the fake engine; return when it is dead."""
+    queue = asyncio.Queue()
+    request = Request(request_id="r", prompt_token_ids=[DIE], sampling=SamplingParams(max_tokens=1))
+    client.submit(request, time.monotonic(), queue)
+    while not isinstance((await queue.get())[1], EngineStopped):
+        pass
+
+
+def test_a_start_that_finds_no_room_on_the_disk_is_a_failed_one_and_the_next_may_do_better(monkeypatch):
+    make_directory, folders, num_calls = tempfile.mkdtemp, [], 0
+
+    def make(**kwargs):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        folders.append(make_directory(**kwargs))
+        return folders[-1]
+
+    async def scenario():
+        monkeypatch.setattr(tempfile, "mkdtemp", make)
+        engine = EngineSupervisor(FakeLoader(), max_restarts=2)
+        await engine.start()
+        try:
+            shutil.rmtree(folders.pop())  # as cleaners of /tmp do
+            await die(engine.client)
+            assert await asyncio.wait_for(engine.wait_until_ready(), 60) is engine.client
+            assert engine.failure is None and engine.num_restarts == 1 and num_calls == 3
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_nobody_is_started_for_a_server_that_is_about_to_stop():
+    async def scenario():
+        engine = EngineSupervisor(FakeLoader(), max_restarts=2)
+        await engine.start()
+        try:
+            dead = engine.client
+            await die(dead)
+            engine.keep_down()  # in the pause before the start
+            await asyncio.wait_for(engine.stopped.wait(), 60)
+            assert engine.client is dead and engine.num_restarts == 0 and engine.retry_after_s is None
+            with pytest.raises(EngineStopped, match="exit code 7"):
+                await engine.wait_until_ready()
         finally:
             await engine.close()
 

@@ -51,6 +51,15 @@ def parsed(text: str, size: int) -> tuple[str, list[tuple[int, str, str]]]:
         ('<tool_call>{"name": "f", "arguments": [1]}', '<tool_call>{"name": "f", "arguments": [1]}', []),
         ('<tool_call>\n{"name": "f", "arg', '<tool_call>\n{"name": "f", "arg', []),
         ("", "", []),
+        (f"{CALL}\n\nbye", "\n\nbye", [(0, "weather", '{"city": "Köln"}')]),
+        (
+            '<tool_call>{"name": "f", "arguments": {"x": "a </tool_call> \\" b"}}</tool_call>',
+            "",
+            [(0, "f", '{"x": "a </tool_call> \\" b"}')],
+        ),
+        ('<tool_call>say "a</tool_call>b', '<tool_call>say "a</tool_call>b', []),
+        ('<tool_call>{"name": "f</tool_call> x', '<tool_call>{"name": "f</tool_call> x', []),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}', '<tool_call>{"name": "f", "arguments": {"x": NaN}}', []),
     ],
 )
 def test_calls_are_told_from_text_whatever_the_pieces(text, content, calls, size):

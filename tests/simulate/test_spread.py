@@ -57,7 +57,14 @@ def test_few_steps_are_all_neighbours() -> None:
     assert NEIGHBOURS > 3
 
 
-@pytest.mark.parametrize(("predicted", "measured"), [([], []), ([0.1, 0.0], [0.1, 0.1]), ([0.1], [-1.0])])
-def test_steps_without_time_are_refused(predicted: list[float], measured: list[float]) -> None:
-    with pytest.raises(ValueError, match="more than 0 seconds"):
+@pytest.mark.parametrize(
+    ("predicted", "measured", "message"),
+    [
+        ([], [], "at least one step"),
+        ([0.1, 0.0], [0.1, 0.1], "more than 0 seconds, got 0"),
+        ([0.1], [-1.0], "more than 0 seconds, got -1"),
+    ],
+)
+def test_steps_without_time_are_refused(predicted: list[float], measured: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Spread(predicted, measured)

@@ -1,0 +1,446 @@
+"""Slow readers, full queues, many connections, clients that leave: memory is bounded, and all is free afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from fake_engine import SILENT, SLOW
+from tokenizers_for_tests import byte_level_tokenizer
+
+from omniserve.request import SLO, FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from omniserve.server.backlog import Backlog
+from omniserve.server.body import BodyReader
+from omniserve.server.choice import Delta
+from omniserve.server.engine_client import Accepted
+from omniserve.server.errors import ApiError
+from omniserve.server.generation import Generation, Job
+from omniserve.server.metrics import ServerMetrics
+from omniserve.server.text import TextCodec
+from omniserve.server.tool_calls import ParsedCall
+
+ABC = [byte_level_tokenizer()(letter).input_ids[0] for letter in "abc"]
+# An answer of several megabytes, which no buffer between server and client holds.
+BIG = {"model": "fake", "prompt": ABC, "max_tokens": 500, "n": 30, "logprobs": 20, "stream": True}
+
+
+class RecordingClient:
+    """Stands in for the engine: remembers what it was told."""
+
+    def __init__(self):
+        self.submitted, self.aborted = [], []
+
+    def submit(self, request, arrival_s, events):
+        self.submitted.append(request.request_id)
+
+    def abort(self, request_id):
+        self.aborted.append(request_id)
+
+
+def started(num_choices=1, *, max_unread_tokens=None, stop=(), calls_tools=False):
+    """Return a generation, its client and its backlog."""
+    client, backlog = RecordingClient(), Backlog(["LS"], 100)
+    job = Job(
+        call_id="c",
+        arrival_s=time.monotonic(),
+        prompts=[[5]],
+        samplings=[SamplingParams(max_tokens=10_000, stop=stop)] * num_choices,
+        service_class="LS",
+        slo=SLO(),
+        calls_tools=calls_tools,
+        max_unread_tokens=max_unread_tokens,
+    )
+    generation = Generation(
+        job, client=client, codec=TextCodec(byte_level_tokenizer()), metrics=ServerMetrics(["LS"]), backlog=backlog
+    )
+    for i in range(num_choices):
+        generation.put_nowait((f"c-{i}", Accepted(None)))
+    return generation, client, backlog
+
+
+def put(generation, *token_ids, index=0, finish_reason=None):
+    output = RequestOutput(
+        request_id=f"c-{index}", service_class="LS", new_token_ids=token_ids, finish_reason=finish_reason
+    )
+    generation.put_nowait((f"c-{index}", output))
+
+
+async def read(generation):
+    return [delta async for deltas in generation.deltas() for delta in deltas]
+
+
+def test_what_is_unread_is_coalesced_and_not_lost():
+    async def scenario():
+        generation, _, _ = started(num_choices=3)
+        await generation.start()
+        for _ in range(400):
+            for index in range(3):
+                put(generation, ABC[index], index=index)
+        for index in range(3):
+            put(generation, ABC[0], index=index, finish_reason=FinishReason.LENGTH)
+        return await read(generation)
+
+    deltas = asyncio.run(scenario())
+    assert len(deltas) <= 64 + 3
+    for index, letter in enumerate("abc"):
+        mine = [delta for delta in deltas if delta.index == index]
+        assert "".join(delta.text for delta in mine) == letter * 400 + "a"
+        assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + ["length"]
+
+
+def test_reader_who_falls_too_far_behind_is_given_up():
+    async def scenario():
+        generation, client, backlog = started(num_choices=2, max_unread_tokens=10)
+        await generation.start()
+        put(generation, *ABC * 6)
+        assert not client.aborted
+        put(generation, *ABC)
+        assert client.aborted == ["c-0", "c-1"], "at once, though nobody reads"
+        assert backlog.num_waiting == {"LS": 0}
+        put(generation, *ABC)
+        texts = []
+        with pytest.raises(ApiError, match="21 tokens of the stream were not read") as caught:
+            async for deltas in generation.deltas():
+                texts += [delta.text for delta in deltas]
+        assert (caught.value.code, "".join(texts)) == ("slow_reader", "abc" * 7)
+
+    asyncio.run(scenario())
+
+
+def test_reading_makes_room_again():
+    async def scenario():
+        generation, client, _ = started(max_unread_tokens=10)
+        await generation.start()
+        deltas = generation.deltas()
+        for _ in range(5):
+            put(generation, *ABC * 3)
+            assert await anext(deltas)
+        put(generation, finish_reason=FinishReason.LENGTH)
+        assert [delta.finish_reason async for part in deltas for delta in part] == ["length"]
+        assert not client.aborted
+
+    asyncio.run(scenario())
+
+
+def test_stop_string_ends_a_request_that_nobody_reads():
+    async def scenario():
+        generation, client, _ = started(stop=("b",))
+        await generation.start()
+        put(generation, *ABC)
+        assert client.aborted == ["c-0"]
+        assert "".join(delta.text for delta in await read(generation)) == "a"
+
+    asyncio.run(scenario())
+
+
+def test_text_that_is_held_back_is_not_left_unread():
+    async def scenario():
+        generation, client, _ = started(max_unread_tokens=10, calls_tools=True)
+        await generation.start()
+        reading = asyncio.create_task(read(generation))
+        for letter in '<tool_call>{"name": "f", "arguments": {"x": "' + "a" * 100:
+            await asyncio.sleep(0)
+            put(generation, *byte_level_tokenizer()(letter).input_ids)
+        put(generation, *byte_level_tokenizer()('"}}').input_ids, finish_reason=FinishReason.LENGTH)
+        (delta,) = await reading
+        assert not client.aborted
+        assert delta.tool_calls[0].arguments == '{"x": "' + "a" * 100 + '"}'
+
+    asyncio.run(scenario())
+
+
+def test_calls_and_their_text_are_coalesced_in_order():
+    deltas = [
+        Delta(
+            0,
+            "a",
+            [TokenLogprob(token_id=1, logprob=-1.0)],
+            None,
+            mean_logprob=-1.0,
+            tool_calls=[ParsedCall(0, "i", "f", "{}")],
+        ),
+        Delta(
+            0,
+            "b",
+            [TokenLogprob(token_id=2, logprob=-2.0)],
+            "stop",
+            mean_logprob=-1.5,
+            tool_calls=[ParsedCall(1, "j", "g", "{}")],
+        ),
+    ]
+    deltas[0].extend(deltas[1])
+    whole = deltas[0]
+    assert (whole.text, whole.finish_reason, whole.mean_logprob) == ("ab", "stop", -1.5)
+    assert [entry.token_id for entry in whole.logprobs] == [1, 2]
+    assert [call.name for call in whole.tool_calls] == ["f", "g"]
+
+
+def test_backlog_counts_until_the_first_token():
+    async def scenario():
+        generation, _, backlog = started(num_choices=3)
+        assert backlog.num_waiting == {"LS": 3}
+        put(generation, ABC[0], index=1)
+        put(generation, ABC[0], index=1)
+        assert backlog.num_waiting == {"LS": 2}
+        generation.close()
+        generation.close()
+        assert backlog.num_waiting == {"LS": 0}
+
+    asyncio.run(scenario())
+
+
+def test_full_backlog_tells_how_long_others_waited():
+    backlog = Backlog(["LS", "BE"], 3)
+    backlog.enter("LS", 2)
+    for _ in range(100):
+        backlog.enter("LS", 1)
+        backlog.leave("LS", 7.0)
+    with pytest.raises(ApiError, match="2 requests of class 'LS' wait already, of at most 3") as caught:
+        backlog.enter("LS", 2)
+    assert (caught.value.status, caught.value.code) == (429, "queue_full")
+    assert caught.value.retry_after_s == pytest.approx(7, rel=0.01)
+    backlog.enter("BE", 3)
+    with pytest.raises(ApiError, match="the call is 4 requests") as caught:
+        backlog.enter("BE", 4)
+    assert caught.value.status == 400
+
+
+def test_bodies_are_bounded_together():
+    class Upload:
+        def __init__(self, *parts):
+            self._parts = parts
+            self.go_on = asyncio.Event()
+
+        async def stream(self):
+            for part in self._parts:
+                yield part
+            await self.go_on.wait()
+
+    async def scenario():
+        reader, parsed = BodyReader(10, timeout_s=60), asyncio.Event()
+
+        async def handle(upload):
+            async with reader.hold(upload) as body:
+                await parsed.wait()
+                return body
+
+        async def is_full():
+            with pytest.raises(ApiError, match="too many large requests") as caught:
+                await handle(Upload(b"1"))
+            assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+
+        uploads = [Upload(b"12345", b"67890") for _ in range(8)]
+        tasks = [asyncio.create_task(handle(upload)) for upload in uploads]
+        await asyncio.sleep(0.01)
+        await is_full()
+        for upload in uploads:
+            upload.go_on.set()
+        await asyncio.sleep(0.01)
+        await is_full()
+        parsed.set()
+        assert await asyncio.gather(*tasks) == [b"1234567890"] * 8
+        last = Upload(b"1")
+        last.go_on.set()
+        assert await handle(last) == b"1"
+
+    asyncio.run(scenario())
+
+
+# -- over sockets ------------------------------------------------------------------------------------------------
+
+
+def head(body, path="/v1/completions", length=None):
+    size = len(body) if length is None else length
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n".encode()
+    )
+
+
+def connect(server, receive_buffer=None):
+    url = httpx.URL(server.url)
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(30)
+    connection.connect((url.host, url.port))
+    return connection
+
+
+def send(server, fields, **options):
+    body = json.dumps(fields).encode()
+    connection = connect(server, **options)
+    connection.sendall(head(body) + body)
+    return connection
+
+
+def read_all(connection):
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def num_sockets(server):
+    """Return how many sockets the server's process has open; those of /metrics are closed by then or soon."""
+    folder = Path(f"/proc/{server.process.pid}/fd")
+    links = []
+    for entry in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(entry))
+    return sum(link.startswith("socket:") for link in links)
+
+
+def wait_until_free(server):
+    for service_class in ("LS", "BE"):
+        server.wait_for_metric(f'omniserve_requests_running{{service_class="{service_class}"}}', 0)
+        server.wait_for_metric(f'omniserve_requests_queued{{service_class="{service_class}"}}', 0)
+    server.wait_for_metric('omniserve_kv_blocks_used{tier="device"}', 0)
+
+
+def test_stream_that_is_read_too_slowly_ends_with_an_error(start_server):
+    server = start_server("--max-unread-tokens", "20").wait_until_ready()
+    aborted = 'omniserve_requests_total{finish_reason="abort",service_class="LS"}'
+    with send(server, BIG, receive_buffer=4096) as connection:
+        server.wait_for_metric(aborted, BIG["n"])
+        wait_until_free(server)
+        connection.settimeout(2)
+        with contextlib.suppress(TimeoutError):  # the connection stays open for more requests
+            text = b""
+            while b"[DONE]" not in text[-64:]:
+                text += connection.recv(1 << 16)
+    assert b'"code": "slow_reader"' in text
+    assert server.client().completions.create(model="fake", prompt="a", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_stream_that_is_not_read_at_all_is_cut(start_server):
+    server = start_server("--stall-timeout", "0.3").wait_until_ready()
+    with send(server, BIG | {"prompt": [SLOW, *ABC]}, receive_buffer=4096) as connection:
+        server.wait_for_metric('omniserve_requests_total{finish_reason="abort",service_class="LS"}', BIG["n"])
+        wait_until_free(server)
+        assert b"[DONE]" not in read_all(connection)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_connection_of_an_answer_that_nobody_takes_is_closed(start_server, stream):
+    server = start_server("--stall-timeout", "0.3").wait_until_ready()
+    before = num_sockets(server)
+    with send(server, BIG | {"prompt": ABC, "stream": stream}, receive_buffer=4096):
+        server.wait_for_metric('omniserve_requests_running{service_class="LS"}', BIG["n"])
+        wait_until_free(server)
+        deadline = time.monotonic() + 20
+        while num_sockets(server) > before:
+            assert time.monotonic() < deadline, "the server still holds what it could not send"
+            time.sleep(0.05)
+
+
+def test_body_that_does_not_arrive_is_not_waited_for(start_server):
+    server = start_server("--stall-timeout", "0.3").wait_until_ready()
+    with connect(server) as connection:
+        connection.sendall(head(b"", length=1000) + b'{"model": "fake", ')
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 408") and b'"code": "request_timeout"' in answer
+
+
+def test_full_queue_is_told_with_retry_after(start_server):
+    server = start_server("--max-queued-requests", "2").wait_until_ready()
+    client = server.client()
+    silent = {"model": "fake", "prompt": [[SILENT], [SILENT]], "max_tokens": 5}
+    with send(server, silent | {"stream": True}) as connection:
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert server.metric('omniserve_requests_queued{service_class="LS"}') == 2
+        with pytest.raises(openai.RateLimitError, match="2 requests of class 'LS' wait already") as caught:
+            client.completions.create(model="fake", prompt="a")
+        assert caught.value.code == "queue_full"
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert server.metric('omniserve_requests_rejected_total{service_class="LS"}') == 1
+        client.completions.create(model="fake", prompt="a", max_tokens=2, extra_body={"service_tier": "flex"})
+    wait_until_free(server)
+    client.completions.create(model="fake", prompt=["a", "b"], max_tokens=2)
+    with pytest.raises(openai.BadRequestError, match="send several calls"):
+        client.completions.create(model="fake", prompt=["a", "b", "c"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_closed_sockets_are_answered_or_closed(server, stream):
+    with send(server, {"model": "fake", "prompt": [SLOW, 5], "max_tokens": 300, "stream": stream}) as connection:
+        server.wait_for_metric('omniserve_requests_running{service_class="LS"}', 1)
+        connection.shutdown(socket.SHUT_WR)
+        read_all(connection)
+    wait_until_free(server)
+
+
+def leave_before_the_headers(server):
+    with connect(server) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost:")
+
+
+def leave_in_the_body(server):
+    with connect(server) as connection:
+        connection.sendall(head(b"", length=1000) + b'{"model": "fake", ')
+
+
+def leave_after_the_body(server):
+    send(server, {"model": "fake", "prompt": [SLOW, 5], "max_tokens": 400}).close()
+
+
+def leave_while_queued(server):
+    with send(server, {"model": "fake", "prompt": [SILENT], "max_tokens": 5}):
+        server.wait_for_metric('omniserve_requests_queued{service_class="LS"}', 1)
+
+
+def leave_while_queued_in_a_stream(server):
+    with send(server, {"model": "fake", "prompt": [SILENT], "max_tokens": 5, "stream": True}):
+        server.wait_for_metric('omniserve_requests_queued{service_class="LS"}', 1)
+
+
+def leave_while_decoding(server):
+    with send(server, {"model": "fake", "prompt": [SLOW, 5], "max_tokens": 400, "n": 3, "stream": True}) as connection:
+        while b"data:" not in connection.recv(1 << 16):
+            pass
+
+
+def leave_without_waiting_for_the_end(server):
+    with send(server, {"model": "fake", "prompt": ABC, "max_tokens": 5, "stream": True}) as connection:
+        connection.recv(1)
+
+
+def leave_with_a_reset(server):
+    with send(server, {"model": "fake", "prompt": [SLOW, 5], "max_tokens": 400, "stream": True}) as connection:
+        connection.recv(1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+
+@pytest.mark.parametrize("leave", [f for name, f in sorted(globals().items()) if name.startswith("leave_")])
+def test_whoever_leaves_frees_what_they_held(server, leave):
+    leave(server)
+    wait_until_free(server)
+    assert server.client().completions.create(model="fake", prompt="a", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_hundreds_of_connections_are_all_served(server):
+    async def scenario():
+        limits = httpx.Limits(max_connections=300)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
+
+            async def one(i):
+                fields = {"model": "fake", "prompt": ABC, "max_tokens": 5 + i % 7, "stream": i % 2 == 0}
+                fields["service_tier"] = ("default", "flex")[i % 3 == 0]
+                response = await http.post("/v1/completions", json=fields)
+                return response.status_code == 200 and (b"[DONE]" in response.content) == fields["stream"]
+
+            assert all(await asyncio.gather(*map(one, range(300))))
+
+    idle = [connect(server) for _ in range(100)]
+    asyncio.run(scenario())
+    for connection in idle:
+        connection.close()
+    wait_until_free(server)
