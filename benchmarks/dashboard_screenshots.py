@@ -24,9 +24,7 @@ from benchmarks.common.server import ServerProcess
 from omniserve.simulate.load import poisson
 
 TEXT = "\n".join(topics.topics.values())
-SERVER = (
-    "--device-kv-gib 0.004 --host-kv-gib 0.5 --ls-ttft-slo 0.4 --ls-tpot-slo 0.04 --served-model-name built-in"
-).split()  # fmt: skip
+SERVER = "--device-kv-gib 0.004 --host-kv-gib 0.5 --served-model-name built-in".split()
 # (from, to, LS requests a second): calm, busy, a burst that is too much, busy again.
 RATES = ((0, 25, 2.0), (25, 60, 4.0), (60, 68, 16.0), (68, 240, 3.0))
 BE_FROM_S = 18.0
@@ -93,7 +91,7 @@ def take_pictures(browser: Browser, url: str, folder: Path, wait_s: float) -> No
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("docs"))
-    parser.add_argument("--seconds", type=float, default=115.0, help="how long the load runs before the first picture")
+    parser.add_argument("--seconds", type=float, default=125.0, help="how long the load runs before the first picture")
     parser.add_argument("--be-requests", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

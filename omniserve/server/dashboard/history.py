@@ -104,8 +104,6 @@ def _latest(reading: Reading) -> Mapping[str, Any]:
         "rejected": total("omniserve_requests_rejected_total"),
         "host_requests": total("omniserve_host_requests"),
         "host_healthy": reading.values.get(("omniserve_host_healthy",)) != 0,
-        "preemptions": total("omniserve_preemptions_total"),
-        "moves": total("omniserve_swaps_total"),
         "kv_blocks": {
             tier: [total("omniserve_kv_blocks_used", tier), total("omniserve_kv_blocks", tier)]
             for tier in ("device", "host")

@@ -78,7 +78,8 @@ function askForKey(message) {
 }
 
 function engineStatus() {
-  if (latest.engine === "up") setStatus("live", "Live");
+  const again = latest.restarts > 0 ? `, engine restarts: ${latest.restarts}` : "";
+  if (latest.engine === "up") setStatus("live", `Live${again}`);
   else if (latest.engine === "busy") setStatus("wait", "The engine is in a long step");
   else setStatus("down", `No engine: ${latest.engine}`);
 }

@@ -80,7 +80,7 @@ export class Chart {
     const texts = this.panel.lines.map((line, i) => {
       const text = (line.format ?? this.panel.format)(this.shown[i][index] ?? null);
       setText(this.cells[i].value, text);
-      return `${line.label} ${text}`;
+      return `${line.words ?? line.label} ${text}`;
     });
     const objective = this.panel.objective ? `, objective ${this.panel.format(this.panel.objective)}` : "";
     this.plot.setAttribute("aria-label", `${this.panel.title}: ${texts.join(", ")}${objective}`);

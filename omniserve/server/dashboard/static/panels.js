@@ -1,11 +1,11 @@
 // Which charts there are: of each its lines, its unit and what it says while there is nothing to draw.
-// A line with a format of its own is a number in the legend only.
+// A line with a format of its own is a number in the legend only. words: the label of a line for those who cannot see it.
 
 import { number, percent, seconds, times } from "./format.js";
 
 const CLASS_COLORS = ["one", "two", "three", "four"];
 
-function latency(what, title, spec, more = []) {
+function latency(what, title, spec) {
   return {
     title: `${spec.name} ${title}`,
     format: seconds,
@@ -14,7 +14,6 @@ function latency(what, title, spec, more = []) {
     lines: [
       { name: `${what}_p99:${spec.name}`, label: "p99", color: "one" },
       { name: `${what}_p50:${spec.name}`, label: "p50", color: "two", thin: true },
-      ...more,
     ],
     empty: `No ${spec.name} request has ended lately. Send one below.`,
   };
@@ -30,9 +29,7 @@ export function panels(spec, classes) {
       ...options(each),
     }));
   return [
-    latency("ttft", "time to first token (TTFT)", spec, [
-      { name: `ttft_error_p50:${spec.name}`, label: "off by", format: seconds },
-    ]),
+    latency("ttft", "time to first token (TTFT)", spec),
     latency("tpot", "time per output token (TPOT)", spec),
     {
       title: `${spec.name} SLO attainment`,
@@ -71,8 +68,8 @@ export function panels(spec, classes) {
       format: number,
       least: 4,
       lines: [
-        ...byClass("waiting", (each) => ({ label: `${each.name} waits` })),
-        ...byClass("running", (each) => ({ label: `${each.name} runs`, dashed: true })),
+        ...byClass("waiting", (each) => ({ words: `${each.name} waiting` })),
+        ...byClass("running", (each) => ({ words: `${each.name} running`, dashed: true })),
       ],
       empty: "The engine has told nothing yet.",
     },
@@ -96,7 +93,8 @@ export function panels(spec, classes) {
       least: 0.1,
       lines: [
         { name: "step_error", label: "error", color: "one", filled: true },
-        { name: "step_drift", label: "measured / profile", format: times },
+        { name: "step_drift", label: "drift", format: times },
+        { name: `ttft_error_p50:${spec.name}`, label: "TTFT off by", format: seconds },
       ],
       empty: "The engine has told nothing yet.",
     },
