@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from batch_inputs import completion_line, submit, wait_for
+from fake_engine import SILENT
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: install the extra dev")
 expect = sync_api.expect
@@ -121,52 +124,56 @@ def test_prompt_box_stops_and_tells_errors(server, open_page):
     expect(page.locator("#prompt-send")).to_be_enabled()
 
 
-def batch(number: int, status: str, **fields) -> dict:
-    counts = {"total": 40, "completed": 10, "failed": 2}
-    shape = {"id": f"batch_{number}", "endpoint": "/v1/completions", "request_counts": counts, "metadata": None}
-    return shape | {"status": status, "expires_at": int(time.time()) + 7200, "errors": None} | fields
+ENDLESS_LINES = [completion_line(i, prompt=[SILENT, 100 + i]) for i in range(60)]
 
 
-def test_batches_show_progress_and_cancel_after_a_second_press(server, open_page):
-    page = live(open_page(server.url, problems_expected=True))
-    jobs = [batch(2, "in_progress", metadata={ATTACK: ATTACK}), batch(1, "completed")]
-    page.route("**/v1/batches?*", lambda route: route.fulfill(json={"data": jobs}))
-    cancelled = []
-
-    def cancel(route):
-        cancelled.append(route.request.url)
-        jobs[0] = jobs[0] | {"status": "cancelling"}
-        route.fulfill(json=jobs[0])
-
-    page.route("**/v1/batches/*/cancel", cancel)
-    page.reload()
+def test_batches_show_progress_and_cancel_after_a_second_press(start_server, open_page):
+    server = start_server().wait_until_ready()
+    page = live(open_page(server.url))
+    expect(page.locator("#batches-empty")).to_contain_text("No batch jobs. Upload a JSONL file to /v1/files")
+    quick = submit(server.client(), [completion_line(1, prompt=[100, 101])])
+    wait_for(server.client(), quick.id)
+    endless = submit(server.client(), ENDLESS_LINES, metadata={ATTACK[:64]: ATTACK})
     rows = page.locator("#batches tbody tr")
     expect(rows).to_have_count(2)
-    expect(rows.nth(0)).to_contain_text("12 of 40, 2 failed")
-    expect(rows.nth(0)).to_contain_text("in 2 h")
-    assert rows.nth(0).locator("progress").evaluate("e => e.position") == 0.3
-    expect(rows.nth(0)).to_contain_text(f"{ATTACK}: {ATTACK}")
+    newest, oldest = rows.nth(0), rows.nth(1)
+    expect(oldest).to_contain_text("completed")
+    expect(oldest).to_contain_text("1 of 1")
+    expect(oldest).to_contain_text("ended")
+    expect(oldest.get_by_role("button")).to_have_count(0)
+    expect(newest).to_contain_text(f"{ATTACK[:64]}: {ATTACK}")
     assert rows.locator("img, script").count() == 0 and page.title() == "fake | OmniServe"
-    expect(rows.nth(1).get_by_role("button")).to_have_count(0)
-    button = rows.nth(0).get_by_role("button")
+    expect(newest).to_contain_text("of 60")
+    expect(newest).to_contain_text("in 24 h")
+    button = newest.get_by_role("button")
     button.click()
-    expect(button).to_have_accessible_name("Sure? batch_2")
-    assert not cancelled
+    expect(button).to_have_accessible_name(f"Sure? {endless.id}")
+    assert server.client().batches.retrieve(endless.id).status in ("validating", "in_progress")
     button.click()
-    expect(rows.nth(0).locator(".badge")).to_have_text("cancelling")
-    expect(page.locator("#batches-message")).to_have_text("batch_2: cancelling")
-    assert cancelled == [f"{server.url}/v1/batches/batch_2/cancel"]
+    expect(page.locator("#batches-message")).to_have_text(re.compile(f"{endless.id}: (cancelling|cancelled)"))
+    expect(newest.locator(".badge")).to_have_text("cancelled", timeout=TIMEOUT_MS)
+    assert server.client().batches.retrieve(endless.id).status == "cancelled"
+    expect(button).to_have_count(0)
+    page.close()
+    assert server.stop() == 0
 
 
-def test_focus_stays_while_the_list_is_renewed(server, open_page):
-    page = live(open_page(server.url, problems_expected=True))
-    jobs = [batch(1, "in_progress")]
-    page.route("**/v1/batches?*", lambda route: route.fulfill(json={"data": jobs}))
-    page.reload()
-    page.locator("#batches button").focus()
-    jobs.insert(0, batch(2, "validating"))
+def test_first_press_alone_cancels_nothing(start_server, open_page):
+    server = start_server().wait_until_ready()
+    endless = submit(server.client(), ENDLESS_LINES)
+    page = live(open_page(server.url))
+    button = page.locator("#batches tbody button")
+    button.click()
+    expect(button).to_have_text("Sure?")
+    expect(button).to_have_text("Cancel", timeout=TIMEOUT_MS)
+    assert server.client().batches.retrieve(endless.id).status == "in_progress"
+    # A press on a button that the keyboard has reached does not lose its place when the list is renewed.
+    button.focus()
+    submit(server.client(), ENDLESS_LINES)
     expect(page.locator("#batches tbody tr")).to_have_count(2)
-    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Cancel batch_1"
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == f"Cancel {endless.id}"
+    page.close()
+    assert server.stop() == 0
 
 
 def test_unreachable_server_is_told_and_charts_go_on_afterwards(server, open_page):

@@ -42,7 +42,8 @@ class Row {
     setText(this.problem, batch.omniserve?.problem ?? problems[0] ?? "");
     this.progress.max = Math.max(total, 1);
     this.progress.value = completed + failed;
-    const text = `${completed + failed} of ${total}${failed ? `, ${failed} failed` : ""}`;
+    const late = batch.omniserve?.escalated ?? 0;
+    const text = `${completed + failed} of ${total}${failed ? `, ${failed} failed` : ""}${late ? `, ${late} late: ran as LS` : ""}`;
     setText(this.counts, text);
     this.progress.setAttribute("aria-label", `Progress of ${this.id}: ${text}`);
     const ended = batch.completed_at ?? batch.failed_at ?? batch.expired_at ?? batch.cancelled_at;
