@@ -24,9 +24,9 @@ from benchmarks.common.server import ServerProcess
 from omniserve.simulate.load import poisson
 
 TEXT = "\n".join(topics.topics.values())
-SERVER = "--device-kv-gib 0.004 --host-kv-gib 0.5 --served-model-name built-in".split()
+SERVER = "--device-kv-gib 0.004 --host-kv-gib 0.5 --served-model-name built-in --batch-concurrency 16".split()
 # (from, to, LS requests a second): calm, busy, a burst that is too much, busy again.
-RATES = ((0, 25, 2.0), (25, 60, 4.0), (60, 68, 16.0), (68, 240, 3.0))
+RATES = ((0, 25, 1.0), (25, 60, 2.0), (60, 66, 8.0), (66, 240, 1.5))
 BE_FROM_S = 18.0
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
@@ -41,7 +41,7 @@ def make_load(seed: int, num_be: int) -> list[LoadRequest]:
 
     arrivals = [start_s + at_s for start_s, end_s, rate in RATES for at_s in poisson(rate, end_s - start_s, rng)]
     load = [request(at_s, rng.randrange(100, 500), rng.randrange(16, 48), LS_TIER) for at_s in arrivals]
-    late = [BE_FROM_S + 0.2 * i for i in range(num_be)]
+    late = [BE_FROM_S + 0.5 * i for i in range(num_be)]
     return load + [request(at_s, rng.randrange(400, 1600), rng.randrange(64, 256), BE_TIER) for at_s in late]
 
 
@@ -52,7 +52,7 @@ def submit_batch(client: httpx.Client, num_requests: int, metadata: dict[str, st
             "custom_id": str(i),
             "method": "POST",
             "url": "/v1/completions",
-            "body": {"model": "built-in", "prompt": TEXT[500 * i : 500 * i + 400], "max_tokens": 48},
+            "body": {"model": "built-in", "prompt": TEXT[100 * i : 100 * i + 400], "max_tokens": 48},
         }
         for i in range(num_requests)
     ]
@@ -92,10 +92,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("docs"))
     parser.add_argument("--seconds", type=float, default=125.0, help="how long the load runs before the first picture")
-    parser.add_argument("--be-requests", type=int, default=600)
+    parser.add_argument("--be-requests", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, ServerProcess(SERVER, Path(folder) / "server.log") as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ServerProcess([*SERVER, "--data-dir", f"{folder}/data"], Path(folder) / "server.log") as server,
+    ):
         server.wait_until_healthy()
         load = make_load(arguments.seed, arguments.be_requests)
         stream = threading.Thread(
@@ -105,7 +108,7 @@ def main() -> int:
         )
         stream.start()
         with httpx.Client(base_url=server.base_url, timeout=60) as client:
-            submit_batch(client, 400, {"job": "nightly summaries", "owner": "docs"})
+            submit_batch(client, 3000, {"job": "nightly summaries", "owner": "docs"})
             submit_batch(client, 24, {"job": "labels"})
         with chromium() as browser:
             take_pictures(browser, server.base_url, arguments.folder, arguments.seconds)

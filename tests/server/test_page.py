@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+import tomllib
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -11,9 +13,12 @@ import pytest
 from batch_inputs import completion_line, submit, wait_for
 from fake_engine import SILENT
 
+import omniserve
+
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: install the extra dev")
 expect = sync_api.expect
 
+ROOT = Path(__file__).parents[2]
 TIMEOUT_MS = 30_000
 ATTACK = "<img src=x onerror=\"document.title='attacked'\"><script>document.title='attacked'</script>"
 
@@ -344,6 +349,14 @@ def test_answers_forbid_what_the_page_does_not_need(server):
         assert httpx.get(f"{server.url}/dashboard/static/{name}").status_code == 404
     wrong = httpx.get(f"{server.url}/dashboard/data?since=x")
     assert wrong.status_code == 400 and "number of the last sample" in wrong.json()["error"]["message"]
+
+
+def test_wheel_carries_the_page():
+    package = Path(omniserve.__file__).parent
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["omniserve"]
+    carried = {path for pattern in patterns for path in package.glob(pattern) if path.is_file()}
+    files = {path for path in (package / "server" / "dashboard" / "static").rglob("*") if path.is_file()}
+    assert len(files) > 10 and files <= carried
 
 
 def test_policy_stops_inline_code_and_html(server, open_page):

@@ -127,9 +127,9 @@ function repeat(work) {
       pauseMs = (await work(pauseMs)) ?? 1000;
     } finally {
       busy = false;
+      clearTimeout(timer);
+      timer = setTimeout(turn, pauseMs);
     }
-    clearTimeout(timer);
-    timer = setTimeout(turn, pauseMs);
   }
   return turn;
 }

@@ -18,17 +18,18 @@ class Row {
     this.problem = make("span", { class: "error small" });
     this.progress = make("progress", { max: 1, value: 0 });
     this.counts = make("span", { class: "counts" });
-    this.due = make("td", { class: "due" });
+    this.due = make("td", { class: "due", role: "cell" });
     this.button = make("button", { type: "button" }, "Cancel");
     this.button.addEventListener("click", () => this.#press(cancel));
+    // Roles are named because on a narrow screen rows are laid out as blocks, which would take them away.
     this.element = make(
       "tr",
-      {},
-      make("th", { scope: "row" }, make("code", {}, id), this.metadata, this.endpoint),
-      make("td", {}, this.status, this.problem),
-      make("td", { class: "progress" }, this.progress, this.counts),
+      { role: "row" },
+      make("th", { scope: "row", role: "rowheader" }, make("code", {}, id), this.metadata, this.endpoint),
+      make("td", { role: "cell" }, this.status, this.problem),
+      make("td", { class: "progress", role: "cell" }, this.progress, this.counts),
       this.due,
-      make("td", { class: "action" }, this.button),
+      make("td", { class: "action", role: "cell" }, this.button),
     );
   }
 

@@ -55,5 +55,11 @@ export async function call(path, { body = null, method = body === null ? "GET" :
 }
 
 export async function getJson(path, options) {
-  return (await call(path, options)).json();
+  const response = await call(path, options);
+  const text = await response.text();
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw new ServerError(`${path.split("?")[0]} did not answer with JSON; is there a proxy in between?`, response.status);
+  }
 }
