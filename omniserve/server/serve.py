@@ -23,6 +23,7 @@ from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.serving import BatchServing
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
+from omniserve.server.garbage import exempt_what_is_loaded
 from omniserve.server.logs import set_up_logs
 from omniserve.server.server_flags import ServerOptions
 from omniserve.server.service import Service
@@ -137,6 +138,7 @@ class _Main:
             timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
         )
         server = _UvicornServer(config)
+        exempt_what_is_loaded()
         listener.listen(config.backlog)  # now, so that whoever reads the next line can connect
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()[:2]
