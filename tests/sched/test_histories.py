@@ -145,6 +145,8 @@ def run_history(
             if output.finish_reason is not None:
                 reasons[output.request_id] = output.finish_reason
         sched.check_integrity()
+        if step % 8 == 0:
+            check_blocks_by_class(sched)
     else:
         pytest.fail(f"seed {seed}: not finished after 20,000 steps: {sched.stats()}")
     assert set(reasons) == set(requests)
@@ -183,6 +185,16 @@ def check_request_limit(sched: RequestScheduler, plan: StepPlan, there: set[str]
     if any(sched.states[request_id].kind is ServiceClass.BE for request_id in restored):
         came = {state.request_id for state in sched.device[ServiceClass.LS]} - there if there is not None else set()
         assert holding.total() - len(came) <= most, holding
+
+
+def check_blocks_by_class(sched: RequestScheduler) -> None:
+    """Verify that the classes' blocks add up to those in use, but for shared ones and copies that nobody waits for."""
+    usage, stats = sched.kv.usage(), sched.stats()
+    on_device, on_host = sum(stats.device_blocks.values()), sum(stats.host_blocks.values())
+    sharers = sched.kv._device.sharers.values() if isinstance(sched.kv, BidirectionalKVManager) else ()
+    assert on_device == usage.device_used + sum(sched.kv.tier(be) is not None for _, be in sharers)
+    is_copying = sched.abandoned_moves or (sched.checkpoints is not None and sched.checkpoints.busy)
+    assert on_host <= usage.host_used if is_copying else on_host == usage.host_used
 
 
 def check_decision(sched: RequestScheduler, plan: StepPlan) -> bool:
