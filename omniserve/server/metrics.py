@@ -98,16 +98,14 @@ class ServerMetrics:
         service_class, times, slo = choice.request.service_class, choice.times, choice.request.slo
         assert slo is not None and choice.finish_reason is not None
         self._requests.labels(service_class, choice.finish_reason).inc()
-        if times.first_token_s is None or times.last_token_s is None:
+        ttft_s, tpot_s = times.ttft_s, times.tpot_s
+        if ttft_s is None or times.last_token_s is None:
             return
-        ttft_s = times.first_token_s - times.arrival_s
         self._ttft.labels(service_class).observe(ttft_s)
         if choice.predicted_ttft_s is not None:
             self._predicted_ttft.labels(service_class).observe(choice.predicted_ttft_s)
             self._ttft_error.labels(service_class).observe(ttft_s - choice.predicted_ttft_s)
-        tpot_s = None
-        if times.num_tokens > 1:
-            tpot_s = (times.last_token_s - times.first_token_s) / (times.num_tokens - 1)
+        if tpot_s is not None:
             self._tpot.labels(service_class).observe(tpot_s)
         if choice.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return

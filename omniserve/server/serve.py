@@ -25,6 +25,7 @@ from omniserve.server.server_flags import ServerOptions
 from omniserve.server.service import Service
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
+from omniserve.server.traces import open_traces
 
 logger = logging.getLogger("omniserve.server")
 
@@ -110,12 +111,14 @@ class _Main:
         )
 
     async def _serve(self, service: Service, listener: socket.socket) -> int:
+        traces = open_traces(self._options.otlp_endpoint, model_name=service.model_name)
         config = uvicorn.Config(
             create_app(
                 service,
                 keys=self._options.keys,
                 guard_all=self._options.guard_all,
                 cors_origins=self._options.cors_origins,
+                traces=traces,
             ),
             access_log=False,
             log_config=None,
@@ -138,6 +141,8 @@ class _Main:
         await service.drain(self._options.shutdown_timeout_s)  # at once without an engine: every call got its error
         server.should_exit = True
         await serving
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
         return 0 if self._engine.failure is None else 1
 
     def _on_signal(self, number: int) -> None:

@@ -87,11 +87,13 @@ def start_server(tokenizer_folder) -> Iterator[Callable[..., RunningServer]]:
     """Start servers with the fake engine; what still runs at the end is killed."""
     started: list[RunningServer] = []
 
-    def start(*flags: str, shutdown_timeout_s: float = 20, fail: str | None = None) -> RunningServer:
+    def start(
+        *flags: str, shutdown_timeout_s: float = 20, fail: str | None = None, **environment: str
+    ) -> RunningServer:
         script = Path(__file__).with_name("serve_fake.py")
         command = [sys.executable, str(script), "--tokenizer", str(tokenizer_folder), *flags]
         command += ["--shutdown-timeout", str(shutdown_timeout_s), *([] if fail is None else ["--fail", fail])]
-        started.append(RunningServer(command))
+        started.append(RunningServer(command, **environment))
         return started[-1]
 
     yield start

@@ -36,6 +36,8 @@ class _Running:
     arrival_s: float
     predicted_ttft_s: float | None
     output: list[int] = field(default_factory=list)
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
 
 
 class FakeEngine:
@@ -107,6 +109,8 @@ class FakeEngine:
 
     def step(self) -> list[RequestOutput]:
         slow = any(entry.request.prompt_token_ids[0] == SLOW for entry in self._running.values())
+        for entry in self._running.values():
+            entry.first_scheduled_s = entry.first_scheduled_s or time.monotonic()
         time.sleep(SLOW_STEP_S if slow else 0.001)
         if self.on_safepoint is not None:
             self.on_safepoint()
@@ -155,13 +159,21 @@ class FakeEngine:
     def _output(
         self, request_id: str, entry: _Running, token_ids: tuple[int, ...] = (), **fields: Any
     ) -> RequestOutput:
+        now_s = time.monotonic()
+        entry.first_token_s = entry.first_token_s or now_s
         return RequestOutput(
             request_id=request_id,
             service_class=entry.request.service_class,
             new_token_ids=token_ids,
             num_prompt_tokens=len(entry.request.prompt_token_ids),
             num_output_tokens=len(entry.output),
-            times=RequestTimes(arrival_s=entry.arrival_s, predicted_ttft_s=entry.predicted_ttft_s),
+            times=RequestTimes(
+                arrival_s=entry.arrival_s,
+                first_scheduled_s=entry.first_scheduled_s,
+                first_token_s=entry.first_token_s,
+                finished_s=now_s if fields.get("finish_reason") is not None else None,
+                predicted_ttft_s=entry.predicted_ttft_s,
+            ),
             **fields,
         )
 
