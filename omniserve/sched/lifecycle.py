@@ -169,7 +169,8 @@ class RequestLifecycle(RequestTransfers):
 
     def _append(self, state: RequestState, output: StepOutput, now_s: float, outputs: list[RequestOutput]) -> None:
         if (message := output.failed.get(state.request_id)) is not None:
-            logger.error("request %s failed: %s", state.request_id, message)
+            about = {"engine_request_id": state.request_id}
+            logger.error("request %s failed: %s", state.request_id, message, extra=about)
             self._end(state)
             outputs.append(state.output(reason=FinishReason.ERROR, stop_reason=message, now_s=now_s))
             return

@@ -21,7 +21,7 @@ from omniserve.request import (
 )
 from omniserve.stats import EngineStats
 
-# API -> engine: ("add", request, arrival_s), ("abort", request_id), ("stats", number), ("close",)
+# API -> engine: ("add", request, arrival_s, x-request-id or None), ("abort", request_id), ("stats", number), ("close",)
 # engine -> API: ("progress", text), ("ready", info), ("failed", text)     while it starts
 #                ("step", [(accepted id, predicted_ttft_s or None)], outputs), ("refused", request_id, error),
 #                ("stats", number, stats), ("fatal", text)

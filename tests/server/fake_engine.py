@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from omniserve.errors import RequestRejected
 from omniserve.request import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprob
 from omniserve.spec import AttentionSpec, ModelSpec
 from omniserve.stats import EngineStats
+
+logger = logging.getLogger(__name__)
 
 # A prompt that begins with one of these causes the fault.
 REJECT, REJECT_WITHOUT_HINT, REFUSE, RAISE_IN_STEP, DIE, BAD_OUTPUT = 390, 391, 392, 393, 394, 395
@@ -141,6 +144,7 @@ class FakeEngine:
             reason = FinishReason.STOP
         elif prompt[0] == BAD_OUTPUT:
             reason, stop_reason = FinishReason.ERROR, "the fake logits are not finite"
+            logger.error("request %s failed", request_id, extra={"engine_request_id": request_id})
         if reason is not None:
             del self._running[request_id]
         logprobs: tuple[TokenLogprob, ...] = ()
