@@ -15,6 +15,8 @@ from omniserve.server.protocol import R
 from omniserve.server.rates import Rates
 
 _FREE_PATHS = ("/health", "/metrics")
+# A page in a browser is asked for without a key. It asks for one, and its files say nothing about the server.
+_PAGE, _PAGE_FILES = "/dashboard", "/dashboard/static/"
 
 
 class Caller:
@@ -88,7 +90,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"  # the server has neither websockets nor a lifespan
-        if self._guard_all or not _is_free(scope["path"]):
+        if not _is_free(scope["path"], self._guard_all):
             headers = dict(scope["headers"])
             try:
                 key = self._ring.find(headers.get(b"authorization", b"").decode("latin-1"))
@@ -100,5 +102,7 @@ class Gate:
         await self._app(scope, receive, send)
 
 
-def _is_free(path: str) -> bool:
-    return any(path == free or path.startswith(f"{free}/") for free in _FREE_PATHS)
+def _is_free(path: str, guard_all: bool) -> bool:
+    if path == _PAGE or path.startswith(_PAGE_FILES):
+        return True
+    return not guard_all and any(path == free or path.startswith(f"{free}/") for free in _FREE_PATHS)

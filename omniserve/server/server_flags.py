@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from omniserve.request import ClassSpec
+from omniserve.server.batches.settings import BatchSettings, add_batch_flags, batch_settings
 from omniserve.server.classes import class_of_tier
 from omniserve.server.engine_flags import integer, number, positive
 from omniserve.server.errors import ApiError
@@ -44,6 +45,7 @@ class ServerOptions:
     """How often in a row a dead engine is started again; 0: its death ends the server."""
     otlp_endpoint: str | None = None
     """Base URL of the collector that gets traces; None: the one that the environment names, if any."""
+    batches: BatchSettings = field(default_factory=BatchSettings)
     log_level: str = "info"
     log_format: str = "text"
 
@@ -117,6 +119,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         help="send an OpenTelemetry trace of each request to this collector, such as http://127.0.0.1:4318 "
         "(default: OTEL_EXPORTER_OTLP_ENDPOINT, if set)",
     )
+    add_batch_flags(parser)
     parser.add_argument("--log-level", choices=LOG_LEVELS, default=defaults["log_level"])
     parser.add_argument(
         "--log-format",
@@ -162,6 +165,7 @@ def options_from(
         cors_origins=tuple(args.cors_origin or ()),
         engine_restarts=args.engine_restarts,
         otlp_endpoint=None if args.otlp_endpoint is None else checked_endpoint(args.otlp_endpoint),
+        batches=batch_settings(args),
         log_level=args.log_level,
         log_format=args.log_format,
     )
