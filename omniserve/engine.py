@@ -343,6 +343,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return gauges and counters."""
         usage, sched = self.kv.usage(), self.scheduler.stats()
+        tier = self.host_tier.stats() if self.host_tier is not None else None
         return EngineStats(
             waiting=sched.waiting,
             running=sched.running,
@@ -350,6 +351,8 @@ class Engine:
             device_blocks_total=usage.device_total,
             host_blocks_used=usage.host_used,
             host_blocks_total=usage.host_total,
+            device_blocks_by_class=sched.device_blocks,
+            host_blocks_by_class=sched.host_blocks,
             host_requests=sched.host_requests,
             steps=self._log.num_steps,
             step_seconds=self._log.seconds,
@@ -363,13 +366,15 @@ class Engine:
             layer_preemptions=sched.layer_preemptions,
             swaps_out=sched.swaps_out,
             swaps_in=sched.swaps_in,
-            host_failures=self.host_tier.num_failures if self.host_tier is not None else 0,
+            host_kv_bytes_read=tier.kv_bytes_read if tier is not None else 0,
+            host_busy_seconds=tier.busy_seconds if tier is not None else 0.0,
+            host_failures=tier.failures if tier is not None else 0,
             checkpoints=sched.checkpoints,
             resumed_tokens=sched.resumed_tokens,
             rejected=sched.rejected,
             latency_error=self._latency.error if self._latency is not None else 0.0,
             latency_drift=self._latency.drift if self._latency is not None else 1.0,
-            host_healthy=self.host_tier.healthy if self.host_tier is not None else True,
+            host_healthy=tier is None or tier.threads_alive > 0,
         )
 
     def close(self) -> None:

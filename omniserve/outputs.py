@@ -55,9 +55,17 @@ class OutputCollector:
         if entry.detokenizer is not None:
             text = entry.detokenizer.push(output.new_token_ids)
             if entry.detokenizer.stopped is not None:
-                times = dataclasses.replace(output.times, finished_s=now_s) if output.times is not None else None
+                times, stays = output.times, output.host_stays
+                if times is not None:
+                    if times.host_since_s is not None:
+                        stays = (*stays, (times.host_since_s, now_s))
+                    times = dataclasses.replace(times, finished_s=now_s, host_since_s=None)
                 output = dataclasses.replace(
-                    output, finish_reason=FinishReason.STOP, stop_reason=entry.detokenizer.stopped, times=times
+                    output,
+                    finish_reason=FinishReason.STOP,
+                    stop_reason=entry.detokenizer.stopped,
+                    times=times,
+                    host_stays=stays,
                 )
             if entry.kept:
                 entry.text.append(text)

@@ -188,6 +188,24 @@ class RequestTimes:
     finished_s: float | None = None
     predicted_ttft_s: float | None = None
     """What admission control predicted at arrival, from then; None without prediction."""
+    host_since_s: float | None = None
+    """Since when it has been on the host tier, or on its way there or back; None: it is not."""
+
+
+Stay = tuple[float, float]
+"""When a request left the device, and when it was back or had given way; seconds on the engine's monotonic clock."""
+_MAX_STAYS = 64
+
+
+def add_stay(stays: list[Stay], stay: Stay) -> None:
+    """Append a request's next stay on the host tier.
+
+    Of more than 64, the two with the least time between them become one.
+    """
+    stays.append(stay)
+    if len(stays) > _MAX_STAYS:
+        first = min(range(len(stays) - 1), key=lambda i: stays[i + 1][0] - stays[i][1])
+        stays[first : first + 2] = [(stays[first][0], stays[first + 1][1])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,6 +228,8 @@ class RequestOutput:
     num_host_tokens: int = 0
     """Output tokens so far whose attention was computed on the host tier."""
     times: RequestTimes | None = None
+    host_stays: tuple[Stay, ...] = ()
+    """Its stays on the host tier that ended since its last output."""
 
     @property
     def finished(self) -> bool:

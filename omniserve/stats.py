@@ -18,6 +18,10 @@ class EngineStats:
     device_blocks_total: int = 0
     host_blocks_used: int = 0
     host_blocks_total: int = 0
+    device_blocks_by_class: Mapping[str, int] = field(default_factory=dict)
+    """Gauge: device blocks that requests hold; one that two share counts for both."""
+    host_blocks_by_class: Mapping[str, int] = field(default_factory=dict)
+    """Gauge: host blocks that requests hold, copies ahead of need included; those of copies given up are nobody's."""
     host_requests: int = 0
     """Gauge: requests whose KV is on the host tier."""
     steps: int = 0
@@ -49,6 +53,10 @@ class EngineStats:
     """Gauge: running mean of |predicted - measured| / measured of steps; 0 without a latency model."""
     latency_drift: float = 1.0
     """Gauge: measured over predicted time, before correction; 1 for a profile that still holds."""
+    host_kv_bytes_read: int = 0
+    """Counter: K and V bytes that host attention went through."""
+    host_busy_seconds: float = 0.0
+    """Counter: time that host threads spent computing and copying, summed over threads."""
     host_failures: int = 0
     """Counter: host attention tasks and moves that failed."""
     host_healthy: bool = True

@@ -68,6 +68,8 @@ IMPORTED_AS = {
     "scikit-learn": "sklearn",
     "pyzmq": "zmq",
     "prometheus-client": "prometheus_client",
+    "opentelemetry-sdk": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
 }
 
 
@@ -154,7 +156,8 @@ print(omniserve.Engine.__name__)
 
 def test_import_needs_no_dependency_that_is_not_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = [*project["dependencies"], *project["optional-dependencies"]["server"], "xformers"]
+    extras = project["optional-dependencies"]
+    names = [*project["dependencies"], *extras["server"], *extras["otel"], *extras["cuda"]]
     declared = {"".join(c if c.isalnum() or c in "-_" else " " for c in name).split()[0] for name in names}
     declared = {IMPORTED_AS.get(name, name) for name in declared}
     # What these always bring along themselves and re-export: FastAPI its models and base layer, transformers its hub

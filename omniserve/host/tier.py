@@ -336,11 +336,6 @@ class HostTier:
         """Attention tasks that gave a result, since the start."""
         return self.stats().tasks_done
 
-    @property
-    def num_failures(self) -> int:
-        """Attention tasks and moves that failed, since the start."""
-        return self.stats().failures
-
     def stats(self) -> HostTierStats:
         """Return gauges and counters."""
         done, failures, alive, tasks, moves, busy_ns, bytes_read, bytes_moved, prefaulted = _host.stats(self._handle)

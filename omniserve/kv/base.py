@@ -231,6 +231,14 @@ class KVManager(ABC):
     def num_blocks(self, request_id: str) -> int:
         """Return the length of the request's table; while it moves, that of the table that it will have."""
 
+    def num_held(self, request_id: str, tier: Tier) -> int:
+        """Return how many blocks of a tier a request holds.
+
+        While it moves that is both its tables', on the host also what is copied there ahead of need. A block that two
+        requests share counts for both; device blocks that an evicted one has left are free, so they do not count.
+        """
+        return self.num_blocks(request_id) if self.tier(request_id) is tier else 0
+
     @abstractmethod
     def usage(self) -> KVUsage:
         """Return blocks in use and in all."""

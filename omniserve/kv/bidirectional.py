@@ -385,6 +385,9 @@ class BidirectionalKVManager(TieredKVManager):
             others = [request_id for request_id in self._saved.request_ids() if request_id != spare]
             self._saved.reclaim(num_blocks, of=sorted(others, key=self._pending.__contains__))
 
+    def _num_host_copies(self, request_id: str) -> int:
+        return self._saved.num_held(request_id)
+
     def num_free(self, tier: Tier) -> int:
         return super().num_free(tier) + (self._num_reclaimable(tier, spare="") if tier is Tier.DEVICE else 0)
 

@@ -39,6 +39,12 @@ class HostCheckpoints:
         checkpoint = self._checkpoints.get(request_id)
         return len(checkpoint.blocks) if checkpoint is not None else 0
 
+    def num_held(self, request_id: str) -> int:
+        """Return how many blocks the request's checkpoint holds, those of the copy under way included."""
+        checkpoint = self._checkpoints.get(request_id)
+        flight = checkpoint.flight if checkpoint is not None else None
+        return self.num_blocks(request_id) + (len(flight.dst_block_ids) if flight is not None else 0)
+
     def is_copying(self, request_id: str) -> bool:
         """Tell whether a copy that the request's checkpoint waits for is under way."""
         checkpoint = self._checkpoints.get(request_id)

@@ -45,6 +45,10 @@ class SavedBlocks:
         """Return whose copies there are."""
         return list(self._saved)
 
+    def num_held(self, request_id: str) -> int:
+        """Return how many blocks hold a request's copies, those under way for it included."""
+        return len(self.copies(request_id)) + sum(len(f.copies) for f in self._wanted_flights(request_id))
+
     def has(self, request_id: str, index: int, num_tokens: int) -> bool:
         """Tell whether so many tokens of a block are copied, or being copied."""
         copies = (self.copies(request_id), *(f.copies for f in self._wanted_flights(request_id)))

@@ -221,6 +221,10 @@ class TieredKVManager(KVManager):
         """Dispose of host copies of the first blocks of a request whose other blocks are lost."""
         self._pools[Tier.HOST].give_back(blocks)
 
+    def _num_host_copies(self, request_id: str) -> int:
+        """Return how many host blocks hold, or are to hold, copies of blocks of a request that are elsewhere."""
+        return self._checkpoints.num_held(request_id)
+
     def _num_copyable(self) -> dict[str, int]:
         """Return, of each request that may have a checkpoint, how many blocks it may be of; for checks."""
         at_rest = ((r, t) for r, t in self._tables.items() if t.tier is Tier.DEVICE and t.move is None)
@@ -238,6 +242,17 @@ class TieredKVManager(KVManager):
             return 0
         moved = table.move.dst_block_ids if table.move is not None else table.blocks
         return len(table.arrived) + len(moved) + len(table.behind)
+
+    def num_held(self, request_id: str, tier: Tier) -> int:
+        num_held = self._num_host_copies(request_id) if tier is Tier.HOST else 0
+        table = self._tables.get(request_id)
+        if table is None:
+            return num_held
+        if table.tier is tier:
+            num_held += len(table.blocks)
+        if table.move is not None and _TARGET[table.move.direction] is tier:
+            num_held += len(table.arrived) + len(table.move.dst_block_ids) + len(table.behind)
+        return num_held
 
     def usage(self) -> KVUsage:
         device, host = self._pools[Tier.DEVICE], self._pools[Tier.HOST]

@@ -103,6 +103,9 @@ class SchedulerStats:
 
     waiting: Mapping[str, int] = field(default_factory=dict)
     running: Mapping[str, int] = field(default_factory=dict)
+    device_blocks: Mapping[str, int] = field(default_factory=dict)
+    """Gauge: device KV blocks that requests hold, by class."""
+    host_blocks: Mapping[str, int] = field(default_factory=dict)
     host_requests: int = 0
     output_tokens: Mapping[str, int] = field(default_factory=dict)
     prompt_tokens: Mapping[str, int] = field(default_factory=dict)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from omniserve.kv.base import KVManager
+from omniserve.kv.base import KVManager, Tier
 from omniserve.plan import (
     HostEvent,
     HostEventKind,
@@ -169,7 +169,8 @@ class RequestLifecycle(RequestTransfers):
 
     def _append(self, state: RequestState, output: StepOutput, now_s: float, outputs: list[RequestOutput]) -> None:
         if (message := output.failed.get(state.request_id)) is not None:
-            logger.error("request %s failed: %s", state.request_id, message)
+            about = {"engine_request_id": state.request_id}
+            logger.error("request %s failed: %s", state.request_id, message, extra=about)
             self._end(state)
             outputs.append(state.output(reason=FinishReason.ERROR, stop_reason=message, now_s=now_s))
             return
@@ -210,9 +211,15 @@ class RequestLifecycle(RequestTransfers):
         waiting, running = dict.fromkeys(self._classes, 0), dict.fromkeys(self._classes, 0)
         for state in self.states.values():
             (waiting if state.phase is Phase.WAITING else running)[state.service_class] += 1
+        blocks = {tier: dict.fromkeys(self._classes, 0) for tier in Tier}
+        for state in (*self.states.values(), *self._ended()):
+            for tier, held in blocks.items():
+                held[state.service_class] += self.kv.num_held(state.request_id, tier)
         return SchedulerStats(
             waiting=waiting,
             running=running,
+            device_blocks=blocks[Tier.DEVICE],
+            host_blocks=blocks[Tier.HOST],
             host_requests=len(self.residents.queue),
             output_tokens=dict(self._output_tokens),
             prompt_tokens=dict(self._prompt_tokens),
@@ -226,6 +233,11 @@ class RequestLifecycle(RequestTransfers):
             resumed_tokens=self._counters["resumed_tokens"],
             rejected=dict(self._rejected),
         )
+
+    def _ended(self) -> Iterator[RequestState]:
+        """Yield the requests that have ended, but whose KV a copy or a host task still uses."""
+        yield from (state for state, _ in self.moving.values() if state.phase is Phase.DRAINING)
+        yield from self.draining.values()
 
     def check_integrity(self) -> None:
         """Verify the class's invariants and the KV manager's; for tests and debugging.
@@ -246,7 +258,6 @@ class RequestLifecycle(RequestTransfers):
             assert (holds == 0) == (state.phase is Phase.WAITING), (state.request_id, state.phase, holds)
             may_hold, must_hold = state.phase in (Phase.HOST, Phase.MOVING), state.phase is Phase.HOST
             assert may_hold if state.slot >= 0 else not must_hold, (state.request_id, state.phase, state.slot)
-        ended = [s for s, _ in self.moving.values() if s.phase is Phase.DRAINING] + list(self.draining.values())
         held = self.residents.num_slots_used
-        on_host = sum(s.slot >= 0 for s in (*self.states.values(), *ended))
+        on_host = sum(s.slot >= 0 for s in (*self.states.values(), *self._ended()))
         assert held == on_host, f"{held} slots are taken, {on_host} requests hold one"

@@ -236,6 +236,8 @@ class RequestScheduler(RequestLifecycle):
             state = self.states[chunk.request_id]
             if state.first_scheduled_s is None:
                 state.first_scheduled_s = now_s
+        for state in self.residents.take_changed():
+            state.note_slot(now_s)
         per_layer = Counter(join.layer for join in host_rows.joins)
         most = max(len(host_rows.entries), max(per_layer.values(), default=0))
         self._prefetch()

@@ -26,6 +26,7 @@ class HostResidents:
         self._epochs = [0] * num_slots
         self._by_slot: dict[int, RequestState] = {}
         self._ready: list[RequestQueue] = [RequestQueue() for _ in range(num_layers)]
+        self._changed: list[RequestState] = []
         self.queue = RequestQueue()
         """Requests whose KV is on the host (not those that move)."""
 
@@ -43,6 +44,7 @@ class HostResidents:
         self._epochs[state.slot] += 1
         state.epoch = self._epochs[state.slot]
         self._by_slot[state.slot] = state
+        self._changed.append(state)
 
     def release_slot(self, state: RequestState) -> None:
         """Take a request's slot back; none of its tasks may be running."""
@@ -52,6 +54,12 @@ class HostResidents:
             self._ready[state.away.layer].remove(state)
         state.slot = state.epoch = -1
         state.away = None
+        self._changed.append(state)
+
+    def take_changed(self) -> list[RequestState]:
+        """Return, once, whose slots were taken or given back, in order."""
+        changed, self._changed = self._changed, []
+        return changed
 
     def on_event(self, event: HostEvent) -> RequestState | None:
         """Book an attention event; return its request, or None if the event is stale or a duplicate."""

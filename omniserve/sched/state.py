@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from omniserve.plan import PromptScores
-from omniserve.request import SLO, FinishReason, Request, RequestOutput, RequestTimes, ServiceClass, TokenLogprob
+from omniserve.request import (
+    SLO,
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestTimes,
+    ServiceClass,
+    Stay,
+    TokenLogprob,
+    add_stay,
+)
 
 
 class Phase(enum.StrEnum):
@@ -75,6 +85,10 @@ class RequestState:
     predicted_ttft_s: float | None = None
     soonest_ttft_s: float | None = None
     """What was predicted if BE work gives way entirely."""
+    host_since_s: float | None = None
+    """When it got its slot of the host tier; None: it had none when the last step was planned."""
+    host_stays: list[Stay] = field(default_factory=list)
+    """Those that ended and were not told yet."""
     moved_s: float = -math.inf
     """When it last began to move to another tier."""
     max_num_tokens: int = field(init=False)
@@ -147,6 +161,18 @@ class RequestState:
             return FinishReason.LENGTH, None
         return None, None
 
+    def note_slot(self, now_s: float) -> None:
+        """Note when a stay on the host tier begins or ends: it has a slot of it now, or has none any more."""
+        if self.slot >= 0 and self.host_since_s is None:
+            self.host_since_s = now_s
+        elif self.slot < 0 and self.host_since_s is not None:
+            self._end_stay(now_s)
+
+    def _end_stay(self, now_s: float) -> None:
+        assert self.host_since_s is not None
+        add_stay(self.host_stays, (self.host_since_s, now_s))
+        self.host_since_s = None
+
     def output(
         self,
         new_token_ids: tuple[int, ...] = (),
@@ -157,7 +183,13 @@ class RequestState:
         stop_reason: int | str | None = None,
         now_s: float | None = None,
     ) -> RequestOutput:
-        """Return a RequestOutput of the present state; ``now_s`` is the finish time if there is a reason."""
+        """Return a RequestOutput of the present state; ``now_s`` is the finish time if there is a reason.
+
+        Stays on the host tier are told once.
+        """
+        if reason is not None and now_s is not None and self.host_since_s is not None:
+            self._end_stay(now_s)
+        host_stays, self.host_stays = tuple(self.host_stays), []
         return RequestOutput(
             request_id=self.request_id,
             service_class=self.service_class,
@@ -175,7 +207,9 @@ class RequestState:
                 first_token_s=self.first_token_s,
                 finished_s=now_s if reason is not None else None,
                 predicted_ttft_s=self.predicted_ttft_s,
+                host_since_s=self.host_since_s,
             ),
+            host_stays=host_stays,
         )
 
 

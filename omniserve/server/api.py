@@ -22,18 +22,18 @@ from omniserve.server import health, tokenize
 from omniserve.server.access import Gate, caller_of
 from omniserve.server.answers import AnswerShape, collect
 from omniserve.server.calls import ENDPOINTS, Endpoint
-from omniserve.server.errors import ApiError, milliseconds
+from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError, milliseconds
 from omniserve.server.generation import Generation
 from omniserve.server.keys import KeyRing
 from omniserve.server.protocol import parse
 from omniserve.server.request_ids import RequestIds
 from omniserve.server.service import Service, new_call_id
 from omniserve.server.streaming import ClientGone, EventStream, or_disconnect
+from omniserve.server.traces import TraceCalls, Traces
 
 _PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
 # Stands for service_tier where a program cannot set that.
 _SERVICE_TIER_HEADER = "x-omniserve-service-tier"
-_CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
 
 
 def create_app(
@@ -43,6 +43,7 @@ def create_app(
     keys: KeyRing | None = None,
     guard_all: bool = False,
     cors_origins: Sequence[str] = (),
+    traces: Traces | None = None,
 ) -> ASGIApp:
     """Return the ASGI application of a service.
 
@@ -52,6 +53,7 @@ def create_app(
         keys: Who may call; None: everybody.
         guard_all: Ask for a key for health and metrics, too.
         cors_origins: Whose pages may call from a browser; ``*`` for all.
+        traces: Told of completions and chats when they are over; None: nobody is.
     """
     # The routes check their bodies themselves (see protocol), so there is no schema to show.
     app = FastAPI(title="OmniServe", openapi_url=None)
@@ -91,26 +93,27 @@ def create_app(
         body = service.metrics.render(stats, num_restarts=service.engine.num_restarts)
         return Response(body, media_type=CONTENT_TYPE_LATEST)
 
-    def refuse(error: ApiError) -> Response:
+    def refuse(request: Request, error: ApiError) -> Response:
+        request.state.refusal = error
         service.metrics.refused(error)
         return error.response()
 
     @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
-        return refuse(error)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return refuse(request, error)
 
     @app.exception_handler(ClientDisconnect)
     async def client_left(_: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase.lower()}"
-        return refuse(ApiError(f"{message}; the API is under /v1, see /v1/models", status=error.status_code))
+        return refuse(request, ApiError(f"{message}; the API is under /v1, see /v1/models", status=error.status_code))
 
     @app.exception_handler(Exception)
-    async def bug(_: Request, error: Exception) -> Response:
-        return refuse(ApiError(f"internal error ({type(error).__name__}); see the server's log", status=500))
+    async def bug(request: Request, error: Exception) -> Response:
+        return refuse(request, ApiError(f"internal error ({type(error).__name__}); see the server's log", status=500))
 
     if keys is not None:
         app.add_middleware(Gate, ring=keys, guard_all=guard_all, on_refused=service.metrics.refused)
@@ -122,7 +125,9 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    return RequestIds(app)  # around it all, so that internal errors have ids, too
+    return RequestIds(
+        app if traces is None else TraceCalls(app, traces)
+    )  # around it all, so that internal errors have ids, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,7 @@ async def _begin(service: Service, http: Request, endpoint: Endpoint) -> _Call:
         service.check_model(request.model)
         call_id = new_call_id(endpoint.id_prefix)
         shape = endpoint.shape(service, request, call_id)
-        generation = await service.begin(request, call_id, arrival_s)
+        generation = http.state.generation = await service.begin(request, call_id, arrival_s)
         return _Call(generation, shape, request.stream, request.include_usage)
 
 
@@ -184,7 +189,7 @@ async def _generate(service: Service, http: Request, endpoint: Endpoint) -> Resp
         answer = call.shape.answer(deltas, generation.usage.as_dict())
         return Response(answer, headers=headers, media_type="application/json")
     except ClientGone:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
         if not handed_over:
             end()

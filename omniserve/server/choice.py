@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omniserve.request import FinishReason, Request, RequestOutput, TokenLogprob
+from omniserve.request import FinishReason, Request, RequestOutput, RequestTimes, Stay, TokenLogprob, add_stay
 from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ParsedCall, ToolCallParser
 
@@ -54,6 +54,18 @@ class Times:
     last_token_s: float | None = None
     num_tokens: int = 0
 
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token; None: there is none yet."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None: there are none yet."""
+        if self.first_token_s is None or self.last_token_s is None or self.num_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1)
+
     def add(self, num_tokens: int) -> None:
         """Note tokens that came now."""
         self.last_token_s = time.monotonic()
@@ -84,6 +96,12 @@ class Choice:
         self.finish_reason: str | None = None
         self.predicted_ttft_s: float | None = None
         """What the engine predicted when it accepted the request; from its arrival."""
+        self.engine_times: RequestTimes | None = None
+        """As of its last output; None: there was none."""
+        self.host_stays: list[Stay] = []
+        """Its stays on the host tier that are over; see ``add_stay``."""
+        self.num_host_tokens = 0
+        """Output tokens whose attention was computed there."""
         self._detokenizer = codec.detokenizer(stop)
         self._logprobs: list[TokenLogprob] = []
         self._echo = echo
@@ -93,6 +111,9 @@ class Choice:
     def advance(self, output: RequestOutput) -> Delta | None:
         """Take what a step produced; return the text that is certain by now, if any or if the choice is complete."""
         token_ids, logprobs = output.new_token_ids, output.new_logprobs
+        self.engine_times, self.num_host_tokens = output.times, output.num_host_tokens
+        for stay in output.host_stays:
+            add_stay(self.host_stays, stay)
         if token_ids or self.request.sampling.max_tokens == 0:
             self.times.add(len(token_ids))
         if logprobs:

@@ -17,7 +17,7 @@ import zmq
 
 from omniserve.errors import EngineStopped
 from omniserve.request import Request, RequestOutput
-from omniserve.server import wire
+from omniserve.server import logs, wire
 from omniserve.server.engine_process import EngineMaker, run_engine_process
 from omniserve.stats import EngineStats
 
@@ -139,7 +139,7 @@ class EngineClient:
             raise EngineStopped(self.failure or "the engine has stopped")
         assert request.request_id is not None
         self._queues[request.request_id] = queue
-        self._send("add", wire.encode_request(request), arrival_s)
+        self._send("add", wire.encode_request(request), arrival_s, logs.request_id.get())
 
     def abort(self, request_id: str) -> None:
         """End a request; nothing more is heard of it. Unknown and finished ones are ignored."""

@@ -46,6 +46,17 @@ def _gib(text: str) -> int:
     return int(number(text) * GIB)
 
 
+def _cores(text: str) -> tuple[int, ...]:
+    """Read ``0-3,8``: cores, and ranges of them."""
+    cores: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last.isdecimal() if dash else True)) or int(last or first) < int(first):
+            raise argparse.ArgumentTypeError(f"must be cores and ranges of them, such as 0-3,8, got {text!r}")
+        cores += range(int(first), int(last or first) + 1)
+    return tuple(cores)
+
+
 def _class(text: str) -> ClassSpec:
     """Read ``NAME:KIND`` or ``NAME:KIND:TTFT:TPOT``; an objective left empty is none."""
     name, *rest = text.split(":")
@@ -72,13 +83,18 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("--max-num-requests", "max_num_requests", integer(1), "most requests that hold device KV at a time"),
     ("--max-host-requests", "max_host_requests", integer(1), "most requests that decode on the host tier at a time"),
     ("--max-piggyback-slots", "max_piggyback_slots", integer(1), "most piggyback rows a layer"),
+    ("--max-piggyback-rows", "max_piggyback_rows", integer(1), "most piggyback rows in a step, over all layers"),
+    ("--ls-reserve-fraction", "ls_reserve_fraction", number, "share of the device blocks that BE requests leave free"),
     ("--swap-in-delay", "swap_in_delay_s", number, "seconds of light load before KV moves back to the device"),
+    ("--min-residence", "min_residence_s", number, "seconds that BE KV stays where it is after a move"),
     ("--latency-model", "latency_model", str, "what predicts steps: a name or package.module:Class"),
     ("--be-order", "be_order", str, "decode (BE decodes before BE prompts) or prefill (the paper's order)"),
     ("--slack", "slack", str, "step (none longer than the shortest TPOT in it) or deadline"),
     ("--trace-steps", "trace_steps", str, "file that gets a line a step, for python -m omniserve.explain"),
     ("--device-threads", "device_threads", integer(1), "CPU threads of the device tier while the host tier is idle"),
     ("--host-threads", "host_threads", integer(1), "threads of the host tier"),
+    ("--host-cores", "host_cores", _cores, "cores that host threads are pinned to, such as 0-3,8"),
+    ("--seed", "seed", int, "seeds the sampling of requests that bring no seed"),
 )
 
 
@@ -121,6 +137,8 @@ def flag_value(action: argparse.Action, value: Any) -> Any:
     """Return what a flag has to be given to have this value."""
     if action.type is _gib:
         return value / GIB
+    if action.type is _cores:
+        return ",".join(map(str, value))
     return _class_text(value) if action.type is _class else value
 
 

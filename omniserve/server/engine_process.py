@@ -22,7 +22,7 @@ from omniserve.errors import OmniServeError, RequestRejected
 from omniserve.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.server import wire
 from omniserve.server.garbage import exempt_what_is_loaded
-from omniserve.server.logs import set_up_logs
+from omniserve.server.logs import RequestNames, set_up_logs
 from omniserve.spec import ModelSpec
 from omniserve.stats import EngineStats
 
@@ -75,11 +75,12 @@ def run_engine_process(
     # Ctrl-C reaches the whole process group; the API process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    set_up_logs(log_level, log_format, text="%(levelname)s %(name)s: %(message)s")
+    names = RequestNames()
+    set_up_logs(log_level, log_format, text="%(levelname)s %(name)s: %(message)s", names=names)
     threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
     status = 1
     try:
-        status = _run(make_engine, command_address, output_address)
+        status = _run(make_engine, command_address, output_address, names)
     except Exception:
         logger.exception("the engine process failed")
     finally:
@@ -88,7 +89,7 @@ def run_engine_process(
         os._exit(status)
 
 
-def _run(make_engine: EngineMaker, command_address: str, output_address: str) -> int:
+def _run(make_engine: EngineMaker, command_address: str, output_address: str, names: RequestNames) -> int:
     """Return the exit status."""
     context = zmq.Context()
     commands, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -101,7 +102,7 @@ def _run(make_engine: EngineMaker, command_address: str, output_address: str) ->
         if engine is None:
             return 1
         try:
-            _serve(engine, link)
+            _serve(engine, link, names)
             return 0
         except Exception as error:
             logger.exception("the engine's step failed")
@@ -186,7 +187,7 @@ def _warm_up(engine: EngineLike) -> None:
             engine.wait(_HOST_WAIT_S)
 
 
-def _serve(engine: EngineLike, link: _Link) -> None:
+def _serve(engine: EngineLike, link: _Link, names: RequestNames) -> None:
     engine.on_safepoint = functools.partial(_announce, engine, link)
     while True:
         accepted: list[_Accepted] = []
@@ -194,11 +195,15 @@ def _serve(engine: EngineLike, link: _Link) -> None:
         while command is not None:
             if command[0] == "close":
                 return
-            _obey(engine, link, command, accepted)
+            _obey(engine, link, command, accepted, names)
             command = link.receive(block=False)
         outputs = engine.step() if engine.has_unfinished else []
         if outputs or accepted:
             link.send("step", accepted, wire.encode_outputs(outputs))
+        for output in outputs:
+            if output.finished:
+                _log(f"ended: {output.finish_reason}, {output.num_output_tokens} tokens", output.request_id)
+                names.forget(output.request_id)
         if engine.has_unfinished and engine.last_plan_was_empty:
             engine.wait(_HOST_WAIT_S)
 
@@ -213,16 +218,29 @@ def _announce(engine: EngineLike, link: _Link) -> None:
                 logger.debug("a request that will be refused", exc_info=True)
 
 
-def _obey(engine: EngineLike, link: _Link, command: wire.Message, accepted: list[_Accepted]) -> None:
+def _log(event: str, request_id: str) -> None:
+    logger.debug("request %s %s", request_id, event, extra={"engine_request_id": request_id})
+
+
+def _obey(
+    engine: EngineLike, link: _Link, command: wire.Message, accepted: list[_Accepted], names: RequestNames
+) -> None:
     match command:
-        case ("add", data, arrival_s):
+        case ("add", data, arrival_s, name):
+            if name is not None:
+                names.add(data[0], name)
             try:
                 request_id = engine.add(wire.decode_request(data), arrival_s=arrival_s)
                 accepted.append((request_id, engine.predicted_ttft_s(request_id)))
+                _log("accepted", request_id)
             except (ValueError, RequestRejected) as error:
                 link.send("refused", data[0], wire.encode_error(error))
+                _log(f"refused: {error}", data[0])
+                names.forget(data[0])
         case ("abort", request_id):
-            engine.abort(request_id)
+            if engine.abort(request_id):
+                _log("aborted", request_id)
+            names.forget(request_id)
         case ("stats", number):
             link.send("stats", number, wire.encode_stats(engine.stats()))
         case _:

@@ -11,6 +11,8 @@ from starlette.responses import Response
 
 from omniserve.errors import EngineStopped, RequestRejected
 
+CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
+
 
 class ApiError(Exception):
     """An answer other than success.

@@ -123,6 +123,21 @@ class Generation:
             await self._wait_for_news()
 
     @property
+    def job(self) -> Job:
+        """What was asked for."""
+        return self._job
+
+    @property
+    def choices(self) -> Sequence[Choice]:
+        """Every choice, those included that the answer may leave away."""
+        return list(self._choices.values())
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended the call before all choices had finished; None: nothing did."""
+        return self._error
+
+    @property
     def predicted_ttft_s(self) -> float | None:
         """The largest of its choices' predictions, once started; None without prediction."""
         predictions = [choice.predicted_ttft_s for choice in self._choices.values()]

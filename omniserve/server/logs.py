@@ -11,11 +11,37 @@ from typing import Any
 
 FORMATS = ("text", "json")
 # Fields that an ``extra`` of ours may have; the others of a LogRecord are the logging module's own.
-_EXTRA = ("method", "path", "status", "seconds", "key")
+_EXTRA = ("method", "path", "status", "seconds", "key", "call_id", "engine_request_id")
 
 access_logger = logging.getLogger("omniserve.access")
 request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
 """Of the request that the running code works for."""
+
+
+class RequestNames(logging.Filter):
+    """Gives lines with an ``engine_request_id`` the ``request_id`` of the call that it belongs to.
+
+    The engine knows its own requests only, of which a call may have several.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: dict[str, str] = {}
+
+    def add(self, engine_request_id: str, name: str) -> None:
+        """Note whose an engine request is."""
+        self._names[engine_request_id] = name
+
+    def forget(self, engine_request_id: str) -> None:
+        """Note that an engine request has ended; one that is not known is no error."""
+        self._names.pop(engine_request_id, None)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Name the line's request; every line passes."""
+        name = self._names.get(getattr(record, "engine_request_id", ""))
+        if name is not None:
+            record.request_id = name
+        return True
 
 
 class JsonFormatter(logging.Formatter):
@@ -28,7 +54,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            "request_id": request_id.get(),
+            "request_id": getattr(record, "request_id", None) or request_id.get(),
         }
         fields |= {name: getattr(record, name, None) for name in _EXTRA}
         if record.exc_info:
@@ -36,15 +62,20 @@ class JsonFormatter(logging.Formatter):
         return json.dumps({name: value for name, value in fields.items() if value is not None})
 
 
-def set_up_logs(level: str, log_format: str, *, text: str = "%(levelname)s %(message)s") -> None:
+def set_up_logs(
+    level: str, log_format: str, *, text: str = "%(levelname)s %(message)s", names: RequestNames | None = None
+) -> None:
     """Log to standard error.
 
     Args:
         level: Of all loggers.
         log_format: One of FORMATS; with ``json`` each request has a line when it is answered, too.
         text: Lines for people.
+        names: Of the engine's requests, in its process.
     """
     handler = logging.StreamHandler(sys.stderr)
+    if names is not None:
+        handler.addFilter(names)
     if log_format == "json":
         handler.setFormatter(JsonFormatter())
     else:

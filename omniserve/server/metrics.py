@@ -106,16 +106,14 @@ class ServerMetrics:
         service_class, times, slo = choice.request.service_class, choice.times, choice.request.slo
         assert slo is not None and choice.finish_reason is not None
         self._requests.labels(service_class, choice.finish_reason).inc()
-        if times.first_token_s is None or times.last_token_s is None:
+        ttft_s, tpot_s = times.ttft_s, times.tpot_s
+        if ttft_s is None or times.last_token_s is None:
             return
-        ttft_s = times.first_token_s - times.arrival_s
         self._ttft.labels(service_class).observe(ttft_s)
         if choice.predicted_ttft_s is not None:
             self._predicted_ttft.labels(service_class).observe(choice.predicted_ttft_s)
             self._ttft_error.labels(service_class).observe(ttft_s - choice.predicted_ttft_s)
-        tpot_s = None
-        if times.num_tokens > 1:
-            tpot_s = (times.last_token_s - times.first_token_s) / (times.num_tokens - 1)
+        if tpot_s is not None:
             self._tpot.labels(service_class).observe(tpot_s)
         if choice.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
@@ -156,10 +154,13 @@ class _EngineCollector(Collector):
         by_class, by_tier = ["service_class"], ["tier"]
         blocks_used = {"device": s.device_blocks_used, "host": s.host_blocks_used}
         blocks = {"device": s.device_blocks_total, "host": s.host_blocks_total}
+        by_tier_and_class = {"device": s.device_blocks_by_class, "host": s.host_blocks_by_class}
+        held = {(tier, name): n for tier, counts in by_tier_and_class.items() for name, n in counts.items()}
         yield _gauge("requests_waiting", "Requests not scheduled yet, or preempted", s.waiting, by_class)
         yield _gauge("requests_running", "Requests that hold KV on a tier", s.running, by_class)
         yield _gauge("kv_blocks_used", "KV blocks in use", blocks_used, by_tier)
         yield _gauge("kv_blocks", "KV blocks in all", blocks, by_tier)
+        yield _gauge("kv_blocks_held", "KV blocks that requests hold", held, [*by_tier, *by_class])
         yield _gauge("host_requests", "Requests whose KV is on the host tier", {"": s.host_requests}, [])
         yield _gauge("host_healthy", "1 while the host tier has a living thread", {"": int(s.host_healthy)}, [])
         yield _gauge("latency_error", "Mean |predicted - measured| / measured of steps", {"": s.latency_error}, [])
@@ -178,6 +179,8 @@ class _EngineCollector(Collector):
             ("layer_preemptions", "Chunks that left a step between two layers", s.layer_preemptions),
             ("checkpoints", "KV blocks of running requests copied to the host tier", s.checkpoints),
             ("resumed_tokens", "Tokens of preempted requests that were not recomputed", s.resumed_tokens),
+            ("host_kv_read_bytes", "K and V bytes that host attention went through", s.host_kv_bytes_read),
+            ("host_busy_seconds", "Time of host threads at work, attention and copies", s.host_busy_seconds),
             ("host_failures", "Host attention tasks and moves that failed", s.host_failures),
         ):
             yield _counter(name, help_text, {"": value}, [])
@@ -194,7 +197,8 @@ def _with_bounds(buckets: tuple[float, ...], bounds: Iterable[float | None]) -> 
 def _gauge(name: str, help_text: str, values: Mapping[Any, float], labels: list[str]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(f"omniserve_{name}", help_text, labels=labels)
     for label, value in values.items():
-        family.add_metric([label] if labels else [], value)
+        values_of = [*label] if isinstance(label, tuple) else [label]
+        family.add_metric(values_of if labels else [], value)
     return family
 
 

@@ -44,7 +44,8 @@ class RequestIds:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            caller = scope.get("state", {}).get("caller")
+            state = scope.get("state", {})
+            caller, generation = state.get("caller"), state.get("generation")
             access_logger.info(
                 "%s %s: %s",
                 scope["method"], scope["path"], status,
@@ -54,5 +55,6 @@ class RequestIds:
                     "status": status,
                     "seconds": round(time.monotonic() - started_s, 6),
                     "key": None if caller is None else caller.name,
+                    "call_id": None if generation is None else generation.job.call_id,
                 },
             )  # fmt: skip

@@ -29,6 +29,7 @@ from omniserve.server.server_flags import ServerOptions
 from omniserve.server.service import Service
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
+from omniserve.server.traces import open_traces
 
 logger = logging.getLogger("omniserve.server")
 
@@ -122,6 +123,7 @@ class _Main:
 
     async def _serve(self, service: Service, listener: socket.socket) -> int:
         dashboard = Dashboard()
+        traces = open_traces(self._options.otlp_endpoint, model_name=service.model_name)
         config = uvicorn.Config(
             create_app(
                 service,
@@ -129,6 +131,7 @@ class _Main:
                 keys=self._options.keys,
                 guard_all=self._options.guard_all,
                 cors_origins=self._options.cors_origins,
+                traces=traces,
             ),
             access_log=False,
             log_config=None,
@@ -155,6 +158,8 @@ class _Main:
         await dashboard.stop()
         server.should_exit = True
         await serving
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
         return 0 if self._engine.failure is None else 1
 
     def _on_signal(self, number: int) -> None:

@@ -16,6 +16,7 @@ from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
 from omniserve.server.limits import MIB, Limits
 from omniserve.server.logs import FORMATS as LOG_FORMATS
+from omniserve.server.traces import checked_endpoint
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -42,6 +43,8 @@ class ServerOptions:
     """Whose pages may call from a browser."""
     engine_restarts: int = 3
     """How often in a row a dead engine is started again; 0: its death ends the server."""
+    otlp_endpoint: str | None = None
+    """Base URL of the collector that gets traces; None: the one that the environment names, if any."""
     batches: BatchSettings = field(default_factory=BatchSettings)
     log_level: str = "info"
     log_format: str = "text"
@@ -110,6 +113,12 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how often in a row an engine that died is started again; 0 ends the server (default: %(default)s)",
     )
+    parser.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send an OpenTelemetry trace of each request to this collector, such as http://127.0.0.1:4318 "
+        "(default: OTEL_EXPORTER_OTLP_ENDPOINT, if set)",
+    )
     add_batch_flags(parser)
     parser.add_argument("--log-level", choices=LOG_LEVELS, default=defaults["log_level"])
     parser.add_argument(
@@ -155,6 +164,7 @@ def options_from(
         ),
         cors_origins=tuple(args.cors_origin or ()),
         engine_restarts=args.engine_restarts,
+        otlp_endpoint=None if args.otlp_endpoint is None else checked_endpoint(args.otlp_endpoint),
         batches=batch_settings(args),
         log_level=args.log_level,
         log_format=args.log_format,

@@ -21,7 +21,7 @@ from omniserve.request import (
 )
 from omniserve.stats import EngineStats
 
-# API -> engine: ("add", request, arrival_s), ("abort", request_id), ("stats", number), ("close",)
+# API -> engine: ("add", request, arrival_s, x-request-id or None), ("abort", request_id), ("stats", number), ("close",)
 # engine -> API: ("progress", text), ("ready", info), ("failed", text)     while it starts
 #                ("step", [(accepted id, predicted_ttft_s or None)], outputs), ("refused", request_id, error),
 #                ("stats", number, stats), ("fatal", text)
@@ -92,6 +92,7 @@ def encode_outputs(outputs: Iterable[RequestOutput]) -> list[Message]:
             out.num_output_tokens,
             out.num_host_tokens,
             None if out.times is None else dataclasses.astuple(out.times),
+            out.host_stays,
         )
         for out in outputs
     ]
@@ -100,7 +101,7 @@ def encode_outputs(outputs: Iterable[RequestOutput]) -> list[Message]:
 def decode_output(data: Message) -> RequestOutput:
     """Return one output again."""
     request_id, service_class, token_ids, logprobs, prompt_logprobs, *rest = data
-    finish_reason, stop_reason, prompt, output, host, times = rest
+    finish_reason, stop_reason, prompt, output, host, times, host_stays = rest
     return RequestOutput(
         request_id=request_id,
         service_class=service_class,
@@ -113,6 +114,7 @@ def decode_output(data: Message) -> RequestOutput:
         num_output_tokens=output,
         num_host_tokens=host,
         times=None if times is None else RequestTimes(**dict(zip(_TIMES_FIELDS, times, strict=True))),
+        host_stays=host_stays,
     )
 
 

@@ -137,7 +137,7 @@ def test_an_error_in_generate_leaves_nothing_behind(make_engine: MakeEngine) -> 
     assert not engine.has_unfinished
 
 
-def test_non_finite_logits_end_one_request_with_an_error() -> None:
+def test_non_finite_logits_end_one_request_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("llama", seed=9)
     with torch.no_grad():
         model.get_input_embeddings().weight[77] = torch.nan
@@ -147,6 +147,8 @@ def test_non_finite_logits_end_one_request_with_an_error() -> None:
         failed, fine = engine.generate([bad, good])
     assert failed.finish_reason is FinishReason.ERROR and "non-finite" in str(failed.stop_reason)
     assert fine.finish_reason is FinishReason.LENGTH and len(fine.token_ids) == 4
+    (line,) = [record for record in caplog.records if "failed" in record.getMessage()]
+    assert vars(line)["engine_request_id"] == failed.request_id
 
 
 def test_a_closed_engine_says_so(make_engine: MakeEngine) -> None:

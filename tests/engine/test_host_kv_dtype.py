@@ -72,3 +72,4 @@ def test_an_int8_engine_runs_to_the_end(model: PreTrainedModel, make_engine: Cal
     assert set(reasons.values()) == {FinishReason.LENGTH} and all(len(tokens[i]) == 24 for i in ids)
     stats = engine.stats()
     assert stats.host_output_tokens > 0 and stats.swaps_out > 0 and stats.host_failures == 0
+    assert stats.host_kv_bytes_read > 0 and stats.host_busy_seconds > 0

@@ -252,7 +252,7 @@ def test_staged_moves_fail_by_one_event_each(open_driver: Callable[..., Driver])
     events = collect(driver.tier, 3)
     assert [(event.kind, event.move_id) for event in events] == [(HostEventKind.MOVE_FAILED, i) for i in range(3)]
     assert all(event.message for event in events)
-    assert driver.tier.num_failures == 3 and not driver.tier.busy
+    assert driver.tier.stats().failures == 3 and not driver.tier.busy
 
 
 def test_closing_fails_staged_moves(open_driver: Callable[..., Driver]) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
 import pytest
 
 from omniserve.errors import RequestRejected
-from omniserve.kv import KV_MANAGERS, BidirectionalKVManager, Tier
+from omniserve.kv import KV_MANAGERS, BidirectionalKVManager, Tier, TieredKVManager
+from omniserve.kv.base import KVManager
 from omniserve.latency import features_of
 from omniserve.plan import Bound, HostEvent, HostEventKind, MoveDirection, StepPlan
-from omniserve.request import SLO, FinishReason, Request, SamplingParams, ServiceClass
+from omniserve.request import SLO, FinishReason, Request, RequestOutput, SamplingParams, ServiceClass, Stay
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.sched.admission import LARGEST_MARGIN
 from omniserve.sched.policy import RequestScheduler
@@ -104,6 +106,7 @@ def run_history(
     down_at = rng.randint(5, 60) if tier_down else None
     got: dict[str, list[int]] = {request_id: [] for request_id in requests}
     reasons: dict[str, FinishReason] = {}
+    stays: dict[str, list[Stay]] = {request_id: [] for request_id in requests}
     now_s = 0.0
     num_rejected = num_bounded = 0
     for step in range(20_000):
@@ -142,9 +145,13 @@ def run_history(
             device.is_down, down_at = True, step + 1  # with the first copies to the device under way
         for output in sched.update(plan, result, now_s):
             got[output.request_id] += output.new_token_ids
+            stays[output.request_id] += output.host_stays
             if output.finish_reason is not None:
                 reasons[output.request_id] = output.finish_reason
+                check_stays(output, stays[output.request_id])
         sched.check_integrity()
+        if step % 8 == 0:
+            check_blocks_by_class(sched)
     else:
         pytest.fail(f"seed {seed}: not finished after 20,000 steps: {sched.stats()}")
     assert set(reasons) == set(requests)
@@ -183,6 +190,39 @@ def check_request_limit(sched: RequestScheduler, plan: StepPlan, there: set[str]
     if any(sched.states[request_id].kind is ServiceClass.BE for request_id in restored):
         came = {state.request_id for state in sched.device[ServiceClass.LS]} - there if there is not None else set()
         assert holding.total() - len(came) <= most, holding
+
+
+def check_stays(output: RequestOutput, stays: list[Stay]) -> None:
+    """Verify that a request that ended told all its stays on the host tier, one after the other."""
+    times = output.times
+    assert times is not None and times.finished_s is not None and times.host_since_s is None
+    assert stays or not output.num_host_tokens, f"{output.request_id} decoded on the host without having been there"
+    if stays:
+        assert times.first_token_s is not None, "it went there before it decoded"
+        moments = [times.first_token_s, *itertools.chain.from_iterable(stays), times.finished_s]
+        assert moments == sorted(moments), (output.request_id, moments)
+
+
+def check_blocks_by_class(sched: RequestScheduler) -> None:
+    """Verify that the classes' blocks add up to those in use, but for shared ones and copies that nobody waits for."""
+    usage, stats = sched.kv.usage(), sched.stats()
+    on_device, on_host = sum(stats.device_blocks.values()), sum(stats.host_blocks.values())
+    sharers = sched.kv._device.sharers.values() if isinstance(sched.kv, BidirectionalKVManager) else ()
+    assert on_device == usage.device_used + sum(sched.kv.tier(be) is not None for _, be in sharers)
+    assert on_host == usage.host_used - num_given_up(sched.kv)
+
+
+def num_given_up(kv: KVManager) -> int:
+    """Return how many host blocks copies go to that nobody waits for any more."""
+    if not isinstance(kv, TieredKVManager):
+        return 0
+    blocks = [move.dst_block_ids for move in kv._abandoned.values()]
+    if isinstance(kv, BidirectionalKVManager):
+        blocks += [tuple(flight.copies) for flight in kv._saved._flights.values() if not flight.is_wanted]
+    checkpoints = kv._checkpoints._checkpoints
+    wanted = [checkpoint.flight for checkpoint in checkpoints.values()]
+    blocks += [move.dst_block_ids for move in kv._checkpoints._flights.values() if move not in wanted]
+    return sum(map(len, blocks))
 
 
 def check_decision(sched: RequestScheduler, plan: StepPlan) -> bool:

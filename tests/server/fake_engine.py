@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from omniserve.errors import RequestRejected
 from omniserve.request import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprob
 from omniserve.spec import AttentionSpec, ModelSpec
 from omniserve.stats import EngineStats
+
+logger = logging.getLogger(__name__)
 
 # A prompt that begins with one of these causes the fault.
 REJECT, REJECT_WITHOUT_HINT, REFUSE, RAISE_IN_STEP, DIE, BAD_OUTPUT = 390, 391, 392, 393, 394, 395
@@ -36,6 +39,8 @@ class _Running:
     arrival_s: float
     predicted_ttft_s: float | None
     output: list[int] = field(default_factory=list)
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
 
 
 class FakeEngine:
@@ -120,6 +125,8 @@ class FakeEngine:
 
     def step(self) -> list[RequestOutput]:
         slow = any(entry.request.prompt_token_ids[0] == SLOW for entry in self._running.values())
+        for entry in self._running.values():
+            entry.first_scheduled_s = entry.first_scheduled_s or time.monotonic()
         time.sleep(SLOW_STEP_S if slow else 0.001)
         if self.on_safepoint is not None:
             self.on_safepoint()
@@ -150,6 +157,7 @@ class FakeEngine:
             reason = FinishReason.STOP
         elif prompt[0] == BAD_OUTPUT:
             reason, stop_reason = FinishReason.ERROR, "the fake logits are not finite"
+            logger.error("request %s failed", request_id, extra={"engine_request_id": request_id})
         if reason is not None:
             del self._running[request_id]
         logprobs: tuple[TokenLogprob, ...] = ()
@@ -168,13 +176,21 @@ class FakeEngine:
     def _output(
         self, request_id: str, entry: _Running, token_ids: tuple[int, ...] = (), **fields: Any
     ) -> RequestOutput:
+        now_s = time.monotonic()
+        entry.first_token_s = entry.first_token_s or now_s
         return RequestOutput(
             request_id=request_id,
             service_class=entry.request.service_class,
             new_token_ids=token_ids,
             num_prompt_tokens=len(entry.request.prompt_token_ids),
             num_output_tokens=len(entry.output),
-            times=RequestTimes(arrival_s=entry.arrival_s, predicted_ttft_s=entry.predicted_ttft_s),
+            times=RequestTimes(
+                arrival_s=entry.arrival_s,
+                first_scheduled_s=entry.first_scheduled_s,
+                first_token_s=entry.first_token_s,
+                finished_s=now_s if fields.get("finish_reason") is not None else None,
+                predicted_ttft_s=entry.predicted_ttft_s,
+            ),
             **fields,
         )
 
@@ -194,6 +210,8 @@ class FakeEngine:
             prompt_tokens=dict.fromkeys(names, 6),
             device_blocks_used=len(self._running),
             device_blocks_total=100,
+            device_blocks_by_class=running,
+            host_blocks_by_class=dict.fromkeys(names, 2),
             host_blocks_used=3,
             host_blocks_total=200,
             steps=self._num_steps,
@@ -204,6 +222,8 @@ class FakeEngine:
             swaps_out=13,
             swaps_in=14,
             host_failures=15,
+            host_kv_bytes_read=19,
+            host_busy_seconds=20.5,
             checkpoints=16,
             resumed_tokens=17,
             latency_error=0.125,

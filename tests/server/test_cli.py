@@ -115,6 +115,9 @@ def test_loader_can_travel_to_another_process():
         ("--class a:LS --class a:BE", "--class must have different names"),
         ("--class a:LS", "one of kind BE"),
         ("--class a:BE --class b:LS", "--class of kind LS must come before"),
+        ("--ls-reserve-fraction 1", "--ls-reserve-fraction must be in [0, 1), got 1"),
+        ("--host-cores 3-1", "--host-cores: must be cores and ranges of them, such as 0-3,8, got '3-1'"),
+        ("--host-cores 1,,2", "--host-cores: must be cores"),
         ("--class a:LS --class b:BE --ls-ttft-slo 1", "--ls-tpot-slo need a class named LS"),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 
+import fake_engine
 import httpx
 import openai
 import pytest
@@ -75,6 +76,42 @@ def test_lines_for_machines(start_server):
     assert (about["one"]["method"], about["one"]["path"], about["one"]["status"]) == ("POST", "/v1/completions", 200)
     assert about["one"]["key"] == "--api-key 1" and about["one"]["seconds"] > 0
     assert about["two"]["status"] == 401 and "key" not in about["two"]
+
+
+def test_lines_of_the_engine_can_be_joined_with_those_of_the_api(start_server):
+    server = start_server("--log-format", "json", "--log-level", "debug").wait_until_ready()
+
+    def complete(name, **body):
+        url, headers = f"{server.url}/v1/completions", {"x-request-id": name}
+        return httpx.post(url, json={"prompt": "ab", "max_tokens": 3} | body, headers=headers, timeout=30)
+
+    answer = complete("good", n=2).json()
+    complete("bad", prompt=[fake_engine.BAD_OUTPUT])
+    complete("refused", prompt=[fake_engine.REFUSE])
+    complete("stopped", prompt="ab", stop=["b"], max_tokens=100)
+    server.wait_for_metric('omniserve_requests_running{service_class="LS"}', 0)
+    server.stop()
+    lines = [json.loads(line) for line in server.log]
+    call = {
+        line["request_id"]: line["call_id"]
+        for line in lines
+        if line["logger"] == "omniserve.access"
+        if "call_id" in line
+    }
+    assert call["good"] == answer["id"]
+    about = {}
+    for line in lines:
+        if "engine_request_id" in line and "request_id" in line:
+            about.setdefault(line["request_id"], []).append(
+                (line["engine_request_id"], line["message"].split(" ", 2)[2])
+            )
+    both = [f"{call['good']}-{i}" for i in range(2)]
+    assert about["good"] == [*((i, "accepted") for i in both), *((i, "ended: length, 3 tokens") for i in both)]
+    one = f"{call['bad']}-0"
+    assert about["bad"] == [(one, "accepted"), (one, "failed"), (one, "ended: error, 1 tokens")]
+    assert about["refused"] == [(f"{call['refused']}-0", "refused: the fake engine does not like this prompt")]
+    one = f"{call['stopped']}-0"
+    assert about["stopped"] == [(one, "accepted"), (one, "aborted")]
 
 
 def test_lines_for_people_are_few(server, client):

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import RunningServer
+from otlp_receiver import receiving
 from tokenizers_for_tests import byte_level_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -229,6 +230,33 @@ def test_trace_is_explained(server, cache_folder):
     assert "predicted: accuracy" in result.stdout
     for line in ("  LS     tpot", "  BE     tpot", "Missed objectives by main cause\n  class"):
         assert line in result.stdout, result.stdout
+
+
+def test_stays_on_the_host_tier_are_in_the_trace(model_folder, cache_folder):
+    """Requests that outgrow the device's memory leave it, decode on the host tier, and may come back."""
+    flags = "--dtype float32 --no-profile --device-kv-gib 0.0002 --swap-in-delay 0 --min-residence 0"
+    with receiving() as receiver:
+        server = start(model_folder, cache_folder, *flags.split(), "--otlp-endpoint", receiver.url).wait_until_ready()
+        answer = server.client().completions.create(
+            model="tiny", prompt="x", max_tokens=200, n=4, extra_headers={"x-request-id": "away"},
+            extra_body={"service_tier": "flex", "ignore_eos": True},
+        )  # fmt: skip
+        assert answer.usage.completion_tokens == 800
+        num_host_tokens = server.metric("omniserve_host_output_tokens_total")
+        assert server.metric("omniserve_host_kv_read_bytes_total") > 0
+        assert server.metric("omniserve_host_busy_seconds_total") > 0
+        assert server.stop() == 0, "".join(server.log)
+    root = receiver.root("away")
+    assert root.attributes["gen_ai.usage.output_tokens"] == 800
+    assert root.attributes["omniserve.host_tokens"] == num_host_tokens > 0
+    by_choice = {i: [s for s in receiver.below(root) if s.attributes["omniserve.choice"] == i] for i in range(4)}
+    stays = 0
+    for spans in by_choice.values():
+        (decode,) = [span for span in spans if span.name == "decode"]
+        away = [span for span in spans if span.name == "away on host"]
+        assert root.encloses(decode) and all(decode.encloses(stay) for stay in away)
+        stays += len(away)
+    assert stays > 0
 
 
 def test_profile_of_something_else_ends_the_start(model_folder, cache_folder, tmp_path):

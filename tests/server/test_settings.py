@@ -2,10 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 import yaml
 
+from omniserve.config import EngineConfig
+from omniserve.request import ClassSpec
 from omniserve.server.cli import parse_args
+
+# Field of EngineConfig -> the setting for it, a value of that, and what the field is then; not its default.
+SETTINGS = {
+    "scheduler": ("scheduler", "fcfs", "fcfs"),
+    "kv": ("kv", "paged", "paged"),
+    "attention": ("attention", "sdpa", "sdpa"),
+    "device_kv_bytes": ("device-kv-gib", 0.5, 1 << 29),
+    "host_kv_bytes": ("host-kv-gib", 0, 0),
+    "host_kv_dtype": ("host-kv-dtype", "int8", "int8"),
+    "block_size": ("block-size", 16, 16),
+    "max_model_len": ("max-model-len", 99, 99),
+    "max_step_tokens": ("max-step-tokens", 98, 98),
+    "max_num_requests": ("max-num-requests", 97, 97),
+    "max_host_requests": ("max-host-requests", 96, 96),
+    "max_piggyback_slots": ("max-piggyback-slots", 95, 95),
+    "max_piggyback_rows": ("max-piggyback-rows", 94, 94),
+    "ls_reserve_fraction": ("ls-reserve-fraction", 0.25, 0.25),
+    "swap_in_delay_s": ("swap-in-delay", 2.5, 2.5),
+    "min_residence_s": ("min-residence", 3.5, 3.5),
+    "checkpoint_kv": ("checkpoint-kv", True, True),
+    "keep_halted": ("drop-halted", True, False),
+    "latency_model": ("latency-model", "bros", "bros"),
+    "admission": ("no-admission", True, False),
+    "be_order": ("be-order", "prefill", "prefill"),
+    "offload_for_time": ("offload-for-time", True, True),
+    "slack": ("slack", "step", "step"),
+    "trace_steps": ("trace-steps", "steps.jsonl", "steps.jsonl"),
+    "device_threads": ("device-threads", 5, 5),
+    "host_threads": ("host-threads", 6, 6),
+    "host_cores": ("host-cores", "8,0-2", (8, 0, 1, 2)),
+    "compile": ("no-compile", True, False),
+    "classes": ("class", ["a:LS", "b:BE"], (ClassSpec(name="a", kind="LS"), ClassSpec(name="b", kind="BE"))),
+    "seed": ("seed", 7, 7),
+}
 
 
 @pytest.fixture
@@ -55,6 +94,30 @@ def test_flags_win_over_all(file, monkeypatch):
     assert (loader.config.block_size, options.port) == (64, 5)
     assert [spec.name for spec in loader.config.classes] == ["x", "y"]
     assert not loader.with_profile and loader.profile is None, "one of the two flags that exclude each other"
+
+
+@pytest.mark.parametrize("source", ["flag", "environment", "file"])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(EngineConfig)])
+def test_every_field_of_engine_config_can_be_set(field, source, monkeypatch, tmp_path, capsys):
+    assert field in SETTINGS, f"EngineConfig.{field} has no flag: add one in engine_flags, and an entry here"
+    setting, value, expected = SETTINGS[field]
+    config = dataclasses.replace(EngineConfig(), **{field: expected})
+    assert config != EngineConfig(), "its default tells nothing"
+    arguments = []
+    if source == "flag":
+        for item in value if isinstance(value, list) else [value]:
+            arguments += [f"--{setting}"] if item is True else [f"--{setting}", str(item)]
+    elif source == "environment":
+        text = json.dumps(value) if isinstance(value, list | bool) else str(value)
+        monkeypatch.setenv(f"OMNISERVE_{setting.replace('-', '_').upper()}", text)
+    else:
+        path = tmp_path / "settings.yaml"
+        path.write_text(yaml.safe_dump({setting: value}))
+        arguments = ["--config", str(path)]
+    assert parse_args(arguments)[1].config == config
+    again = tmp_path / "again.yaml"
+    again.write_text(printed(capsys, *arguments))
+    assert parse_args(["--config", str(again)])[1].config == config
 
 
 @pytest.mark.parametrize(

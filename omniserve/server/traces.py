@@ -1,0 +1,152 @@
+"""Traces of calls: what is known of a call when it is over, who is told of it, and where that sends it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from omniserve.request import FinishReason
+from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
+from omniserve.server.generation import Generation
+from omniserve.server.logs import request_id
+
+logger = logging.getLogger(__name__)
+
+TRACED_PATHS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+"""Path -> what OpenTelemetry calls the operation."""
+# Where OpenTelemetry's exporter looks when nobody tells it where to send.
+_ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_INSTALL = "the OpenTelemetry SDK and its OTLP exporter: pip install 'omniserve[otel]'"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedCall:
+    """A call that is over, however it ended."""
+
+    path: str
+    headers: Mapping[str, str]
+    """The request's, names in lower case."""
+    request_id: str | None
+    """Its ``x-request-id``."""
+    began_s: float
+    """When the request came; monotonic seconds."""
+    ended_s: float
+    """When the last byte of the answer was written, or the client was gone."""
+    status: int | None
+    """Of the answer; None: there was none."""
+    refusal: ApiError | None
+    """What it was answered with instead of a generation."""
+    generation: Generation | None
+    """Closed; None if the call did not come that far."""
+
+    @property
+    def error(self) -> Exception | None:
+        """What it ended with instead of an answer, or with a part of one; None: there is nothing to say of that."""
+        return self.refusal or (self.generation.error if self.generation is not None else None)
+
+    @property
+    def was_abandoned(self) -> bool:
+        """True if it ended because the client went away."""
+        cut = self.generation is not None and any(
+            choice.finish_reason == FinishReason.ABORT for choice in self.generation.choices
+        )
+        return self.error is None and (cut or self.status in (None, CLIENT_CLOSED_REQUEST))
+
+
+class Traces(Protocol):
+    """Who is told of calls that are over."""
+
+    def record(self, call: FinishedCall) -> None:
+        """Take a call. Must not wait."""
+
+    def close(self) -> None:
+        """Send what was not sent yet."""
+
+
+class TraceCalls:
+    """ASGI middleware that tells of each completion and chat when it is over.
+
+    What is behind it leaves ``refusal`` and ``generation`` in the request's state.
+
+    Args:
+        app: What is behind it.
+        traces: Told.
+    """
+
+    def __init__(self, app: ASGIApp, traces: Traces) -> None:
+        self._app = app
+        self._traces = traces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in TRACED_PATHS or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        began_s = time.monotonic()
+        status = None
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        finally:
+            state = scope.get("state", {})
+            self._traces.record(
+                FinishedCall(
+                    path=scope["path"],
+                    headers={name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]},
+                    request_id=request_id.get(),
+                    began_s=began_s,
+                    ended_s=time.monotonic(),
+                    status=status,
+                    refusal=state.get("refusal"),
+                    generation=state.get("generation"),
+                )
+            )
+
+
+def checked_endpoint(url: str) -> str:
+    """Return where to send traces, after making sure that they can be sent.
+
+    Raises:
+        ValueError: It is no URL of a collector, or the packages for it are not installed.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"--otlp-endpoint must be the URL of a collector, such as http://127.0.0.1:4318, got {url!r}")
+    try:
+        importlib.import_module("omniserve.server.otlp")
+    except ImportError as error:
+        raise ValueError(f"--otlp-endpoint needs {_INSTALL} ({error})") from None
+    return url
+
+
+def open_traces(endpoint: str | None, *, model_name: str) -> Traces | None:
+    """Return what sends traces, to ``endpoint`` or where the environment says; None if neither asks for traces.
+
+    That the environment asks for what is not installed is a warning: it may mean other programs.
+
+    Args:
+        endpoint: A collector's base URL, checked.
+        model_name: The name that the model is served under.
+    """
+    if endpoint is None and not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):
+        return None
+    try:
+        from omniserve.server.otlp import OtlpTraces
+    except ImportError as error:
+        logger.warning("%s asks for traces, but there will be none without %s (%s)",
+                       next(name for name in _ENDPOINT_VARIABLES if os.environ.get(name)), _INSTALL, error)  # fmt: skip
+        return None
+    return OtlpTraces(endpoint, model_name=model_name)
