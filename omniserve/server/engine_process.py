@@ -221,8 +221,8 @@ def _obey(engine: EngineLike, link: _Link, command: wire.Message, accepted: list
                 link.send("refused", data[0], wire.encode_error(error))
         case ("abort", request_id):
             engine.abort(request_id)
-        case ("stats", number):
-            link.send("stats", number, wire.encode_stats(engine.stats()))
+        case ("stats",):
+            link.send("stats", wire.encode_stats(engine.stats()))
         case _:
             raise ValueError(f"unknown command {command[0]!r}")
 

@@ -9,6 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from omniserve.server.errors import ApiError
 from omniserve.server.tools import ToolCall
 
+MAX_MESSAGES = 4096
+
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 

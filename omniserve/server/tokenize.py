@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import read_fields, validate
-from omniserve.server.messages import Message
+from omniserve.server.messages import MAX_MESSAGES, Message
 from omniserve.server.service import Service
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -25,7 +25,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
     """None: with a text, as /v1/completions does; not with messages, whose template writes them."""
     add_generation_prompt: bool = True

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import from_json
 
 from omniserve.grammar import json_value
 
@@ -99,8 +100,8 @@ class ToolCall(BaseModel):
             ValueError: They are no JSON object.
         """
         try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
+            arguments = from_json(self.function.arguments or "{}")
+        except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
             raise ValueError(f"arguments of the call {self.id!r} must be the text of a JSON object")
