@@ -42,6 +42,7 @@ ALLOWED = {
         "builtin_model",
     },
     "profile": {"latency", "profiling", "server"},
+    "batch": {"server"},
 }  # fmt: skip
 PLAIN = (
     "sched",

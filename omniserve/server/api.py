@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -21,12 +21,11 @@ from omniserve.errors import EngineStopped
 from omniserve.server import health, tokenize
 from omniserve.server.access import Gate, caller_of
 from omniserve.server.answers import AnswerShape, collect
-from omniserve.server.chat import ChatShape
-from omniserve.server.completions import CompletionShape
+from omniserve.server.calls import ENDPOINTS, Endpoint
 from omniserve.server.errors import ApiError, milliseconds
 from omniserve.server.generation import Generation
 from omniserve.server.keys import KeyRing
-from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from omniserve.server.protocol import parse
 from omniserve.server.request_ids import RequestIds
 from omniserve.server.service import Service, new_call_id
 from omniserve.server.streaming import ClientGone, EventStream, or_disconnect
@@ -40,6 +39,7 @@ _CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
 def create_app(
     service: Service,
     *,
+    routers: Sequence[APIRouter] = (),
     keys: KeyRing | None = None,
     guard_all: bool = False,
     cors_origins: Sequence[str] = (),
@@ -48,6 +48,7 @@ def create_app(
 
     Args:
         service: What is behind the routes.
+        routers: More routes, behind the same keys.
         keys: Who may call; None: everybody.
         guard_all: Ask for a key for health and metrics, too.
         cors_origins: Whose pages may call from a browser; ``*`` for all.
@@ -59,11 +60,11 @@ def create_app(
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _generate(service, request, CompletionRequest, CompletionShape, "cmpl")
+        return await _generate(service, request, ENDPOINTS["/v1/completions"])
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _generate(service, request, ChatRequest, ChatShape, "chatcmpl")
+        return await _generate(service, request, ENDPOINTS["/v1/chat/completions"])
 
     app.include_router(tokenize.router(service, functools.partial(_take_body, service)))
 
@@ -76,7 +77,8 @@ def create_app(
         service.check_model(name)
         return JSONResponse(model)
 
-    app.include_router(health.router(service))
+    for router in (health.router(service), *routers):
+        app.include_router(router)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -141,39 +143,21 @@ async def _take_body(service: Service, http: Request) -> AsyncIterator[bytes]:
         yield body
 
 
-async def _begin(
-    service: Service,
-    http: Request,
-    kind: type[GenerationRequest],
-    make_shape: type[ChatShape] | type[CompletionShape],
-    id_prefix: str,
-) -> _Call:
+async def _begin(service: Service, http: Request, endpoint: Endpoint) -> _Call:
     arrival_s = time.monotonic()
     service.check_open()
     async with _take_body(service, http) as body:
-        request = parse(kind, body, default_tier=http.headers.get(_SERVICE_TIER_HEADER))
+        request = parse(endpoint.request_kind, body, default_tier=http.headers.get(_SERVICE_TIER_HEADER))
         request = caller_of(http).limited(request, service.info.classes)
         service.check_model(request.model)
-        call_id = new_call_id(id_prefix)
-        shape = make_shape(
-            call_id=call_id,
-            model=service.model_name,
-            service_tier=request.answered_tier,
-            codec=service.codec,
-            with_logprobs=request.num_logprobs is not None,
-        )
+        call_id = new_call_id(endpoint.id_prefix)
+        shape = endpoint.shape(service, request, call_id)
         generation = await service.begin(request, call_id, arrival_s)
         return _Call(generation, shape, request.stream, request.include_usage)
 
 
-async def _generate(
-    service: Service,
-    http: Request,
-    kind: type[GenerationRequest],
-    make_shape: type[ChatShape] | type[CompletionShape],
-    id_prefix: str,
-) -> Response:
-    call = await _begin(service, http, kind, make_shape, id_prefix)
+async def _generate(service: Service, http: Request, endpoint: Endpoint) -> Response:
+    call = await _begin(service, http, endpoint)
     generation, caller = call.generation, caller_of(http)
 
     def end() -> None:

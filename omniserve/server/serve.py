@@ -19,6 +19,8 @@ import uvicorn
 
 from omniserve.errors import EngineStopped
 from omniserve.server.api import create_app
+from omniserve.server.batches.database import StorageError
+from omniserve.server.batches.serving import BatchServing
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.logs import set_up_logs
 from omniserve.server.server_flags import ServerOptions
@@ -43,6 +45,28 @@ def run(options: ServerOptions, make_engine: EngineMaker) -> int:
     return asyncio.run(_Main(options, make_engine).run())
 
 
+async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Service:
+    """Start the engine; return the service of it.
+
+    Raises:
+        EngineStopped: Engine or tokenizer could not be loaded; the message says why.
+    """
+    started_s = time.monotonic()
+    # Both take seconds, so at the same time.
+    tokenizer = asyncio.create_task(asyncio.to_thread(_load_tokenizer, options.tokenizer))
+    try:
+        info = await engine.start()
+    finally:
+        # If the engine failed, so did this, probably; the engine's message is the one to show.
+        await asyncio.gather(tokenizer, return_exceptions=True)
+    try:
+        codec = TextCodec(tokenizer.result())
+    except (OSError, ValueError, ImportError) as error:
+        raise EngineStopped(f"no tokenizer in {options.tokenizer}: {error}") from None
+    logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
+    return Service(engine=engine, info=info, codec=codec, model_name=options.model_name, limits=options.limits)
+
+
 class _Main:
     """The life of a server: start, main loop, stop."""
 
@@ -55,6 +79,7 @@ class _Main:
             max_restarts=options.engine_restarts,
             on_progress=lambda text: logger.info("engine: %s", text),
         )
+        self._batches = BatchServing(options.batches)
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
@@ -71,8 +96,14 @@ class _Main:
                 "%s can be reached from elsewhere, and there are no API keys: give --api-key-file, or --host 127.0.0.1",
                 self._options.host,
             )
+        try:
+            await self._batches.open()
+        except StorageError as error:
+            logger.error("cannot start: %s", error)
+            listener.close()
+            return 1
         with listener:
-            starting = asyncio.create_task(self._start())
+            starting = asyncio.create_task(start_service(self._engine, self._options))
             await _first_of(starting, self._stop.wait())
             try:
                 if not starting.done():
@@ -87,32 +118,11 @@ class _Main:
                 starting.cancel()
                 await self._engine.close()
 
-    async def _start(self) -> Service:
-        started_s = time.monotonic()
-        # Both take seconds, so at the same time.
-        tokenizer = asyncio.create_task(asyncio.to_thread(_load_tokenizer, self._options.tokenizer))
-        try:
-            info = await self._engine.start()
-        finally:
-            # If the engine failed, so did this, probably; the engine's message is the one to show.
-            await asyncio.gather(tokenizer, return_exceptions=True)
-        try:
-            codec = TextCodec(tokenizer.result())
-        except (OSError, ValueError, ImportError) as error:
-            raise EngineStopped(f"no tokenizer in {self._options.tokenizer}: {error}") from None
-        logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
-        return Service(
-            engine=self._engine,
-            info=info,
-            codec=codec,
-            model_name=self._options.model_name,
-            limits=self._options.limits,
-        )
-
     async def _serve(self, service: Service, listener: socket.socket) -> int:
         config = uvicorn.Config(
             create_app(
                 service,
+                routers=[self._batches.start(service)],
                 keys=self._options.keys,
                 guard_all=self._options.guard_all,
                 cors_origins=self._options.cors_origins,
@@ -135,7 +145,9 @@ class _Main:
         else:
             logger.info("stopping: running requests have %g s", self._options.shutdown_timeout_s)
         self._engine.keep_down()
-        await service.drain(self._options.shutdown_timeout_s)  # at once without an engine: every call got its error
+        draining = asyncio.create_task(service.drain(self._options.shutdown_timeout_s))
+        await self._batches.stop()
+        await draining  # at once without an engine: every call got its error
         server.should_exit = True
         await serving
         return 0 if self._engine.failure is None else 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from omniserve.request import ClassSpec
+from omniserve.server.batches.settings import BatchSettings, add_batch_flags, batch_settings
 from omniserve.server.classes import class_of_tier
 from omniserve.server.engine_flags import integer, number, positive
 from omniserve.server.errors import ApiError
@@ -41,6 +42,7 @@ class ServerOptions:
     """Whose pages may call from a browser."""
     engine_restarts: int = 3
     """How often in a row a dead engine is started again; 0: its death ends the server."""
+    batches: BatchSettings = field(default_factory=BatchSettings)
     log_level: str = "info"
     log_format: str = "text"
 
@@ -108,6 +110,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how often in a row an engine that died is started again; 0 ends the server (default: %(default)s)",
     )
+    add_batch_flags(parser)
     parser.add_argument("--log-level", choices=LOG_LEVELS, default=defaults["log_level"])
     parser.add_argument(
         "--log-format",
@@ -152,6 +155,7 @@ def options_from(
         ),
         cors_origins=tuple(args.cors_origin or ()),
         engine_restarts=args.engine_restarts,
+        batches=batch_settings(args),
         log_level=args.log_level,
         log_format=args.log_format,
     )

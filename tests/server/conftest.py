@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +26,11 @@ START_TIMEOUT_S = 60
 class RunningServer:
     """A server subprocess that has said where it listens."""
 
-    def __init__(self, command: list[str], **environment: str) -> None:
+    def __init__(self, command: list[str], *, own_group: bool = False, **environment: str) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=own_group
+        )
         self.log: list[str] = []
         self._listening = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -64,6 +69,11 @@ class RunningServer:
             assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
             time.sleep(0.02)
 
+    def kill_group(self) -> None:
+        """Kill the server and its engine at once; it was started with ``own_group``."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.wait()
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit status."""
         self.process.send_signal(number)
@@ -83,15 +93,22 @@ def tokenizer_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_server(tokenizer_folder) -> Iterator[Callable[..., RunningServer]]:
+def start_server(tokenizer_folder, tmp_path_factory) -> Iterator[Callable[..., RunningServer]]:
     """Start servers with the fake engine; what still runs at the end is killed."""
     started: list[RunningServer] = []
 
-    def start(*flags: str, shutdown_timeout_s: float = 20, fail: str | None = None) -> RunningServer:
+    def start(
+        *flags: str,
+        shutdown_timeout_s: float = 20,
+        fail: str | None = None,
+        own_group: bool = False,
+        data_home: Path | None = None,
+    ) -> RunningServer:
         script = Path(__file__).with_name("serve_fake.py")
         command = [sys.executable, str(script), "--tokenizer", str(tokenizer_folder), *flags]
         command += ["--shutdown-timeout", str(shutdown_timeout_s), *([] if fail is None else ["--fail", fail])]
-        started.append(RunningServer(command))
+        home = str(data_home or tmp_path_factory.mktemp("data"))
+        started.append(RunningServer(command, own_group=own_group, XDG_DATA_HOME=home))
         return started[-1]
 
     yield start
@@ -110,3 +127,41 @@ def server(start_server) -> RunningServer:
 @pytest.fixture(scope="session")
 def client(server) -> openai.OpenAI:
     return server.client()
+
+
+def _postgres_folder() -> Path | None:
+    folders = [*Path("/usr/lib/postgresql").glob("*/bin"), Path("/usr/local/bin")]
+    return next((folder for folder in folders if (folder / "initdb").exists()), None)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """A PostgreSQL server of its own; yields the URL of its socket."""
+    pytest.importorskip("psycopg")
+    programs = _postgres_folder()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed (initdb, in /usr/lib/postgresql/*/bin)")
+    user = None
+    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
+        user = next((entry.pw_name for entry in pwd.getpwall() if entry.pw_name in ("postgres", "nobody")), None)
+        if user is None:
+            pytest.skip("PostgreSQL does not run as root, and there is no other user here")
+    folder = Path(tempfile.mkdtemp(prefix="omniserve-pg-"))  # not tmp_path, where another user may not go
+    try:
+        if user is not None:
+            shutil.chown(folder, user)
+        data = folder / "data"
+        options = f"-k {folder} -c listen_addresses= -c fsync=off"
+
+        def call(program: str, *arguments: str) -> None:
+            command = [str(programs / program), *arguments]
+            subprocess.run(command, check=True, capture_output=True, user=user, cwd=folder, timeout=120)
+
+        call("initdb", "-D", str(data), "-U", "omniserve", "--auth=trust", "--no-sync")
+        call("pg_ctl", "-D", str(data), "-o", options, "-l", str(folder / "log"), "-w", "start")
+        try:
+            yield f"postgresql+psycopg://omniserve@/postgres?host={folder}"
+        finally:
+            call("pg_ctl", "-D", str(data), "-m", "immediate", "stop")
+    finally:
+        shutil.rmtree(folder)

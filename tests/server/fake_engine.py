@@ -47,6 +47,7 @@ class FakeEngine:
         vocab_size, eos_token_id: Of the tokenizer beside it.
         config: Only its classes and the size of its KV pool have an effect.
         with_faults: Whether the prompts above cause what they cause.
+        work_log: File that gets a line for each request that is added: its class and its prompt.
     """
 
     last_plan_was_empty = False
@@ -59,6 +60,7 @@ class FakeEngine:
         config: EngineConfig,
         max_model_len: int = 512,
         *,
+        work_log: str | None = None,
         with_faults: bool = True,
     ) -> None:
         self.config = config
@@ -80,6 +82,7 @@ class FakeEngine:
         self._num_steps = 0
         self._num_added = 0
         self._announced: set[str | None] = set()
+        self._work_log = None if work_log is None else os.open(work_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     @property
     def has_unfinished(self) -> bool:
@@ -107,6 +110,10 @@ class FakeEngine:
             if first == ANNOUNCED:
                 predicted_s = 7.0 if request_id in self._announced else 9.0
         self._running[request_id] = _Running(request, arrival_s, predicted_s)
+        if self._work_log is not None and not request_id.startswith("warm-up"):
+            os.write(
+                self._work_log, f"{request.service_class} {' '.join(map(str, request.prompt_token_ids))}\n".encode()
+            )
         return request_id
 
     def predicted_ttft_s(self, request_id: str) -> float | None:
@@ -226,6 +233,7 @@ class FakeLoader:
     eos_token_id: int = 0
     config: EngineConfig = field(default_factory=EngineConfig)
     fail: str | None = None
+    work_log: str | None = None
     fail_while: Path | None = None
     with_faults: bool = True
 
@@ -235,4 +243,6 @@ class FakeLoader:
             raise ValueError(self.fail)
         if self.fail_while is not None and self.fail_while.exists():
             raise ValueError("the fake engine may not start yet")
-        return FakeEngine(self.vocab_size, self.eos_token_id, self.config, with_faults=self.with_faults)
+        return FakeEngine(
+            self.vocab_size, self.eos_token_id, self.config, work_log=self.work_log, with_faults=self.with_faults
+        )

@@ -1,0 +1,201 @@
+"""A batch without a server: a file in, two files out, and a journal beside them that a crash leaves to go on from."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import logging
+import shutil
+import signal
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from tqdm import tqdm
+
+from omniserve.errors import EngineStopped
+from omniserve.server.batches.database import StorageError
+from omniserve.server.batches.files import FileFolder
+from omniserve.server.batches.objects import batch_object
+from omniserve.server.batches.runner import BatchRunner
+from omniserve.server.batches.storage import Storage
+from omniserve.server.batches.store import NewBatch, NewFile, Row
+from omniserve.server.batches.tables import UNFINISHED
+from omniserve.server.engine_process import EngineMaker
+from omniserve.server.serve import start_service
+from omniserve.server.server_flags import ServerOptions
+from omniserve.server.supervisor import EngineSupervisor
+
+logger = logging.getLogger("omniserve.batch")
+
+_POLL_S = 0.25
+_NO_WINDOW_S = 10 * 365 * 86400.0
+_COPY_BYTES = 1 << 20
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfflineJob:
+    """What to run, and where the results go."""
+
+    input: Path
+    output: Path
+    errors: Path
+    """Gets the lines that have an error instead of an answer; not there if there are none."""
+    endpoint: str
+
+    @property
+    def journal(self) -> Path:
+        """What is done so far; gone when all is."""
+        return self.output.with_name(self.output.name + ".journal")
+
+
+async def run_offline(job: OfflineJob, options: ServerOptions, make_engine: EngineMaker) -> int:
+    """Run a batch, or go on with one that was interrupted; return the exit status.
+
+    0 if every line has an answer, 1 if some have an error, 2 if nothing could be run, 130 after Ctrl-C.
+    """
+    options = replace(options, batches=replace(options.batches, data_dir=job.journal, database_url=None))
+    try:
+        with _locked(job.journal):
+            storage = await asyncio.to_thread(Storage.open, options.batches)
+            batch = await asyncio.to_thread(_find_or_create, storage, job, options.model_name)
+            stop = asyncio.Event()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            batch = await _work(storage, batch["id"], options, make_engine, stop)
+            if batch["status"] in UNFINISHED:
+                logger.warning("stopped; run the same command again to go on")
+                return _INTERRUPTED
+            status = await asyncio.to_thread(_deliver, job, storage.files, batch)
+            _remove(job.journal)
+            return status
+    except (StorageError, EngineStopped, OSError) as error:
+        logger.error("%s", error)
+        return 2
+
+
+@contextmanager
+def _locked(journal: Path) -> Iterator[None]:
+    """Be the only one who works with a journal; the lock goes with the process."""
+    journal.mkdir(parents=True, exist_ok=True)
+    with (journal / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StorageError(f"another process works with {journal}; wait for it or choose another output") from None
+        yield
+
+
+def _find_or_create(storage: Storage, job: OfflineJob, model: str) -> Row:
+    digest = hashlib.sha256()
+    with job.input.open("rb") as file:
+        for part in _parts(file):
+            digest.update(part)
+    wanted = {"input": digest.hexdigest(), "endpoint": job.endpoint, "model": model}
+    found = storage.store.list_batches(limit=1, after=None).rows
+    if found:
+        if batch_object(found[0])["metadata"] != wanted:
+            raise StorageError(
+                f"{job.journal} is of another run (other input, endpoint or model); finish that one, delete the "
+                "journal or choose another output"
+            )
+        logger.info("going on with %s", job.journal)
+        return found[0]
+    with job.input.open("rb") as file:
+        file_id, num_bytes = storage.write_file(_parts(file))
+    storage.store.add_file(NewFile(id=file_id, filename=job.input.name, purpose="batch", num_bytes=num_bytes))
+    return storage.store.create_batch(
+        NewBatch(
+            model=model,
+            endpoint=job.endpoint,
+            input_file_id=file_id,
+            completion_window="none",
+            window_s=_NO_WINDOW_S,
+            metadata=wanted,
+        )
+    )
+
+
+async def _work(
+    storage: Storage, batch_id: str, options: ServerOptions, make_engine: EngineMaker, stop: asyncio.Event
+) -> Row:
+    """Run until the batch has ended, or until told to stop; return it."""
+    engine = EngineSupervisor(
+        make_engine,
+        log_level=options.log_level,
+        max_restarts=options.engine_restarts,
+        on_progress=lambda text: logger.info("engine: %s", text),
+    )
+    try:
+        starting = asyncio.create_task(start_service(engine, options))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            return await asyncio.to_thread(storage.store.batch, batch_id)
+        runner = BatchRunner(starting.result(), storage, options.batches)
+        await runner.take_over()
+        runner.start()
+        try:
+            return await _follow(storage, batch_id, engine, stop)
+        finally:
+            await runner.stop()
+    finally:
+        await engine.close()
+
+
+async def _follow(storage: Storage, batch_id: str, engine: EngineSupervisor, stop: asyncio.Event) -> Row:
+    with tqdm(unit="line", dynamic_ncols=True) as bar:
+        while True:
+            batch = await asyncio.to_thread(storage.store.batch, batch_id)
+            if bar.total != batch["total"]:
+                bar.reset(batch["total"])
+                # So that only this run's lines make the rate.
+                bar.initial = bar.n = batch["completed"] + batch["failed"]
+            bar.update(batch["completed"] + batch["failed"] - bar.n)
+            if batch["status"] not in UNFINISHED or stop.is_set():
+                return batch
+            if engine.stopped.is_set():
+                raise EngineStopped(f"the engine has stopped: {engine.failure}; run the same command again to go on")
+            await asyncio.sleep(_POLL_S)
+
+
+def _deliver(job: OfflineJob, files: FileFolder, batch: Row) -> int:
+    for fault in (batch_object(batch)["errors"] or {"data": []})["data"]:
+        logger.error("%s: %s%s", job.input, f"line {fault['line']}: " if fault["line"] else "", fault["message"])
+    if batch["status"] == "failed":
+        return 2
+    job.errors.unlink(missing_ok=True)
+    if batch["error_file_id"] is not None:
+        _copy(files, batch["error_file_id"], job.errors)
+        logger.warning("%d of %d lines have an error: see %s", batch["failed"], batch["total"], job.errors)
+    _copy(files, batch["output_file_id"], job.output)
+    logger.info("%d lines in %s", batch["completed"], job.output)
+    return 0 if batch["error_file_id"] is None else 1
+
+
+def _remove(journal: Path) -> None:
+    """Remove a journal at one blow: half of one would be taken for a damaged one."""
+    done = journal.with_name(f".{journal.name}.done-{uuid.uuid4().hex}")
+    journal.rename(done)
+    shutil.rmtree(done)
+
+
+def _copy(files: FileFolder, file_id: str | None, target: Path) -> None:
+    """Write a file under a name chosen by the user; complete or not at all."""
+    folder = FileFolder(target.parent.absolute())
+    if file_id is None:
+        folder.write(target.name, ())
+        return
+    with files.open(file_id) as source:
+        folder.write(target.name, _parts(source))
+
+
+def _parts(file: BinaryIO) -> Iterator[bytes]:
+    while part := file.read(_COPY_BYTES):
+        yield part

@@ -1,0 +1,321 @@
+"""/v1/files and /v1/batches."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.types import Message
+
+from omniserve.server.batches.database import StorageError
+from omniserve.server.batches.files import told
+from omniserve.server.batches.lines import NO_TEXT
+from omniserve.server.batches.objects import batch_object, file_object, page_object
+from omniserve.server.batches.runner import BatchRunner
+from omniserve.server.batches.settings import BatchSettings
+from omniserve.server.batches.storage import Storage
+from omniserve.server.batches.store import NewBatch, NewFile
+from omniserve.server.calls import ENDPOINTS
+from omniserve.server.errors import ApiError
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_MAX_CREATE_BYTES = 1 << 20
+# What a form may have around the file itself.
+_FORM_BYTES = 1 << 16
+_COPY_BYTES = 1 << 20
+_MAX_METADATA = 16
+_CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_MAX_WINDOW_S = 30 * 86400
+
+
+class ExpiresAfter(BaseModel):
+    """When a file goes, counted from when it came."""
+
+    model_config = _STRICT
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3600, le=30 * 86400)
+
+
+class UploadFields(BaseModel):
+    """What a form says beside the file."""
+
+    model_config = _STRICT
+
+    purpose: Literal["batch"]
+    expires_after: ExpiresAfter | None = None
+
+
+class FileQuery(BaseModel):
+    """Which files to list."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    after: str | None = None
+    limit: int = Field(10_000, ge=1, le=10_000)
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str | None = Field(None, pattern=r"^[\w-]+$")
+
+
+class CreateBatch(BaseModel):
+    """Body of POST /v1/batches."""
+
+    model_config = _STRICT
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: (
+        Annotated[
+            dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
+            Field(max_length=_MAX_METADATA),
+        ]
+        | None
+    ) = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class BatchQuery(BaseModel):
+    """Which batches to list."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    after: str | None = None
+    limit: int = Field(20, ge=1, le=100)
+
+
+def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, model: str) -> APIRouter:
+    """Return the routes.
+
+    Args:
+        storage: Has the files and batches.
+        runner: Is told of what clients change.
+        settings: Its limits.
+        model: The name under which the model is served.
+    """
+    api, store, files = APIRouter(prefix="/v1"), storage.store, storage.files
+
+    @api.post("/files")
+    async def upload(request: Request) -> Response:
+        async with _form(request, settings.max_file_bytes) as form:
+            file, fields = form.get("file"), _nested({name: value for name, value in form.items() if name != "file"})
+            if not isinstance(file, UploadFile):
+                raise ApiError(
+                    "the form has no file in its field 'file'", param="file", code="missing_required_parameter"
+                )
+            wanted = _checked(UploadFields, fields)
+            filename = file.filename or "upload.jsonl"
+            if NO_TEXT.search(filename):
+                raise ApiError(
+                    f"the file's name {filename!r} is no text; rename it", param="file", code="invalid_value"
+                )
+            file_id, num_bytes = await run_in_threadpool(storage.write_file, _parts(file.file))
+        new = NewFile(
+            id=file_id,
+            filename=filename,
+            purpose=wanted.purpose,
+            num_bytes=num_bytes,
+            expires_after_s=None if wanted.expires_after is None else wanted.expires_after.seconds,
+        )
+        try:
+            return JSONResponse(file_object(await run_in_threadpool(store.add_file, new)))
+        except StorageError:
+            await run_in_threadpool(storage.discard, file_id)
+            raise
+
+    @api.get("/files")
+    async def list_files(request: Request) -> Response:
+        query = _checked(FileQuery, dict(request.query_params))
+        page = await run_in_threadpool(
+            lambda: store.list_files(
+                limit=query.limit, after=query.after, newest_first=query.order == "desc", purpose=query.purpose
+            )
+        )
+        return JSONResponse(page_object(page, file_object))
+
+    @api.get("/files/{file_id}")
+    async def one_file(file_id: str) -> Response:
+        return JSONResponse(file_object(await run_in_threadpool(store.file, file_id)))
+
+    @api.get("/files/{file_id}/content")
+    async def content(file_id: str) -> Response:
+        row = await run_in_threadpool(store.file, file_id)
+        path = await run_in_threadpool(files.path, row["id"], row["num_bytes"])
+        return FileResponse(path, media_type="application/octet-stream", filename=row["filename"])
+
+    @api.delete("/files/{file_id}")
+    async def delete_file(file_id: str) -> Response:
+        await run_in_threadpool(store.delete_file, file_id)
+        await run_in_threadpool(storage.discard)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    @api.post("/batches")
+    async def create(request: Request) -> Response:
+        wanted = _checked(CreateBatch, await _json(request))
+        if wanted.endpoint not in ENDPOINTS:
+            known = " or ".join(ENDPOINTS)
+            raise ApiError(f"endpoint must be {known}; got {wanted.endpoint!r}", param="endpoint", code="invalid_value")
+        expires_after = wanted.output_expires_after
+        new = NewBatch(
+            model=model,
+            endpoint=wanted.endpoint,
+            input_file_id=wanted.input_file_id,
+            completion_window=wanted.completion_window,
+            window_s=_window_s(wanted.completion_window),
+            metadata=wanted.metadata,
+            outputs_expire_after_s=None if expires_after is None else expires_after.seconds,
+        )
+        batch = await run_in_threadpool(store.create_batch, new)
+        runner.notice()
+        return JSONResponse(batch_object(batch))
+
+    @api.get("/batches")
+    async def list_batches(request: Request) -> Response:
+        query = _checked(BatchQuery, dict(request.query_params))
+        page = await run_in_threadpool(lambda: store.list_batches(limit=query.limit, after=query.after))
+        return JSONResponse(page_object(page, batch_object))
+
+    @api.get("/batches/{batch_id}")
+    async def one_batch(batch_id: str) -> Response:
+        return JSONResponse(batch_object(await run_in_threadpool(store.batch, batch_id)))
+
+    @api.post("/batches/{batch_id}/cancel")
+    async def cancel(batch_id: str) -> Response:
+        batch = await run_in_threadpool(store.cancel_batch, batch_id)
+        await runner.drop_batch(batch_id)
+        return JSONResponse(batch_object(batch))
+
+    return api
+
+
+def closed_router(error: StorageError) -> APIRouter:
+    """Return routes that say why there are no files and batches."""
+    api = APIRouter(prefix="/v1")
+
+    @api.api_route("/files{_:path}", methods=["GET", "POST", "DELETE"])
+    @api.api_route("/batches{_:path}", methods=["GET", "POST"])
+    async def closed() -> Response:
+        raise ApiError(f"this server keeps no files and batches: {error.message}", status=503, code="storage_error")
+
+    return api
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def _checked(kind: type[M], fields: Any) -> M:
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        path = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            raise ApiError(f"{path} is missing", param=path, code="missing_required_parameter") from None
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(kind.model_fields)
+            message = f"unknown field {path!r}: remove it; known fields: {known}"
+            raise ApiError(message, param=path, code="unknown_parameter") from None
+        message = f"{path}: {first['msg']}; got {str(first['input'])[:80]!r}"
+        raise ApiError(message, param=path or None, code="invalid_value") from None
+
+
+def _window_s(window: str) -> float:
+    match = re.fullmatch(r"([1-9]\d{0,6})([smhd])", window)
+    seconds = 0 if match is None else int(match[1]) * _UNITS_S[match[2]]
+    if not 0 < seconds <= _MAX_WINDOW_S:
+        raise ApiError(
+            f"completion_window must be a number and s, m, h or d, like '24h', up to '30d'; got {window!r}",
+            param="completion_window",
+            code="invalid_value",
+        )
+    return seconds
+
+
+async def _json(request: Request) -> Any:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_CREATE_BYTES:
+            raise ApiError(f"the body is larger than {_MAX_CREATE_BYTES >> 20} MiB; send less", status=413)
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError("the body must be a JSON object", code="invalid_json")
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+@asynccontextmanager
+async def _form(request: Request, max_file_bytes: int) -> AsyncIterator[FormData]:
+    """Read a form; its file lies in the system's folder for temporary files.
+
+    Raises:
+        ApiError: It is none, or too large.
+        StorageError: There is no room for it.
+    """
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "multipart/form-data":
+        raise ApiError(f"the body must be multipart/form-data with the file in its field 'file'; got {kind!r}")
+    try:
+        with told(Path(tempfile.gettempdir())):
+            form = await _limited(request, max_file_bytes).form(max_files=1, max_fields=8)
+    except ClientDisconnect:
+        raise ApiError("the client went away", status=_CLIENT_CLOSED_REQUEST) from None
+    except HTTPException as error:
+        raise ApiError(f"the form cannot be read: {error.detail}", status=error.status_code) from None
+    try:
+        yield form
+    finally:
+        await form.close()
+
+
+def _limited(request: Request, max_file_bytes: int) -> Request:
+    """Return the request, which fails once its body is larger than a form with the largest file."""
+    num_bytes = 0
+
+    async def receive() -> Message:
+        nonlocal num_bytes
+        message = await request.receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_file_bytes + _FORM_BYTES:
+            limit = max_file_bytes / (1 << 20)
+            raise ApiError(
+                f"the file is larger than {limit:g} MiB (--max-file-mib); divide it", status=413, param="file"
+            )
+        return message
+
+    return Request(request.scope, receive)
+
+
+def _nested(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a form's fields with ``name[key]`` as a dictionary ``name``; numbers in there become int."""
+    nested: dict[str, Any] = {}
+    for name, value in fields.items():
+        if match := re.fullmatch(r"(\w+)\[(\w+)\]", name):
+            value = int(value) if isinstance(value, str) and re.fullmatch(r"\d{1,15}", value) else value
+            inner = nested.setdefault(match[1], {})
+            if isinstance(inner, dict):
+                inner[match[2]] = value
+        else:
+            nested[name] = value
+    return nested
+
+
+def _parts(file: BinaryIO) -> Iterator[bytes]:
+    file.seek(0)
+    while part := file.read(_COPY_BYTES):
+        yield part

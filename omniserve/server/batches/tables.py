@@ -1,0 +1,107 @@
+"""The tables of the database. Times are seconds since 1970, JSON is text: the same on every database."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, MetaData, String, Table, Text
+
+SCHEMA_VERSION = 1
+
+# States of a batch in which it is still worked on; the others are final.
+UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+class LineState(IntEnum):
+    """Where a line of a batch stands."""
+
+    PENDING = 0
+    RUNNING = 1
+    """Claimed by an owner until its lease ends."""
+    DONE = 2
+    """With a result, or without one if the batch ended before the line was run."""
+
+
+METADATA = MetaData()
+
+VERSION = Table("omniserve_schema", METADATA, Column("version", Integer, primary_key=True))
+
+FILES = Table(
+    "omniserve_files",
+    METADATA,
+    Column("id", String(64), primary_key=True),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double),
+    Column("filename", Text, nullable=False),
+    Column("purpose", String(32), nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Index("omniserve_files_by_age", "created_at", "id"),
+)
+
+LEFTOVERS = Table(  # files on the disk that nobody knows: not yet, or not any more
+    "omniserve_leftovers",
+    METADATA,
+    Column("id", String(64), primary_key=True),
+    Column("remove_after", Double, nullable=False, index=True),
+)
+
+BATCHES = Table(
+    "omniserve_batches",
+    METADATA,
+    Column("id", String(64), primary_key=True),
+    Column("status", String(16), nullable=False),
+    Column("outcome", String(16), nullable=False),  # the status that finalizing ends in, unless it is cancelled then
+    Column("endpoint", String(64), nullable=False),
+    Column("input_file_id", String(64), nullable=False),
+    Column("completion_window", String(32), nullable=False),
+    Column("user_metadata", Text),
+    Column("model", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+    Column("in_progress_at", Double),
+    Column("finalizing_at", Double),
+    Column("completed_at", Double),
+    Column("failed_at", Double),
+    Column("expired_at", Double),
+    Column("cancelling_at", Double),
+    Column("cancelled_at", Double),
+    Column("errors", Text),
+    Column("output_file_id", String(64)),
+    Column("error_file_id", String(64)),
+    Column("outputs_expire_after_s", Double),
+    Column("total", Integer, nullable=False, default=0),
+    Column("completed", Integer, nullable=False, default=0),
+    Column("failed", Integer, nullable=False, default=0),
+    Column("escalated", Integer, nullable=False, default=0),
+    Column("input_tokens", BigInteger, nullable=False, default=0),
+    Column("output_tokens", BigInteger, nullable=False, default=0),
+    Column("problem", Text),  # why work on it is held up
+    # Who validates or finalizes it, and not before when.
+    Column("owner", String(128)),
+    Column("lease_until", Double, nullable=False, default=0.0),
+    Column("not_before", Double, nullable=False, default=0.0),
+    Index("omniserve_batches_by_age", "created_at", "id"),
+    Index("omniserve_batches_by_status", "status", "expires_at"),
+)
+
+LINES = Table(
+    "omniserve_lines",
+    METADATA,
+    Column("batch_id", String(64), primary_key=True),
+    Column("number", Integer, primary_key=True),  # of the line in the input file, from 1
+    Column("custom_id", Text, nullable=False),
+    # Its bytes in the input file are [start, start + length).
+    Column("start", BigInteger, nullable=False),
+    Column("length", Integer, nullable=False),
+    Column("state", Integer, nullable=False, default=int(LineState.PENDING)),
+    Column("owner", String(128)),
+    Column("lease_until", Double, nullable=False, default=0.0),
+    Column("not_before", Double, nullable=False, default=0.0),
+    Column("engine_stops", Integer, nullable=False, default=0),
+    Column("escalated", Boolean, nullable=False, default=False),
+    Column("ok", Boolean),
+    Column("result", Text),
+    Index("omniserve_lines_by_state", "batch_id", "state", "number"),
+    Index("omniserve_lines_by_owner", "owner"),
+    Index("omniserve_lines_by_lease", "state", "lease_until"),
+)

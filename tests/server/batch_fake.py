@@ -1,0 +1,30 @@
+"""Run a batch without a server, with the fake engine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from fake_engine import FakeLoader
+
+from omniserve.config import EngineConfig
+from omniserve.server.batches.offline import OfflineJob, run_offline
+from omniserve.server.batches.settings import BatchSettings
+from omniserve.server.server_flags import ServerOptions
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("input", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--tokenizer")
+    parser.add_argument("--work-log")
+    args = parser.parse_args()
+    logging.basicConfig(level="INFO")
+    options = ServerOptions(tokenizer=args.tokenizer, model_name="fake", batches=BatchSettings(concurrency=4))
+    errors = args.output.with_suffix(".errors.jsonl")
+    job = OfflineJob(input=args.input, output=args.output, errors=errors, endpoint="/v1/completions")
+    config = EngineConfig(device_kv_bytes=4 << 20, block_size=16)
+    sys.exit(asyncio.run(run_offline(job, options, FakeLoader(config=config, work_log=args.work_log))))

@@ -1,0 +1,146 @@
+"""``python -m omniserve.batch``: without a server, and against one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from batch_inputs import completion_line, jsonl, line, prompt_of
+from fake_engine import SLOW
+from tokenizers_for_tests import byte_level_tokenizer
+
+from omniserve.batch import main
+
+ABC = byte_level_tokenizer()("abc").input_ids
+
+
+@pytest.fixture
+def offline(tmp_path, tokenizer_folder):
+    """Start a run of ``in.jsonl`` to ``out.jsonl`` with the fake engine."""
+
+    def start() -> subprocess.Popen:
+        command = [sys.executable, str(Path(__file__).with_name("batch_fake.py")), "in.jsonl", "out.jsonl"]
+        command += ["--tokenizer", str(tokenizer_folder), "--work-log", "work"]
+        return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    return start
+
+
+def num_done(folder: Path) -> int:
+    """Return how many lines the journal has results of."""
+    path = folder / "out.jsonl.journal" / "omniserve.sqlite3"
+    if not path.exists():
+        return 0
+    try:
+        with sqlite3.connect(path) as database:
+            return sum(row[0] for row in database.execute("select completed from omniserve_batches"))
+    except sqlite3.OperationalError:  # the tables are just being made
+        return 0
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(entry)["custom_id"] for entry in path.read_text().splitlines()]
+
+
+def test_run_writes_answers_and_errors_in_order(tmp_path, offline):
+    lines = [completion_line(i, prompt=ABC) for i in range(20)]
+    lines[7] = line("wrong", {"prompt": "a", "colour": "red"})
+    (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
+    run = offline()
+    log = run.communicate(timeout=60)[1]
+    assert run.returncode == 1 and "1 of 20 lines have an error" in log and "20/20" in log
+    assert ids(tmp_path / "out.jsonl") == [entry["custom_id"] for entry in lines if entry["custom_id"] != "wrong"]
+    assert ids(tmp_path / "out.errors.jsonl") == ["wrong"]
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.errors.jsonl", "out.jsonl", "work"], "no journal is left"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_run_that_was_stopped_goes_on_where_it_was(tmp_path, offline, how):
+    lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=6) for i in range(24)]
+    (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
+    run = offline()
+    deadline = time.monotonic() + 60
+    while num_done(tmp_path) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(run.pid, how)
+    log = run.communicate(timeout=60)[1]
+    if how == signal.SIGINT:
+        assert run.returncode == 130 and "run the same command again" in log
+    done, work = num_done(tmp_path), (tmp_path / "work").read_text().splitlines()
+    assert 4 <= done < 24 and not (tmp_path / "out.jsonl").exists()
+    run = offline()
+    log = run.communicate(timeout=60)[1]
+    assert run.returncode == 0 and "going on" in log, log
+    assert ids(tmp_path / "out.jsonl") == [entry["custom_id"] for entry in lines]
+    repeated = (tmp_path / "work").read_text().splitlines()[len(work) :]
+    assert len(repeated) == 24 - done, "what was done is not computed again"
+
+
+def test_journal_of_another_input_is_not_touched(tmp_path, offline):
+    lines = [completion_line(i, prompt=[SLOW, *ABC], max_tokens=100) for i in range(9)]
+    (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
+    run = offline()
+    while not num_done(tmp_path) and not (tmp_path / "work").exists():
+        time.sleep(0.05)
+    second = offline()
+    assert "another process works with" in second.communicate(timeout=60)[1] and second.returncode == 2
+    os.killpg(run.pid, signal.SIGKILL)
+    run.communicate()
+    (tmp_path / "in.jsonl").write_bytes(jsonl(lines[:5]))
+    run = offline()
+    assert "is of another run" in run.communicate(timeout=60)[1] and run.returncode == 2
+
+
+def test_wrong_input_is_told_line_by_line(tmp_path, offline):
+    (tmp_path / "in.jsonl").write_bytes(jsonl([completion_line(0, prompt=ABC)] * 2))
+    run = offline()
+    assert "in.jsonl: line 2: the custom_id 'line-0' is that of line 1" in run.communicate(timeout=60)[1]
+    assert run.returncode == 2 and not (tmp_path / "out.jsonl").exists()
+
+
+def test_submit_status_fetch_and_cancel(tmp_path, server, capsys):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(jsonl([completion_line(0, prompt=ABC), line("wrong", {"prompt": []})]))
+    at = ["--url", server.url]
+    assert main(["submit", str(path), *at]) == 0
+    batch_id = capsys.readouterr().out.strip()
+    assert main(["fetch", batch_id, "-o", str(tmp_path / "out.jsonl"), *at]) == 1
+    assert ids(tmp_path / "out.jsonl") == ["line-0"] and ids(tmp_path / "out.errors.jsonl") == ["wrong"]
+    assert "completed: 1 + 1 failed of 2" in capsys.readouterr().err
+    assert main(["status", batch_id, *at]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "completed"
+    assert main(["cancel", batch_id, *at]) == 2
+    assert "cannot be cancelled" in capsys.readouterr().err
+    assert main(["status", "batch_none", *at]) == 2
+    assert main(["status", "x", "--url", "http://127.0.0.1:1"]) == 2
+    assert "see --url" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"no JSON", b"{}", b'{"url": "/v1/embeddings"}'])
+def test_file_that_does_not_say_what_it_is_for(tmp_path, capsys, content):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(SystemExit):
+        main(["submit", str(path)])
+    assert "the first line of" in capsys.readouterr().err
+
+
+def test_run_with_the_built_in_model(tmp_path):
+    lines = [line(f"{i}", {"model": None, "prompt": "The with statement", "max_tokens": 4}) for i in range(3)]
+    (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
+    flags = "--no-compile --device cpu --device-kv-gib 0.01 --host-kv-gib 0 --device-threads 1 --host-threads 1"
+    command = [sys.executable, "-m", "omniserve.batch", "run", "in.jsonl", "-o", "out.jsonl", *flags.split()]
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stderr
+    assert ids(tmp_path / "out.jsonl") == ["0", "1", "2"]

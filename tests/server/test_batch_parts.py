@@ -1,0 +1,195 @@
+"""Input files, files on the disk, and urgency: no server."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+
+import pytest
+
+from omniserve.server.batches.database import StorageError
+from omniserve.server.batches.files import FileFolder
+from omniserve.server.batches.lines import MAX_LINE_BYTES, body_of, check_file
+from omniserve.server.batches.urgency import Pace, num_urgent
+from omniserve.server.errors import ApiError
+
+GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+
+
+def check(content: bytes, max_lines: int = 10):
+    def only_m(model):
+        if model not in (None, "m"):
+            raise ApiError("no such model", code="model_not_found")
+
+    return check_file(io.BytesIO(content), "/v1/completions", only_m, max_lines)
+
+
+def changed(**fields) -> bytes:
+    line = {name: value for name, value in (GOOD | fields).items() if value is not ...}
+    return json.dumps(line).encode()
+
+
+def test_lines_are_found_where_they_are():
+    lines = [changed(custom_id="é", body={"prompt": "日本"}), changed(custom_id="b", body={"model": "m"})]
+    content = lines[0] + b"\r\n\n  \n" + lines[1]  # no newline at the end
+    found = check(content)
+    assert not found.faults
+    assert [(line.number, line.custom_id) for line in found.lines] == [(1, "é"), (4, "b")]
+    for line, raw in zip(found.lines, lines, strict=True):
+        part = content[line.start : line.start + line.length]
+        assert json.loads(body_of(part)) == json.loads(raw)["body"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "code", "param"),
+    [
+        (b"{", "invalid_json_line", None),
+        (b"[1]", "invalid_json_line", None),
+        (b"\xff\xfe{}", "invalid_json_line", None),
+        (b"[" * 100_000, "invalid_json_line", None),
+        (changed(custom_id=...), "missing_required_parameter", "custom_id"),
+        (changed(body=...), "missing_required_parameter", "body"),
+        (changed(custom_id=7), "invalid_custom_id", "custom_id"),
+        (changed(custom_id=""), "invalid_custom_id", "custom_id"),
+        (changed(custom_id="a\0b"), "invalid_custom_id", "custom_id"),
+        (changed(custom_id="\ud800"), "invalid_custom_id", "custom_id"),
+        (changed(method="GET"), "invalid_method", "method"),
+        (changed(url="/v1/chat/completions"), "mismatched_url", "url"),
+        (changed(body=[]), "invalid_body", "body"),
+        (changed(body={"model": "other"}), "model_not_found", "body.model"),
+        (changed(body={"model": 5}), "invalid_model", "body.model"),
+        (changed(colour=1), "unknown_parameter", "colour"),
+    ],
+)
+def test_fault_names_its_line(raw, code, param):
+    (fault,) = check(changed(custom_id="first") + b"\n" + raw + b"\n").faults
+    assert (fault.line, fault.code, fault.param) == (2, code, param)
+
+
+def test_empty_file_too_many_lines_and_too_many_faults():
+    assert [fault.code for fault in check(b" \n\n").faults] == ["empty_file"]
+    many = b"\n".join(changed(custom_id=str(i)) for i in range(4))
+    assert not check(many, max_lines=4).faults
+    assert [(fault.code, fault.line) for fault in check(many, max_lines=3).faults] == [("too_many_requests", 4)]
+    assert len(check(b"x\n" * 1000).faults) == 100
+
+
+def test_line_that_is_too_long_does_not_hide_the_next_one():
+    long = changed(body={"prompt": "x" * (2 * MAX_LINE_BYTES + 5)})
+    found = check(long + b"\nno JSON")
+    assert [(fault.line, fault.code) for fault in found.faults] == [(1, "line_too_long"), (2, "invalid_json_line")]
+
+
+def test_file_is_whole_or_not_there(tmp_path):
+    folder = FileFolder(tmp_path / "files")
+    assert folder.write("a", [b"one", b"two"]) == 6
+    assert folder.path("a", 6).read_bytes() == b"onetwo"
+    assert folder.read_part("a", 2, 3) == b"etw"
+
+    def broken():
+        yield b"some"
+        assert not (tmp_path / "files" / "b").exists()
+        raise RuntimeError("the client went away")
+
+    with pytest.raises(RuntimeError):
+        folder.write("b", broken())
+    assert os.listdir(tmp_path / "files") == ["a"]
+
+
+def test_two_writers_of_one_name_do_not_mix(tmp_path):
+    first, second = FileFolder(tmp_path), FileFolder(tmp_path)
+
+    def parts():
+        yield b"first "
+        second.write("a", [b"the second"])
+        yield b"writer"
+
+    first.write("a", parts())
+    assert (tmp_path / "a").read_bytes() == b"first writer" and os.listdir(tmp_path) == ["a"]
+
+
+def test_new_names_survive_a_power_cut(tmp_path, monkeypatch):
+    synced: set[tuple[int, int]] = set()
+    fsync = os.fsync
+
+    def note(descriptor):
+        found = os.fstat(descriptor)
+        synced.add((found.st_dev, found.st_ino))
+        fsync(descriptor)
+
+    def is_synced(path):
+        return (path.stat().st_dev, path.stat().st_ino) in synced
+
+    monkeypatch.setattr(os, "fsync", note)
+    folder = FileFolder(tmp_path / "new" / "files")
+    assert is_synced(tmp_path) and is_synced(tmp_path / "new")
+    assert not is_synced(tmp_path / "new" / "files")
+    folder.write("a", [b"x"])
+    assert is_synced(tmp_path / "new" / "files") and is_synced(tmp_path / "new" / "files" / "a")
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 503)])
+def test_disk_that_fails_keeps_what_was_there(tmp_path, monkeypatch, number, status):
+    folder = FileFolder(tmp_path)
+    folder.write("a", [b"old"])
+
+    def fail(_):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(StorageError, match=os.strerror(number)) as caught:
+            folder.write("a", [b"new"])
+    assert caught.value.status == status
+    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == b"old"
+
+
+def test_damaged_files_are_told(tmp_path):
+    folder = FileFolder(tmp_path)
+    folder.write("a", [b"12345"])
+    for call in (lambda: folder.path("a", 6), lambda: folder.read_part("a", 3, 3), lambda: folder.open("b")):
+        with pytest.raises(StorageError, match="damaged or missing"):
+            call()
+    folder.remove("a")
+    folder.remove("a")
+    with pytest.raises(StorageError, match="damaged or missing"):
+        folder.path("a", 5)
+
+
+def test_only_abandoned_remains_are_removed(tmp_path):
+    folder = FileFolder(tmp_path)
+    for name, age_s in ((".unfinished-old", 9999), (".unfinished-new", 5), ("file-old", 9999)):
+        (tmp_path / name).touch()
+        then = os.stat(tmp_path).st_mtime - age_s
+        os.utime(tmp_path / name, (then, then))
+    folder.remove_abandoned()
+    assert sorted(os.listdir(tmp_path)) == [".unfinished-new", "file-old"]
+
+
+def test_urgency_is_the_share_of_the_speed_that_is_missing():
+    assert num_urgent(80, 100, 64) == 0
+    assert num_urgent(90, 100, 64) == 0
+    assert num_urgent(180, 100, 64) == 32
+    assert num_urgent(91, 100, 64) == 1
+    assert num_urgent(10, 0, 64) == num_urgent(10, -5, 64) == 64
+
+
+def test_pace_predicts_from_what_was_done():
+    pace = Pace()
+    for second in range(101):
+        pace.add(second, 2 * second)
+    assert pace.remaining_s(100, 50) == pytest.approx(25, rel=0.02)
+    for second in range(101, 201):  # ten times slower: the old speed is forgotten
+        pace.add(second, 200 + (second - 100) // 5)
+    assert pace.remaining_s(200, 50) == pytest.approx(250, rel=0.1)
+
+
+def test_pace_of_nothing_done_is_the_longer_the_longer_nothing_is():
+    pace = Pace()
+    pace.add(0, 0)
+    assert pace.remaining_s(0, 10) == 0
+    for second in range(1, 2000):
+        pace.add(second, 0)
+    assert pace.remaining_s(2000, 10) == 20_000

@@ -1,0 +1,195 @@
+"""Several server processes, one PostgreSQL: each line at one of them, whoever dies."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from batch_inputs import completion_line, prompt_of, results, submit, wait_for
+from sqlalchemy import create_engine, text
+
+from omniserve.server.batches.tables import LineState
+
+NUM_BATCHES = 3
+LINES = 150
+KILLS = 3
+# Long enough for a slow machine: a server that is alive shall not lose its lines.
+LEASE_S = 8
+
+
+@pytest.fixture
+def database_url(postgres) -> Iterator[str]:
+    """An empty database."""
+    name = f"test_{uuid.uuid4().hex}"
+    engine = create_engine(postgres, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(text(f"create database {name}"))
+    engine.dispose()
+    yield postgres.replace("/postgres?", f"/{name}?")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What was there just before a server was killed."""
+
+    server: int
+    log_sizes: dict[int, int]
+    done: set[tuple[int, int]]
+    """Lines (batch, line) whose result was in the database."""
+
+
+class Fleet:
+    """Servers that share a database, each with a log of what it computes."""
+
+    def __init__(self, start_server, folder: Path, url: str) -> None:
+        self._start_server = start_server
+        self._folder = folder
+        self._url = url
+        self._engine = create_engine(url)
+        self.servers: dict[int, object] = {}
+        self.num_started = 0
+        self.numbers: dict[str, int] = {}
+        """Number of each batch by its id."""
+        self.kills: list[Kill] = []
+
+    def log(self, server: int) -> Path:
+        return self._folder / f"work-{server}"
+
+    def start(self):
+        number = self.num_started
+        self.num_started += 1
+        flags = ("--data-dir", str(self._folder / "data"), "--database-url", self._url, "--batch-concurrency", "8")
+        more = ("--batch-lease", str(LEASE_S), "--work-log", str(self.log(number)))
+        self.servers[number] = self._start_server(*flags, *more, own_group=True).wait_until_ready()
+        return self.servers[number]
+
+    def kill(self, number: int) -> None:
+        with self._engine.connect() as connection:
+            query = "select batch_id, number from omniserve_lines where state = :done"
+            lines = connection.execute(text(query), {"done": int(LineState.DONE)}).all()
+            query = "select id from omniserve_batches where status = 'completed'"
+            batches = connection.execute(text(query)).scalars().all()
+        done = {(self.numbers[batch_id], line - 1) for batch_id, line in lines}
+        done |= {(self.numbers[batch_id], i) for batch_id in batches for i in range(LINES)}
+        sizes = {i: self.log(i).stat().st_size for i in range(self.num_started)}
+        self.kills.append(Kill(number, sizes, done))
+        self.servers.pop(number).kill_group()
+
+    def cut_connections(self) -> None:
+        """Close every connection of every server to the database."""
+        with self._engine.connect() as connection:
+            query = "select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database()"
+            connection.execute(text(f"{query} and pid <> pg_backend_pid()"))
+
+    def runs(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """Return for each line who ran it, and how many kills there were before."""
+        line_of = {tuple(prompt_of(b, n)): (b, n) for b in range(NUM_BATCHES) for n in range(LINES)}
+        runs = defaultdict(list)
+        for server in range(self.num_started):
+            at = 0
+            for entry in self.log(server).read_bytes().splitlines(keepends=True):
+                kills_before = sum(at >= kill.log_sizes.get(server, 0) for kill in self.kills)
+                runs[line_of[tuple(map(int, entry.split()[1:]))]].append((server, kills_before))
+                at += len(entry)
+        return runs
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def lines_of(batch: int) -> list[dict[str, object]]:
+    sizes = random.Random(batch)
+    return [completion_line(n, prompt=prompt_of(batch, n), max_tokens=sizes.randint(10, 100)) for n in range(LINES)]
+
+
+@pytest.fixture
+def fleet(start_server, tmp_path, database_url) -> Iterator[Fleet]:
+    fleet = Fleet(start_server, tmp_path, database_url)
+    yield fleet
+    for server in fleet.servers.values():
+        server.kill_group()
+    fleet.close()
+
+
+def submit_all(fleet: Fleet, clients) -> None:
+    for number in range(NUM_BATCHES):
+        fleet.numbers[submit(clients[number % len(clients)], lines_of(number)).id] = number
+
+
+def check_results(fleet: Fleet, client) -> None:
+    for batch_id, number in fleet.numbers.items():
+        batch = wait_for(client, batch_id)
+        assert batch.status == "completed"
+        assert batch.request_counts.model_dump() == {"total": LINES, "completed": LINES, "failed": 0}
+        found = results(client, batch.output_file_id)
+        assert [entry["custom_id"] for entry in found] == [line["custom_id"] for line in lines_of(number)]
+        assert len({entry["id"] for entry in found}) == LINES
+
+
+def test_two_servers_run_no_line_twice(fleet):
+    servers = [fleet.start(), fleet.start()]
+    submit_all(fleet, [server.client() for server in servers])
+    check_results(fleet, servers[1].client())
+    runs = fleet.runs()
+    assert len(runs) == NUM_BATCHES * LINES and all(len(who) == 1 for who in runs.values())
+    assert {server for who in runs.values() for server, _ in who} == {0, 1}, "both had a part"
+    for server in servers:
+        assert server.stop() == 0
+    fleet.servers.clear()
+
+
+def test_death_of_servers_repeats_only_what_they_had_not_done(fleet):
+    rng = random.Random(1)
+    submit_all(fleet, [fleet.start().client(), fleet.start().client()])
+    for _ in range(KILLS):
+        time.sleep(rng.uniform(0.2, 1.5))
+        fleet.kill(rng.choice(sorted(fleet.servers)))
+        last = fleet.start()
+    check_results(fleet, last.client())
+    runs = fleet.runs()
+    assert len(runs) == NUM_BATCHES * LINES
+    killed_after = {kill.server: i for i, kill in enumerate(fleet.kills)}
+    for line, who in runs.items():
+        for (one, one_after), (other, other_after) in itertools.combinations(who, 2):
+            assert killed_after.get(one, KILLS) < other_after or killed_after.get(other, KILLS) < one_after, (
+                f"line {line} was run by two servers that lived: {who}"
+            )
+    for i, kill in enumerate(fleet.kills):
+        for line in kill.done:
+            assert all(kills_before <= i for _, kills_before in runs[line]), f"{line} was done, and was run again"
+
+
+def test_connections_that_break_lose_and_repeat_nothing(fleet):
+    rng = random.Random(2)
+    clients = [fleet.start().client(), fleet.start().client()]
+    submit_all(fleet, clients)
+    for _ in range(6):
+        time.sleep(rng.uniform(0.1, 0.6))
+        fleet.cut_connections()
+    check_results(fleet, clients[0])
+    runs = fleet.runs()
+    assert len(runs) == NUM_BATCHES * LINES and all(len(who) == 1 for who in runs.values())
+
+
+def test_server_that_comes_back_after_its_lease_changes_nothing(fleet):
+    frozen, other = fleet.start(), fleet.start()
+    submit_all(fleet, [frozen.client(), other.client()])
+    while not fleet.log(0).stat().st_size:
+        time.sleep(0.01)
+    os.killpg(frozen.process.pid, signal.SIGSTOP)
+    try:
+        check_results(fleet, other.client())
+    finally:
+        os.killpg(frozen.process.pid, signal.SIGCONT)
+    more = submit(frozen.client(), lines_of(NUM_BATCHES))
+    assert wait_for(frozen.client(), more.id).request_counts.completed == LINES
+    check_results(fleet, frozen.client())
