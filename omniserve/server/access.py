@@ -88,7 +88,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"  # the server has neither websockets nor a lifespan
-        if self._guard_all or not _is_free(scope["path"]):
+        if self._guard_all or not is_free(scope["path"]):
             headers = dict(scope["headers"])
             try:
                 key = self._ring.find(headers.get(b"authorization", b"").decode("latin-1"))
@@ -100,5 +100,6 @@ class Gate:
         await self._app(scope, receive, send)
 
 
-def _is_free(path: str) -> bool:
+def is_free(path: str) -> bool:
+    """Return whether a path needs no key, unless all do."""
     return any(path == free or path.startswith(f"{free}/") for free in _FREE_PATHS)

@@ -33,7 +33,7 @@ class Message(BaseModel):
     model_config = _STRICT
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], BeforeValidator(_text_parts)] = []
+    content: Annotated[list[TextPart], BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])] = []
     name: str | None = None
     tool_calls: list[ToolCall] = []
     """What an assistant's message called."""

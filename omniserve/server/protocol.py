@@ -27,6 +27,12 @@ MAX_GRAMMAR_CHARACTERS = 128 << 10
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+# For /openapi.json: what clients may send where a validator makes one form of several.
+_Text = Annotated[str, Field(min_length=1)]
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
 def _stop_strings(value: Any) -> Any:
     stop = [value] if isinstance(value, str) else value
     if not isinstance(stop, list) or len(stop) > MAX_STOP_STRINGS or any(not isinstance(s, str) or not s for s in stop):
@@ -97,9 +103,22 @@ class GenerationRequest(BaseModel):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Annotated[list[str], BeforeValidator(_stop_strings)] = []
+    stop: Annotated[
+        list[str],
+        BeforeValidator(
+            _stop_strings,
+            json_schema_input_type=_StopString | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)],
+        ),
+    ] = []
     logit_bias: Annotated[
-        list[tuple[int, Annotated[float, Field(ge=-100, le=100)]]], BeforeValidator(_token_bias)
+        list[tuple[int, Annotated[float, Field(ge=-100, le=100)]]],
+        BeforeValidator(
+            _token_bias,
+            json_schema_input_type=Annotated[
+                dict[Annotated[str, Field(pattern="^[0-9]+$")], Annotated[float, Field(ge=-100, le=100)]],
+                Field(max_length=MAX_BIASED_TOKENS),
+            ],
+        ),
     ] = []  # fmt: skip
     response_format: ResponseFormat | None = None
     service_tier: str = "auto"
@@ -172,7 +191,15 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
-    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
+    prompt: Annotated[
+        list[Any],
+        BeforeValidator(
+            _prompts,
+            json_schema_input_type=_Text
+            | _TokenIds
+            | Annotated[list[_Text] | list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
+        ),
+    ]
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     """The likeliest ``n`` of so many outputs, by the mean log-probability of their tokens."""

@@ -70,7 +70,10 @@ def _tool_choice(value: Any) -> Any:
         raise ValueError(message) from None
 
 
-ToolChoice = Annotated[Any, BeforeValidator(_tool_choice)]
+ToolChoice = Annotated[
+    Any,
+    BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
+]
 """``none``, ``auto``, ``required`` or a NamedTool."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import Message
 
+from omniserve.server import answer_models
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import told
 from omniserve.server.batches.lines import NO_TEXT
@@ -27,11 +27,13 @@ from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.settings import BatchSettings
 from omniserve.server.batches.storage import Storage
 from omniserve.server.batches.store import NewBatch, NewFile
+from omniserve.server.body import BodyReader
 from omniserve.server.calls import ENDPOINTS
 from omniserve.server.errors import ApiError
+from omniserve.server.fields import read_fields
+from omniserve.server.openapi import STORAGE_ERRORS, answers, asks, takes
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
-_MAX_CREATE_BYTES = 1 << 20
 # What a form may have around the file itself.
 _FORM_BYTES = 1 << 16
 _COPY_BYTES = 1 << 20
@@ -97,7 +99,7 @@ class BatchQuery(BaseModel):
     limit: int = Field(20, ge=1, le=100)
 
 
-def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, model: str) -> APIRouter:
+def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, model: str, bodies: BodyReader) -> APIRouter:
     """Return the routes.
 
     Args:
@@ -105,12 +107,17 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, model
         runner: Is told of what clients change.
         settings: Its limits.
         model: The name under which the model is served.
+        bodies: Reads those of requests.
     """
     api, store, files = APIRouter(prefix="/v1"), storage.store, storage.files
 
-    @api.post("/files")
+    @api.post(
+        "/files",
+        openapi_extra=takes(answer_models.Upload, "multipart/form-data"),
+        responses=answers(answer_models.File, 408, 413, *STORAGE_ERRORS),
+    )
     async def upload(request: Request) -> Response:
-        async with _form(request, settings.max_file_bytes) as form:
+        async with _form(request, bodies, settings.max_file_bytes) as form:
             file, fields = form.get("file"), _nested({name: value for name, value in form.items() if name != "file"})
             if not isinstance(file, UploadFile):
                 raise ApiError(
@@ -136,7 +143,7 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, model
             await run_in_threadpool(storage.discard, file_id)
             raise
 
-    @api.get("/files")
+    @api.get("/files", openapi_extra=asks(FileQuery), responses=answers(answer_models.FilePage, *STORAGE_ERRORS))
     async def list_files(request: Request) -> Response:
         query = _checked(FileQuery, dict(request.query_params))
         page = await run_in_threadpool(
@@ -146,25 +153,34 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, model
         )
         return JSONResponse(page_object(page, file_object))
 
-    @api.get("/files/{file_id}")
+    @api.get("/files/{file_id}", responses=answers(answer_models.File, *STORAGE_ERRORS))
     async def one_file(file_id: str) -> Response:
         return JSONResponse(file_object(await run_in_threadpool(store.file, file_id)))
 
-    @api.get("/files/{file_id}/content")
+    @api.get(
+        "/files/{file_id}/content",
+        response_class=FileResponse,
+        responses=answers(None, *STORAGE_ERRORS, media_type="application/octet-stream"),
+    )
     async def content(file_id: str) -> Response:
         row = await run_in_threadpool(store.file, file_id)
         path = await run_in_threadpool(files.path, row["id"], row["num_bytes"])
         return FileResponse(path, media_type="application/octet-stream", filename=row["filename"])
 
-    @api.delete("/files/{file_id}")
+    @api.delete("/files/{file_id}", responses=answers(answer_models.DeletedFile, 409, *STORAGE_ERRORS))
     async def delete_file(file_id: str) -> Response:
         await run_in_threadpool(store.delete_file, file_id)
         await run_in_threadpool(storage.discard)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
-    @api.post("/batches")
+    @api.post(
+        "/batches",
+        openapi_extra=takes(CreateBatch),
+        responses=answers(answer_models.Batch, 408, 413, *STORAGE_ERRORS),
+    )
     async def create(request: Request) -> Response:
-        wanted = _checked(CreateBatch, await _json(request))
+        async with bodies.hold(request) as body:
+            wanted = _checked(CreateBatch, read_fields(body))
         if wanted.endpoint not in ENDPOINTS:
             known = " or ".join(ENDPOINTS)
             raise ApiError(f"endpoint must be {known}; got {wanted.endpoint!r}", param="endpoint", code="invalid_value")
@@ -182,17 +198,17 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, model
         runner.notice()
         return JSONResponse(batch_object(batch))
 
-    @api.get("/batches")
+    @api.get("/batches", openapi_extra=asks(BatchQuery), responses=answers(answer_models.BatchPage, *STORAGE_ERRORS))
     async def list_batches(request: Request) -> Response:
         query = _checked(BatchQuery, dict(request.query_params))
         page = await run_in_threadpool(lambda: store.list_batches(limit=query.limit, after=query.after))
         return JSONResponse(page_object(page, batch_object))
 
-    @api.get("/batches/{batch_id}")
+    @api.get("/batches/{batch_id}", responses=answers(answer_models.Batch, *STORAGE_ERRORS))
     async def one_batch(batch_id: str) -> Response:
         return JSONResponse(batch_object(await run_in_threadpool(store.batch, batch_id)))
 
-    @api.post("/batches/{batch_id}/cancel")
+    @api.post("/batches/{batch_id}/cancel", responses=answers(answer_models.Batch, 409, *STORAGE_ERRORS))
     async def cancel(batch_id: str) -> Response:
         batch = await run_in_threadpool(store.cancel_batch, batch_id)
         await runner.drop_batch(batch_id)
@@ -205,8 +221,8 @@ def closed_router(error: StorageError) -> APIRouter:
     """Return routes that say why there are no files and batches."""
     api = APIRouter(prefix="/v1")
 
-    @api.api_route("/files{_:path}", methods=["GET", "POST", "DELETE"])
-    @api.api_route("/batches{_:path}", methods=["GET", "POST"])
+    @api.api_route("/files{_:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    @api.api_route("/batches{_:path}", methods=["GET", "POST"], include_in_schema=False)
     async def closed() -> Response:
         raise ApiError(f"this server keeps no files and batches: {error.message}", status=503, code="storage_error")
 
@@ -244,27 +260,12 @@ def _window_s(window: str) -> float:
     return seconds
 
 
-async def _json(request: Request) -> Any:
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_CREATE_BYTES:
-            raise ApiError(f"the body is larger than {_MAX_CREATE_BYTES >> 20} MiB; send less", status=413)
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(fields, dict):
-        raise ApiError("the body must be a JSON object", code="invalid_json")
-    return {name: value for name, value in fields.items() if value is not None}
-
-
 @asynccontextmanager
-async def _form(request: Request, max_file_bytes: int) -> AsyncIterator[FormData]:
+async def _form(request: Request, bodies: BodyReader, max_file_bytes: int) -> AsyncIterator[FormData]:
     """Read a form; its file lies in the system's folder for temporary files.
 
     Raises:
-        ApiError: It is none, or too large.
+        ApiError: It is none, or too large, or stays away.
         StorageError: There is no room for it.
     """
     kind = request.headers.get("content-type", "")
@@ -272,7 +273,7 @@ async def _form(request: Request, max_file_bytes: int) -> AsyncIterator[FormData
         raise ApiError(f"the body must be multipart/form-data with the file in its field 'file'; got {kind!r}")
     try:
         with told(Path(tempfile.gettempdir())):
-            form = await _limited(request, max_file_bytes).form(max_files=1, max_fields=8)
+            form = await _limited(request, bodies, max_file_bytes).form(max_files=1, max_fields=8)
     except ClientDisconnect:
         raise ApiError("the client went away", status=_CLIENT_CLOSED_REQUEST) from None
     except HTTPException as error:
@@ -283,13 +284,13 @@ async def _form(request: Request, max_file_bytes: int) -> AsyncIterator[FormData
         await form.close()
 
 
-def _limited(request: Request, max_file_bytes: int) -> Request:
+def _limited(request: Request, bodies: BodyReader, max_file_bytes: int) -> Request:
     """Return the request, which fails once its body is larger than a form with the largest file."""
     num_bytes = 0
 
     async def receive() -> Message:
         nonlocal num_bytes
-        message = await request.receive()
+        message = await bodies.receive(request)
         num_bytes += len(message.get("body", b""))
         if num_bytes > max_file_bytes + _FORM_BYTES:
             limit = max_file_bytes / (1 << 20)
