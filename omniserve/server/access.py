@@ -15,6 +15,8 @@ from omniserve.server.protocol import R
 from omniserve.server.rates import Rates
 
 _FREE_PATHS = ("/health", "/metrics")
+# A page in a browser is asked for without a key. It asks for one, and its files say nothing about the server.
+_PAGE, _PAGE_FILES = "/dashboard", "/dashboard/static/"
 
 
 class Caller:
@@ -60,6 +62,10 @@ class Caller:
         tier = self._key.limited_tier(request.service_tier, classes)
         return request if tier == request.service_tier else request.model_copy(update={"service_tier": tier})
 
+    def reaches(self, tier: str, classes: Sequence[ClassSpec]) -> bool:
+        """Return whether a request of theirs that asks for a tier gets it."""
+        return self._key is None or self._key.limited_tier(tier, classes) == tier
+
 
 _ANYBODY = Caller(None)
 
@@ -88,7 +94,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"  # the server has neither websockets nor a lifespan
-        if self._guard_all or not is_free(scope["path"]):
+        if not is_free(scope["path"], self._guard_all):
             headers = dict(scope["headers"])
             try:
                 key = self._ring.find(headers.get(b"authorization", b"").decode("latin-1"))
@@ -100,6 +106,8 @@ class Gate:
         await self._app(scope, receive, send)
 
 
-def is_free(path: str) -> bool:
-    """Return whether a path needs no key, unless all do."""
-    return any(path == free or path.startswith(f"{free}/") for free in _FREE_PATHS)
+def is_free(path: str, guard_all: bool) -> bool:
+    """Return whether a path needs no key."""
+    if path == _PAGE or path.startswith(_PAGE_FILES):
+        return True
+    return not guard_all and any(path == free or path.startswith(f"{free}/") for free in _FREE_PATHS)

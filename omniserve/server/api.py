@@ -126,7 +126,7 @@ def create_app(
     described = document(
         app.routes,
         version=__version__,
-        is_guarded=lambda path: keys is not None and (guard_all or not is_free(path)),
+        is_guarded=lambda path: keys is not None and not is_free(path, guard_all),
     )
 
     @app.get("/openapi.json", include_in_schema=False)

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from starlette.requests import Request
-from starlette.types import Message
 
 from omniserve.server.errors import ApiError
 from omniserve.server.limits import MIB
@@ -47,28 +46,16 @@ class BodyReader:
                         self._check(size)
                         parts.append(part)
             except TimeoutError:
-                raise self._too_slow("the body did not arrive") from None
+                raise ApiError(
+                    f"the body did not arrive within {self._timeout_s:g} s (--stall-timeout); send less, or faster",
+                    status=408,
+                    code="request_timeout",
+                ) from None
             body = b"".join(parts)
             parts.clear()
             yield body
         finally:
             self._left += size
-
-    async def receive(self, request: Request) -> Message:
-        """Return the next message of a body that is not held, but written to the disk, say.
-
-        Raises:
-            ApiError: 408: nothing of it comes.
-        """
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await request.receive()
-        except TimeoutError:
-            raise self._too_slow("nothing of the body arrived") from None
-
-    def _too_slow(self, what: str) -> ApiError:
-        message = f"{what} within {self._timeout_s:g} s (--stall-timeout); send less, or faster"
-        return ApiError(message, status=408, code="request_timeout")
 
     def _check(self, size: int) -> None:
         if size > self._max_bytes:

@@ -21,6 +21,7 @@ from omniserve.config import EngineConfig
 from omniserve.errors import OmniServeError, RequestRejected
 from omniserve.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.server import wire
+from omniserve.server.garbage import exempt_what_is_loaded
 from omniserve.server.logs import set_up_logs
 from omniserve.spec import ModelSpec
 from omniserve.stats import EngineStats
@@ -147,6 +148,7 @@ def _start(make_engine: EngineMaker, link: _Link) -> EngineLike | None:
         engine = make_engine(lambda text: link.send("progress", text))
         link.send("progress", "warming up")
         _warm_up(engine)
+        exempt_what_is_loaded()
     except Exception as error:
         logger.debug("the engine could not start", exc_info=True)
         expected = isinstance(error, (ValueError, OSError, OmniServeError, ImportError))

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from omniserve.request import FinishReason
+from omniserve.request import SLO, FinishReason
 from omniserve.server.choice import Choice
 from omniserve.server.errors import ApiError
 from omniserve.stats import EngineStats
 
-_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
+_TTFT_BUCKETS_S = (
+    0.01, 0.015, 0.025, 0.035, 0.05, 0.07, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64
+)  # fmt: skip
 _TTFT_ERROR_BUCKETS_S = (-4, -1, -0.5, -0.25, -0.1, -0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 4, 16)
-_TPOT_BUCKETS_S = (0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.4, 0.8, 1.6, 5)
+_TPOT_BUCKETS_S = (
+    0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.05, 0.06, 0.07, 0.08, 0.1,
+    0.12, 0.15, 0.2, 0.25, 0.3, 0.4, 0.6, 0.8, 1.6, 5,
+)  # fmt: skip
 _ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.4, 0.8, 1.6, 5, 20)
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -27,9 +32,10 @@ class ServerMetrics:
 
     Args:
         class_names: The engine's classes of requests.
+        objectives: Theirs; histograms have a bucket that ends there, so that quantiles are on the right side of them.
     """
 
-    def __init__(self, class_names: Sequence[str]) -> None:
+    def __init__(self, class_names: Sequence[str], objectives: Sequence[SLO] = ()) -> None:
         registry = self._registry = CollectorRegistry()
         by_class = ["service_class"]
         self._requests = Counter(
@@ -38,17 +44,19 @@ class ServerMetrics:
         self._rejected = Counter(
             "omniserve_requests_rejected", "Requests refused because of load", by_class, registry=registry
         )
-        self._ttft = _histogram(registry, "ttft", "HTTP request to first token", _TTFT_BUCKETS_S)
+        ttft_buckets = _with_bounds(_TTFT_BUCKETS_S, [slo.ttft_s for slo in objectives])
+        tpot_buckets = _with_bounds(_TPOT_BUCKETS_S, [slo.tpot_s for slo in objectives])
+        self._ttft = _histogram(registry, "ttft", "HTTP request to first token", ttft_buckets)
         self._predicted_ttft = _histogram(
             registry,
             "ttft_predicted",
             "What admission control predicted for HTTP request to first token",
-            _TTFT_BUCKETS_S,
+            ttft_buckets,
         )
         self._ttft_error = _histogram(
             registry, "ttft_prediction_error", "Time to first token minus its prediction", _TTFT_ERROR_BUCKETS_S
         )
-        self._tpot = _histogram(registry, "tpot", "Time per output token after the first", _TPOT_BUCKETS_S)
+        self._tpot = _histogram(registry, "tpot", "Time per output token after the first", tpot_buckets)
         itl = _histogram(registry, "itl", "Between two outputs of a request", _ITL_BUCKETS_S)
         self._itl = {name: itl.labels(name) for name in class_names}
         self._e2e = _histogram(registry, "e2e", "HTTP request to last token", _E2E_BUCKETS_S)
@@ -126,6 +134,11 @@ class ServerMetrics:
         self._engine.stats, self._engine.num_restarts = stats, num_restarts
         return generate_latest(self._registry)
 
+    def collect(self, stats: EngineStats | None, *, num_restarts: int = 0) -> list[Metric]:
+        """Return what ``render`` shows, as objects; the arguments are the same."""
+        self._engine.stats, self._engine.num_restarts = stats, num_restarts
+        return list(self._registry.collect())
+
 
 class _EngineCollector(Collector):
     """Shows a snapshot of the engine's own numbers."""
@@ -172,6 +185,10 @@ class _EngineCollector(Collector):
 
 def _histogram(registry: CollectorRegistry, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
     return Histogram(f"omniserve_{name}_seconds", help_text, ["service_class"], buckets=buckets, registry=registry)
+
+
+def _with_bounds(buckets: tuple[float, ...], bounds: Iterable[float | None]) -> tuple[float, ...]:
+    return tuple(sorted({*buckets, *(bound for bound in bounds if bound is not None)}))
 
 
 def _gauge(name: str, help_text: str, values: Mapping[Any, float], labels: list[str]) -> GaugeMetricFamily:

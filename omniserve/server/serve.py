@@ -21,7 +21,9 @@ from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.serving import BatchServing
 from omniserve.server.connections import Connections, allow_connections
+from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
+from omniserve.server.garbage import exempt_what_is_loaded
 from omniserve.server.logs import set_up_logs
 from omniserve.server.server_flags import ServerOptions
 from omniserve.server.service import Service
@@ -124,10 +126,11 @@ class _Main:
                 await self._engine.close()
 
     async def _serve(self, service: Service, listener: socket.socket) -> int:
+        dashboard = Dashboard()
         config = uvicorn.Config(
             create_app(
                 service,
-                routers=[self._batches.start(service)],
+                routers=[self._batches.start(service), dashboard.start(service)],
                 keys=self._options.keys,
                 guard_all=self._options.guard_all,
                 cors_origins=self._options.cors_origins,
@@ -141,6 +144,7 @@ class _Main:
             timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
         )
         server = _UvicornServer(config, self._connections)
+        exempt_what_is_loaded()
         listener.listen(config.backlog)  # now, so that whoever reads the next line can connect
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()[:2]
@@ -154,6 +158,7 @@ class _Main:
         draining = asyncio.create_task(service.drain(self._options.shutdown_timeout_s))
         await self._batches.stop()
         await draining  # at once without an engine: every call got its error
+        await dashboard.stop()
         server.should_exit = True
         await serving
         return 0 if self._engine.failure is None else 1

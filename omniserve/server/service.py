@@ -51,7 +51,7 @@ class Service:
         self.info = info
         self.codec = codec
         self.model_name = model_name
-        self.metrics = ServerMetrics([spec.name for spec in info.classes])
+        self.metrics = ServerMetrics([spec.name for spec in info.classes], [spec.slo for spec in info.classes])
         self.limits = limits
         self.bodies = BodyReader(limits.max_body_bytes, limits.stall_timeout_s)
         self._backlog = Backlog([spec.name for spec in info.classes], limits.max_queued_requests)

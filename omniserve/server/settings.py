@@ -14,7 +14,7 @@ import yaml
 ENVIRONMENT_PREFIX = "OMNISERVE_"
 # Not settings, but what to do with them.
 _NO_SETTINGS = ("help", "config", "print_config")
-_SECRETS = ("api_key",)
+_SECRETS = ("api_key", "database_url")
 
 
 def settings_parser(*, prog: str, description: str) -> argparse.ArgumentParser:

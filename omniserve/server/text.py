@@ -30,6 +30,11 @@ class TextCodec:
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
         self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model takes chats."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return a text's token ids."""
         if len(text) <= _MAX_INLINE_CHARACTERS:
@@ -51,7 +56,7 @@ class TextCodec:
         Raises:
             ApiError: The model has no chat template, or none for tools, or the template refuses the messages.
         """
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self.has_chat_template:
             raise ApiError(
                 "this model has no chat template, so it cannot tell messages apart; write the chat as one prompt and "
                 "send it to /v1/completions",

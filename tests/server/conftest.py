@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -172,3 +174,40 @@ def postgres() -> Iterator[str]:
             call("pg_ctl", "-D", str(data), "-m", "immediate", "stop")
     finally:
         shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless browser; tests that need it are skipped where there is none.
+
+    Until the module ends an event loop runs in this thread: no test after one with a browser can use ``asyncio.run``.
+    """
+    pytest.importorskip("playwright.sync_api", reason="needs Playwright: install the extra dev")
+    from benchmarks.common.browser import chromium, find_chromium
+
+    if find_chromium() is None:
+        pytest.skip("needs an installed Chromium or Chrome")
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def open_page(browser) -> Iterator[Callable[..., Any]]:
+    """Open a server's dashboard; at the end, nothing may have gone wrong in it, and nobody else may have been asked."""
+    opened = []
+
+    def open_page(url: str, *, problems_expected: bool = False, **options: Any) -> Any:
+        context = browser.new_context(**options)
+        opened.append((context, url, problems := [], asked := set(), problems_expected))
+        page = context.new_page()
+        page.on("console", lambda message: message.type in ("error", "warning") and problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: asked.add(urlsplit(request.url).netloc))
+        page.goto(f"{url}/dashboard")
+        return page
+
+    yield open_page
+    for context, url, problems, asked, problems_expected in opened:
+        context.close()
+        assert problems_expected or not problems
+        assert asked == {urlsplit(url).netloc}

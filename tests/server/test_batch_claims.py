@@ -412,6 +412,18 @@ def test_nobody_waits_in_a_circle(postgres, call):
     other.close()
 
 
+def test_server_that_is_frozen_within_a_transaction_does_not_hold_up_the_others(postgres, monkeypatch):
+    monkeypatch.setattr("omniserve.server.batches.database._PG_IDLE_TIMEOUT_S", 0.2)
+    frozen, other = opened_empty(make_url(postgres)), Database(make_url(postgres))
+    batch = make_batch(Store(frozen), 1)
+    with pytest.raises(StorageError, match="the database failed"), frozen.write() as connection:
+        connection.exec_driver_sql("update omniserve_batches set problem = 'frozen'")
+        assert Store(other).cancel_batch(batch)["problem"] is None
+    assert Store(frozen).batch(batch)["status"] == "cancelling", "and it can go on"
+    frozen.close()
+    other.close()
+
+
 def test_many_claim_at_once_and_no_line_goes_twice(url, database):
     store, num_lines = Store(database), 400
     batch = make_batch(store, num_lines)

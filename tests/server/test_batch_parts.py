@@ -13,6 +13,7 @@ from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import FileFolder
 from omniserve.server.batches.lines import MAX_LINE_BYTES, body_of, check_file
 from omniserve.server.batches.urgency import Pace, num_urgent
+from omniserve.server.cli import parse_args
 from omniserve.server.errors import ApiError
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
@@ -193,3 +194,10 @@ def test_pace_of_nothing_done_is_the_longer_the_longer_nothing_is():
     for second in range(1, 2000):
         pace.add(second, 0)
     assert pace.remaining_s(2000, 10) == 20_000
+
+
+def test_password_of_the_database_is_not_printed(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--database-url", "postgresql://me:secret@host/name", "--max-file-mib", "7", "--print-config"])
+    printed = capsys.readouterr().out
+    assert "secret" not in printed and "# database-url: not shown" in printed and "max-file-mib: 7 " in printed

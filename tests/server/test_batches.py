@@ -289,7 +289,7 @@ def test_late_batch_hurries_from_its_first_line_on(start_server, tmp_path):
 
 
 def test_death_of_the_engine_gives_lines_back(start_server, tmp_path):
-    place = ("--data-dir", str(tmp_path), "--batch-lease", "2")
+    place = ("--data-dir", str(tmp_path), "--batch-lease", "2", "--engine-restarts", "0")
     server = start_server(*place).wait_until_ready()
     client = server.client()
     batch = submit(client, [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=60) for i in range(8)])
@@ -321,6 +321,62 @@ def test_line_that_ends_the_engine_is_found_and_the_others_go_on(start_server):
     assert batch.request_counts.model_dump() == {"total": 10, "completed": 9, "failed": 1}
     (error,) = results(client, batch.error_file_id)
     assert error["custom_id"] == "poison" and error["response"]["body"]["error"]["code"] == "engine_stopped"
+
+
+def test_files_and_batches_belong_to_a_key(start_server, tmp_path):
+    keys = [
+        {"name": "ann", "key": "ann's", "requests_per_minute": 100},
+        {"name": "bob", "key": "bob's", "tier": "flex"},
+        {"name": "cem", "key": "cem's", "requests_per_minute": 1},
+    ]
+    (tmp_path / "keys.json").write_text(json.dumps(keys))
+    flags = ("--api-key-file", str(tmp_path / "keys.json"), "--batch-concurrency", "2")
+    server = start_server(*flags).wait_until_ready()
+    nobody, ann, bob, cem = (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+        for key in ("none", "ann's", "bob's", "cem's")
+    )
+    for call in (nobody.files.list, nobody.batches.list, lambda: upload(nobody, b"x")):
+        with pytest.raises(openai.AuthenticationError):
+            call()
+    batch = wait_for(ann, submit(ann, [completion_line(0, prompt=ABC)]).id)
+    assert [file.id for file in ann.files.list()] == [batch.output_file_id, batch.input_file_id]
+    assert [found.id for found in ann.batches.list()] == [batch.id]
+    assert bob.files.list().data == bob.batches.list().data == []
+    for call in (
+        lambda: bob.batches.retrieve(batch.id),
+        lambda: bob.batches.cancel(batch.id),
+        lambda: bob.batches.list(after=batch.id),
+        lambda: bob.files.retrieve(batch.output_file_id),
+        lambda: bob.files.content(batch.output_file_id),
+        lambda: bob.files.delete(batch.output_file_id),
+        lambda: bob.files.list(after=batch.input_file_id),
+        lambda: bob.batches.create(
+            input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
+        ),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            call()
+    with pytest.raises(openai.RateLimitError):
+        for _ in range(9):
+            upload(cem, b"x")
+    slow = [line(f"{i}", SLOW_LINE) for i in range(9)]
+    late = {client: submit(client, slow, window="4s") for client in (ann, bob)}
+    escalated = {client: wait_for(client, batch.id).omniserve["escalated"] for client, batch in late.items()}
+    assert escalated[ann] > 0 and escalated[bob] == 0, "bob's key is for best effort only"
+
+
+def test_upload_that_stalls_ends(start_server):
+    server = start_server("--stall-timeout", "0.5").wait_until_ready()
+
+    def endless():
+        yield b"--x\r\n"
+        time.sleep(2)
+        yield b"more"
+
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    answer = httpx.post(f"{server.url}/v1/files", content=endless(), headers=headers, timeout=PATIENCE_S)
+    assert answer.status_code == 408 and "--stall-timeout" in answer.json()["error"]["message"]
 
 
 def test_stop_gives_lines_back_at_once(start_server, tmp_path):

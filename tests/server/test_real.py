@@ -239,3 +239,20 @@ def test_profile_of_something_else_ends_the_start(model_folder, cache_folder, tm
     log = "".join(other.log)
     assert "cannot start: " in log and "made for something else" in log and "float32" in log
     assert "Traceback" not in log
+
+
+def test_page_shows_what_the_engine_does(server, open_page):
+    page = open_page(server.url)
+    page.get_by_text("Live", exact=True).wait_for()
+    for service_class in ("LS", "BE"):
+        page.select_option("#prompt-class", service_class)
+        page.select_option("#prompt-api", "completion")
+        page.fill("#prompt", PROMPTS[1])
+        page.fill("#prompt-tokens", "100")
+        page.click("#prompt-send")
+        page.locator("#prompt-result", has_text=f"{service_class}: TTFT").wait_for()
+        assert "TPOT" in page.inner_text("#prompt-result")
+    figures = "title => [...document.querySelectorAll('figure')].find((f) => f.innerText.includes(title)).innerText"
+    for title, text in (("LS time per output token", "p99"), ("SLO attainment", "100 %"), ("BE output", "device")):
+        page.wait_for_function(f"([title, text]) => ({figures})(title).includes(text)", arg=[title, text])
+    assert not page.locator("figure", has_text="LS time per output token").locator(".nothing").is_visible()

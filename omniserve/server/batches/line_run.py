@@ -23,6 +23,8 @@ MAX_ENGINE_STOPS = SUSPECT_STOPS + 1
 
 Not more often than the engine is started again in a row.
 """
+ESCALATED_TIER = "default"
+"""The tier of a line that hurries."""
 _RETRY_S = 1.0
 
 
@@ -73,7 +75,7 @@ async def run_line(service: Service, line: ClaimedLine, raw: bytes, *, escalated
             engine_stopped and line.engine_stops + 1 < MAX_ENGINE_STOPS
         )
         if again:
-            delay_s = _RETRY_S if error.retry_after_s is None else error.retry_after_s
+            delay_s = max(_RETRY_S, error.retry_after_s or 0.0)
             raise LineNotRun(error.message, delay_s=delay_s, engine_stopped=engine_stopped) from None
         return refused(line, error, call_id)
     usage = generation.usage
@@ -112,7 +114,7 @@ def _classed(service: Service, request: GenerationRequest, escalated: bool) -> G
         )
     if escalated:
         # Without objectives: admission control shall not refuse it.
-        return request.model_copy(update={"service_tier": "default", "slo": SloFields(ttft_s=None, tpot_s=None)})
+        return request.model_copy(update={"service_tier": ESCALATED_TIER, "slo": SloFields(ttft_s=None, tpot_s=None)})
     return request.model_copy(update={"service_tier": tier})
 
 

@@ -45,6 +45,7 @@ def _write(storage: Storage, batch: Row, ok: bool, written: list[NewFile]) -> Ne
         purpose="batch_output",
         num_bytes=num_bytes,
         expires_after_s=batch["outputs_expire_after_s"],
+        caller=batch["caller"],
     )
     written.append(file)
     return file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -14,31 +15,31 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import Message
 
 from omniserve.server import answer_models
+from omniserve.server.access import caller_of
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import told
+from omniserve.server.batches.line_run import ESCALATED_TIER
 from omniserve.server.batches.lines import NO_TEXT
 from omniserve.server.batches.objects import batch_object, file_object, page_object
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.settings import BatchSettings
 from omniserve.server.batches.storage import Storage
 from omniserve.server.batches.store import NewBatch, NewFile
-from omniserve.server.body import BodyReader
 from omniserve.server.calls import ENDPOINTS
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import read_fields
 from omniserve.server.openapi import STORAGE_ERRORS, answers, asks, takes
+from omniserve.server.service import Service
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 # What a form may have around the file itself.
 _FORM_BYTES = 1 << 16
 _COPY_BYTES = 1 << 20
 _MAX_METADATA = 16
-_CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_WINDOW_S = 30 * 86400
 
@@ -99,25 +100,26 @@ class BatchQuery(BaseModel):
     limit: int = Field(20, ge=1, le=100)
 
 
-def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, model: str, bodies: BodyReader) -> APIRouter:
-    """Return the routes.
+def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, service: Service) -> APIRouter:
+    """Return the routes. Where API keys are asked for, each key's files and batches are its own.
 
     Args:
         storage: Has the files and batches.
         runner: Is told of what clients change.
         settings: Its limits.
-        model: The name under which the model is served.
-        bodies: Reads those of requests.
+        service: What the lines are for.
     """
     api, store, files = APIRouter(prefix="/v1"), storage.store, storage.files
 
     @api.post(
         "/files",
         openapi_extra=takes(answer_models.Upload, "multipart/form-data"),
-        responses=answers(answer_models.File, 408, 413, *STORAGE_ERRORS),
+        responses=answers(answer_models.File, 408, 413, 429, *STORAGE_ERRORS),
     )
     async def upload(request: Request) -> Response:
-        async with _form(request, bodies, settings.max_file_bytes) as form:
+        caller = caller_of(request)
+        caller.admit()
+        async with _form(request, settings.max_file_bytes, service.limits.stall_timeout_s) as form:
             file, fields = form.get("file"), _nested({name: value for name, value in form.items() if name != "file"})
             if not isinstance(file, UploadFile):
                 raise ApiError(
@@ -136,6 +138,7 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, model
             purpose=wanted.purpose,
             num_bytes=num_bytes,
             expires_after_s=None if wanted.expires_after is None else wanted.expires_after.seconds,
+            caller=caller.name,
         )
         try:
             return JSONResponse(file_object(await run_in_threadpool(store.add_file, new)))
@@ -148,51 +151,59 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, model
         query = _checked(FileQuery, dict(request.query_params))
         page = await run_in_threadpool(
             lambda: store.list_files(
-                limit=query.limit, after=query.after, newest_first=query.order == "desc", purpose=query.purpose
+                limit=query.limit,
+                after=query.after,
+                newest_first=query.order == "desc",
+                purpose=query.purpose,
+                caller=caller_of(request).name,
             )
         )
         return JSONResponse(page_object(page, file_object))
 
     @api.get("/files/{file_id}", responses=answers(answer_models.File, *STORAGE_ERRORS))
-    async def one_file(file_id: str) -> Response:
-        return JSONResponse(file_object(await run_in_threadpool(store.file, file_id)))
+    async def one_file(request: Request, file_id: str) -> Response:
+        return JSONResponse(file_object(await run_in_threadpool(store.file, file_id, caller_of(request).name)))
 
     @api.get(
         "/files/{file_id}/content",
         response_class=FileResponse,
         responses=answers(None, *STORAGE_ERRORS, media_type="application/octet-stream"),
     )
-    async def content(file_id: str) -> Response:
-        row = await run_in_threadpool(store.file, file_id)
+    async def content(request: Request, file_id: str) -> Response:
+        row = await run_in_threadpool(store.file, file_id, caller_of(request).name)
         path = await run_in_threadpool(files.path, row["id"], row["num_bytes"])
         return FileResponse(path, media_type="application/octet-stream", filename=row["filename"])
 
     @api.delete("/files/{file_id}", responses=answers(answer_models.DeletedFile, 409, *STORAGE_ERRORS))
-    async def delete_file(file_id: str) -> Response:
-        await run_in_threadpool(store.delete_file, file_id)
+    async def delete_file(request: Request, file_id: str) -> Response:
+        await run_in_threadpool(store.delete_file, file_id, caller_of(request).name)
         await run_in_threadpool(storage.discard)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     @api.post(
         "/batches",
         openapi_extra=takes(CreateBatch),
-        responses=answers(answer_models.Batch, 408, 413, *STORAGE_ERRORS),
+        responses=answers(answer_models.Batch, 408, 413, 429, *STORAGE_ERRORS),
     )
     async def create(request: Request) -> Response:
-        async with bodies.hold(request) as body:
+        caller = caller_of(request)
+        caller.admit()
+        async with service.bodies.hold(request) as body:
             wanted = _checked(CreateBatch, read_fields(body))
         if wanted.endpoint not in ENDPOINTS:
             known = " or ".join(ENDPOINTS)
             raise ApiError(f"endpoint must be {known}; got {wanted.endpoint!r}", param="endpoint", code="invalid_value")
         expires_after = wanted.output_expires_after
         new = NewBatch(
-            model=model,
+            model=service.model_name,
             endpoint=wanted.endpoint,
             input_file_id=wanted.input_file_id,
             completion_window=wanted.completion_window,
             window_s=_window_s(wanted.completion_window),
             metadata=wanted.metadata,
             outputs_expire_after_s=None if expires_after is None else expires_after.seconds,
+            caller=caller.name,
+            may_escalate=caller.reaches(ESCALATED_TIER, service.info.classes),
         )
         batch = await run_in_threadpool(store.create_batch, new)
         runner.notice()
@@ -201,16 +212,18 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, model
     @api.get("/batches", openapi_extra=asks(BatchQuery), responses=answers(answer_models.BatchPage, *STORAGE_ERRORS))
     async def list_batches(request: Request) -> Response:
         query = _checked(BatchQuery, dict(request.query_params))
-        page = await run_in_threadpool(lambda: store.list_batches(limit=query.limit, after=query.after))
+        page = await run_in_threadpool(
+            lambda: store.list_batches(limit=query.limit, after=query.after, caller=caller_of(request).name)
+        )
         return JSONResponse(page_object(page, batch_object))
 
     @api.get("/batches/{batch_id}", responses=answers(answer_models.Batch, *STORAGE_ERRORS))
-    async def one_batch(batch_id: str) -> Response:
-        return JSONResponse(batch_object(await run_in_threadpool(store.batch, batch_id)))
+    async def one_batch(request: Request, batch_id: str) -> Response:
+        return JSONResponse(batch_object(await run_in_threadpool(store.batch, batch_id, caller_of(request).name)))
 
     @api.post("/batches/{batch_id}/cancel", responses=answers(answer_models.Batch, 409, *STORAGE_ERRORS))
-    async def cancel(batch_id: str) -> Response:
-        batch = await run_in_threadpool(store.cancel_batch, batch_id)
+    async def cancel(request: Request, batch_id: str) -> Response:
+        batch = await run_in_threadpool(store.cancel_batch, batch_id, caller_of(request).name)
         await runner.drop_batch(batch_id)
         return JSONResponse(batch_object(batch))
 
@@ -261,11 +274,11 @@ def _window_s(window: str) -> float:
 
 
 @asynccontextmanager
-async def _form(request: Request, bodies: BodyReader, max_file_bytes: int) -> AsyncIterator[FormData]:
+async def _form(request: Request, max_file_bytes: int, stall_timeout_s: float) -> AsyncIterator[FormData]:
     """Read a form; its file lies in the system's folder for temporary files.
 
     Raises:
-        ApiError: It is none, or too large, or stays away.
+        ApiError: It is none, too large, or nothing more of it came for too long.
         StorageError: There is no room for it.
     """
     kind = request.headers.get("content-type", "")
@@ -273,9 +286,7 @@ async def _form(request: Request, bodies: BodyReader, max_file_bytes: int) -> As
         raise ApiError(f"the body must be multipart/form-data with the file in its field 'file'; got {kind!r}")
     try:
         with told(Path(tempfile.gettempdir())):
-            form = await _limited(request, bodies, max_file_bytes).form(max_files=1, max_fields=8)
-    except ClientDisconnect:
-        raise ApiError("the client went away", status=_CLIENT_CLOSED_REQUEST) from None
+            form = await _limited(request, max_file_bytes, stall_timeout_s).form(max_files=1, max_fields=8)
     except HTTPException as error:
         raise ApiError(f"the form cannot be read: {error.detail}", status=error.status_code) from None
     try:
@@ -284,13 +295,21 @@ async def _form(request: Request, bodies: BodyReader, max_file_bytes: int) -> As
         await form.close()
 
 
-def _limited(request: Request, bodies: BodyReader, max_file_bytes: int) -> Request:
-    """Return the request, which fails once its body is larger than a form with the largest file."""
+def _limited(request: Request, max_file_bytes: int, stall_timeout_s: float) -> Request:
+    """Return the request, which fails once its body is larger than a form with the largest file, or stalls."""
     num_bytes = 0
 
     async def receive() -> Message:
         nonlocal num_bytes
-        message = await bodies.receive(request)
+        try:
+            async with asyncio.timeout(stall_timeout_s):
+                message = await request.receive()
+        except TimeoutError:
+            raise ApiError(
+                f"nothing more of the file arrived for {stall_timeout_s:g} s (--stall-timeout); send it again",
+                status=408,
+                code="request_timeout",
+            ) from None
         num_bytes += len(message.get("body", b""))
         if num_bytes > max_file_bytes + _FORM_BYTES:
             limit = max_file_bytes / (1 << 20)

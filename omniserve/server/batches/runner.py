@@ -338,7 +338,7 @@ class BatchRunner:
             pace.add(now, num_done)
             remaining_s = pace.remaining_s(now, batch["total"] - num_done)
             number = num_urgent(remaining_s, batch["expires_at"] - now, self._settings.concurrency)
-            if number:
+            if number and batch["may_escalate"]:
                 self._urgent[batch["id"]] = number
 
     async def _make_way(self) -> None:

@@ -45,7 +45,7 @@ class BatchServing:
             return closed_router(self._storage)
         self._runner = BatchRunner(service, self._storage, self._settings)
         self._runner.start()
-        return router(self._storage, self._runner, self._settings, service.model_name, service.bodies)
+        return router(self._storage, self._runner, self._settings, service)
 
     async def stop(self) -> None:
         """Give back what is not done, and close the storage."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, Table, and_, delete, insert, or_, select, update
+from sqlalchemy import Connection, RowMapping, Select, Table, and_, delete, insert, or_, select, update
 
 from omniserve.server.batches.database import Database, StorageError
 from omniserve.server.batches.lines import CheckedLine, LineFault
@@ -35,6 +35,8 @@ class NewFile:
     purpose: str
     num_bytes: int
     expires_after_s: float | None = None
+    caller: str | None = None
+    """The API key that it belongs to; None: nobody's, as where no keys are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,9 @@ class NewBatch:
     window_s: float
     metadata: Mapping[str, str] | None
     outputs_expire_after_s: float | None = None
+    caller: str | None = None
+    may_escalate: bool = True
+    """Whether its lines may run as latency-sensitive requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,8 @@ def new_id(prefix: str) -> str:
 class Store:
     """Files and batches.
 
-    All functions raise StorageError when the database does not work.
+    All functions raise StorageError when the database does not work. For a ``caller`` there is only what belongs to
+    that API key; for None, everything.
     """
 
     def __init__(self, database: Database) -> None:
@@ -109,34 +115,34 @@ class Store:
             _insert_file(connection, file, self._database.now(connection))
             return _get(connection, FILES, file.id)
 
-    def file(self, file_id: str) -> Row:
+    def file(self, file_id: str, caller: str | None = None) -> Row:
         """Return a file.
 
         Raises:
             ApiError: There is none.
         """
         with self._database.read() as connection:
-            return _get(connection, FILES, file_id)
+            return _get(connection, FILES, file_id, caller=caller)
 
-    def list_files(self, *, limit: int, after: str | None, newest_first: bool, purpose: str | None) -> Page:
+    def list_files(
+        self, *, limit: int, after: str | None, newest_first: bool, purpose: str | None, caller: str | None = None
+    ) -> Page:
         """Return a page of the files; ``after`` is the last id of the page before.
 
         Raises:
             ApiError: There is no file ``after``.
         """
         with self._database.read() as connection:
-            return _page(
-                connection, FILES, limit, after, newest_first, None if purpose is None else {"purpose": purpose}
-            )
+            return _page(connection, FILES, limit, after, newest_first, caller, purpose)
 
-    def delete_file(self, file_id: str) -> None:
+    def delete_file(self, file_id: str, caller: str | None = None) -> None:
         """Forget a file; the next sweep removes its bytes.
 
         Raises:
             ApiError: There is none, or a batch still reads it.
         """
         with self._database.write() as connection:
-            _get(connection, FILES, file_id, lock=True)
+            _get(connection, FILES, file_id, lock=True, caller=caller)
             if _in_use(connection, file_id):
                 raise ApiError(
                     f"a batch that is not finished reads the file {file_id}; cancel it or wait for its end",
@@ -161,7 +167,7 @@ class Store:
         """
         with self._database.write() as connection:
             # Locked, so that it is not deleted while the batch comes into being.
-            file = _get(connection, FILES, batch.input_file_id, lock=True, param="input_file_id")
+            file = _get(connection, FILES, batch.input_file_id, lock=True, param="input_file_id", caller=batch.caller)
             if file["purpose"] != "batch":
                 raise ApiError(
                     f"the file {file['id']} has the purpose {file['purpose']!r}; upload it with the purpose 'batch'",
@@ -186,36 +192,38 @@ class Store:
                     created_at=now,
                     expires_at=now + batch.window_s,
                     outputs_expire_after_s=batch.outputs_expire_after_s,
+                    caller=batch.caller,
+                    may_escalate=batch.may_escalate,
                 )
             )
             return _get(connection, BATCHES, batch_id)
 
-    def batch(self, batch_id: str) -> Row:
+    def batch(self, batch_id: str, caller: str | None = None) -> Row:
         """Return a batch.
 
         Raises:
             ApiError: There is none.
         """
         with self._database.read() as connection:
-            return _get(connection, BATCHES, batch_id)
+            return _get(connection, BATCHES, batch_id, caller=caller)
 
-    def list_batches(self, *, limit: int, after: str | None) -> Page:
+    def list_batches(self, *, limit: int, after: str | None, caller: str | None = None) -> Page:
         """Return a page of the batches, newest first.
 
         Raises:
             ApiError: There is no batch ``after``.
         """
         with self._database.read() as connection:
-            return _page(connection, BATCHES, limit, after, True, None)
+            return _page(connection, BATCHES, limit, after, True, caller)
 
-    def cancel_batch(self, batch_id: str) -> Row:
+    def cancel_batch(self, batch_id: str, caller: str | None = None) -> Row:
         """End a batch: what has a result keeps it, no other line is run. Cancelling twice is the same as once.
 
         Raises:
             ApiError: There is none, or it has come to another end.
         """
         with self._database.write() as connection:
-            batch = _get(connection, BATCHES, batch_id, lock=True)
+            batch = _get(connection, BATCHES, batch_id, lock=True, caller=caller)
             if batch["status"] in ("cancelling", "cancelled"):
                 return batch
             if batch["status"] not in UNFINISHED:
@@ -281,7 +289,9 @@ class Store:
                     }
                     for line in lines[i : i + _ROWS_PER_INSERT]
                 ]
-                connection.execute(insert(LINES), rows)
+                # With RETURNING it is one statement. Many small ones psycopg would send in a pipeline, whose end
+                # PostgreSQL awaits for ever if this process is frozen.
+                connection.execute(insert(LINES).returning(LINES.c.number), rows)
             values = {"status": "in_progress", "total": len(lines), "owner": None, "problem": None}
             _set(connection, batch_id, values | {"in_progress_at": self._database.now(connection)})
             return True
@@ -358,6 +368,7 @@ def _insert_file(connection: Connection, file: NewFile, now: float) -> None:
             filename=file.filename,
             purpose=file.purpose,
             num_bytes=file.num_bytes,
+            caller=file.caller,
         )
     )
 
@@ -380,8 +391,21 @@ def _set(connection: Connection, batch_id: str, values: Mapping[str, Any]) -> No
     connection.execute(update(BATCHES).where(BATCHES.c.id == batch_id).values(**values))
 
 
-def _get(connection: Connection, table: Table, row_id: str, *, lock: bool = False, param: str | None = None) -> Row:
-    query = select(table).where(table.c.id == row_id)
+def _owned(table: Table, caller: str | None) -> Select[Any]:
+    query = select(table)
+    return query if caller is None else query.where(table.c.caller == caller)
+
+
+def _get(
+    connection: Connection,
+    table: Table,
+    row_id: str,
+    *,
+    lock: bool = False,
+    param: str | None = None,
+    caller: str | None = None,
+) -> Row:
+    query = _owned(table, caller).where(table.c.id == row_id)
     row = None
     if row_id.isascii() and row_id.isprintable():  # as ids are; not every database takes every other text
         row = connection.execute(query.with_for_update() if lock else query).mappings().first()
@@ -397,14 +421,15 @@ def _page(
     limit: int,
     after: str | None,
     newest_first: bool,
-    where: Mapping[str, str] | None,
+    caller: str | None,
+    purpose: str | None = None,
 ) -> Page:
     at, row_id = table.c.created_at, table.c.id
-    query = select(table)
-    for name, value in (where or {}).items():
-        query = query.where(table.c[name] == value)
+    query = _owned(table, caller)
+    if purpose is not None:
+        query = query.where(table.c.purpose == purpose)
     if after is not None:
-        last = _get(connection, table, after, param="after")
+        last = _get(connection, table, after, param="after", caller=caller)
         if newest_first:
             behind = or_(at < last["created_at"], and_(at == last["created_at"], row_id < last["id"]))
         else:

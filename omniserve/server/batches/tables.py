@@ -6,7 +6,7 @@ from enum import IntEnum
 
 from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, MetaData, String, Table, Text
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # States of a batch in which it is still worked on; the others are final.
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
@@ -35,6 +35,7 @@ FILES = Table(
     Column("filename", Text, nullable=False),
     Column("purpose", String(32), nullable=False),
     Column("num_bytes", BigInteger, nullable=False),
+    Column("caller", Text),  # the name of the API key that it belongs to
     Index("omniserve_files_by_age", "created_at", "id"),
 )
 
@@ -56,6 +57,8 @@ BATCHES = Table(
     Column("completion_window", String(32), nullable=False),
     Column("user_metadata", Text),
     Column("model", Text, nullable=False),
+    Column("caller", Text),
+    Column("may_escalate", Boolean, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double, nullable=False),
     Column("in_progress_at", Double),

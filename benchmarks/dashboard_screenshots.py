@@ -1,0 +1,120 @@
+"""Pictures of /dashboard under load: light, dark, and on a phone.
+
+Starts the server with the built-in model and too little device memory, sends LS requests that come and go beside a pile
+of BE requests and two batch jobs, and takes the pictures while all of it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from pydoc_data import topics
+
+import httpx
+from playwright.sync_api import Browser
+
+from benchmarks.common.browser import chromium
+from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, drive
+from benchmarks.common.server import ServerProcess
+from omniserve.simulate.load import poisson
+
+TEXT = "\n".join(topics.topics.values())
+SERVER = "--device-kv-gib 0.004 --host-kv-gib 0.5 --served-model-name built-in --batch-concurrency 16".split()
+# (from, to, LS requests a second): calm, busy, a burst that is too much, busy again.
+RATES = ((0, 25, 1.0), (25, 60, 2.0), (60, 66, 8.0), (66, 240, 1.5))
+BE_FROM_S = 18.0
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+
+
+def make_load(seed: int, num_be: int) -> list[LoadRequest]:
+    """Return the requests, which differ in length."""
+    rng = random.Random(seed)
+
+    def request(at_s: float, chars: int, max_tokens: int, tier: str) -> LoadRequest:
+        start = rng.randrange(len(TEXT) - chars)
+        return LoadRequest(send_at_s=at_s, prompt=TEXT[start : start + chars], max_tokens=max_tokens, service_tier=tier)
+
+    arrivals = [start_s + at_s for start_s, end_s, rate in RATES for at_s in poisson(rate, end_s - start_s, rng)]
+    load = [request(at_s, rng.randrange(100, 500), rng.randrange(16, 48), LS_TIER) for at_s in arrivals]
+    late = [BE_FROM_S + 0.5 * i for i in range(num_be)]
+    return load + [request(at_s, rng.randrange(400, 1600), rng.randrange(64, 256), BE_TIER) for at_s in late]
+
+
+def submit_batch(client: httpx.Client, num_requests: int, metadata: dict[str, str]) -> None:
+    """Send a batch job of completions."""
+    lines = [
+        {
+            "custom_id": str(i),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "built-in", "prompt": TEXT[100 * i : 100 * i + 400], "max_tokens": 48},
+        }
+        for i in range(num_requests)
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("night.jsonl", content)})
+    batch = {
+        "input_file_id": file.raise_for_status().json()["id"],
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+        "metadata": metadata,
+    }
+    client.post("/v1/batches", json=batch).raise_for_status()
+
+
+def take_pictures(browser: Browser, url: str, folder: Path, wait_s: float) -> None:
+    """Open the page three times, send a prompt, and save what is to be seen."""
+    pages = {}
+    for name, scheme, size in (("light", "light", DESKTOP), ("dark", "dark", DESKTOP), ("phone", "light", PHONE)):
+        page = browser.new_page(viewport=size, color_scheme=scheme)  # type: ignore[arg-type]
+        page.goto(f"{url}/dashboard")
+        page.select_option("#range", "120")
+        pages[name] = page
+    pages["light"].wait_for_timeout(wait_s * 1000)
+    for name, page in pages.items():
+        page.bring_to_front()
+        page.select_option("#prompt-api", "completion")
+        page.fill("#prompt", "The with statement is used to wrap the execution of a block")
+        page.fill("#prompt-tokens", "48")
+        while "tokens" not in page.inner_text("#prompt-result"):  # admission may refuse it
+            page.click("#prompt-send")
+            page.locator("#prompt-send:enabled").wait_for(timeout=60_000)
+        page.wait_for_timeout(1500)
+        page.screenshot(path=folder / f"dashboard-{name}.png", full_page=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("docs"))
+    parser.add_argument("--seconds", type=float, default=125.0, help="how long the load runs before the first picture")
+    parser.add_argument("--be-requests", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ServerProcess([*SERVER, "--data-dir", f"{folder}/data"], Path(folder) / "server.log") as server,
+    ):
+        server.wait_until_healthy()
+        load = make_load(arguments.seed, arguments.be_requests)
+        stream = threading.Thread(
+            target=drive,
+            args=(server, load),
+            kwargs={"cutoff_s": arguments.seconds + 30, "may_be_cut_off": True, "must_finish": lambda _: True},
+        )
+        stream.start()
+        with httpx.Client(base_url=server.base_url, timeout=60) as client:
+            submit_batch(client, 3000, {"job": "nightly summaries", "owner": "docs"})
+            submit_batch(client, 24, {"job": "labels"})
+        with chromium() as browser:
+            take_pictures(browser, server.base_url, arguments.folder, arguments.seconds)
+        stream.join()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,371 @@
+"""The page /dashboard in a headless browser, on a server with the fake engine."""
+
+from __future__ import annotations
+
+import re
+import time
+import tomllib
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from batch_inputs import completion_line, submit, wait_for
+from fake_engine import SILENT
+
+import omniserve
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: install the extra dev")
+expect = sync_api.expect
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_MS = 30_000
+ATTACK = "<img src=x onerror=\"document.title='attacked'\"><script>document.title='attacked'</script>"
+
+
+def live(page: sync_api.Page) -> sync_api.Page:
+    """Return the page once it shows numbers."""
+    expect(page.locator("#status")).to_have_text("Live", timeout=TIMEOUT_MS)
+    expect(page.locator("figure canvas")).to_have_count(9, timeout=TIMEOUT_MS)
+    return page
+
+
+def tile(page: sync_api.Page, label: str) -> sync_api.Locator:
+    return page.locator(".tile", has_text=label).locator(".big")
+
+
+def chart(page: sync_api.Page, title: str) -> sync_api.Locator:
+    return page.locator("figure", has_text=title)
+
+
+def test_page_loads_alone_and_says_what_to_do(server, open_page):
+    page = live(open_page(server.url))
+    assert page.title() == "fake | OmniServe"
+    expect(chart(page, "KV memory").locator(".entry", has_text="host tier")).to_contain_text("1.5 %")
+    expect(tile(page, "Host KV")).to_have_text("1.5 %")
+    # Every control has a name, and the charts say in words what they show.
+    for control in page.locator("button, select, input, textarea").all():
+        assert control.evaluate("e => e.labels?.length > 0 || e.textContent !== '' || e.ariaLabel")
+    expect(chart(page, "KV memory").get_by_role("img")).to_have_attribute(
+        "aria-label", "KV memory in use: device tier 0 %, host tier 1.5 %"
+    )
+
+
+def test_chart_moves_and_shows_latencies_under_load(start_server, open_page):
+    server = start_server("--ls-ttft-slo", "30", "--ls-tpot-slo", "0.000001").wait_until_ready()
+    page = live(open_page(server.url))
+    ttft = chart(page, "LS time to first token")
+    expect(ttft.locator(".nothing")).to_be_visible()
+    for _ in range(5):
+        server.client().completions.create(model="fake", prompt="abc", max_tokens=20)
+    expect(ttft.locator(".nothing")).to_be_hidden()
+    expect(ttft.locator(".entry", has_text="SLO")).to_have_text("SLO30 s")
+    expect(ttft.locator(".entry", has_text="p99")).to_contain_text("ms")
+    drawn = "canvas => canvas.toDataURL()"
+    before = ttft.locator("canvas").evaluate(drawn)
+    expect(tile(page, "LS TTFT p99")).to_contain_text("ms")
+    expect(page.locator(".tile", has_text="LS TTFT p99")).to_contain_text("within 30 s")
+    expect(page.locator(".tile.bad", has_text="LS TPOT p99")).to_contain_text("over")
+    expect(tile(page, "LS SLO kept")).to_have_text("0 %")
+    canvas = ttft.locator("canvas").element_handle()
+    page.wait_for_function("([canvas, before]) => canvas.toDataURL() !== before", arg=[canvas, before])
+
+
+def test_history_is_there_at_load(server, open_page):
+    deadline = time.monotonic() + 20
+    while len((data := httpx.get(f"{server.url}/dashboard/data").json())["times"]) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    news = httpx.get(f"{server.url}/dashboard/data", params={"since": data["last"] - 2, "run": data["run"]}).json()
+    assert news["times"][:2] == data["times"][-2:]
+    page = live(open_page(server.url))
+    first = page.evaluate("async () => (await (await fetch('/dashboard/data?since=-1')).json()).times[0]")
+    assert first == data["times"][0]
+
+
+@pytest.mark.parametrize(("service_class", "api"), [("LS", "chat"), ("BE", "completion")])
+def test_prompt_box_streams(server, open_page, service_class, api):
+    page = live(open_page(server.url))
+    page.select_option("#prompt-class", service_class)
+    page.select_option("#prompt-api", api)
+    page.fill("#prompt", ATTACK)
+    page.fill("#prompt-tokens", "120")
+    page.evaluate(
+        """() => {
+          window.growths = [];
+          const output = document.querySelector("#prompt-output");
+          new MutationObserver(() => growths.push(output.textContent.length)).observe(output, { childList: true });
+        }"""
+    )
+    sent = []
+    page.on("request", lambda request: request.method == "POST" and sent.append(request))
+    page.click("#prompt-send")
+    result = page.locator("#prompt-result")
+    for part in (f"{service_class}: TTFT", "TPOT", "tokens, ended "):
+        expect(result).to_contain_text(part)
+    if service_class == "LS":
+        expect(result).to_contain_text("predicted")
+    assert sent[0].post_data_json["service_tier"] == service_class
+    assert len(page.evaluate("growths")) > 5
+    # The fake engine repeats the prompt.
+    expect(page.locator("#prompt-output")).to_contain_text("<script>document.title=")
+    assert page.locator("#prompt-output *").count() == 0
+    assert page.title() == "fake | OmniServe"
+
+
+def test_prompt_box_stops_and_tells_errors(server, open_page):
+    page = live(open_page(server.url, problems_expected=True))
+    page.fill("#prompt", "abc")
+    page.fill("#prompt-tokens", "10000")
+    assert not page.locator("#prompt-tokens").evaluate("e => e.checkValidity()")
+    page.evaluate("document.querySelector('#prompt-form').noValidate = true")
+    page.click("#prompt-send")
+    expect(page.locator("#prompt-result.error")).to_contain_text("shorten the prompt or set max_tokens")
+    page.fill("#prompt-tokens", "450")
+    page.select_option("#prompt-api", "completion")
+    page.click("#prompt-send")
+    page.click("#prompt-stop")
+    expect(page.locator("#prompt-result")).to_contain_text("Stopped.")
+    expect(page.locator("#prompt-send")).to_be_enabled()
+
+
+ENDLESS_LINES = [completion_line(i, prompt=[SILENT, 100 + i]) for i in range(60)]
+
+
+def test_batches_show_progress_and_cancel_after_a_second_press(start_server, open_page):
+    server = start_server().wait_until_ready()
+    page = live(open_page(server.url))
+    expect(page.locator("#batches-empty")).to_contain_text("No batch jobs. Upload a JSONL file to /v1/files")
+    quick = submit(server.client(), [completion_line(1, prompt=[100, 101])])
+    wait_for(server.client(), quick.id)
+    endless = submit(server.client(), ENDLESS_LINES, metadata={ATTACK[:64]: ATTACK})
+    rows = page.locator("#batches tbody tr")
+    expect(rows).to_have_count(2)
+    newest, oldest = rows.nth(0), rows.nth(1)
+    expect(oldest).to_contain_text("completed")
+    expect(oldest).to_contain_text("1 of 1")
+    expect(oldest).to_contain_text("ended")
+    expect(oldest.get_by_role("button")).to_have_count(0)
+    expect(newest).to_contain_text(f"{ATTACK[:64]}: {ATTACK}")
+    assert rows.locator("img, script").count() == 0 and page.title() == "fake | OmniServe"
+    expect(newest).to_contain_text("of 60")
+    expect(newest).to_contain_text("in 24 h")
+    button = newest.get_by_role("button")
+    button.click()
+    expect(button).to_have_accessible_name(f"Sure? {endless.id}")
+    assert server.client().batches.retrieve(endless.id).status in ("validating", "in_progress")
+    button.click()
+    expect(page.locator("#batches-message")).to_have_text(re.compile(f"{endless.id}: (cancelling|cancelled)"))
+    expect(newest.locator(".badge")).to_have_text("cancelled", timeout=TIMEOUT_MS)
+    assert server.client().batches.retrieve(endless.id).status == "cancelled"
+    expect(button).to_have_count(0)
+    page.close()
+    assert server.stop() == 0
+
+
+def test_first_press_alone_cancels_nothing(start_server, open_page):
+    server = start_server().wait_until_ready()
+    endless = submit(server.client(), ENDLESS_LINES)
+    page = live(open_page(server.url))
+    button = page.locator("#batches tbody button")
+    button.click()
+    expect(button).to_have_text("Sure?")
+    expect(button).to_have_text("Cancel", timeout=TIMEOUT_MS)
+    assert server.client().batches.retrieve(endless.id).status == "in_progress"
+    # A press on a button that the keyboard has reached does not lose its place when the list is renewed.
+    button.focus()
+    submit(server.client(), ENDLESS_LINES)
+    expect(page.locator("#batches tbody tr")).to_have_count(2)
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == f"Cancel {endless.id}"
+    page.close()
+    assert server.stop() == 0
+
+
+def test_unreachable_server_is_told_and_charts_go_on_afterwards(server, open_page):
+    page = live(open_page(server.url, problems_expected=True))
+    page.wait_for_timeout(1500)
+    page.context.set_offline(True)
+    expect(page.locator("#status")).to_contain_text("Reconnecting since")
+    expect(page.locator("figure canvas")).to_have_count(9)
+    page.context.set_offline(False)
+    live(page)
+
+
+def test_page_survives_a_restart_of_the_server(start_server, open_page):
+    server = start_server().wait_until_ready()
+    page = live(open_page(server.url, problems_expected=True))
+    assert server.stop() == 0
+    expect(page.locator("#status")).to_contain_text("Reconnecting since")
+    again = start_server("--port", str(urlsplit(server.url).port), "--ls-ttft-slo", "7").wait_until_ready()
+    live(page)
+    expect(chart(page, "LS time to first token").locator(".entry", has_text="SLO")).to_have_text("SLO7 s")
+    assert again.stop() == 0
+
+
+def test_what_a_restart_lost_stays_with_a_gap_behind_it(server, open_page):
+    page = live(open_page(server.url))
+    times, values, queries = page.evaluate(
+        """async () => {
+          const { Samples } = await import("/dashboard/static/samples.js");
+          const samples = new Samples();
+          const queries = [samples.query];
+          const answer = { interval_s: 1, capacity: 6 };
+          samples.add({ ...answer, run: "a", last: 2, times: [1, 2, 3], series: { x: [10, 20, 30] } });
+          queries.push(samples.query);
+          samples.add({ ...answer, run: "a", last: 2, times: [], series: {} });
+          samples.add({ ...answer, run: "b", last: 1, times: [50, 51], series: { x: [1, 2], y: [5, 6] } });
+          queries.push(samples.query);
+          samples.add({ ...answer, run: "b", last: 2, times: [51], series: { x: [3], y: [7] } });
+          samples.add({ ...answer, run: "b", last: 3, times: [52], series: { x: [4], y: [8] } });
+          return [samples.times, [samples.column("x"), samples.column("y"), samples.column("z")], queries];
+        }"""
+    )
+    assert queries == ["since=-1", "since=2&run=a", "since=1&run=b"]
+    assert times == [2, 3, 4, 50, 51, 52]
+    assert values == [[20, 30, None, 1, 3, 4], [None, None, None, 5, 7, 8], [None] * 6]
+
+
+def test_key_is_asked_for_kept_in_the_tab_and_forgotten(start_server, open_page):
+    server = start_server("--api-key", "open sesame", "--guard-all").wait_until_ready()
+    assert httpx.get(f"{server.url}/dashboard/data").status_code == 401
+    page = open_page(server.url, problems_expected=True)
+    expect(page.locator("#key-form")).to_contain_text("Enter one that the server was started with")
+    expect(page.locator("#key")).to_be_focused()
+    expect(page.locator("#status")).to_have_text("Waiting for an API key")
+    page.fill("#key", "wrong")
+    page.keyboard.press("Enter")
+    expect(page.locator("#key-error")).to_contain_text("this API key is not known here")
+    page.fill("#key", "open sesame")
+    page.click("text=Use key")
+    live(page)
+    expect(page.locator("#key-form")).to_be_hidden()
+    page.fill("#prompt", "abc")
+    page.click("#prompt-send")
+    expect(page.locator("#prompt-result")).to_contain_text("TPOT")
+    live(page).reload()
+    live(page)
+    page.click("#forget-key")
+    expect(page.locator("#key-form")).to_be_visible()
+    page.reload()
+    expect(page.locator("#key-form")).to_be_visible()
+    assert page.evaluate("localStorage.length + sessionStorage.length") == 0
+
+
+def test_death_of_the_engine_is_told(start_server, open_page):
+    server = start_server("--engine-restarts", "1").wait_until_ready()
+    page = live(open_page(server.url))
+    with pytest.raises(Exception, match="engine"):
+        server.client().completions.create(model="fake", prompt=[394], max_tokens=2)
+    expect(page.locator("#status")).to_contain_text("No engine: the engine process died")
+    expect(page.locator("#status")).to_have_text("Live, engine restarts: 1", timeout=TIMEOUT_MS)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_theme_follows_the_system_and_the_button(server, open_page, scheme):
+    page = live(open_page(server.url, color_scheme=scheme))
+    background = "getComputedStyle(document.body).backgroundColor"
+    shades = {"light": "rgb(244, 245, 247)", "dark": "rgb(18, 21, 26)"}
+    assert page.evaluate(background) == shades[scheme]
+    for chosen in ("light", "dark"):
+        page.click("#theme")
+        expect(page.locator("#theme")).to_have_text(f"Theme: {chosen}")
+        assert page.evaluate(background) == shades[chosen]
+    page.reload()
+    assert page.evaluate(background) == shades["dark"]
+    page.click("#theme")
+    assert page.evaluate(background) == shades[scheme]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_contrast(server, open_page, scheme):
+    page = live(open_page(server.url, color_scheme=scheme))
+    ratios = page.evaluate(CONTRAST)
+    assert ratios and min(ratio for _, ratio in ratios) >= 4.5, sorted(ratios, key=lambda pair: pair[1])[:5]
+
+
+CONTRAST = """() => {
+  const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => {
+    const [r, g, b] = channels(color).map((c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) => {
+    for (let e = element; e; e = e.parentElement) {
+      const color = getComputedStyle(e).backgroundColor;
+      if (channels(color)[3] !== 0) return color;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  return [...document.querySelectorAll("body *")]
+    .filter((e) => e.checkVisibility() && !e.disabled)
+    .filter((e) => [...e.childNodes].some((node) => node.nodeType === 3 && node.data.trim()))
+    .map((e) => {
+      const [a, b] = [light(getComputedStyle(e).color), light(behind(e))].sort((x, y) => y - x);
+      return [e.outerHTML.slice(0, 80), (a + 0.05) / (b + 0.05)];
+    });
+}"""
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_nothing_is_wider_than_the_window_and_nothing_moves_on_its_own(server, open_page, width):
+    page = open_page(server.url, viewport={"width": width, "height": 844})
+    page.evaluate(
+        """() => {
+          window.shift = 0;
+          new PerformanceObserver((list) => list.getEntries().forEach((entry) => (shift += entry.value)))
+            .observe({ type: "layout-shift", buffered: true });
+        }"""
+    )
+    live(page)
+    page.wait_for_timeout(1500)
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.evaluate("shift") < 0.02
+
+
+def test_keyboard_reaches_everything_with_a_visible_focus(server, open_page):
+    page = live(open_page(server.url))
+    reached = set()
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        element = page.evaluate(
+            "(({ id, className }) => [id || className, getComputedStyle(document.activeElement).outlineStyle])"
+            "(document.activeElement)"
+        )
+        if element[0]:
+            assert element[1] != "none", element
+            reached.add(element[0])
+    assert {"skip", "latency-class", "range", "theme", "prompt", "prompt-class", "prompt-send"} <= reached
+
+
+def test_answers_forbid_what_the_page_does_not_need(server):
+    for path in ("/dashboard", "/dashboard/static/app.js", "/dashboard/static/vendor/uplot/uPlot.iife.min.js"):
+        answer = httpx.get(f"{server.url}{path}")
+        assert answer.status_code == 200
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+        again = httpx.get(f"{server.url}{path}", headers={"if-none-match": answer.headers["etag"]})
+        assert again.status_code == 304 and not again.content
+    for name in ("../pages.py", "%2e%2e/pages.py", "vendor", "nothing.js"):
+        assert httpx.get(f"{server.url}/dashboard/static/{name}").status_code == 404
+    wrong = httpx.get(f"{server.url}/dashboard/data?since=x")
+    assert wrong.status_code == 400 and "number of the last sample" in wrong.json()["error"]["message"]
+
+
+def test_wheel_carries_the_page():
+    package = Path(omniserve.__file__).parent
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["omniserve"]
+    carried = {path for pattern in patterns for path in package.glob(pattern) if path.is_file()}
+    files = {path for path in (package / "server" / "dashboard" / "static").rglob("*") if path.is_file()}
+    assert len(files) > 10 and files <= carried
+
+
+def test_policy_stops_inline_code_and_html(server, open_page):
+    page = live(open_page(server.url, problems_expected=True))
+    page.evaluate("document.body.append(Object.assign(document.createElement('b'), { id: 'target' }))")
+    with pytest.raises(sync_api.Error, match="TrustedHTML"):
+        page.evaluate("document.querySelector('#target').innerHTML = '<i>x</i>'")
+    with pytest.raises(sync_api.Error, match="TrustedScript"):
+        page.evaluate("document.querySelector('#target').setAttribute('onclick', 'document.title = 1')")
+    page.evaluate("document.body.append(Object.assign(document.createElement('style'), { textContent: '* {}' }))")
+    assert page.evaluate("document.styleSheets.length") == 2
+    assert page.title() == "fake | OmniServe"
