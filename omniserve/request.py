@@ -81,7 +81,7 @@ class SamplingParams:
     seed: int | None = None
     """Same seed, same tokens, whatever else runs; None draws a fresh seed."""
     repetition_penalty: float = 1.0
-    """> 1 makes tokens of prompt and output less likely (multiplicative, as in Hugging Face)."""
+    """> 1 makes tokens of prompt and output less likely (multiplicative, as in Hugging Face), in [0.01, 100]."""
     presence_penalty: float = 0.0
     """Subtracted once from the logit of each token of the output, in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -112,7 +112,7 @@ class SamplingParams:
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:

@@ -17,6 +17,9 @@ from omniserve.plan import SampledToken
 from omniserve.prompt_scores import token_logprobs
 from omniserve.request import SamplingParams
 
+# Below it quotients overflow float32, and all probabilities are nan; at it, sampling is greedy but for ties.
+_MIN_TEMPERATURE = 1e-6
+
 
 @dataclass(slots=True)
 class _RequestSampling:
@@ -158,7 +161,7 @@ def _penalise(logits_V: Tensor, request: _RequestSampling) -> Tensor:
 
 def _filtered_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
     """Temperature, then top-k, top-p and min-p, each on what the one before left (Hugging Face's order)."""
-    logits_V = logits_V / params.temperature
+    logits_V = logits_V / max(params.temperature, _MIN_TEMPERATURE)
     if 0 < params.top_k < logits_V.numel():
         kth = logits_V.topk(params.top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < kth, -math.inf)
@@ -167,6 +170,7 @@ def _filtered_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
         sorted_V, order_V = probs_V.sort(descending=True)
         # A token stays if those before it do not reach top_p yet, so the likeliest always stays.
         beyond_V = sorted_V.cumsum(dim=-1) - sorted_V >= params.top_p
+        beyond_V[0] = False  # also where float32 has top_p as 0
         probs_V = probs_V.index_fill(0, order_V[beyond_V], 0.0)
     if params.min_p > 0.0:
         probs_V = probs_V.masked_fill(probs_V < params.min_p * probs_V.max(), 0.0)

@@ -94,7 +94,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"  # the server has neither websockets nor a lifespan
-        if not _is_free(scope["path"], self._guard_all):
+        if not is_free(scope["path"], self._guard_all):
             headers = dict(scope["headers"])
             try:
                 key = self._ring.find(headers.get(b"authorization", b"").decode("latin-1"))
@@ -106,7 +106,8 @@ class Gate:
         await self._app(scope, receive, send)
 
 
-def _is_free(path: str, guard_all: bool) -> bool:
+def is_free(path: str, guard_all: bool) -> bool:
+    """Return whether a path needs no key."""
     if path == _PAGE or path.startswith(_PAGE_FILES):
         return True
     return not guard_all and any(path == free or path.startswith(f"{free}/") for free in _FREE_PATHS)

@@ -14,18 +14,20 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from omniserve import __version__
 from omniserve.errors import EngineStopped
-from omniserve.server import health, tokenize
-from omniserve.server.access import Gate, caller_of
+from omniserve.server import answer_models, health, tokenize
+from omniserve.server.access import Gate, caller_of, is_free
 from omniserve.server.answers import AnswerShape, collect
 from omniserve.server.calls import ENDPOINTS, Endpoint
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError, milliseconds
 from omniserve.server.generation import Generation
 from omniserve.server.keys import KeyRing
-from omniserve.server.protocol import parse
+from omniserve.server.openapi import GENERATION_ERRORS, answers, document, takes
+from omniserve.server.protocol import ChatRequest, CompletionRequest, parse
 from omniserve.server.request_ids import RequestIds
 from omniserve.server.service import Service, new_call_id
 from omniserve.server.streaming import ClientGone, EventStream, or_disconnect
@@ -55,26 +57,33 @@ def create_app(
         cors_origins: Whose pages may call from a browser; ``*`` for all.
         traces: Told of completions and chats when they are over; None: nobody is.
     """
-    # The routes check their bodies themselves (see protocol), so there is no schema to show.
     app = FastAPI(title="OmniServe", openapi_url=None)
     created = int(time.time())
     model = {"id": service.model_name, "object": "model", "created": created, "owned_by": "omniserve"}
 
-    @app.post("/v1/completions")
+    @app.post(
+        "/v1/completions",
+        openapi_extra=takes(CompletionRequest),
+        responses=answers(answer_models.Completion, *GENERATION_ERRORS, streams=True),
+    )
     async def completions(request: Request) -> Response:
         return await _generate(service, request, ENDPOINTS["/v1/completions"])
 
-    @app.post("/v1/chat/completions")
+    @app.post(
+        "/v1/chat/completions",
+        openapi_extra=takes(ChatRequest),
+        responses=answers(answer_models.ChatCompletion, *GENERATION_ERRORS, streams=True),
+    )
     async def chat_completions(request: Request) -> Response:
         return await _generate(service, request, ENDPOINTS["/v1/chat/completions"])
 
     app.include_router(tokenize.router(service, functools.partial(_take_body, service)))
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=answers(answer_models.ModelList))
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [model]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=answers(answer_models.Model, 404))
     async def one_model(name: str) -> Response:
         service.check_model(name)
         return JSONResponse(model)
@@ -82,7 +91,7 @@ def create_app(
     for router in (health.router(service), *routers):
         app.include_router(router)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=answers(None, 503, media_type="text/plain"))
     async def metrics() -> Response:
         try:
             stats = await service.client.stats()
@@ -109,11 +118,25 @@ def create_app(
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase.lower()}"
-        return refuse(request, ApiError(f"{message}; the API is under /v1, see /v1/models", status=error.status_code))
+        response = refuse(
+            request, ApiError(f"{message}; the API is under /v1, see /v1/models", status=error.status_code)
+        )
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
         return refuse(request, ApiError(f"internal error ({type(error).__name__}); see the server's log", status=500))
+
+    described = document(
+        app.routes,
+        version=__version__,
+        is_guarded=lambda path: keys is not None and not is_free(path, guard_all),
+    )
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        return JSONResponse(described)
 
     if keys is not None:
         app.add_middleware(Gate, ring=keys, guard_all=guard_all, on_refused=service.metrics.refused)

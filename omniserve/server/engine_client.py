@@ -19,6 +19,7 @@ from omniserve.errors import EngineStopped
 from omniserve.request import Request, RequestOutput
 from omniserve.server import logs, wire
 from omniserve.server.engine_process import EngineMaker, run_engine_process
+from omniserve.server.errors import ApiError
 from omniserve.stats import EngineStats
 
 
@@ -44,6 +45,10 @@ class Events(Protocol):
 # How long a message that a dying engine sent may still be on its way.
 _LAST_WORDS_S = 0.5
 _CLOSE_S = 5.0
+# Of requests that the engine has not taken out of its socket's queue yet; it does so between two steps.
+_MAX_UNTAKEN_BYTES = 256 << 20
+# What a message takes beside its bytes.
+_BYTES_BESIDE = 1024
 
 
 class EngineClient:
@@ -60,8 +65,11 @@ class EngineClient:
         self._log_level = log_level
         self._log_format = log_format
         self._queues: dict[str, Events] = {}
-        self._stats_waiters: dict[int, asyncio.Future[EngineStats]] = {}
-        self._num_stats = 0
+        self._stats: asyncio.Future[EngineStats] | None = None
+        """What the engine was asked for and has not told yet."""
+        self._untaken: dict[str, int] = {}
+        """Bytes of the requests that the engine has not taken or refused yet, aborted ones included."""
+        self._num_untaken_bytes = 0
         self._closing = False
         self._ready = False
         self._launched: contextlib.ExitStack | None = None
@@ -139,7 +147,22 @@ class EngineClient:
             raise EngineStopped(self.failure or "the engine has stopped")
         assert request.request_id is not None
         self._queues[request.request_id] = queue
-        self._send("add", wire.encode_request(request), arrival_s, logs.request_id.get())
+        num_bytes = self._send("add", wire.encode_request(request), arrival_s, logs.request_id.get()) + _BYTES_BESIDE
+        self._untaken[request.request_id] = num_bytes
+        self._num_untaken_bytes += num_bytes
+
+    def check_room(self) -> None:
+        """Raise ApiError if more waits for the engine than may: its socket's queue has no limit of its own.
+
+        In the other direction none is needed: nothing comes but answers to what was sent.
+        """
+        if self._num_untaken_bytes > _MAX_UNTAKEN_BYTES:
+            raise ApiError(
+                "the engine is in a long step, and too much waits for its end; send the request again later",
+                status=503,
+                code="overloaded",
+                retry_after_s=1,
+            )
 
     def abort(self, request_id: str) -> None:
         """End a request; nothing more is heard of it. Unknown and finished ones are ignored."""
@@ -147,7 +170,7 @@ class EngineClient:
             self._send("abort", request_id)
 
     async def stats(self, timeout_s: float = 5.0) -> EngineStats:
-        """Ask the engine about itself; it answers between two steps.
+        """Ask the engine about itself; it answers between two steps, all who wait at once.
 
         Raises:
             EngineStopped: The engine is gone.
@@ -155,14 +178,10 @@ class EngineClient:
         """
         if self.stopped.is_set():
             raise EngineStopped(self.failure or "the engine has stopped")
-        self._num_stats += 1
-        number, waiter = self._num_stats, asyncio.get_running_loop().create_future()
-        self._stats_waiters[number] = waiter
-        self._send("stats", number)
-        try:
-            return await asyncio.wait_for(waiter, timeout_s)
-        finally:
-            self._stats_waiters.pop(number, None)
+        if self._stats is None:  # in a long step whoever asks again would only make the queue longer
+            self._stats = asyncio.get_running_loop().create_future()
+            self._send("stats")
+        return await asyncio.wait_for(asyncio.shield(self._stats), timeout_s)
 
     async def close(self) -> None:
         """End the process; requests that still run get EngineStopped."""
@@ -190,13 +209,19 @@ class EngineClient:
         if self._launched is not None:
             self._process.kill()
 
-    def _send(self, *message: object) -> None:
+    def _send(self, *message: object) -> int:
+        """Return how many bytes were sent."""
+        data = wire.pack(message)
         try:
-            self._commands.send(wire.pack(message), zmq.NOBLOCK)
+            self._commands.send(data, zmq.NOBLOCK)
         except zmq.Again:
             # Nobody listens: the process is dead or dying, and _on_death is about to tell everybody.
             if self._process.is_alive():
                 raise
+        return len(data)
+
+    def _taken(self, request_id: str) -> None:
+        self._num_untaken_bytes -= self._untaken.pop(request_id)
 
     def _read(self, ready: asyncio.Future[wire.EngineInfo], on_progress: Callable[[str], None]) -> None:
         """Handle every message that is there: the descriptor tells of new ones only once all were taken."""
@@ -208,15 +233,17 @@ class EngineClient:
             match message[0]:
                 case "step":
                     for request_id, predicted_ttft_s in message[1]:
+                        self._taken(request_id)
                         self._deliver(request_id, Accepted(predicted_ttft_s))
                     for data in message[2]:
                         self._deliver(data[0], wire.decode_output(data))
                 case "refused":
+                    self._taken(message[1])
                     self._deliver(message[1], wire.decode_error(message[2]))
                 case "stats":
-                    waiter = self._stats_waiters.get(message[1])
-                    if waiter is not None and not waiter.done():
-                        waiter.set_result(wire.decode_stats(message[2]))
+                    assert self._stats is not None
+                    self._stats.set_result(wire.decode_stats(message[1]))
+                    self._stats = None
                 case "progress":
                     on_progress(message[1])
                 case "ready":
@@ -254,9 +281,10 @@ class EngineClient:
         queues, self._queues = self._queues, {}
         for request_id, queue in queues.items():
             queue.put_nowait((request_id, EngineStopped(reason)))
-        for waiter in self._stats_waiters.values():
-            if not waiter.done():
-                waiter.set_exception(EngineStopped(reason))
+        if self._stats is not None:
+            self._stats.set_exception(EngineStopped(reason))
+            self._stats.exception()  # whoever asked may have given up
+            self._stats = None
 
 
 def set_engine_environment(environment: Any) -> None:

@@ -241,8 +241,8 @@ def _obey(
             if engine.abort(request_id):
                 _log("aborted", request_id)
             names.forget(request_id)
-        case ("stats", number):
-            link.send("stats", number, wire.encode_stats(engine.stats()))
+        case ("stats",):
+            link.send("stats", wire.encode_stats(engine.stats()))
         case _:
             raise ValueError(f"unknown command {command[0]!r}")
 

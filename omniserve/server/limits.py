@@ -18,4 +18,7 @@ class Limits:
     max_unread_tokens: int = 8192
     """Per choice of a stream, waiting for its reader."""
     stall_timeout_s: float = 60.0
-    """A client that takes nothing of its stream for so long is taken for gone; a body has so long to arrive."""
+    """A client that takes nothing of its stream for so long is taken for gone; a body has so long to arrive, and so has
+    the head of a request on an open connection."""
+    max_connections: int | None = None
+    """At a time; None: as the limit of open files allows, up to 10,000."""

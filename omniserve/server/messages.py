@@ -9,6 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from omniserve.server.errors import ApiError
 from omniserve.server.tools import ToolCall
 
+MAX_MESSAGES = 4096
+
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
@@ -31,7 +33,7 @@ class Message(BaseModel):
     model_config = _STRICT
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], BeforeValidator(_text_parts)] = []
+    content: Annotated[list[TextPart], BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])] = []
     name: str | None = None
     tool_calls: list[ToolCall] = []
     """What an assistant's message called."""

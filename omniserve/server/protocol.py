@@ -10,21 +10,35 @@ from omniserve.request import SLO
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import read_fields, validate
 from omniserve.server.formats import ResponseFormat
-from omniserve.server.messages import Message
+from omniserve.server.messages import MAX_MESSAGES, Message
 from omniserve.server.refused import refuse_unsupported
 from omniserve.server.tools import CALL_END, NamedTool, Tool, ToolChoice, calls_grammar
 
 MAX_CHOICES = 128
+MAX_PROMPTS = 2048
+MAX_TOOLS = 128
+# What a request keeps while it waits, once for each of its choices, is small, whatever the size of bodies.
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKENS = 1024
 MAX_BIASED_TOKENS = 1024
+MAX_GRAMMAR_CHARACTERS = 128 << 10
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+# For /openapi.json: what clients may send where a validator makes one form of several.
+_Text = Annotated[str, Field(min_length=1)]
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 def _stop_strings(value: Any) -> Any:
     stop = [value] if isinstance(value, str) else value
     if not isinstance(stop, list) or len(stop) > MAX_STOP_STRINGS or any(not isinstance(s, str) or not s for s in stop):
         raise ValueError(f"must be a non-empty string or a list of at most {MAX_STOP_STRINGS} of them")
+    if max(map(len, stop), default=0) > MAX_STOP_CHARACTERS:
+        raise ValueError(f"a string is longer than {MAX_STOP_CHARACTERS} characters; shorten it")
     return stop
 
 
@@ -35,6 +49,8 @@ def _prompts(value: Any) -> Any:
     if isinstance(value, list) and value:
         if all(type(item) is int for item in value):
             return [value]
+        if len(value) > MAX_PROMPTS:
+            raise ValueError(f"has {len(value)} prompts, of at most {MAX_PROMPTS}; send several requests")
         if all(isinstance(item, str) for item in value):
             return value
         if all(isinstance(item, list) and all(type(i) is int for i in item) for item in value):
@@ -87,21 +103,34 @@ class GenerationRequest(BaseModel):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Annotated[list[str], BeforeValidator(_stop_strings)] = []
+    stop: Annotated[
+        list[str],
+        BeforeValidator(
+            _stop_strings,
+            json_schema_input_type=_StopString | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)],
+        ),
+    ] = []
     logit_bias: Annotated[
-        list[tuple[int, Annotated[float, Field(ge=-100, le=100)]]], BeforeValidator(_token_bias)
+        list[tuple[int, Annotated[float, Field(ge=-100, le=100)]]],
+        BeforeValidator(
+            _token_bias,
+            json_schema_input_type=Annotated[
+                dict[Annotated[str, Field(pattern="^[0-9]+$")], Annotated[float, Field(ge=-100, le=100)]],
+                Field(max_length=MAX_BIASED_TOKENS),
+            ],
+        ),
     ] = []  # fmt: skip
     response_format: ResponseFormat | None = None
     service_tier: str = "auto"
     """Names a class of requests (see ``class_of_tier``)."""
 
     # Not OpenAI's, but what other open servers take through extra_body.
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, le=2**31 - 1)
     """0 and -1 keep all tokens."""
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     ignore_eos: bool = False
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([], max_length=MAX_STOP_TOKENS)
     slo: SloFields | None = None
 
     # Accepted and without effect on the answer.
@@ -162,7 +191,15 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
-    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
+    prompt: Annotated[
+        list[Any],
+        BeforeValidator(
+            _prompts,
+            json_schema_input_type=_Text
+            | _TokenIds
+            | Annotated[list[_Text] | list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
+        ),
+    ]
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     """The likeliest ``n`` of so many outputs, by the mean log-probability of their tokens."""
@@ -185,10 +222,10 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] = []
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     """False: an answer ends with its first call."""
@@ -271,6 +308,12 @@ def _check_combinations(request: GenerationRequest) -> None:
         raise ApiError("stream_options needs stream=true; drop it or stream", param="stream_options")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
+    if request.grammar is not None and len(request.grammar) > MAX_GRAMMAR_CHARACTERS:
+        raise ApiError(
+            f"the JSON schemas that the answer has to keep come to {len(request.grammar)} characters, of at most "
+            f"{MAX_GRAMMAR_CHARACTERS}; make them smaller",
+            param="response_format" if request.response_format is not None else "tools",
+        )
     if request.grammar is not None and request.ignore_eos:
         raise ApiError("ignore_eos contradicts a format that the answer has to keep; drop one", param="ignore_eos")
     if request.num_samples < request.n:

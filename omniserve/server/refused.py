@@ -9,7 +9,7 @@ from omniserve.server.errors import ApiError
 
 # Field -> (values that ask for nothing, why it is refused and what to do).
 _USE_TOOLS = "{name} is not supported; use tools and tool_choice"
-_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "audio output is not supported; remove {name}"),
     "function_call": (("none",), _USE_TOOLS),
     "functions": (([],), _USE_TOOLS),
@@ -31,8 +31,8 @@ def refuse_unsupported(fields: dict[str, Any]) -> None:
     Raises:
         ApiError: A field asks for something that is not supported.
     """
-    for name in fields.keys() & _REFUSED.keys():
-        harmless, message = _REFUSED[name]
+    for name in fields.keys() & REFUSED.keys():
+        harmless, message = REFUSED[name]
         if fields[name] not in harmless:
             raise ApiError(message.format(name=name), param=name, code="unsupported_parameter")
         del fields[name]

@@ -8,7 +8,6 @@ import ipaddress
 import logging
 import math
 import os
-import resource
 import signal
 import socket
 import time
@@ -21,6 +20,7 @@ from omniserve.errors import EngineStopped
 from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.serving import BatchServing
+from omniserve.server.connections import Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.garbage import exempt_what_is_loaded
@@ -35,7 +35,6 @@ logger = logging.getLogger("omniserve.server")
 
 # After the running requests had their time: what connections get to close.
 _CLOSE_CONNECTIONS_S = 2
-_OPEN_FILES = 65536
 
 
 def run(options: ServerOptions, make_engine: EngineMaker) -> int:
@@ -43,9 +42,14 @@ def run(options: ServerOptions, make_engine: EngineMaker) -> int:
 
     0 after SIGTERM or SIGINT, 1 when the engine could not start, or died more often than it is started again.
     """
-    _allow_many_connections()
     set_up_logs(options.log_level, options.log_format)
-    return asyncio.run(_Main(options, make_engine).run())
+    try:
+        max_connections = allow_connections(options.limits.max_connections)
+    except ValueError as error:
+        logger.error("cannot start: %s", error)
+        return 1
+    connections = Connections(max_connections, options.limits.stall_timeout_s)
+    return asyncio.run(_Main(options, make_engine, connections).run())
 
 
 async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Service:
@@ -73,8 +77,9 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
 class _Main:
     """The life of a server: start, main loop, stop."""
 
-    def __init__(self, options: ServerOptions, make_engine: EngineMaker) -> None:
+    def __init__(self, options: ServerOptions, make_engine: EngineMaker, connections: Connections) -> None:
         self._options = options
+        self._connections = connections
         self._engine = EngineSupervisor(
             make_engine,
             log_level=options.log_level,
@@ -133,6 +138,7 @@ class _Main:
                 cors_origins=self._options.cors_origins,
                 traces=traces,
             ),
+            http=self._connections.protocol,  # type: ignore[arg-type]  # a class, it says, but it only calls it
             access_log=False,
             log_config=None,
             log_level="warning",
@@ -140,7 +146,7 @@ class _Main:
             ws="none",
             timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
         )
-        server = _UvicornServer(config)
+        server = _UvicornServer(config, self._connections)
         exempt_what_is_loaded()
         listener.listen(config.backlog)  # now, so that whoever reads the next line can connect
         serving = asyncio.create_task(server.serve([listener]))
@@ -173,17 +179,18 @@ class _Main:
 class _UvicornServer(uvicorn.Server):
     """Leaves signals to us: uvicorn would cut connections where we finish what runs."""
 
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self._connections = connections
+
+    async def on_tick(self, counter: int) -> bool:
+        """Do what is to be done each tenth of a second."""
+        self._connections.close_idle()
+        return await super().on_tick(counter)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _allow_many_connections() -> None:
-    """Raise the limit of open files, one of which each connection is, as far as it may be: often it is 1024."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
-    if wanted > now:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _is_loopback(host: str) -> bool:

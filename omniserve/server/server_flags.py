@@ -97,8 +97,15 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=limits.stall_timeout_s,
         metavar="SECONDS",
-        help="a stream whose reader takes nothing for so long ends, and a body has so long to arrive "
-        "(default: %(default)s)",
+        help="a stream whose reader takes nothing for so long ends, and a body, or the head of a request, has so long "
+        "to arrive (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-connections",
+        type=integer(1),
+        metavar="N",
+        help="most open connections; idle ones give way to new ones, and if there are none, new ones get 503 "
+        "(default: what the limit of open files allows, up to 10000)",
     )
     parser.add_argument(
         "--cors-origin",
@@ -161,6 +168,7 @@ def options_from(
             max_queued_requests=args.max_queued_requests,
             max_unread_tokens=args.max_unread_tokens,
             stall_timeout_s=args.stall_timeout,
+            max_connections=args.max_connections,
         ),
         cors_origins=tuple(args.cors_origin or ()),
         engine_restarts=args.engine_restarts,

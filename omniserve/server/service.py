@@ -15,14 +15,14 @@ from omniserve.server.errors import ApiError, engine_gone, shutting_down
 from omniserve.server.generation import Generation, Job
 from omniserve.server.limits import Limits
 from omniserve.server.metrics import ServerMetrics
-from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
 from omniserve.server.wire import EngineInfo
 
 # As many tokens as /v1/completions of OpenAI gives when the request does not say.
 _DEFAULT_COMPLETION_TOKENS = 16
-_MAX_CHOICES_PER_CALL = 2048
+_MAX_CHOICES_PER_CALL = MAX_PROMPTS
 # What clients get to take the news that their request was ended.
 _GOODBYE_S = 2.0
 
@@ -72,6 +72,7 @@ class Service:
             raise shutting_down()
         if self.engine.failure is not None:
             raise engine_gone(self.engine.failure, self.engine.retry_after_s)
+        self.client.check_room()
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if another model is asked for."""
@@ -100,12 +101,12 @@ class Service:
             prompts = [await self.codec.encode_chat(messages, tools=tools)]
         else:
             assert isinstance(request, CompletionRequest)
-            prompts = [
-                await self.codec.encode(prompt, add_special_tokens=True)
-                if isinstance(prompt, str) and prompt
-                else prompt
-                for prompt in request.prompt
-            ]
+            prompts = []
+            for prompt in request.prompt:
+                if isinstance(prompt, str) and prompt:
+                    prompt = await self.codec.encode(prompt, add_special_tokens=True)
+                    await asyncio.sleep(0)  # short texts are encoded here: many of them must not hold up others
+                prompts.append(prompt)
         for prompt in prompts:
             if not prompt:
                 raise ApiError("the prompt is empty; give it at least one token", param=_prompt_field(request))
@@ -125,13 +126,15 @@ class Service:
             ApiError: The request does not fit the model, or too many of its class wait already.
         """
         spec = class_of_tier(request.service_tier, self.info.classes)
-        prompts = await self.prompts(request)
-        self._check_bias(request)
-        if len(prompts) * request.num_samples > _MAX_CHOICES_PER_CALL:
+        self._check_token_ids(request)
+        # Before the prompts are encoded: that takes long if there are many.
+        num_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
+        if num_prompts * request.num_samples > _MAX_CHOICES_PER_CALL:
             field = "best_of" if request.num_samples > request.n else "n"
             raise ApiError(
                 f"prompts times {field} is more than {_MAX_CHOICES_PER_CALL}; send several requests", param=field
             )
+        prompts = await self.prompts(request)
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
         echoes = await self._echoes(request, prompts) if request.echoes else None
         self.check_open()  # again: encoding a long prompt takes a while
@@ -157,13 +160,14 @@ class Service:
         self._idle.clear()
         return generation
 
-    def _check_bias(self, request: GenerationRequest) -> None:
-        unknown = max((token_id for token_id, _ in request.logit_bias), default=0)
-        if unknown >= self.info.vocab_size:
-            raise ApiError(
-                f"logit_bias has the token id {unknown}, but this model's ids are 0 to {self.info.vocab_size - 1}",
-                param="logit_bias",
-            )
+    def _check_token_ids(self, request: GenerationRequest) -> None:
+        biased = [token_id for token_id, _ in request.logit_bias]
+        for field, token_ids in (("logit_bias", biased), ("stop_token_ids", request.stop_token_ids)):
+            if (unknown := max(token_ids, default=0)) >= self.info.vocab_size:
+                raise ApiError(
+                    f"{field} has the token id {unknown}, but this model's ids are 0 to {self.info.vocab_size - 1}",
+                    param=field,
+                )
 
     async def _echoes(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> list[str]:
         """Return the prompts as answers repeat them: what was sent, and the text of what was sent as token ids."""
@@ -221,6 +225,7 @@ def _prompt_field(request: GenerationRequest) -> str:
 
 def _samplings(request: GenerationRequest, max_tokens: int) -> Sequence[SamplingParams]:
     """Return the sampling of each of the n choices; they differ in their seeds."""
+    grammar = request.grammar  # made anew each time it is asked for
     try:
         return [
             SamplingParams(
@@ -237,7 +242,7 @@ def _samplings(request: GenerationRequest, max_tokens: int) -> Sequence[Sampling
                 stop_token_ids=tuple(request.stop_token_ids),
                 ignore_eos=request.ignore_eos,
                 logit_bias=tuple(request.logit_bias),
-                grammar=request.grammar,
+                grammar=grammar,
                 # What is best is told by log-probabilities.
                 logprobs=0
                 if request.num_logprobs is None and request.num_samples > request.n

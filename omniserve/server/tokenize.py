@@ -10,11 +10,14 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
+from omniserve.server.answer_models import Text, Tokens
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import read_fields, validate
-from omniserve.server.messages import Message
+from omniserve.server.messages import MAX_MESSAGES, Message
+from omniserve.server.openapi import answers, takes
 from omniserve.server.service import Service
 
+_ERRORS = (400, 404, 408, 413, 429, 503)
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
@@ -25,7 +28,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
     """None: with a text, as /v1/completions does; not with messages, whose template writes them."""
     add_generation_prompt: bool = True
@@ -63,7 +66,7 @@ def router(service: Service, take_body: Callable[[Request], AbstractAsyncContext
     """
     routes = APIRouter()
 
-    @routes.post("/tokenize")
+    @routes.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=answers(Tokens, *_ERRORS))
     async def tokenize(http: Request) -> Response:
         async with take_body(http) as body:
             request = validate(TokenizeRequest, read_fields(body))
@@ -79,7 +82,7 @@ def router(service: Service, take_body: Callable[[Request], AbstractAsyncContext
         answer = {"count": len(tokens), "max_model_len": service.max_tokens, "tokens": tokens, "token_strs": pieces}
         return JSONResponse(answer)
 
-    @routes.post("/detokenize")
+    @routes.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=answers(Text, *_ERRORS))
     async def detokenize(http: Request) -> Response:
         async with take_body(http) as body:
             request = validate(DetokenizeRequest, read_fields(body))

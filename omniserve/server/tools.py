@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import from_json
 
 from omniserve.grammar import json_value
 
@@ -69,7 +70,10 @@ def _tool_choice(value: Any) -> Any:
         raise ValueError(message) from None
 
 
-ToolChoice = Annotated[Any, BeforeValidator(_tool_choice)]
+ToolChoice = Annotated[
+    Any,
+    BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
+]
 """``none``, ``auto``, ``required`` or a NamedTool."""
 
 
@@ -99,8 +103,8 @@ class ToolCall(BaseModel):
             ValueError: They are no JSON object.
         """
         try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
+            arguments = from_json(self.function.arguments or "{}")
+        except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
             raise ValueError(f"arguments of the call {self.id!r} must be the text of a JSON object")

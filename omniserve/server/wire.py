@@ -21,10 +21,10 @@ from omniserve.request import (
 )
 from omniserve.stats import EngineStats
 
-# API -> engine: ("add", request, arrival_s, x-request-id or None), ("abort", request_id), ("stats", number), ("close",)
+# API -> engine: ("add", request, arrival_s, x-request-id or None), ("abort", request_id), ("stats",), ("close",)
 # engine -> API: ("progress", text), ("ready", info), ("failed", text)     while it starts
 #                ("step", [(accepted id, predicted_ttft_s or None)], outputs), ("refused", request_id, error),
-#                ("stats", number, stats), ("fatal", text)
+#                ("stats", stats), ("fatal", text)
 Message = tuple[Any, ...]
 
 _SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))

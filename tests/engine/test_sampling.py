@@ -166,3 +166,18 @@ def test_non_finite_logits_fail_that_request_only() -> None:
 def test_bad_parameters_are_refused_by_name(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         SamplingParams(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "tiny",
+    [
+        {"temperature": 1e-38}, {"temperature": 5e-324}, {"temperature": 1.0, "top_p": 1e-300},
+        {"temperature": 1e-320, "top_p": 1e-300, "top_k": 2, "min_p": 1.0},
+        {"temperature": 1e-38, "repetition_penalty": 0.01},
+    ],
+)  # fmt: skip
+def test_the_smallest_parameters_are_greedy(tiny: dict[str, float]) -> None:
+    """Regression: quotients that overflow float32 made all probabilities nan, and token 0 was drawn."""
+    row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 10
+    row[1:4] = -5.0  # the prompt's, which the penalty changes
+    assert draws(SamplingParams(**tiny), row, 10) == {int(row.argmax()): 10}  # type: ignore[arg-type]

@@ -71,6 +71,13 @@ class RunningServer:
             assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
             time.sleep(0.02)
 
+    def wait_until_free(self) -> None:
+        """Wait until nothing runs, nothing waits and no KV is held."""
+        for service_class in ("LS", "BE"):
+            self.wait_for_metric(f'omniserve_requests_running{{service_class="{service_class}"}}', 0)
+            self.wait_for_metric(f'omniserve_requests_queued{{service_class="{service_class}"}}', 0)
+        self.wait_for_metric('omniserve_kv_blocks_used{tier="device"}', 0)
+
     def kill_group(self) -> None:
         """Kill the server and its engine at once; it was started with ``own_group``."""
         os.killpg(self.process.pid, signal.SIGKILL)

@@ -51,6 +51,7 @@ class FakeEngine:
     Args:
         vocab_size, eos_token_id: Of the tokenizer beside it.
         config: Only its classes and the size of its KV pool have an effect.
+        with_faults: Whether the prompts above cause what they cause.
         work_log: File that gets a line for each request that is added: its class and its prompt.
     """
 
@@ -63,9 +64,12 @@ class FakeEngine:
         eos_token_id: int,
         config: EngineConfig,
         max_model_len: int = 512,
+        *,
         work_log: str | None = None,
+        with_faults: bool = True,
     ) -> None:
         self.config = config
+        self._with_faults = with_faults
         self.max_model_len = max_model_len
         self.spec = ModelSpec(
             num_layers=1,
@@ -90,7 +94,7 @@ class FakeEngine:
         return bool(self._running)
 
     def add(self, request: Request, *, arrival_s: float | None = None) -> str:
-        first = request.prompt_token_ids[0]
+        first = self._cause(request)
         if first == REJECT:
             raise RequestRejected(
                 "too many requests for their objectives", retry_after_s=2.5, predicted_ttft_s=3.25, required_ttft_s=0.5
@@ -124,21 +128,22 @@ class FakeEngine:
         return self._running.pop(request_id, None) is not None
 
     def step(self) -> list[RequestOutput]:
-        slow = any(entry.request.prompt_token_ids[0] == SLOW for entry in self._running.values())
+        slow = any(self._cause(entry.request) == SLOW for entry in self._running.values())
         for entry in self._running.values():
             entry.first_scheduled_s = entry.first_scheduled_s or time.monotonic()
         time.sleep(SLOW_STEP_S if slow else 0.001)
         if self.on_safepoint is not None:
             self.on_safepoint()
         self._num_steps += 1
-        speaking = [item for item in self._running.items() if item[1].request.prompt_token_ids[0] != SILENT]
+        speaking = [item for item in self._running.items() if self._cause(item[1].request) != SILENT]
         return [self._advance(request_id, entry) for request_id, entry in speaking]
 
     def _advance(self, request_id: str, entry: _Running) -> RequestOutput:
         prompt, sampling = entry.request.prompt_token_ids, entry.request.sampling
-        if prompt[0] == RAISE_IN_STEP:
+        cause = self._cause(entry.request)
+        if cause == RAISE_IN_STEP:
             raise RuntimeError("the fake engine's step failed")
-        if prompt[0] == DIE:
+        if cause == DIE:
             os._exit(7)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.prompt_logprobs is not None and not entry.output:
@@ -155,7 +160,7 @@ class FakeEngine:
             reason, stop_reason = FinishReason.STOP, token
         elif token in self.spec.eos_token_ids and not sampling.ignore_eos:
             reason = FinishReason.STOP
-        elif prompt[0] == BAD_OUTPUT:
+        elif cause == BAD_OUTPUT:
             reason, stop_reason = FinishReason.ERROR, "the fake logits are not finite"
             logger.error("request %s failed", request_id, extra={"engine_request_id": request_id})
         if reason is not None:
@@ -168,6 +173,9 @@ class FakeEngine:
             request_id, entry, (token,), new_logprobs=logprobs, prompt_logprobs=prompt_logprobs, finish_reason=reason,
             stop_reason=stop_reason,
         )  # fmt: skip
+
+    def _cause(self, request: Request) -> int | None:
+        return request.prompt_token_ids[0] if self._with_faults else None
 
     def _logprob(self, token: int, num_top: int, value: float) -> TokenLogprob:
         top = tuple(((token + i) % self.spec.vocab_size, value * (i + 1)) for i in range(num_top))
@@ -247,6 +255,7 @@ class FakeLoader:
     fail: str | None = None
     work_log: str | None = None
     fail_while: Path | None = None
+    with_faults: bool = True
 
     def __call__(self, progress) -> FakeEngine:
         progress("faking")
@@ -254,4 +263,6 @@ class FakeLoader:
             raise ValueError(self.fail)
         if self.fail_while is not None and self.fail_while.exists():
             raise ValueError("the fake engine may not start yet")
-        return FakeEngine(self.vocab_size, self.eos_token_id, self.config, work_log=self.work_log)
+        return FakeEngine(
+            self.vocab_size, self.eos_token_id, self.config, work_log=self.work_log, with_faults=self.with_faults
+        )

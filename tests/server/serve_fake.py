@@ -21,8 +21,15 @@ if __name__ == "__main__":
     parser.add_argument("--name", default="fake", help="of the model")
     parser.add_argument("--work-log", help="file that gets a line for each prompt that the engine gets")
     parser.add_argument("--fail-while", type=Path, help="the engine does not start while there is this file")
+    parser.add_argument("--no-faults", action="store_true", help="no prompt causes a fault: any may be sent")
     args = parser.parse_args()
     config = dataclasses.replace(config_from(args), device_kv_bytes=4 << 20, block_size=16)
     options = options_from(args, tokenizer=args.tokenizer, model_name=args.name, classes=config.classes)
-    loader = FakeLoader(config=config, fail=args.fail, fail_while=args.fail_while, work_log=args.work_log)
+    loader = FakeLoader(
+        config=config,
+        fail=args.fail,
+        fail_while=args.fail_while,
+        work_log=args.work_log,
+        with_faults=not args.no_faults,
+    )
     sys.exit(run(options, loader))

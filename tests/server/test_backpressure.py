@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import time
@@ -26,6 +25,7 @@ from omniserve.server.generation import Generation, Job
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ParsedCall
+from tests.server.attack.sockets import connect, head, read_all, send
 
 ABC = [byte_level_tokenizer()(letter).input_ids[0] for letter in "abc"]
 # An answer of several megabytes, which no buffer between server and client holds.
@@ -257,38 +257,6 @@ def test_bodies_are_bounded_together():
 # -- over sockets ------------------------------------------------------------------------------------------------
 
 
-def head(body, path="/v1/completions", length=None):
-    size = len(body) if length is None else length
-    return (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n".encode()
-    )
-
-
-def connect(server, receive_buffer=None):
-    url = httpx.URL(server.url)
-    connection = socket.socket()
-    if receive_buffer is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    connection.settimeout(30)
-    connection.connect((url.host, url.port))
-    return connection
-
-
-def send(server, fields, **options):
-    body = json.dumps(fields).encode()
-    connection = connect(server, **options)
-    connection.sendall(head(body) + body)
-    return connection
-
-
-def read_all(connection):
-    parts = []
-    with contextlib.suppress(ConnectionResetError):
-        while part := connection.recv(1 << 16):
-            parts.append(part)
-    return b"".join(parts)
-
-
 def num_sockets(server):
     """Return how many sockets the server's process has open; those of /metrics are closed by then or soon."""
     folder = Path(f"/proc/{server.process.pid}/fd")
@@ -299,19 +267,12 @@ def num_sockets(server):
     return sum(link.startswith("socket:") for link in links)
 
 
-def wait_until_free(server):
-    for service_class in ("LS", "BE"):
-        server.wait_for_metric(f'omniserve_requests_running{{service_class="{service_class}"}}', 0)
-        server.wait_for_metric(f'omniserve_requests_queued{{service_class="{service_class}"}}', 0)
-    server.wait_for_metric('omniserve_kv_blocks_used{tier="device"}', 0)
-
-
 def test_stream_that_is_read_too_slowly_ends_with_an_error(start_server):
     server = start_server("--max-unread-tokens", "20").wait_until_ready()
     aborted = 'omniserve_requests_total{finish_reason="abort",service_class="LS"}'
     with send(server, BIG, receive_buffer=4096) as connection:
         server.wait_for_metric(aborted, BIG["n"])
-        wait_until_free(server)
+        server.wait_until_free()
         connection.settimeout(2)
         with contextlib.suppress(TimeoutError):  # the connection stays open for more requests
             text = b""
@@ -325,7 +286,7 @@ def test_stream_that_is_not_read_at_all_is_cut(start_server):
     server = start_server("--stall-timeout", "0.3").wait_until_ready()
     with send(server, BIG | {"prompt": [SLOW, *ABC]}, receive_buffer=4096) as connection:
         server.wait_for_metric('omniserve_requests_total{finish_reason="abort",service_class="LS"}', BIG["n"])
-        wait_until_free(server)
+        server.wait_until_free()
         assert b"[DONE]" not in read_all(connection)
 
 
@@ -335,7 +296,7 @@ def test_connection_of_an_answer_that_nobody_takes_is_closed(start_server, strea
     before = num_sockets(server)
     with send(server, BIG | {"prompt": ABC, "stream": stream}, receive_buffer=4096):
         server.wait_for_metric('omniserve_requests_running{service_class="LS"}', BIG["n"])
-        wait_until_free(server)
+        server.wait_until_free()
         deadline = time.monotonic() + 20
         while num_sockets(server) > before:
             assert time.monotonic() < deadline, "the server still holds what it could not send"
@@ -363,7 +324,7 @@ def test_full_queue_is_told_with_retry_after(start_server):
         assert int(caught.value.response.headers["retry-after"]) >= 1
         assert server.metric('omniserve_requests_rejected_total{service_class="LS"}') == 1
         client.completions.create(model="fake", prompt="a", max_tokens=2, extra_body={"service_tier": "flex"})
-    wait_until_free(server)
+    server.wait_until_free()
     client.completions.create(model="fake", prompt=["a", "b"], max_tokens=2)
     with pytest.raises(openai.BadRequestError, match="send several calls"):
         client.completions.create(model="fake", prompt=["a", "b", "c"])
@@ -375,7 +336,7 @@ def test_half_closed_sockets_are_answered_or_closed(server, stream):
         server.wait_for_metric('omniserve_requests_running{service_class="LS"}', 1)
         connection.shutdown(socket.SHUT_WR)
         read_all(connection)
-    wait_until_free(server)
+    server.wait_until_free()
 
 
 def leave_before_the_headers(server):
@@ -422,7 +383,7 @@ def leave_with_a_reset(server):
 @pytest.mark.parametrize("leave", [f for name, f in sorted(globals().items()) if name.startswith("leave_")])
 def test_whoever_leaves_frees_what_they_held(server, leave):
     leave(server)
-    wait_until_free(server)
+    server.wait_until_free()
     assert server.client().completions.create(model="fake", prompt="a", max_tokens=2).usage.completion_tokens == 2
 
 
@@ -443,4 +404,4 @@ def test_hundreds_of_connections_are_all_served(server):
     asyncio.run(scenario())
     for connection in idle:
         connection.close()
-    wait_until_free(server)
+    server.wait_until_free()

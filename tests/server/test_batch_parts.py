@@ -55,7 +55,7 @@ def test_lines_are_found_where_they_are():
         (changed(custom_id=7), "invalid_custom_id", "custom_id"),
         (changed(custom_id=""), "invalid_custom_id", "custom_id"),
         (changed(custom_id="a\0b"), "invalid_custom_id", "custom_id"),
-        (changed(custom_id="\ud800"), "invalid_custom_id", "custom_id"),
+        (changed(custom_id="\ud800"), "invalid_json_line", None),
         (changed(method="GET"), "invalid_method", "method"),
         (changed(url="/v1/chat/completions"), "mismatched_url", "url"),
         (changed(body=[]), "invalid_body", "body"),

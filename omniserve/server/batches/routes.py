@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -19,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import Message
 
+from omniserve.server import answer_models
 from omniserve.server.access import caller_of
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import told
@@ -31,6 +31,8 @@ from omniserve.server.batches.storage import Storage
 from omniserve.server.batches.store import NewBatch, NewFile
 from omniserve.server.calls import ENDPOINTS
 from omniserve.server.errors import ApiError
+from omniserve.server.fields import read_fields
+from omniserve.server.openapi import STORAGE_ERRORS, answers, asks, takes
 from omniserve.server.service import Service
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -109,7 +111,11 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, servi
     """
     api, store, files = APIRouter(prefix="/v1"), storage.store, storage.files
 
-    @api.post("/files")
+    @api.post(
+        "/files",
+        openapi_extra=takes(answer_models.Upload, "multipart/form-data"),
+        responses=answers(answer_models.File, 408, 413, 429, *STORAGE_ERRORS),
+    )
     async def upload(request: Request) -> Response:
         caller = caller_of(request)
         caller.admit()
@@ -140,7 +146,7 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, servi
             await run_in_threadpool(storage.discard, file_id)
             raise
 
-    @api.get("/files")
+    @api.get("/files", openapi_extra=asks(FileQuery), responses=answers(answer_models.FilePage, *STORAGE_ERRORS))
     async def list_files(request: Request) -> Response:
         query = _checked(FileQuery, dict(request.query_params))
         page = await run_in_threadpool(
@@ -154,28 +160,36 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, servi
         )
         return JSONResponse(page_object(page, file_object))
 
-    @api.get("/files/{file_id}")
+    @api.get("/files/{file_id}", responses=answers(answer_models.File, *STORAGE_ERRORS))
     async def one_file(request: Request, file_id: str) -> Response:
         return JSONResponse(file_object(await run_in_threadpool(store.file, file_id, caller_of(request).name)))
 
-    @api.get("/files/{file_id}/content")
+    @api.get(
+        "/files/{file_id}/content",
+        response_class=FileResponse,
+        responses=answers(None, *STORAGE_ERRORS, media_type="application/octet-stream"),
+    )
     async def content(request: Request, file_id: str) -> Response:
         row = await run_in_threadpool(store.file, file_id, caller_of(request).name)
         path = await run_in_threadpool(files.path, row["id"], row["num_bytes"])
         return FileResponse(path, media_type="application/octet-stream", filename=row["filename"])
 
-    @api.delete("/files/{file_id}")
+    @api.delete("/files/{file_id}", responses=answers(answer_models.DeletedFile, 409, *STORAGE_ERRORS))
     async def delete_file(request: Request, file_id: str) -> Response:
         await run_in_threadpool(store.delete_file, file_id, caller_of(request).name)
         await run_in_threadpool(storage.discard)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
-    @api.post("/batches")
+    @api.post(
+        "/batches",
+        openapi_extra=takes(CreateBatch),
+        responses=answers(answer_models.Batch, 408, 413, 429, *STORAGE_ERRORS),
+    )
     async def create(request: Request) -> Response:
         caller = caller_of(request)
         caller.admit()
         async with service.bodies.hold(request) as body:
-            wanted = _checked(CreateBatch, _fields(body))
+            wanted = _checked(CreateBatch, read_fields(body))
         if wanted.endpoint not in ENDPOINTS:
             known = " or ".join(ENDPOINTS)
             raise ApiError(f"endpoint must be {known}; got {wanted.endpoint!r}", param="endpoint", code="invalid_value")
@@ -195,7 +209,7 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, servi
         runner.notice()
         return JSONResponse(batch_object(batch))
 
-    @api.get("/batches")
+    @api.get("/batches", openapi_extra=asks(BatchQuery), responses=answers(answer_models.BatchPage, *STORAGE_ERRORS))
     async def list_batches(request: Request) -> Response:
         query = _checked(BatchQuery, dict(request.query_params))
         page = await run_in_threadpool(
@@ -203,11 +217,11 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, servi
         )
         return JSONResponse(page_object(page, batch_object))
 
-    @api.get("/batches/{batch_id}")
+    @api.get("/batches/{batch_id}", responses=answers(answer_models.Batch, *STORAGE_ERRORS))
     async def one_batch(request: Request, batch_id: str) -> Response:
         return JSONResponse(batch_object(await run_in_threadpool(store.batch, batch_id, caller_of(request).name)))
 
-    @api.post("/batches/{batch_id}/cancel")
+    @api.post("/batches/{batch_id}/cancel", responses=answers(answer_models.Batch, 409, *STORAGE_ERRORS))
     async def cancel(request: Request, batch_id: str) -> Response:
         batch = await run_in_threadpool(store.cancel_batch, batch_id, caller_of(request).name)
         await runner.drop_batch(batch_id)
@@ -220,8 +234,8 @@ def closed_router(error: StorageError) -> APIRouter:
     """Return routes that say why there are no files and batches."""
     api = APIRouter(prefix="/v1")
 
-    @api.api_route("/files{_:path}", methods=["GET", "POST", "DELETE"])
-    @api.api_route("/batches{_:path}", methods=["GET", "POST"])
+    @api.api_route("/files{_:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    @api.api_route("/batches{_:path}", methods=["GET", "POST"], include_in_schema=False)
     async def closed() -> Response:
         raise ApiError(f"this server keeps no files and batches: {error.message}", status=503, code="storage_error")
 
@@ -257,16 +271,6 @@ def _window_s(window: str) -> float:
             code="invalid_value",
         )
     return seconds
-
-
-def _fields(body: bytes) -> Any:
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(fields, dict):
-        raise ApiError("the body must be a JSON object", code="invalid_json")
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 @asynccontextmanager

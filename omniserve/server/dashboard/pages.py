@@ -73,17 +73,17 @@ def router(history: History, about: Mapping[str, Any]) -> APIRouter:
     """
     routes, files = APIRouter(), _read_files()
 
-    @routes.get(PAGE)
+    @routes.get(PAGE, include_in_schema=False)
     async def page(request: Request) -> Response:
         return files["index.html"].answer(request)
 
-    @routes.get(f"{FILES}/{{name:path}}")
+    @routes.get(f"{FILES}/{{name:path}}", include_in_schema=False)
     async def file(request: Request, name: str) -> Response:
         if name not in files:
             raise HTTPException(404)
         return files[name].answer(request)
 
-    @routes.get(f"{PAGE}/data")
+    @routes.get(f"{PAGE}/data", include_in_schema=False)
     async def data(request: Request) -> Response:
         since, run = request.query_params.get("since", "-1"), request.query_params.get("run")
         try:

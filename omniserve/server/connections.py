@@ -1,0 +1,173 @@
+"""Connections: at most so many at a time, and none that takes one up without asking for anything.
+
+uvicorn has no limit to the time in which the head of a request arrives, and its limit of connections answers nobody at
+all once it is reached, be most of them idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import time
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from omniserve.server.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+_MOST = 10_000
+# For all that is no connection: the listener, the engine's sockets, files of batches, libraries that are loaded late.
+_OTHER_FILES = 128
+_WANTED_FILES = 65536
+# What somebody who was refused gets to read why, before the rest is cut.
+_GOODBYE_S = 1.0
+_RETRY_S = 1.0
+
+
+def allow_connections(wanted: int | None) -> int:
+    """Raise this process's limit of open files as far as it may be (often it is 1024), and return how many
+    connections there may be.
+
+    Args:
+        wanted: Connections; None: as many as fit, up to 10,000.
+
+    Raises:
+        ValueError: So many do not fit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if files > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    files = max(files, soft)
+    room = files - _OTHER_FILES
+    if room < 1 or (wanted is not None and wanted > room):
+        raise ValueError(
+            f"--max-connections: {wanted or 1} connections need {(wanted or 1) + _OTHER_FILES} open files, but the "
+            f"process may have {files}; raise that limit (ulimit -n, LimitNOFILE), or ask for fewer"
+        )
+    return min(room, _MOST) if wanted is None else wanted
+
+
+class Connections:
+    """The connections of one server.
+
+    Where there are too many, whoever has been idle longest gives way to whoever comes; if all are at work, whoever
+    comes is refused.
+
+    Args:
+        most: At a time.
+        patience_s: How long one may stay without a request; the head of a request has as long to arrive.
+    """
+
+    def __init__(self, most: int, patience_s: float) -> None:
+        self._most = most
+        self._patience_s = patience_s
+        self._open: set[_Connection] = set()
+        self._idle: dict[_Connection, float] = {}  # since when, longest first
+        self._num_told = 0
+
+    def protocol(self, **uvicorns: Any) -> asyncio.Protocol:
+        """Return what talks to a new connection; for uvicorn's setting ``http``."""
+        return _Connection(self, **uvicorns)
+
+    def close_idle(self) -> None:
+        """Close those that have been idle for too long; call it now and then."""
+        before_s = time.monotonic() - self._patience_s
+        while self._idle and next(iter(self._idle.values())) <= before_s:
+            connection = next(iter(self._idle))
+            del self._idle[connection]
+            connection.transport.close()
+
+    def enter(self, connection: _Connection) -> bool:
+        """Return whether a new connection may stay."""
+        if len(self._open) >= self._most and not self._make_room():
+            return False
+        self._open.add(connection)
+        self.note(connection, is_idle=True)
+        return True
+
+    def note(self, connection: _Connection, *, is_idle: bool) -> None:
+        """Take down whether a connection is idle; one that is stays so since when it became so."""
+        if is_idle and connection in self._open:
+            self._idle.setdefault(connection, time.monotonic())
+        else:
+            self._idle.pop(connection, None)
+
+    def leave(self, connection: _Connection) -> None:
+        """Forget a connection."""
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+
+    def refusal(self) -> ApiError:
+        """Return what somebody for whom there is no room is told."""
+        self._num_told += 1
+        if self._num_told & (self._num_told - 1) == 0:  # 1, 2, 4, 8 and so on: no flood of lines
+            logger.warning("%d connections are at work (--max-connections): refused %d", self._most, self._num_told)
+        return ApiError(
+            "the server has too many connections; send the request again later",
+            status=503,
+            code="overloaded",
+            retry_after_s=_RETRY_S,
+        )
+
+    def _make_room(self) -> bool:
+        # Whoever has not read all of an answer is not idle.
+        for connection in self._idle:
+            if not connection.transport.get_write_buffer_size():
+                self.leave(connection)
+                connection.transport.abort()
+                return True
+        return False
+
+
+class _Connection(H11Protocol):
+    """One connection; uvicorn makes it."""
+
+    def __init__(self, connections: Connections, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._all = connections
+        self._is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self._all.enter(self):
+            self._is_refused = True
+            self._answer(self._all.refusal())
+            transport.write_eof()  # and no more: closed with unread bytes, it would take the answer back
+            self.loop.call_later(_GOODBYE_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_refused:
+            super().data_received(data)
+            self._note()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note()
+
+    def send_400_response(self, msg: str) -> None:
+        # In the middle of an answer there is nothing to say any more, and h11 would refuse to.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._answer(ApiError(f"this is no HTTP request: {msg.lower()}", code="invalid_http"))
+        self.transport.close()
+
+    def _answer(self, error: ApiError) -> None:
+        body = json.dumps(error.body()).encode()
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
+        headers += [(name, value) for name, value in error.response().headers.items() if name == "retry-after"]
+        head = h11.Response(status_code=error.status, headers=headers)
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+
+    def _note(self) -> None:
+        cycle = self.cycle
+        self._all.note(self, is_idle=cycle is None or cycle.response_complete)

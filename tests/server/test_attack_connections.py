@@ -1,0 +1,163 @@
+"""Thousands of connections: everybody is answered or refused, and memory and open files come back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import resource
+import time
+
+import httpx
+import pytest
+
+from omniserve.server.connections import Connections, allow_connections
+from tests.server.attack.load import send_all
+from tests.server.attack.processes import held
+from tests.server.attack.sockets import connect, head, read_all
+
+MIB = 1 << 20
+HERE_AND_THERE = {"model": "fake", "max_tokens": 5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def many_files():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 20_000), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def wait_for_files(server, most):
+    deadline = time.monotonic() + 30
+    while (now := held(server).num_files) > most:
+        assert time.monotonic() < deadline, f"{now} files are open, not {most}"
+        time.sleep(0.05)
+
+
+def mixed(number):
+    for i in range(number):
+        tier = "default" if i % 3 else "flex"
+        yield {"model": "fake", "prompt": "abc", "max_tokens": 4 + i % 5, "stream": i % 2 == 0, "service_tier": tier}
+
+
+def test_thousands_of_connections_and_requests(start_server):
+    server = start_server("--max-queued-requests", "600").wait_until_ready()
+    asyncio.run(send_all(server.url, mixed(50)))
+    before = held(server)
+    idle = [connect(server) for _ in range(2000)]
+
+    async def flood_and_look():
+        flood = asyncio.create_task(send_all(server.url, mixed(2000)))
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            while not flood.done():
+                assert (await http.get("/health")).status_code == 200
+                await asyncio.sleep(0.1)
+        return await flood
+
+    peaks = []
+    for _ in range(2):
+        tally = asyncio.run(flood_and_look())
+        tally.check(2000)
+        assert tally.outcomes["200"] >= 600
+        server.wait_until_free()
+        wait_for_files(server, before.num_files + 2000 + 5)
+        peaks.append(held(server))
+    assert peaks[0].api_bytes < before.api_bytes + 300 * MIB
+    assert peaks[0].engine_bytes < before.engine_bytes + 100 * MIB
+    # Whatever the first flood took from the system is enough for another one.
+    assert peaks[1].api_bytes < peaks[0].api_bytes + 30 * MIB
+    assert peaks[1].engine_bytes < peaks[0].engine_bytes + 30 * MIB
+    for connection in idle:
+        connection.close()
+    wait_for_files(server, before.num_files + 5)
+    assert server.stop() == 0
+    assert not [line for line in server.log if "Traceback" in line], "".join(server.log)
+
+
+def test_idle_connections_give_way(start_server):
+    server = start_server("--max-connections", "10").wait_until_ready()
+    idle = [connect(server) for _ in range(30)]
+    for connection in idle[:20]:
+        assert read_all(connection) == b""
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert read_all(idle[-1]).startswith(b"HTTP/1.1 200")
+
+
+def test_beyond_the_last_connection_there_is_a_refusal(start_server):
+    server = start_server("--max-connections", "10").wait_until_ready()
+    busy = [connect(server) for _ in range(10)]
+    body = b'{"model": "fake", "prompt": [396, 5], "max_tokens": 400, "stream": true}'
+    for connection in busy:
+        connection.sendall(head(body) + body)
+    for connection in busy:
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    tally = asyncio.run(send_all(server.url, [HERE_AND_THERE | {"prompt": "a"}] * 50))
+    assert tally.outcomes == {"503": 50}
+    tally.check(50)
+    refused = httpx.get(f"{server.url}/health")
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert refused.json()["error"]["code"] == "overloaded"
+    for connection in busy:
+        connection.close()
+    server.wait_until_free()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+class FakeConnection:
+    """Remembers what was done to it."""
+
+    def __init__(self, num_unsent=0):
+        self.transport = self
+        self.num_unsent = num_unsent
+        self.end = None
+
+    def get_write_buffer_size(self):
+        return self.num_unsent
+
+    def close(self):
+        self.end = "closed"
+
+    def abort(self):
+        self.end = "aborted"
+
+
+def test_whoever_was_idle_longest_gives_way(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    connections = Connections(3, patience_s=100)
+    a, b, c, d, e, f = (FakeConnection(num_unsent) for num_unsent in (0, 5, 0, 0, 0, 0))
+    assert all(connections.enter(connection) for connection in (a, b, c))
+    connections.note(a, is_idle=False)
+    connections.note(a, is_idle=True)
+    connections.note(c, is_idle=True)  # it was: no change
+    assert connections.enter(d)
+    assert (a.end, b.end, c.end) == (None, None, "aborted"), "b has not read its answer"
+    assert connections.enter(e) and a.end == "aborted"
+    connections.note(d, is_idle=False)
+    connections.note(e, is_idle=False)
+    assert not connections.enter(f)
+    connections.close_idle()
+    assert b.end is None
+    for _ in range(100):
+        next(clock)
+    connections.close_idle()
+    assert (b.end, d.end) == ("closed", None)
+    connections.leave(b)
+    assert connections.enter(f)
+
+
+@pytest.mark.parametrize(("files", "wanted", "room"), [(100_000, None, 10_000), (1000, None, 872), (1000, 500, 500)])
+def test_as_many_connections_as_files_can_be_open(monkeypatch, files, wanted, room):
+    raised = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, files))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    assert allow_connections(wanted) == room
+    assert raised == [(min(files, 65536), files)]
+
+
+@pytest.mark.parametrize(("files", "wanted"), [(1000, 900), (100, None)])
+def test_more_connections_than_files_can_be_open(monkeypatch, files, wanted):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    with pytest.raises(ValueError, match="raise that limit"):
+        allow_connections(wanted)

@@ -1,0 +1,83 @@
+"""Input files of batches: whatever is in them, each bad line is named, and each good one has a result of its own."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from batch_inputs import line, results, submit, wait_for
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from omniserve.server.batches.lines import body_of, check_file
+from omniserve.server.calls import ENDPOINTS
+from omniserve.server.errors import ApiError
+from omniserve.server.protocol import parse
+from tests.server.attack.bodies import COMPLETIONS, json_values
+
+BOUNDED = settings(
+    max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+FIELDS = ("custom_id", "method", "url", "body", "more")
+
+
+def check_model(name):
+    if name not in (None, "fake"):
+        raise ApiError("no such model", status=404, code="model_not_found")
+
+
+@st.composite
+def raw_lines(draw):
+    kind = draw(st.sampled_from(["bytes", "json", "cut", "parts", "parts", "body", "body"]))
+    if kind == "bytes":
+        return draw(st.binary(min_size=1, max_size=40)).replace(b"\n", b"\r")
+    if kind == "json":
+        return json.dumps(draw(json_values)).encode()
+    right = line(draw(st.text(min_size=1, max_size=3)), {"prompt": "a"})
+    if kind == "cut":
+        text = json.dumps(right)
+        return text[: draw(st.integers(1, len(text)))].encode()
+    if kind == "parts":
+        right |= draw(st.dictionaries(st.sampled_from(FIELDS), json_values, min_size=1))
+    else:
+        right["body"] |= draw(st.dictionaries(st.sampled_from(["prompt", "stop", "n", "slo", "zz"]), json_values))
+    return json.dumps(right).encode()
+
+
+@BOUNDED
+@given(lines=st.lists(raw_lines(), max_size=8))
+@example(lines=[b'{"custom_id": "\\ud800", "method": "POST", "url": "/v1/completions", "body": {}}'])
+@example(lines=[b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": %s}' % (b"[" * 5000)])
+@example(lines=[b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"x": %s}}' % (
+    b"[" * 950 + b"]" * 950)])  # fmt: skip
+def test_every_bad_line_is_named(lines):
+    content = b"\n".join(lines)
+    found = check_file(io.BytesIO(content), COMPLETIONS, check_model, 1000)
+    numbers = sorted([fault.line for fault in found.faults if fault.line] + [good.number for good in found.lines])
+    assert numbers == [number for number, raw in enumerate(lines, 1) if raw.strip()]
+    for good in found.lines:
+        raw = content[good.start : good.start + good.length]
+        try:
+            parse(ENDPOINTS[COMPLETIONS].request_kind, body_of(raw))
+        except ApiError as error:
+            assert error.status == 400
+
+
+def test_odd_lines_have_results_of_their_own(server, client):
+    bodies = [
+        {"prompt": "a", "max_tokens": 3},
+        {"prompt": "a", "top_k": 10**30},
+        {"prompt": "a", "stop_token_ids": [5] * 2000},
+        {"prompt": ["a"] * 3000},
+        {"prompt": "a", "metadata": {"x": [[[[]]]]}},
+        {"prompt": "a", "temperature": float("nan")},
+        {"prompt": "\x00", "max_tokens": 3},
+        {"prompt": "a", "stream": True},
+    ]
+    batch = submit(client, [line(str(i), body) for i, body in enumerate(bodies)])
+    batch = wait_for(client, batch.id)
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 2, 6)
+    failed = results(client, batch.error_file_id)
+    assert sorted(entry["custom_id"] for entry in failed) == ["1", "2", "3", "4", "5", "7"]
+    assert all(entry["response"]["body"]["error"]["message"] for entry in failed)
+    server.wait_until_free()

@@ -1,0 +1,88 @@
+"""schemathesis takes /openapi.json at its word: no internal error, no status and no answer that is not in it."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    unsupported_method,
+]
+
+
+@pytest.fixture(scope="module")
+def harmless(start_server):
+    server = start_server("--no-faults").wait_until_ready()
+    yield server
+    server.wait_until_free()
+    assert server.stop() == 0
+    assert not [line for line in server.log if "Traceback" in line], "".join(server.log)
+
+
+OPERATIONS = [
+    "POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize", "GET /v1/models",
+    "GET /v1/models/{name}", "GET /health", "GET /health/live", "GET /health/ready", "GET /metrics",
+    "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "DELETE /v1/files/{file_id}",
+    "GET /v1/files/{file_id}/content", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
+    "POST /v1/batches/{batch_id}/cancel",
+]  # fmt: skip
+# Those that have a body or a query, of which something can be wrong.
+TAKERS = [
+    "POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize", "POST /v1/files",
+    "GET /v1/files", "POST /v1/batches", "GET /v1/batches",
+]  # fmt: skip
+BOUNDED = settings(
+    max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.fixture(scope="module")
+def api(harmless):
+    return schemathesis.openapi.from_url(f"{harmless.url}/openapi.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(name, GenerationMode.POSITIVE) for name in OPERATIONS] + [(name, GenerationMode.NEGATIVE) for name in TAKERS],
+    ids=lambda value: value if isinstance(value, str) else value.value,
+)
+def test_the_document_is_true(api, name, mode):
+    method, path = name.split()
+
+    @BOUNDED
+    @given(case=api[path][method].as_strategy(generation_mode=mode))
+    def attack(case):
+        case.call_and_validate(checks=CHECKS, timeout=30)
+
+    attack()
+
+
+def test_the_document_names_every_route(harmless):
+    found = httpx.get(f"{harmless.url}/openapi.json").json()["paths"]
+    assert sorted(OPERATIONS) == sorted(f"{method.upper()} {path}" for path in found for method in found[path])
+
+
+def test_the_document_says_who_needs_a_key(start_server):
+    server = start_server("--api-key", "secret").wait_until_ready()
+    assert httpx.get(f"{server.url}/openapi.json").status_code == 401
+    found = httpx.get(f"{server.url}/openapi.json", headers={"authorization": "Bearer secret"}).json()
+    for path, methods in found["paths"].items():
+        for operation in methods.values():
+            guarded = not path.startswith(("/health", "/metrics"))
+            assert ("security" in operation) == ("401" in operation["responses"]) == guarded, path

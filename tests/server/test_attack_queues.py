@@ -1,0 +1,112 @@
+"""An engine that is stuck in a step: what waits for it in the API process is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+
+import pytest
+from fake_engine import FakeLoader
+
+from omniserve.request import Request, SamplingParams
+from omniserve.server import engine_client
+from omniserve.server.engine_client import EngineClient
+from omniserve.server.errors import ApiError
+
+
+class CountingClient(EngineClient):
+    """Counts what it sends."""
+
+    def __init__(self):
+        super().__init__(FakeLoader())
+        self.sent = []
+
+    def _send(self, *message):
+        self.sent.append(message[0])
+        return super()._send(*message)
+
+
+def with_client(scenario):
+    async def run():
+        client = CountingClient()
+        await client.start(lambda text: None)
+        try:
+            await scenario(client)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                goes_on(client)
+            await client.close()
+
+    asyncio.run(run())
+
+
+def stuck(client):
+    os.kill(client._process.pid, signal.SIGSTOP)
+
+
+def goes_on(client):
+    os.kill(client._process.pid, signal.SIGCONT)
+
+
+async def poll(client, timeout_s):
+    try:
+        return await client.stats(timeout_s)
+    except TimeoutError:
+        return None
+
+
+def test_polls_share_one_question():
+    async def scenario(client):
+        stuck(client)
+        for _ in range(3):
+            assert await asyncio.gather(*(poll(client, 0.01) for _ in range(50))) == [None] * 50
+        assert client.sent == ["stats"]
+        waiting = [asyncio.create_task(poll(client, 60)) for _ in range(50)]
+        goes_on(client)
+        assert None not in await asyncio.gather(*waiting)
+        assert client.sent == ["stats"]
+        assert (await client.stats()).steps > 0
+        assert client.sent == ["stats", "stats"]
+
+    with_client(scenario)
+
+
+def test_poll_that_nobody_waits_for_any_more_ends_with_the_engine():
+    async def scenario(client):
+        stuck(client)
+        assert await poll(client, 0.01) is None
+        client.kill()
+        await asyncio.wait_for(client.stopped.wait(), 30)
+
+    with_client(scenario)
+
+
+def test_requests_that_come_and_go_while_the_engine_hears_nothing(monkeypatch):
+    monkeypatch.setattr(engine_client, "_MAX_UNTAKEN_BYTES", 20_000)
+
+    async def scenario(client):
+        def come_and_go(i):
+            prompt = [5] * 100
+            if i % 3 == 0:
+                prompt[0] = 392  # the fake engine refuses it
+            sampling = SamplingParams(max_tokens=2)
+            client.submit(Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling), 0.0, asyncio.Queue())
+            client.abort(str(i))
+
+        stuck(client)
+        for i in range(10):
+            client.check_room()
+            come_and_go(i)
+        for i in range(10, 20):
+            come_and_go(i)
+        with pytest.raises(ApiError, match="too much waits") as caught:
+            client.check_room()
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+        goes_on(client)
+        assert (await client.stats(60)).running == {"LS": 0, "BE": 0}
+        client.check_room()
+        assert (client._num_untaken_bytes, client._untaken) == (0, {})
+
+    with_client(scenario)

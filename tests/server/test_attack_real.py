@@ -1,0 +1,97 @@
+"""Attacks on a real engine: odd bodies, leaving in every phase, ten times too much work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+
+import pytest
+from conftest import RunningServer
+from hypothesis import HealthCheck, given, settings
+
+from omniserve.server.loading import BUILTIN_MODEL_NAME
+from tests.server.attack import bodies
+from tests.server.attack.real import FLAGS, overload
+from tests.server.attack.sockets import send
+
+MIB = 1 << 20
+LONG = {"model": BUILTIN_MODEL_NAME, "prompt": "The with statement", "ignore_eos": True, "stream": True}
+QUICK = ("--no-compile", "--profile-time-limit", "2", "--max-queued-requests", "64")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    home = str(tmp_path_factory.mktemp("home"))
+    command = [sys.executable, "-m", "omniserve.server", *FLAGS, *QUICK]
+    server = RunningServer(command, XDG_DATA_HOME=home, XDG_CACHE_HOME=home).wait_until_ready()
+    yield server
+    free(server)
+    assert server.stop() == 0
+    assert not [line for line in server.log if "Traceback" in line], "".join(server.log)
+
+
+def free(server):
+    server.wait_until_free()
+    server.wait_for_metric('omniserve_kv_blocks_used{tier="host"}', 0)
+
+
+def read_until(connection, mark):
+    while mark not in connection.recv(1 << 16):
+        pass
+
+
+def leave_in_prefill(server):
+    send(server, LONG | {"prompt": "word " * 400, "max_tokens": 5}).close()
+
+
+def leave_in_decode(server):
+    with send(server, LONG | {"max_tokens": 400, "n": 3}) as connection:
+        read_until(connection, b"data:")
+
+
+def leave_with_a_grammar(server):
+    with send(server, LONG | {"max_tokens": 400, "ignore_eos": False, "response_format": {"type": "json_object"}}):
+        pass
+
+
+def leave_while_queued(server):
+    with send(server, LONG | {"max_tokens": 200, "n": 60, "service_tier": "flex"}) as first:
+        read_until(first, b"data:")
+        send(server, LONG | {"max_tokens": 200, "service_tier": "flex"}).close()
+
+
+def leave_on_the_host_tier(server):
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(send(server, LONG | {"max_tokens": 400, "n": 20, "service_tier": "flex"}))
+        while server.metric('omniserve_kv_blocks_used{tier="host"}') == 0:
+            pass
+
+
+def leave_while_scored(server):
+    fields = {"prompt": "word " * 300, "echo": True, "logprobs": 5, "max_tokens": 0, "stream": False}
+    send(server, {"model": BUILTIN_MODEL_NAME} | fields).close()
+
+
+@pytest.mark.parametrize("leave", [f for name, f in sorted(globals().items()) if name.startswith("leave_")])
+def test_whoever_leaves_frees_what_they_held(server, leave):
+    leave(server)
+    free(server)
+
+
+@settings(max_examples=80, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(request=bodies.requests())
+def test_any_body_is_answered(server, request):
+    path, body = request
+    with server.http() as http:
+        bodies.check_answer(http.post(path, content=body, headers={"content-type": "application/json"}))
+
+
+def test_ten_times_too_much_work(server):
+    report = asyncio.run(overload(server, factor=10, seconds=6, capacity_s=2))
+    assert report.tally.outcomes["200"] > 0
+    assert report.tally.outcomes["429"] > report.tally.outcomes["200"], report
+    assert report.most.api_bytes < report.before.api_bytes + 300 * MIB, report
+    assert report.most.engine_bytes < report.before.engine_bytes + 300 * MIB, report
+    assert report.after.num_files <= report.before.num_files + 5, report
