@@ -167,6 +167,9 @@ class RequestLifecycle(RequestTransfers):
     def on_first_token(self, state: RequestState, now_s: float) -> None:
         """A request's first token was sampled, which ends its TTFT; for policies that learn from that."""
 
+    def on_end(self, state: RequestState) -> None:
+        """A request came to its own end; for policies that learn from that."""
+
     def _append(self, state: RequestState, output: StepOutput, now_s: float, outputs: list[RequestOutput]) -> None:
         if (message := output.failed.get(state.request_id)) is not None:
             about = {"engine_request_id": state.request_id}
@@ -192,6 +195,7 @@ class RequestLifecycle(RequestTransfers):
             sampled.token_id, self.limits.eos_token_ids, self.limits.max_model_len
         )
         if reason is not None:
+            self.on_end(state)
             self._end(state)
         outputs.append(
             state.output(

@@ -27,7 +27,7 @@ from omniserve.sched.piggyback import PiggybackPlan, choose, fill, seat_bucket
 from omniserve.sched.policy import BE, LS, HostRows, RequestScheduler
 from omniserve.sched.state import Phase, RequestState
 from omniserve.sched.tier_moves import TierMoves
-from omniserve.sched.ttft import MIN_LS_CHUNK, Prefill, TTFTForecast
+from omniserve.sched.ttft import MIN_LS_CHUNK, LSMemory, Prefill, TTFTForecast
 
 # BE work that a step without LS work has at least, whatever the bound: an idle machine works.
 MIN_BE_CHUNK = 16
@@ -75,6 +75,10 @@ class OmniServeScheduler(RequestScheduler):
             self._margin.learn(
                 predicted_s=state.soonest_ttft_s, actual_s=now_s - state.arrival_s, required_s=state.slo.ttft_s
             )
+
+    def on_end(self, state: RequestState) -> None:
+        if self._ttft is not None and state.kind is LS:
+            self._ttft.note_end(state)
 
     def schedule(self, now_s: float) -> StepPlan:
         load = self.forecast.load(host_works=self.residents.is_busy) if self.forecast is not None else None
@@ -167,19 +171,21 @@ class OmniServeScheduler(RequestScheduler):
         ahead = [s for s in itertools.chain(self.device[LS], self.waiting[LS]) if not s.decodes and s.place[0] <= rank]
         decoding = [s for s in self.device[LS] if s.decodes]
         has_best_effort = bool(len(self.waiting[BE]) or len(self.device[BE]))
-        blocks = {s.request_id: self.kv.num_blocks(s.request_id) for s in self.device[LS]}
-        free = self.kv.num_free(Tier.DEVICE) + self.blocks_moving_out
-        free += sum(self.kv.num_blocks(s.request_id) for s in self.device[BE])
         prompt = Prefill(0, len(request.prompt_token_ids), 1 + request.num_rows_to_score)
         prediction = self._ttft.predict(
             ahead, decoding, prompt, slo=slo, waited_s=waited_s, has_best_effort=has_best_effort,
-            host_works=self.residents.is_busy, blocks=blocks, num_free=free, now_s=now_s,
+            host_works=self.residents.is_busy, memory=self._ls_memory(), now_s=now_s,
         )  # fmt: skip
         margin = self._margin.share
         if self.limits.admission and slo.ttft_s is not None and not prediction.meets(slo.ttft_s, waited_s, margin):
             self._rejected[request.service_class] += 1
             raise prediction.rejection(slo.ttft_s, waited_s, margin)
         return waited_s + prediction.expected_s, waited_s + prediction.soonest_s
+
+    def _ls_memory(self) -> LSMemory:
+        free = self.kv.num_free(Tier.DEVICE) + self.blocks_moving_out
+        free += sum(self.kv.num_blocks(state.request_id) for state in self.device[BE])
+        return LSMemory({s.request_id: self.kv.num_blocks(s.request_id) for s in self.device[LS]}, free)
 
     # -- bounds --------------------------------------------------------------------------------------------------
 
@@ -200,8 +206,11 @@ class OmniServeScheduler(RequestScheduler):
             if state in batch and batch.samples(state) and state.first_token_s is None:
                 bound = bound.or_tighter(max(ttft_left_s(state, now_s), ls_s), f"ttft of {state.request_id}")
         if unfinished:
-            for state, rest_s in self._ttft.rest(unfinished, batch, decoding, s_be.seconds):
-                left_s = ttft_left_s(state, now_s) - rest_s
+            for state, rest_s, num_steps in self._ttft.rest(
+                unfinished, batch, decoding, s_be.seconds, self._ls_memory()
+            ):
+                # Where memory is what it waits for, so many steps come before its own.
+                left_s = (ttft_left_s(state, now_s) - rest_s) / (1 + num_steps)
                 bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {state.request_id}")
         newcomer_s = self._ttft.newcomer_bound_s(decoding, s_be.seconds, self._margin.share)
         bound = bound.or_tighter(newcomer_s, "ttft of a new request")

@@ -2,14 +2,17 @@
 
 The paper's condition compares one batch of all waiting prompts with the objective. Here the prompts are chunked under
 the decoding objective as they will be, so every further step repeats the decodes and the step's own overhead.
+Nor does the paper speak of memory: here those that wait for it take it in their order, as others end, who are expected to
+put out as much of their ``max_tokens`` as those before them did.
 (Erratum: n(t) of 3.3.3 means the remaining prompt tokens p_j - l_j.)
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -26,6 +29,7 @@ MIN_LS_CHUNK = 16
 
 _RECENT = 64  # LS requests that say what the next one may be like
 _NEWCOMER_FLOOR = 0.25  # share of the TTFT objective that a step without LS work may always take
+_OUTPUT_WEIGHT = 0.05  # of a request that ended, in the mean of how much of its max_tokens they put out
 _LOOK_AT = 8  # unfinished prompts whose deadlines are looked at, of those first in line
 
 
@@ -83,22 +87,37 @@ def prefill_time(
     return total_s + (num_steps - 1) * again.seconds(), num_steps
 
 
-def wait_for_memory_s(running: Iterable[tuple[RequestState, int]], shortage: int, step_s: float) -> float:
-    """Return when enough LS requests will have ended at the latest, in seconds from now; 0 if nothing is short.
+def steps_until_memory(
+    running: Iterable[tuple[int, int]], waiting: Iterable[tuple[int, int]], num_needed: int, num_free: int
+) -> int:
+    """Return after how many steps there will be memory for an LS request; 0 if there is now.
 
     Args:
-        running: LS requests with KV on the device, and their blocks.
-        shortage: Blocks that must become free.
-        step_s: Seconds of a step.
+        running: LS requests with KV on the device: (steps until they end, blocks).
+        waiting: Those before it that have none yet, in order: (steps that they decode, blocks).
+        num_needed: Blocks that it needs.
+        num_free: Blocks that are free, or can be taken from BE requests.
     """
-    ends = sorted((state.max_num_tokens - state.num_tokens, blocks) for state, blocks in running)
-    for steps, blocks in ends:
-        if shortage <= 0:
-            return 0.0
-        shortage -= blocks
-        if shortage <= 0:
-            return steps * step_s
-    return 0.0
+    ends = list(running)
+    heapq.heapify(ends)
+    step = 0
+    for num_steps, blocks in (*waiting, (0, num_needed)):
+        while num_free < blocks and ends:
+            step, given_back = heapq.heappop(ends)
+            num_free += given_back
+        num_free -= blocks
+        heapq.heappush(ends, (step + num_steps, blocks))
+    return step
+
+
+@dataclass(frozen=True, slots=True)
+class LSMemory:
+    """Who has the device's blocks."""
+
+    blocks: Mapping[str, int]
+    """Of LS requests, by id."""
+    num_free: int
+    """Free, or to be taken from BE requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +167,8 @@ class TTFTForecast:
         self._forecast = forecast
         self._limits = limits
         self._recent: deque[tuple[int, float | None]] = deque(maxlen=_RECENT)
+        self._output_share = 1.0
+        """Running mean: how much of its ``max_tokens`` an LS request puts out."""
         objectives = [c.slo.ttft_s for c in limits.classes if c.kind is ServiceClass.LS and c.slo.ttft_s is not None]
         self._default_ttft_s = min(objectives, default=math.inf)
         self._newcomer: tuple[object, float] = (None, 0.0)
@@ -155,6 +176,12 @@ class TTFTForecast:
     def note(self, num_prompt_tokens: int, ttft_s: float | None) -> None:
         """Remember what an LS request was like."""
         self._recent.append((num_prompt_tokens, ttft_s))
+
+    def note_end(self, state: RequestState) -> None:
+        """Remember how long an LS request's output was."""
+        most = state.max_num_tokens - state.num_prompt_tokens
+        if most > 0:
+            self._output_share += _OUTPUT_WEIGHT * (state.num_output_tokens / most - self._output_share)
 
     def predict(
         self,
@@ -166,22 +193,20 @@ class TTFTForecast:
         waited_s: float,
         has_best_effort: bool,
         host_works: bool,
-        blocks: Mapping[str, int],
-        num_free: int,
+        memory: LSMemory,
         now_s: float,
     ) -> TTFTPrediction:
         """Predict for a request that arrives now (3.3.3).
 
         Args:
-            ahead: Requests whose prefill comes before its own, in any order.
+            ahead: Requests whose prefill comes before its own; those that wait for memory in their order.
             decoding: Requests that decode meanwhile.
             prompt: Its prompt.
             slo: Its objectives.
             waited_s: How long ago it came.
             has_best_effort: There is BE work to fill steps with.
             host_works: The host tier is at work.
-            blocks: Device blocks by request id, of LS requests.
-            num_free: Device blocks that are free or can be taken from BE requests.
+            memory: Who has the device's blocks.
             now_s: Now.
         """
         decodes = self._decodes(decoding, host_works)
@@ -190,16 +215,14 @@ class TTFTForecast:
         max_tokens = max(1, self._limits.max_step_tokens - len(decoding))
         prompts = [Prefill.of(state, state.num_computed_tokens) for state in ahead]
         prompts.append(prompt)
-        # Who is ahead decodes beside what is left, which comes in small chunks then.
-        contexts = [state.num_tokens for state in ahead if state.max_num_tokens > state.num_tokens + 1]
+        # Who is ahead decodes beside what is left, which comes in small chunks then; as many as memory holds.
+        contexts = [s.num_tokens for s in self._fitting(ahead, decoding, memory) if s.max_num_tokens > s.num_tokens + 1]
         decodes.add_decodes(len(contexts), sum(contexts), float(sum(contexts)), num_sampled=len(contexts))
         prefill_s, num_steps = prefill_time(
             decodes, prompts, bound_s=bound_s, first_bound_s=first_bound_s, max_tokens=max_tokens
         )
-        needed = self._blocks(prompt.count)
-        needed += sum(self._blocks(state.num_tokens) for state in ahead if state.phase is Phase.WAITING)
-        running = [(state, blocks[state.request_id]) for state in (*ahead, *decoding) if state.request_id in blocks]
-        soonest_s = wait_for_memory_s(running, needed - num_free, decodes.seconds()) + prefill_s
+        waiting_steps = self._steps_until_memory(prompt.count, ahead, decoding, memory)
+        soonest_s = waiting_steps * decodes.seconds() + prefill_s
         expected_s = soonest_s
         if has_best_effort:
             full = decodes.copy()
@@ -219,29 +242,39 @@ class TTFTForecast:
         return TTFTPrediction(soonest_s, expected_s, idle_s, prompt.count)
 
     def rest(
-        self, unfinished: Sequence[RequestState], batch: Batch, decoding: Sequence[RequestState], bound_s: float
-    ) -> list[tuple[RequestState, float]]:
-        """Return what the prefill of some requests takes after the step, seconds; of the first in line and a later one.
+        self,
+        unfinished: Sequence[RequestState],
+        batch: Batch,
+        decoding: Sequence[RequestState],
+        bound_s: float,
+        memory: LSMemory,
+    ) -> list[tuple[RequestState, float, int]]:
+        """Return what some requests need after the step; of the first in line and a later one.
 
         Args:
             unfinished: In order; not empty.
             batch: The step.
             decoding: Requests that decode.
             bound_s: S_d.
+            memory: Who has the device's blocks.
+
+        Returns:
+            A request, the seconds of its prefill, and the steps after which it can begin, for want of memory.
         """
         decodes = self._decodes(decoding, False)
         max_tokens = max(1, self._limits.max_step_tokens - len(decoding))
         prompts = [Prefill.of(state, batch.end_of(state)) for state in unfinished[:_LOOK_AT]]
         last = len(prompts) - 1
-        return [
-            (
-                unfinished[i],
-                prefill_time(decodes, prompts[: i + 1], bound_s=bound_s, first_bound_s=bound_s, max_tokens=max_tokens)[
-                    0
-                ],
+        needs = []
+        for i in {0, last}:
+            state, num_steps = unfinished[i], 0
+            seconds, _ = prefill_time(
+                decodes, prompts[: i + 1], bound_s=bound_s, first_bound_s=bound_s, max_tokens=max_tokens
             )
-            for i in {0, last}
-        ]
+            if state.phase is Phase.WAITING and state not in batch:
+                num_steps = self._steps_until_memory(state.num_tokens, unfinished[:i], decoding, memory)
+            needs.append((state, seconds, num_steps))
+        return needs
 
     def newcomer_bound_s(self, decoding: Sequence[RequestState], bound_s: float, margin: float) -> float:
         """Return the longest step after which a request that arrives as it begins can still keep its TTFT.
@@ -276,6 +309,41 @@ class TTFTForecast:
         keys = sum(shape.load(context, 1) for context in contexts)
         load.add_decodes(len(contexts), sum(contexts), keys, num_sampled=len(contexts))
         return load
+
+    def _steps_until_memory(
+        self, num_tokens: int, ahead: Sequence[RequestState], decoding: Sequence[RequestState], memory: LSMemory
+    ) -> int:
+        """Return after how many steps there will be memory for so many tokens behind those that are ahead."""
+        held = memory.blocks
+        running = [state for state in (*ahead, *decoding) if state.request_id in held]
+        ends = [(self._steps_left(state), self._blocks_in_the_end(state)) for state in running]
+        return steps_until_memory(
+            ends,
+            [(self._steps_left(s), self._blocks_in_the_end(s)) for s in ahead if s.phase is Phase.WAITING],
+            self._blocks(num_tokens),
+            memory.num_free + sum(held[state.request_id] for state in running) - sum(blocks for _, blocks in ends),
+        )
+
+    def _blocks_in_the_end(self, state: RequestState) -> int:
+        return self._blocks(state.num_tokens + self._steps_left(state))
+
+    def _steps_left(self, state: RequestState) -> int:
+        """Return how many tokens a request will still put out, if it is as the others were."""
+        expected = math.ceil(self._output_share * (state.max_num_tokens - state.num_prompt_tokens))
+        return max(1, expected - state.num_output_tokens)
+
+    def _fitting(
+        self, ahead: Sequence[RequestState], decoding: Sequence[RequestState], memory: LSMemory
+    ) -> Iterator[RequestState]:
+        """Yield those that are ahead for which there is memory at a time, beside those that decode."""
+        held = memory.blocks
+        left = memory.num_free + sum(held.get(state.request_id, 0) for state in (*ahead, *decoding))
+        left -= sum(map(self._blocks_in_the_end, decoding))
+        for state in ahead:
+            left -= self._blocks_in_the_end(state)
+            if left < 0:
+                return
+            yield state
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._limits.block_size)

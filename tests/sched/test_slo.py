@@ -13,6 +13,7 @@ from omniserve.errors import RequestRejected
 from omniserve.plan import Bound
 from omniserve.request import SLO, ClassSpec, ServiceClass
 from omniserve.sched.load import largest
+from omniserve.sched.ttft import steps_until_memory
 from tests.sched.benches import Clock
 
 LS, BE = ServiceClass.LS, ServiceClass.BE
@@ -224,6 +225,39 @@ def test_memory_that_ls_requests_hold_is_waited_for_in_the_prediction() -> None:
     with pytest.raises(RequestRejected):
         bench.add("ls2", prompt=60, ttft=0.2)
     bench.add("ls3", prompt=60, ttft=0.5)
+
+
+def test_those_who_wait_for_memory_wait_for_one_another() -> None:
+    # Each ends after 10 and then 20 steps; memory is for two at a time.
+    assert steps_until_memory([(10, 4), (20, 4)], [], num_needed=4, num_free=4) == 0
+    assert steps_until_memory([(10, 4), (20, 4)], [], num_needed=4, num_free=3) == 10
+    assert steps_until_memory([(10, 4), (20, 4)], [(30, 4)], num_needed=4, num_free=0) == 20
+    assert steps_until_memory([(10, 4), (20, 4)], [(30, 4), (30, 4)], num_needed=4, num_free=0) == 40
+    assert steps_until_memory([(10, 4), (20, 4)], [(30, 4)], num_needed=5, num_free=0) == 40
+
+
+@pytest.mark.parametrize("has_best_effort", [False, True])
+def test_where_memory_is_short_those_that_are_admitted_keep_their_ttft(has_best_effort: bool) -> None:
+    # Memory holds four requests at a time, of 31 steps each: a fifth of what comes.
+    bench, rng = Clock(device_blocks=64, policy="omniserve"), random.Random(3)
+    required_s, arrives_s, sent_s, number = 0.5, 0.0, {}, 0
+    while number < 600:
+        while arrives_s <= bench.now_s:
+            name, number = f"ls{number}", number + 1
+            try:
+                bench.add(name, prompt=30, output=30, ttft=required_s, tpot=0.1, waited=bench.now_s - arrives_s)
+            except RequestRejected:
+                pass
+            else:
+                sent_s[name] = arrives_s
+            arrives_s += rng.expovariate(80.0)
+        if has_best_effort and bench.scheduler.stats().waiting["BE"] < 2:
+            bench.add(f"be{number}", prompt=100, output=20)
+        bench.step()
+    kept = [
+        bench.first_s[name] - arrived_s <= required_s for name, arrived_s in sent_s.items() if name in bench.first_s
+    ]
+    assert len(kept) > 40 and sum(kept) >= 0.9 * len(kept), (len(sent_s), len(kept), sum(kept))
 
 
 def test_a_request_ahead_of_its_schedule_lends_its_lead() -> None:
