@@ -2,8 +2,8 @@
 
 The paper's condition compares one batch of all waiting prompts with the objective. Here the prompts are chunked under
 the decoding objective as they will be, so every further step repeats the decodes and the step's own overhead.
-Nor does the paper speak of memory: here those that wait for it take it in their order, as others end, who are expected to
-put out as much of their ``max_tokens`` as those before them did.
+Nor does the paper speak of memory: here those that wait for it take it in their order, as others end, who are expected
+to put out as much of their ``max_tokens`` as those before them did.
 (Erratum: n(t) of 3.3.3 means the remaining prompt tokens p_j - l_j.)
 """
 

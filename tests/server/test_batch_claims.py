@@ -12,10 +12,13 @@ from sqlalchemy import URL, make_url
 from omniserve.server.batches.claims import Claims, LineResult
 from omniserve.server.batches.database import Database, StorageError
 from omniserve.server.batches.files import FileFolder
+from omniserve.server.batches.leftovers import Leftovers, NewFile
 from omniserve.server.batches.lines import CheckedLine, LineFault
 from omniserve.server.batches.outputs import finish
+from omniserve.server.batches.progress import Progress
+from omniserve.server.batches.rows import new_id
 from omniserve.server.batches.storage import Storage
-from omniserve.server.batches.store import NewBatch, NewFile, Store, new_id
+from omniserve.server.batches.store import NewBatch, Store
 from omniserve.server.errors import ApiError
 
 LEASE_S = 10.0
@@ -67,28 +70,29 @@ def free_overdue(claims: Claims, steady: Clock) -> int:
     return claims.free_overdue()
 
 
-def make_file(store: Store, **fields) -> str:
+def make_file(database: Database, **fields) -> str:
     file_id = new_id("file-")
-    store.announce_file(file_id)
+    Leftovers(database).announce(file_id)
     fields = {"filename": "f", "purpose": "batch", "num_bytes": 1} | fields
-    return store.add_file(NewFile(id=file_id, **fields))["id"]
+    return Store(database).add_file(NewFile(id=file_id, **fields))["id"]
 
 
-def make_batch(store: Store, num_lines: int, *, window_s: float = 3600.0) -> str:
-    batch = store.create_batch(
+def make_batch(database: Database, num_lines: int, *, window_s: float = 3600.0) -> str:
+    batch = Store(database).create_batch(
         NewBatch(
             model="m",
             endpoint="/v1/completions",
-            input_file_id=make_file(store),
+            input_file_id=make_file(database),
             completion_window="1h",
             window_s=window_s,
             metadata=None,
         )
     )
-    claimed = store.claim_batch("maker", "m", LEASE_S)
+    progress = Progress(database)
+    claimed = progress.claim_batch("maker", "m", LEASE_S)
     assert claimed is not None and claimed["id"] == batch["id"]
     lines = [CheckedLine(i + 1, f"id-{i}", 10 * i, 10) for i in range(num_lines)]
-    assert store.accept_lines(batch["id"], "maker", lines)
+    assert progress.accept_lines(batch["id"], "maker", lines)
     return batch["id"]
 
 
@@ -97,8 +101,7 @@ def result(key, text="{}", ok=True) -> LineResult:
 
 
 def test_lines_go_to_one_owner_in_order_and_the_tightest_window_first(database):
-    store = Store(database)
-    loose, tight = make_batch(store, 4, window_s=500), make_batch(store, 3, window_s=100)
+    loose, tight = make_batch(database, 4, window_s=500), make_batch(database, 3, window_s=100)
     a, b = owner(database, "a"), owner(database, "b")
     assert [line.key for line in a.claim(4)] == [(tight, 1), (tight, 2), (tight, 3), (loose, 1)]
     assert [line.key for line in b.claim(9)] == [(loose, 2), (loose, 3), (loose, 4)]
@@ -107,7 +110,7 @@ def test_lines_go_to_one_owner_in_order_and_the_tightest_window_first(database):
 
 
 def test_lease_that_is_renewed_holds_and_one_that_ends_is_taken_over(database, clock):
-    batch, steady = make_batch(Store(database), 2), Clock()
+    batch, steady = make_batch(database, 2), Clock()
     a, b = owner(database, "a"), owner(database, "b", steady)
     a.claim(2)
     for _ in range(5):
@@ -124,7 +127,7 @@ def test_lease_that_is_renewed_holds_and_one_that_ends_is_taken_over(database, c
 
 
 def test_jump_of_the_clock_takes_no_lines_from_who_lives(database, clock):
-    batch, steady = make_batch(Store(database), 2), Clock()
+    batch, steady = make_batch(database, 2), Clock()
     a, b = owner(database, "a", steady), owner(database, "b", steady)
     a.claim(1)
     b.claim(1)
@@ -138,8 +141,8 @@ def test_jump_of_the_clock_takes_no_lines_from_who_lives(database, clock):
 
 
 def test_lines_that_may_end_the_engine_run_one_at_a_time(database, clock):
-    make_batch(Store(database), 4, window_s=100)
-    make_batch(Store(database), 1, window_s=200)
+    make_batch(database, 4, window_s=100)
+    make_batch(database, 1, window_s=200)
     a = owner(database, "a")
     for _ in range(2):
         for line in [line for line in a.claim(9) if line.number in (1, 3)]:
@@ -154,8 +157,8 @@ def test_lines_that_may_end_the_engine_run_one_at_a_time(database, clock):
 
 
 def test_result_is_written_once_and_the_last_one_closes_the_batch(database):
-    store = Store(database)
-    batch = make_batch(store, 2)
+    store, progress = Store(database), Progress(database)
+    batch = make_batch(database, 2)
     a = owner(database, "a")
     first, second = (line.key for line in a.claim(2))
     assert a.save([result(first, "one")]) == []
@@ -165,11 +168,11 @@ def test_result_is_written_once_and_the_last_one_closes_the_batch(database):
     row = store.batch(batch)
     assert (row["status"], row["completed"], row["failed"]) == ("finalizing", 1, 1)
     assert (row["input_tokens"], row["output_tokens"]) == (6, 8)
-    assert [(line["ok"], line["result"]) for line in store.results(batch, 0, 9)] == [(True, "one"), (False, "two")]
+    assert [(line["ok"], line["result"]) for line in progress.results(batch, 0, 9)] == [(True, "one"), (False, "two")]
 
 
 def test_line_that_is_given_back_waits_and_counts_the_ends_of_the_engine(database, clock):
-    batch = make_batch(Store(database), 1)
+    batch = make_batch(database, 1)
     a = owner(database, "a")
     (line,) = a.claim(1)
     a.give_back(line.key, delay_s=5, engine_stopped=True)
@@ -180,7 +183,7 @@ def test_line_that_is_given_back_waits_and_counts_the_ends_of_the_engine(databas
 
 
 def test_release_frees_only_what_is_ones_own(database):
-    batch = make_batch(Store(database), 3)
+    batch = make_batch(database, 3)
     a, b = owner(database, "a"), owner(database, "b")
     a.claim(2)
     b.claim(1)
@@ -191,7 +194,7 @@ def test_release_frees_only_what_is_ones_own(database):
 
 def test_escalation_is_counted_once_and_survives_a_takeover(database, clock):
     store = Store(database)
-    batch = make_batch(store, 2)
+    batch = make_batch(database, 2)
     a = owner(database, "a")
     a.claim(2)
     a.escalate([(batch, 1)])
@@ -206,8 +209,8 @@ def test_escalation_is_counted_once_and_survives_a_takeover(database, clock):
 
 @pytest.mark.parametrize("end", ["cancel", "expire"])
 def test_end_of_a_batch_takes_its_lines_from_everybody(database, clock, end):
-    store = Store(database)
-    batch = make_batch(store, 4, window_s=100)
+    store, progress = Store(database), Progress(database)
+    batch = make_batch(database, 4, window_s=100)
     a = owner(database, "a")
     keys = [line.key for line in a.claim(3)]
     a.save([result(keys[0])])
@@ -215,75 +218,75 @@ def test_end_of_a_batch_takes_its_lines_from_everybody(database, clock, end):
         assert store.cancel_batch(batch)["status"] == "cancelling"
     else:
         clock.now_s += 100
-        assert store.expire_batches() == [batch]
+        assert progress.expire_batches() == [batch]
         assert store.batch(batch)["status"] == "finalizing"
     assert a.save([result(keys[1])]) == [keys[1]]
     assert a.renew() == set() and a.claim(9) == []
     row = store.batch(batch)
     assert (row["completed"], row["failed"]) == (1, 3)
-    assert [line["result"] for line in store.results(batch, 0, 9)] == ["{}", None, None, None]
+    assert [line["result"] for line in progress.results(batch, 0, 9)] == ["{}", None, None, None]
 
 
 def test_cancelling_while_results_are_written_keeps_them_all(database):
-    store = Store(database)
-    batch = make_batch(store, 1)
+    store, progress, leftovers = Store(database), Progress(database), Leftovers(database)
+    batch = make_batch(database, 1)
     a = owner(database, "a")
     a.save([result(line.key) for line in a.claim(1)])
-    assert store.claim_batch("a", "m", LEASE_S)["id"] == batch
+    assert progress.claim_batch("a", "m", LEASE_S)["id"] == batch
     assert store.cancel_batch(batch)["status"] == "cancelling"
-    store.announce_file("file-out")
+    leftovers.announce("file-out")
     file = NewFile(id="file-out", filename="o", purpose="batch_output", num_bytes=5)
-    assert store.finish_batch(batch, "a", file, None)
+    assert progress.finish_batch(batch, "a", file, None)
     row = store.batch(batch)
     assert (row["status"], row["output_file_id"], row["completed"]) == ("cancelled", "file-out", 1)
 
 
 def test_whole_batch_has_one_owner_at_a_time(database, clock):
-    store = Store(database)
-    batch = make_batch(store, 1)
+    progress = Progress(database)
+    batch = make_batch(database, 1)
     a = owner(database, "a")
     a.save([result(line.key) for line in a.claim(1)])
-    assert store.claim_batch("a", "m", LEASE_S)["id"] == batch
-    assert store.claim_batch("b", "m", LEASE_S) is None
+    assert progress.claim_batch("a", "m", LEASE_S)["id"] == batch
+    assert progress.claim_batch("b", "m", LEASE_S) is None
     clock.now_s += LEASE_S + 1
-    assert store.claim_batch("b", "m", LEASE_S)["id"] == batch
-    assert not store.finish_batch(batch, "a", None, None), "the first one came too late"
-    assert store.finish_batch(batch, "b", None, None)
-    assert store.results(batch, 0, 9) == []
+    assert progress.claim_batch("b", "m", LEASE_S)["id"] == batch
+    assert not progress.finish_batch(batch, "a", None, None), "the first one came too late"
+    assert progress.finish_batch(batch, "b", None, None)
+    assert progress.results(batch, 0, 9) == []
 
 
 def test_cancelled_while_it_is_checked(database):
-    store = Store(database)
-    file_id = make_file(store)
+    store, progress = Store(database), Progress(database)
+    file_id = make_file(database)
     new = NewBatch(model="m", endpoint="e", input_file_id=file_id, completion_window="1h", window_s=9, metadata=None)
     batch = store.create_batch(new)["id"]
-    store.claim_batch("a", "m", LEASE_S)
+    progress.claim_batch("a", "m", LEASE_S)
     store.cancel_batch(batch)
-    assert not store.accept_lines(batch, "a", [CheckedLine(1, "x", 0, 1)])
-    assert not store.fail_batch(batch, "a", [LineFault("m", "c")])
+    assert not progress.accept_lines(batch, "a", [CheckedLine(1, "x", 0, 1)])
+    assert not progress.fail_batch(batch, "a", [LineFault("m", "c")])
     assert store.batch(batch)["status"] == "cancelling"
     with pytest.raises(ApiError, match="not finished"):
         store.delete_file(file_id)
 
 
 def test_input_file_that_has_expired_is_not_taken_and_one_that_is_read_stays(database, clock):
-    store = Store(database)
+    store, leftovers = Store(database), Leftovers(database)
 
     def new(file_id: str) -> NewBatch:
         return NewBatch(
             model="m", endpoint="e", input_file_id=file_id, completion_window="1h", window_s=9, metadata=None
         )
 
-    used, unused, lasting = (make_file(store, expires_after_s=after_s) for after_s in (100, 100, None))
+    used, unused, lasting = (make_file(database, expires_after_s=after_s) for after_s in (100, 100, None))
     store.create_batch(new(used))
     clock.now_s += 100
     with pytest.raises(ApiError, match="has expired"):
         store.create_batch(new(unused))
-    store.forget_expired_files()
+    leftovers.forget_expired()
     page = store.list_files(limit=9, after=None, newest_first=False, purpose=None)
     assert {row["id"] for row in page.rows} == {used, lasting}
     removed: list[str] = []
-    store.sweep(removed.append)
+    leftovers.sweep(removed.append)
     assert removed == [unused]
     for row_id in ("file-\0", "file-\ud800", "file-é"):
         with pytest.raises(ApiError, match="there is no file"):
@@ -291,16 +294,16 @@ def test_input_file_that_has_expired_is_not_taken_and_one_that_is_read_stays(dat
 
 
 def test_files_of_who_died_while_writing_are_swept_up_and_no_others(database, clock):
-    store = Store(database)
-    known = make_file(store)
+    store, leftovers = Store(database), Leftovers(database)
+    known = make_file(database)
     for file_id in ("file-dead", "file-discarded"):
-        store.announce_file(file_id)
+        leftovers.announce(file_id)
     removed: list[str] = []
-    store.discard_file(known)
-    store.sweep(removed.append)
+    leftovers.discard(known)
+    leftovers.sweep(removed.append)
     assert removed == [], "nobody is dead yet"
-    store.discard_file("file-discarded")
-    store.sweep(removed.append)
+    leftovers.discard("file-discarded")
+    leftovers.sweep(removed.append)
     assert removed == ["file-discarded"]
 
     def fail(_: str) -> None:
@@ -308,48 +311,47 @@ def test_files_of_who_died_while_writing_are_swept_up_and_no_others(database, cl
 
     clock.now_s += 3600
     with pytest.raises(StorageError, match="broken"):
-        store.sweep(fail)
-    store.sweep(removed.append)
-    store.sweep(removed.append)
+        leftovers.sweep(fail)
+    leftovers.sweep(removed.append)
+    leftovers.sweep(removed.append)
     assert removed == ["file-discarded", "file-dead"]
     with pytest.raises(StorageError, match="send it again"):
         store.add_file(NewFile(id="file-dead", filename="f", purpose="batch", num_bytes=1))
     with pytest.raises(ApiError, match="there is no file"):
         store.file("file-dead")
     store.delete_file(known)
-    store.sweep(removed.append)
+    leftovers.sweep(removed.append)
     assert removed[2:] == [known]
 
 
 def test_who_ends_a_batch_too_late_touches_nothing_of_what_was_given_out(database, clock, tmp_path, monkeypatch):
     monkeypatch.setattr("omniserve.server.batches.outputs._LINES_PER_READ", 2)
-    store = Store(database)
-    storage = Storage(database, store, FileFolder(tmp_path / "files"))
-    batch_id = make_batch(store, 6)
+    storage = Storage(database, FileFolder(tmp_path / "files"))
+    batch_id = make_batch(database, 6)
     a = owner(database, "a")
     a.save([result(line.key, f"line {line.number}", ok=line.number % 2 == 0) for line in a.claim(6)])
-    late = store.claim_batch("late", "m", LEASE_S)
+    late = storage.progress.claim_batch("late", "m", LEASE_S)
     assert late is not None
-    read = store.results
+    read = storage.progress.results
     frozen: list[bool] = []
 
     def freeze_at_the_second_page(*args):
         if args[1:] == (2, 2) and not frozen:
             frozen.append(True)
             clock.now_s += LEASE_S + 1
-            mine = store.claim_batch("b", "m", LEASE_S)
+            mine = storage.progress.claim_batch("b", "m", LEASE_S)
             assert mine is not None and finish(storage, mine, "b")
         return read(*args)
 
-    monkeypatch.setattr(store, "results", freeze_at_the_second_page)
+    monkeypatch.setattr(storage.progress, "results", freeze_at_the_second_page)
     with pytest.raises(StorageError, match="another server has ended it"):
         finish(storage, late, "late")
     assert frozen
-    row = store.batch(batch_id)
+    row = storage.store.batch(batch_id)
     assert row["status"] == "completed"
     contents = {}
     for column in ("output_file_id", "error_file_id"):
-        file = store.file(row[column])
+        file = storage.store.file(row[column])
         contents[column] = storage.files.path(file["id"], file["num_bytes"]).read_bytes()
     assert contents == {"output_file_id": b"line 2\nline 4\nline 6\n", "error_file_id": b"line 1\nline 3\nline 5\n"}
     clock.now_s += 3600
@@ -358,15 +360,14 @@ def test_who_ends_a_batch_too_late_touches_nothing_of_what_was_given_out(databas
 
 
 def test_who_loses_a_batch_while_its_files_are_written_leaves_none(database, clock, tmp_path, monkeypatch):
-    store = Store(database)
-    storage = Storage(database, store, FileFolder(tmp_path / "files"))
-    make_batch(store, 2)
+    storage = Storage(database, FileFolder(tmp_path / "files"))
+    make_batch(database, 2)
     a = owner(database, "a")
     a.save([result(line.key) for line in a.claim(2)])
-    batch = store.claim_batch("late", "m", LEASE_S)
+    batch = storage.progress.claim_batch("late", "m", LEASE_S)
     assert batch is not None
     clock.now_s += LEASE_S + 1
-    assert store.claim_batch("b", "m", LEASE_S) is not None
+    assert storage.progress.claim_batch("b", "m", LEASE_S) is not None
     assert not finish(storage, batch, "late")
     assert list((tmp_path / "files").iterdir()) == []
 
@@ -380,7 +381,7 @@ def test_nobody_waits_in_a_circle(postgres, call):
     url = make_url(postgres)
     database, other = opened_empty(url), Database(url)
     store = Store(database)
-    batch = make_batch(store, 2)
+    batch = make_batch(database, 2)
     claims = Claims(database, owner="a", model="m", lease_s=0.001 if call == "free_overdue" else LEASE_S)
     keys = [line.key for line in claims.claim(2 if call != "claim" else 0)]
     steady = Clock()
@@ -415,7 +416,7 @@ def test_nobody_waits_in_a_circle(postgres, call):
 def test_server_that_is_frozen_within_a_transaction_does_not_hold_up_the_others(postgres, monkeypatch):
     monkeypatch.setattr("omniserve.server.batches.database._PG_IDLE_TIMEOUT_S", 0.2)
     frozen, other = opened_empty(make_url(postgres)), Database(make_url(postgres))
-    batch = make_batch(Store(frozen), 1)
+    batch = make_batch(frozen, 1)
     with pytest.raises(StorageError, match="the database failed"), frozen.write() as connection:
         connection.exec_driver_sql("update omniserve_batches set problem = 'frozen'")
         assert Store(other).cancel_batch(batch)["problem"] is None
@@ -426,7 +427,7 @@ def test_server_that_is_frozen_within_a_transaction_does_not_hold_up_the_others(
 
 def test_many_claim_at_once_and_no_line_goes_twice(url, database):
     store, num_lines = Store(database), 400
-    batch = make_batch(store, num_lines)
+    batch = make_batch(database, num_lines)
     taken: list[list[int]] = [[] for _ in range(6)]
 
     def work(i: int) -> None:
@@ -476,16 +477,16 @@ def test_database_that_is_locked(tmp_path, monkeypatch):
     second = Database(make_url(f"sqlite:///{tmp_path}/db"))
     with first.write():
         with pytest.raises(StorageError, match="locked by another process") as caught:
-            Store(second).expire_batches()
+            Progress(second).expire_batches()
         assert caught.value.status == 503 and caught.value.retry_after_s is not None
         assert Store(second).list_batches(limit=9, after=None).rows == [], "reading goes on"
-    assert Store(second).expire_batches() == []
+    assert Progress(second).expire_batches() == []
 
 
 def test_database_that_is_full_keeps_what_it_had(tmp_path):
     database = Database(make_url(f"sqlite:///{tmp_path}/db"))
     store = Store(database)
-    batch = make_batch(store, 50)
+    batch = make_batch(database, 50)
     claims = owner(database, "a")
     keys = [line.key for line in claims.claim(50)]
     with database.write() as connection:

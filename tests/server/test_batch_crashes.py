@@ -15,10 +15,11 @@ from sqlalchemy import URL
 from omniserve.server.batches.claims import Claims, LineResult
 from omniserve.server.batches.database import Database
 from omniserve.server.batches.files import FileFolder
+from omniserve.server.batches.leftovers import NewFile
 from omniserve.server.batches.lines import check_file
 from omniserve.server.batches.outputs import finish
 from omniserve.server.batches.storage import Storage
-from omniserve.server.batches.store import NewBatch, NewFile, Store
+from omniserve.server.batches.store import NewBatch
 
 LEASE_S = 10.0
 ENDPOINT = "/v1/completions"
@@ -77,8 +78,8 @@ class Life:
     def __init__(self, folder: Path, clock: Clock, name: str, computed: list[int]) -> None:
         self.files = FileFolder(folder / "files")
         self.database = Database(URL.create("sqlite", database=str(folder / "db")), clock)
-        self.store = Store(self.database)
-        self.storage = Storage(self.database, self.store, self.files)
+        self.storage = Storage(self.database, self.files)
+        self.store, self.progress = self.storage.store, self.storage.progress
         self.claims = Claims(self.database, owner=name, model="fake", lease_s=LEASE_S, steady_s=clock)
         self._computed = computed
 
@@ -102,14 +103,14 @@ class Life:
             pass
 
     def _work_on_batch(self) -> bool:
-        batch = self.store.claim_batch(self.claims.owner, "fake", LEASE_S)
+        batch = self.progress.claim_batch(self.claims.owner, "fake", LEASE_S)
         if batch is None:
             return False
         if batch["status"] == "validating":
             file = self.store.file(batch["input_file_id"])
             content = self.files.path(file["id"], file["num_bytes"]).read_bytes()
             found = check_file(io.BytesIO(content), ENDPOINT, lambda _: None, max_lines=100)
-            assert self.store.accept_lines(batch["id"], self.claims.owner, found.lines)
+            assert self.progress.accept_lines(batch["id"], self.claims.owner, found.lines)
         else:
             assert finish(self.storage, batch, self.claims.owner)
         return True

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from omniserve.server.batches.store import Page, Row
+from omniserve.server.batches.rows import Row
+from omniserve.server.batches.store import Page
 
 _TIMES = ("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 

@@ -20,10 +20,12 @@ from tqdm import tqdm
 from omniserve.errors import EngineStopped
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import FileFolder
+from omniserve.server.batches.leftovers import NewFile
 from omniserve.server.batches.objects import batch_object
+from omniserve.server.batches.rows import Row
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.storage import Storage
-from omniserve.server.batches.store import NewBatch, NewFile, Row
+from omniserve.server.batches.store import NewBatch
 from omniserve.server.batches.tables import UNFINISHED
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.serve import start_service

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omniserve.server.batches.database import StorageError
+from omniserve.server.batches.leftovers import NewFile
 from omniserve.server.batches.line_run import not_run_text
+from omniserve.server.batches.progress import Progress
+from omniserve.server.batches.rows import Row
 from omniserve.server.batches.storage import Storage
-from omniserve.server.batches.store import NewFile, Row, Store
 
 _LINES_PER_READ = 500
 
@@ -28,7 +30,7 @@ def finish(storage: Storage, batch: Row, owner: str) -> bool:
     finished = False
     try:
         files = {ok: _write(storage, batch, ok, written) for ok in (True, False)}
-        finished = storage.store.finish_batch(batch["id"], owner, files[True], files[False])
+        finished = storage.progress.finish_batch(batch["id"], owner, files[True], files[False])
     finally:
         if not finished:
             storage.discard(*(file.id for file in written))
@@ -38,7 +40,7 @@ def finish(storage: Storage, batch: Row, owner: str) -> bool:
 def _write(storage: Storage, batch: Row, ok: bool, written: list[NewFile]) -> NewFile | None:
     if not (batch["completed"] if ok else batch["failed"]):
         return None
-    file_id, num_bytes = storage.write_file(_texts(storage.store, batch, ok))
+    file_id, num_bytes = storage.write_file(_texts(storage.progress, batch, ok))
     file = NewFile(
         id=file_id,
         filename=f"{batch['id']}_{'output' if ok else 'error'}.jsonl",
@@ -51,9 +53,9 @@ def _write(storage: Storage, batch: Row, ok: bool, written: list[NewFile]) -> Ne
     return file
 
 
-def _texts(store: Store, batch: Row, ok: bool) -> Iterator[bytes]:
+def _texts(progress: Progress, batch: Row, ok: bool) -> Iterator[bytes]:
     after, num_lines = 0, 0
-    while rows := store.results(batch["id"], after, _LINES_PER_READ):
+    while rows := progress.results(batch["id"], after, _LINES_PER_READ):
         for row in rows:
             if row["ok"] is ok:
                 num_lines += 1

@@ -22,13 +22,14 @@ from omniserve.server import answer_models
 from omniserve.server.access import caller_of
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import told
+from omniserve.server.batches.leftovers import NewFile
 from omniserve.server.batches.line_run import ESCALATED_TIER
 from omniserve.server.batches.lines import NO_TEXT
 from omniserve.server.batches.objects import batch_object, file_object, page_object
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.settings import BatchSettings
 from omniserve.server.batches.storage import Storage
-from omniserve.server.batches.store import NewBatch, NewFile
+from omniserve.server.batches.store import NewBatch
 from omniserve.server.calls import ENDPOINTS
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import read_fields
