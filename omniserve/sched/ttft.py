@@ -313,13 +313,18 @@ class TTFTForecast:
     def _steps_until_memory(
         self, num_tokens: int, ahead: Sequence[RequestState], decoding: Sequence[RequestState], memory: LSMemory
     ) -> int:
-        """Return after how many steps there will be memory for so many tokens behind those that are ahead."""
-        held = memory.blocks
+        """Return after how many steps there will be memory for so many tokens behind those that are ahead.
+
+        If there is memory for all of them to begin, they do so at once, whatever they come to need.
+        """
+        held, waiting = memory.blocks, [state for state in ahead if state.phase is Phase.WAITING]
+        if sum(self._blocks(state.num_tokens) for state in waiting) + self._blocks(num_tokens) <= memory.num_free:
+            return 0
         running = [state for state in (*ahead, *decoding) if state.request_id in held]
         ends = [(self._steps_left(state), self._blocks_in_the_end(state)) for state in running]
         return steps_until_memory(
             ends,
-            [(self._steps_left(s), self._blocks_in_the_end(s)) for s in ahead if s.phase is Phase.WAITING],
+            [(self._steps_left(state), self._blocks_in_the_end(state)) for state in waiting],
             self._blocks(num_tokens),
             memory.num_free + sum(held[state.request_id] for state in running) - sum(blocks for _, blocks in ends),
         )

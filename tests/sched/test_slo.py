@@ -236,6 +236,15 @@ def test_those_who_wait_for_memory_wait_for_one_another() -> None:
     assert steps_until_memory([(10, 4), (20, 4)], [(30, 4)], num_needed=5, num_free=0) == 40
 
 
+def test_who_finds_memory_and_nobody_waiting_begins_at_once() -> None:
+    bench = Clock(device_blocks=40)
+    for i in range(3):  # together they come to need three times the memory
+        predicted_s = bench.add(f"ls{i}", prompt=20, output=120, ttft=0.5)
+        assert predicted_s is not None and predicted_s < 0.1
+    bench.step()
+    assert {"ls0", "ls1", "ls2"} <= bench.first_s.keys()
+
+
 @pytest.mark.parametrize("has_best_effort", [False, True])
 def test_where_memory_is_short_those_that_are_admitted_keep_their_ttft(has_best_effort: bool) -> None:
     # Memory holds four requests at a time, of 31 steps each: a fifth of what comes.

@@ -37,8 +37,8 @@ def free(server):
 
 
 def read_until(connection, mark):
-    while mark not in connection.recv(1 << 16):
-        pass
+    while mark not in (part := connection.recv(1 << 16)):
+        assert part, "the server closed the connection"
 
 
 def leave_in_prefill(server):
