@@ -46,7 +46,7 @@ def start(model_folder, cache_folder, *more_flags):
     flags = "--port 0 --device cpu --no-compile --served-model-name tiny --device-kv-gib 0.001 --host-kv-gib 0.01"
     flags += " --block-size 16 --device-threads 1 --host-threads 1 --profile-time-limit 2"
     command = [sys.executable, "-m", "omniserve.server", "--model", str(model_folder), *flags.split(), *more_flags]
-    return RunningServer(command, XDG_CACHE_HOME=str(cache_folder))
+    return RunningServer(command, XDG_CACHE_HOME=str(cache_folder), XDG_DATA_HOME=str(cache_folder / "data"))
 
 
 @pytest.fixture(scope="module")
