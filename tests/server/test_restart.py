@@ -9,7 +9,6 @@ import shutil
 import signal
 import tempfile
 import time
-from pathlib import Path
 
 import httpx
 import openai
@@ -19,6 +18,7 @@ from fake_engine import DIE, SLOW, FakeLoader
 from omniserve.errors import EngineStopped
 from omniserve.request import Request, SamplingParams
 from omniserve.server.supervisor import EngineSupervisor, pause_before
+from tests.server.attack.processes import engine_pid
 
 ENDLESS = {"model": "fake", "prompt": [SLOW, 5], "max_tokens": 400}
 
@@ -34,27 +34,13 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
-def engine_process(server):
-    """Return the id of the server's engine process."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue  # it ended meanwhile
-    children = [pid for pid, parent in parents.items() if parent == server.process.pid]
-    engines = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert len(engines) == 1
-    return engines[0]
-
-
 def test_service_goes_on_after_the_engine_was_killed(start_server):
     server = start_server("--engine-restarts", "3").wait_until_ready()
     client = server.client()
     stream = client.completions.create(**ENDLESS, stream=True)
     next(stream)
     assert health(server).status_code == health(server, "/ready").status_code == 200
-    os.kill(engine_process(server), signal.SIGKILL)
+    os.kill(engine_pid(server), signal.SIGKILL)
     with pytest.raises(openai.APIError, match="exit code -9"):
         list(stream)
 

@@ -166,7 +166,10 @@ find("theme").addEventListener("click", () => {
   themes.choose(themes.names[(themes.names.indexOf(themes.chosen) + 1) % themes.names.length]);
   showTheme();
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme);
+themes.system.addEventListener("change", () => {
+  themes.apply();
+  showTheme();
+});
 document.addEventListener("visibilitychange", wake);
 showTheme();
 wake();

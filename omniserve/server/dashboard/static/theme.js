@@ -3,31 +3,34 @@
 
 const themes = {
   names: ["auto", "light", "dark"],
+  chosen: "auto",
+  system: matchMedia("(prefers-color-scheme: dark)"),
 
-  get chosen() {
-    let name = null;
+  load() {
     try {
-      name = localStorage.getItem("omniserve-theme");
+      const name = localStorage.getItem("omniserve-theme");
+      if (this.names.includes(name)) this.chosen = name;
     } catch {
       // Storage is forbidden in this browser: the theme follows the system.
     }
-    return this.names.includes(name) ? name : "auto";
   },
 
-  apply(name) {
-    if (name === "auto") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = name;
+  apply() {
+    const wished = this.system.matches ? "dark" : "light";
+    document.documentElement.dataset.theme = this.chosen === "auto" ? wished : this.chosen;
   },
 
   choose(name) {
+    this.chosen = name;
     try {
       localStorage.setItem("omniserve-theme", name);
     } catch {
       // As above: it holds until the page is left.
     }
-    this.apply(name);
+    this.apply();
   },
 };
 
-themes.apply(themes.chosen);
+themes.load();
+themes.apply();
 globalThis.omniserveThemes = themes;
