@@ -1,7 +1,8 @@
 """HostTier: the CPU Attention Manager. A thin, typed front of the C++ threads in ``ops/csrc/host_tier.cpp``.
 
 Paper: omniserve 3.2.3, 3.2.4 and 4. Legend: L layers, B blocks, K KV heads, S block size, H head size, N query heads,
-P piggyback seats; ``results_SD`` alone has S for slots and D for N*H.
+P piggyback seats, R rows that a step sends; ``results_SD``, ``mailbox_SW`` and ``flags_S`` have S for slots, D for N*H
+and W for (N + 2K)*H.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 _host = torch.ops.omniserve_host
 # An overload called directly saves a third of the call's 3 us, 30 times a step.
 _submit = _host.submit.default
+_expect = _host.expect.default
 _begin_token = _host.begin_token.default
 _poll = _host.poll.default
 _wait = _host.wait.default
@@ -55,7 +57,7 @@ class HostTierStats:
     """Counter: attention tasks and moves that failed; cancelled tasks do not count."""
     threads_alive: int
     tasks_in_hand: int
-    """Gauge: attention tasks queued or running."""
+    """Gauge: attention tasks expected, queued or running."""
     moves_in_hand: int
     busy_seconds: float
     """Counter: time that threads spent computing and copying, summed over threads."""
@@ -73,9 +75,12 @@ class HostTierStats:
 class HostTier:
     """Host KV pool, worker threads, and the queues between them and the step.
 
-    Results come back as events: every submitted task yields exactly one ATTENTION_DONE or ATTENTION_FAILED, every move
-    exactly one MOVE_DONE or MOVE_FAILED. A slot's task is in flight from `submit` until `poll` hands out its event.
+    Results come back as events: every task yields exactly one ATTENTION_DONE or ATTENTION_FAILED, every move exactly
+    one MOVE_DONE or MOVE_FAILED. A slot's task is in flight from `submit` or `expect` until `poll` hands out its event.
     Methods may be called from any thread, but `poll` from one at a time.
+
+    With a mailbox, a task's rows need no copy by the step: the operator `piggyback_send` writes them there, on whatever
+    device it runs, and a thread of the tier sees it.
 
     Args:
         spec: The model's sizes and, per layer, how it attends.
@@ -88,6 +93,9 @@ class HostTier:
         pin_memory: Page-locked memory, for a CUDA device tier.
         kv_dtype: ``auto``: the pool is in `dtype`, and results are exact. ``int8``: K and V are rounded to int8, with a
             scale per token and KV head; about twice the tokens fit, and are read in about half the time.
+        mailbox: Have `mailbox_SW` and `flags_S`, and a thread that watches the flags of what is expected.
+        mailbox_spin_s: So long after the last flag, or the last `expect`, this thread looks without a rest.
+        mailbox_sleep_s: From then on it sleeps so long between two looks. While nothing is expected it sleeps.
 
     Raises:
         ValueError: A size is out of range, the dtype does not fit the spec, or a core does not exist here.
@@ -106,6 +114,9 @@ class HostTier:
         cores: tuple[int, ...] | None = None,
         pin_memory: bool = False,
         kv_dtype: str = "auto",
+        mailbox: bool = False,
+        mailbox_spin_s: float = 200e-6,
+        mailbox_sleep_s: float = 20e-6,
     ) -> None:
         for name, value in (("block_size", block_size), ("num_slots", num_slots), ("num_threads", num_threads)):
             if value < 1:
@@ -130,7 +141,13 @@ class HostTier:
         self._cache_shape = (spec.num_layers, spec.num_kv_heads, block_size, spec.head_size)
         self._dtype = dtype
         self.results_SD = torch.zeros(num_slots, spec.num_heads * spec.head_size, dtype=dtype, pin_memory=pin_memory)
-        """Attention rows; row = slot, valid from the slot's ATTENTION_DONE event until its next `submit`."""
+        """Attention rows; row = slot, valid from the slot's ATTENTION_DONE event until its next task."""
+        width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
+        self.mailbox_SW = torch.empty(num_slots, width, dtype=dtype, pin_memory=pin_memory) if mailbox else None
+        """For `piggyback_send`: q, then k, then v of each slot. A row is the sender's until its flag is written, then
+        the tier's until `poll` has handed out the task's event. None without a mailbox."""
+        self.flags_S = torch.zeros(num_slots, dtype=torch.int64, pin_memory=pin_memory) if mailbox else None
+        """For `piggyback_send`: the step that sent each slot's row, 0 at the start. None without a mailbox."""
         layers = [[layer.scale, layer.window, layer.softcap] for layer in spec.attention]
         self._handle: int = _host.create(
             self.pool_LBK2SH,
@@ -141,6 +158,10 @@ class HostTier:
             num_threads,
             torch.tensor(cores or (), dtype=torch.int64),
             not pin_memory,
+            self.mailbox_SW,
+            self.flags_S,
+            mailbox_spin_s,
+            mailbox_sleep_s,
         )
         # Also at interpreter exit: no thread may outlive the memory it works on.
         self._destroy = weakref.finalize(self, _host.destroy, self._handle)
@@ -184,7 +205,7 @@ class HostTier:
         )
 
     def begin_token(self, slot: int, epoch: int, position: int, block_ids: Sequence[int]) -> None:
-        """Bind a slot to the token at `position`; `submit` then works for this token, layer after layer.
+        """Bind a slot to the token at `position`; its tasks then work for this token, layer after layer.
 
         Args:
             slot: In ``[0, num_slots)``, without a task in flight.
@@ -217,13 +238,36 @@ class HostTier:
         """
         _submit(self._handle, layer, slots, q_PNH, k_PKH, v_PKH)
 
+    def expect(self, step: int, layers_R: Tensor, slots_R: Tensor) -> None:
+        """Begin one attention task per row that `piggyback_send` sends in this step, or has sent.
+
+        A task is queued as by `submit` once ``flags_S[slot] == step``; any other flag counts for nothing. Its rows are
+        read where they are, so the slot is not sent again before `poll` has handed out the task's event. All rows of a
+        step may be named at once, in the order in which they will be sent (a hint where to look first, no promise).
+
+        If all worker threads die, what is expected fails as its flags come, for until then the sender uses the mailbox.
+        Only `close` fails it at once: keep the tier until no sender is at work on its mailbox.
+
+        Args:
+            step: The step's number, ``step_1`` of `piggyback_send`; >= 1, and higher than ever before for each slot.
+            layers_R: ``[R]`` int64, CPU; in ``[0, num_layers)``.
+            slots_R: ``[R]`` int64, CPU; -1 leaves a row out.
+
+        Raises:
+            ValueError: The step is too low, a slot or a layer is out of range, a slot is not bound, has a task in
+                flight or is named twice, the tier has no mailbox or is closed. Nothing is expected.
+            RuntimeError: A tensor has the wrong shape, dtype or layout. Nothing is expected.
+        """
+        _expect(self._handle, step, layers_R, slots_R)
+
     def cancel(self, slot: int) -> bool:
         """Drop the slot's task, if any, and unbind the slot.
 
         Returns:
             True if the task's event has not been handed out by `poll` yet. It will be, exactly once, as
             ATTENTION_FAILED with its old epoch, when no thread touches the slot or its blocks any more: until then,
-            keep both. False if there is nothing to wait for.
+            keep both. A task that is expected waits for its flag like any other, for its row is still written. False if
+            there is nothing to wait for.
 
         Raises:
             ValueError: The slot is out of range.
@@ -317,13 +361,13 @@ class HostTier:
 
     @property
     def busy(self) -> bool:
-        """True while tasks or moves are queued or running (events that wait for `poll` do not count)."""
+        """True while tasks or moves are expected, queued or running (events that wait for `poll` do not count)."""
         stats = self.stats()
         return stats.tasks_in_hand + stats.moves_in_hand > 0
 
     @property
     def attends(self) -> bool:
-        """True while attention tasks are queued or running; moves do not count."""
+        """True while attention tasks are expected, queued or running; moves do not count."""
         return self.stats().tasks_in_hand > 0
 
     @property
@@ -373,7 +417,7 @@ class HostTier:
         _host.inject(self._handle, delay_s, -1 if shuffle_seed is None else shuffle_seed, fail_next, kill_threads)
 
     def close(self) -> None:
-        """Stop the threads, also with work queued (its failure can still be polled). A second call does nothing."""
+        """Stop the threads, also with work expected or queued: its failure can still be polled. Once is enough."""
         _host.close(self._handle)
         self._mover.close()
 
