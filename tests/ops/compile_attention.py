@@ -1,18 +1,15 @@
 """Compile the attention kernels for Hopper, without a GPU; run as a program: triton must not interpret there.
 
-Prints a line for each shape: label, bytes of shared memory, bytes of registers that do not fit and go to local memory,
-whether its loads are asynchronous.
+Prints a line for each shape: bytes of shared memory, bytes a thread spills, whether loads are asynchronous.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 import tempfile
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -47,17 +44,17 @@ def attend_types(dtype: str, out_dtype: str) -> dict[str, str]:
 
 
 def spilled_bytes(compiled: Any) -> int:
-    """Return what ptxas says of the kernel's local memory."""
+    """Return the bytes of a thread's stack: the kernel has nothing to put there but registers that do not fit."""
     import triton
 
-    ptxas = triton.knobs.nvidia.ptxas.path
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(compiled.asm["ptx"])
-        done = subprocess.run(
-            [ptxas, "-v", "--gpu-name=sm_90a", str(path), "-o", os.devnull], capture_output=True, text=True, check=True
-        )
-    return sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stderr))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r"STACK:(\d+)", done.stdout)
+    assert found, f"cuobjdump says nothing of a stack: {done.stdout}"
+    return int(found[1])
 
 
 def compile_shape(dtype: str, num_tokens: int, head_size: int, group: int, block_size: int, **features: Any) -> None:

@@ -111,6 +111,19 @@ def test_any_shape_agrees_with_the_reference(shape: AttentionShape, dtype: torch
 
 
 @interpreted
+def test_a_tile_writes_no_row_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = AttentionShape(label="", chunks=((12, 20),), heads=(3, 1, 16), block_size=16)
+    args = attention_args(shape, CPU, torch.float32)
+    whole = attend(args, num_splits=1)
+    choose = attention.choose_launch
+    monkeypatch.setattr(attention, "choose_launch", lambda **shapes: replace(choose(**shapes), grid=(1, 1, 1)))
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full(tensor.shape, torch.nan))
+    tuning = replace(SMALL, tiles=SMALL.tiles[:1])  # 16 rows: 5 queries of 3 heads, and one row left
+    first = attend(args, num_splits=1, tuning=tuning)
+    assert torch.equal(first[:5], whole[:5]) and first[5:].isnan().all()
+
+
+@interpreted
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_one_query_each_never_reads_where_queries_begin(num_splits: int) -> None:
     shape = AttentionShape(label="", chunks=((1, 99), (1, 0), (1, 33)), heads=(4, 2, 16), block_size=16, window=50)
