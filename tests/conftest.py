@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from tests.stub_server import stub  # noqa: F401 (a fixture)
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on CPU tensors
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -161,7 +161,7 @@ def test_import_needs_no_dependency_that_is_not_declared() -> None:
     declared = {"".join(c if c.isalnum() or c in "-_" else " " for c in name).split()[0] for name in names}
     declared = {IMPORTED_AS.get(name, name) for name in declared}
     # What these always bring along themselves and re-export: FastAPI its models, their core and base layer,
-    # uvicorn its parser, transformers its hub and YAML.
+    # uvicorn its parser, transformers its hub and YAML, torch for CUDA its compiler of kernels.
     declared |= {
         "pydantic",
         "pydantic_core",
@@ -171,6 +171,7 @@ def test_import_needs_no_dependency_that_is_not_declared() -> None:
         "safetensors",
         "huggingface_hub",
         "yaml",
+        "triton",
     }
     used = {name.split(".")[0] for path in modules() for name in imports(path)}
     assert used - declared - set(sys.stdlib_module_names) <= {"omniserve", "__future__"}

@@ -1,0 +1,1 @@
+"""Triton kernels, one module an idea; imported when first used."""
