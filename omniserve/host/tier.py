@@ -19,7 +19,9 @@ from torch import Tensor
 
 import omniserve.ops  # noqa: F401 - loads the extension
 from omniserve.config import EngineConfig
+from omniserve.host.direct import DirectMover
 from omniserve.host.memory import allocate_pool
+from omniserve.host.mover import Mover
 from omniserve.host.staging import StagedMover
 from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection
 from omniserve.spec import ModelSpec
@@ -42,7 +44,7 @@ _KINDS = (
     HostEventKind.ATTENTION_FAILED,
 )
 _ATTENTION_FAILED = 1
-_STAGED_POLL_S = 0.0005
+_MOVER_POLL_S = 0.0005
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +64,7 @@ class HostTierStats:
     kv_bytes_read: int
     """Counter: K and V bytes that attention went through."""
     bytes_moved: int
-    """Counter: bytes that the threads copied for moves, in the model's dtype."""
+    """Counter: bytes that were copied for moves, in the model's dtype."""
     bytes_prefaulted: int
     """Counter, up to `pool_bytes`: bytes of the pool whose pages an idle-priority thread has touched, ahead of work.
     Stays 0 where there is nothing to do: page-locked memory is touched when it is allocated."""
@@ -144,9 +146,13 @@ class HostTier:
         )
         # Also at interpreter exit: no thread may outlive the memory it works on.
         self._destroy = weakref.finalize(self, _host.destroy, self._handle)
-        # A partial, not a method: a cycle through `self` would keep the threads until the next garbage collection.
-        host_copy = functools.partial(_host.start_move, self._handle)
-        self._mover = StagedMover(self._cache_shape, dtype, self.num_blocks, host_copy, pin_memory=pin_memory)
+        self._mover: Mover  # for CUDA caches; the worker threads move to and from CPU ones
+        if pin_memory and not is_int8:
+            self._mover = DirectMover(self.pool_LBK2SH)
+        else:
+            # A partial, not a method: a cycle through `self` would keep the threads until the next garbage collection.
+            host_copy = functools.partial(_host.start_move, self._handle)
+            self._mover = StagedMover(self._cache_shape, dtype, self.num_blocks, host_copy, pin_memory=pin_memory)
         self._moving: dict[int, tuple[Tensor, ...]] = {}  # what the threads copy from or to must stay alive
         self._logged: set[str] = set()
 
@@ -234,8 +240,9 @@ class HostTier:
         """Start copying whole blocks, all layers, K and V, between a device cache and the pool.
 
         On their way blocks change between the device's layout and the pool's, and between its dtype and int8. CPU
-        caches are copied by the worker threads, CUDA ones over a side stream and pinned staging buffers. Work already
-        queued on the current CUDA stream is waited for (by the side stream, not by this call).
+        caches are copied by the worker threads, CUDA ones by a kernel on a side stream, which reads and writes the pool
+        where it lies (an int8 pool: over a pinned staging buffer, by both). Work already queued on the current CUDA
+        stream is waited for (by the side stream, not by this call).
 
         Args:
             move: Its ids are device blocks on the one side and pool blocks on the other.
@@ -282,8 +289,7 @@ class HostTier:
         for (kind, slot, epoch, layer, position, move_id), message in zip(rows.tolist(), messages, strict=True):
             if kind == _ATTENTION_FAILED:
                 self._log_failure(message)
-            if StagedMover.owns(move_id):
-                self._mover.host_copy_finished(message)
+            if self._mover.takes(move_id, message):
                 continue
             events.append(
                 HostEvent(
@@ -311,7 +317,7 @@ class HostTier:
             return
         # Nothing wakes a thread when a CUDA event is done, short of a callback in the stream: look again and again.
         deadline_s = time.monotonic() + timeout_s
-        while not _wait(self._handle, _STAGED_POLL_S) and not self._mover.can_advance:
+        while not _wait(self._handle, _MOVER_POLL_S) and not self._mover.can_advance:
             if time.monotonic() >= deadline_s:
                 return
 
@@ -347,7 +353,7 @@ class HostTier:
             moves_in_hand=moves + self._mover.num_moves,
             busy_seconds=busy_ns * 1e-9,
             kv_bytes_read=bytes_read,
-            bytes_moved=bytes_moved,
+            bytes_moved=bytes_moved + self._mover.bytes_moved,
             bytes_prefaulted=prefaulted,
             pool_bytes=self.pool_LBK2SH.nbytes,
         )

@@ -1,11 +1,13 @@
 """Compile launches for Hopper without a GPU: what Triton's interpreter lets pass may still not compile.
 
 Run as a program, in a process of its own (the interpreter is chosen when Triton is imported), it compiles each kernel
-for the shapes of a model and prints a line of JSON for each: its name and the memory accesses of its PTX.
+for the shapes of a model and prints a line of JSON for each: its name and the memory accesses of its PTX. A last line
+has how many kernels are compiled for what differs between steps, and between moves.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -74,7 +76,31 @@ def launches() -> Iterator[Callable[[], Any]]:
     yield lambda: blocks.copy_blocks(cache.half(), cache.half(), pool.half(), seats, seats, **copy)
 
 
+def steps() -> Iterator[Callable[[], Any]]:
+    """Yield launches that differ as steps do: numbers of rows, seats and slots, and where index tensors begin."""
+    from omniserve.ops.kernels import rows
+
+    hidden, store = torch.empty(33, 4096, dtype=DTYPE), torch.empty(17, 4096, dtype=DTYPE)
+    slots = torch.zeros(20, dtype=torch.int64)
+    for num_rows in (4, 9, 16, 33):
+        for first, num_slots in ((0, 1), (1, 16), (2, 17)):
+            seats = slots[first : first + num_rows // 4]
+            yield functools.partial(rows.residual_store, hidden[:num_rows], store[:num_slots], seats)
+
+
+def moves() -> Iterator[Callable[[], Any]]:
+    """Yield launches that differ as moves do: numbers of layers and blocks, and where index tensors begin."""
+    from omniserve.ops.kernels import blocks
+
+    for num_layers, num_blocks in ((1, 1), (2, 3), (16, 16), (3, 17)):
+        cache = torch.empty(num_layers, num_blocks, 8, 16, 128, dtype=DTYPE)
+        pool, ids = torch.empty(num_layers, 5, 8, 2, 16, 128, dtype=DTYPE), torch.zeros(2, num_blocks).long()
+        copy = functools.partial(blocks.copy_blocks, cache, cache, pool, to_host=True, is_reversed=False)
+        yield functools.partial(copy, ids[0], ids[1])
+
+
 if __name__ == "__main__":
     for kernel in compiled(*launches()):
         ptx = kernel.asm["ptx"]
         print(json.dumps({"name": kernel.metadata.name, "accesses": _ACCESS.findall(ptx)}))
+    print(json.dumps([len({id(kernel) for kernel in compiled(*varied)}) for varied in (steps(), moves())]))

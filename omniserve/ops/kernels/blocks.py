@@ -25,7 +25,11 @@ _NUM_WARPS = 8
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
-@triton.jit(debug=True, do_not_specialize=["num_units", "num_copied", "device_blocks", "pool_blocks"])
+@triton.jit(  # not compiled anew for what varies between moves
+    debug=True,
+    do_not_specialize=["num_units", "num_copied", "device_blocks", "pool_blocks"],
+    do_not_specialize_on_alignment=["device_ids", "pool_ids"],
+)
 def _copy_blocks_kernel(
     k: tl.tensor,
     v: tl.tensor,

@@ -18,8 +18,10 @@ from torch import Tensor
 _VECTOR_BYTES = 16  # the widest access of a thread
 _TILE_BYTES = 2048  # of a row, to a program: 128 threads
 
+# Kernels are compiled anew for sizes and addresses that are multiples of 16, but not for what varies between steps.
 
-@triton.jit(debug=True, do_not_specialize=["num_slots"])
+
+@triton.jit(debug=True, do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slot_mapping"])
 def _store_kv_kernel(
     k: tl.tensor,
     v: tl.tensor,
@@ -49,7 +51,7 @@ def _store_kv_kernel(
         tl.store(v_cache + place, values, mask=inside)
 
 
-@triton.jit(debug=True, do_not_specialize=["num_rows", "num_results"])
+@triton.jit(debug=True, do_not_specialize=["num_rows", "num_results"], do_not_specialize_on_alignment=["rows"])
 def _piggyback_concat_kernel(
     attn: tl.tensor,
     results: tl.tensor,
@@ -74,7 +76,7 @@ def _piggyback_concat_kernel(
     tl.store(out + row * D + column, values, mask=inside)
 
 
-@triton.jit(debug=True, do_not_specialize=["num_slots"])
+@triton.jit(debug=True, do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
 def _scatter_kernel(
     source: tl.tensor,
     destination: tl.tensor,
@@ -97,7 +99,7 @@ def _scatter_kernel(
         tl.store(destination + slot * destination_stride + column, values, mask=inside)
 
 
-@triton.jit(debug=True, do_not_specialize=["num_slots"])
+@triton.jit(debug=True, do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
 def _fetch_kernel(
     store: tl.tensor,
     destination: tl.tensor,
@@ -117,7 +119,7 @@ def _fetch_kernel(
     tl.store(destination + seat * destination_stride + column, values, mask=inside)
 
 
-@triton.jit(debug=True, do_not_specialize=["num_slots"])
+@triton.jit(debug=True, do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots", "step"])
 def _piggyback_send_kernel(
     hidden: tl.tensor,
     q: tl.tensor,
