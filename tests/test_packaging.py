@@ -54,6 +54,7 @@ PLAIN = (
     "kv/paged.py",
     "kv/pending.py",
     "kv/saved_blocks.py",
+    "kv/shared_growth.py",
     "kv/shared_pool.py",
     "kv/tiered.py",
     "simulate",
