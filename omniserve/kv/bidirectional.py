@@ -33,14 +33,13 @@ Where this departs from the paper, and why:
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable
 from typing import ClassVar
 
 from omniserve.kv.base import KV_MANAGERS, MoveResult, Tier
 from omniserve.kv.pending import PendingRequests
 from omniserve.kv.saved_blocks import BlockCopy, SavedBlocks
+from omniserve.kv.shared_growth import SharedGrowth
 from omniserve.kv.shared_pool import SharedBlockPool
 from omniserve.kv.tiered import Table, TieredKVManager
 from omniserve.plan import KVMove, MoveDirection, SlotCopy
@@ -63,12 +62,25 @@ class BidirectionalKVManager(TieredKVManager):
         self._lengths: dict[str, int] = {}  # tokens that a table is for
         self._saved = SavedBlocks(self._pools[Tier.HOST])
         self._pending = PendingRequests(self._device, self._saved, self._best_effort, block_size)
+        self._growth = SharedGrowth(
+            self._device,
+            self._pending,
+            tables=self._tables,
+            lengths=self._lengths,
+            best_effort=self._best_effort,
+            block_size=block_size,
+        )
         self._restores: dict[int, dict[int, BlockCopy]] = {}
-        self._relocations: list[SlotCopy] = []
-        self.num_shared_blocks = 0
+
+    @property
+    def num_shared_blocks(self) -> int:
         """Counter: blocks that an LS request moved into beside a BE request."""
-        self.num_relocated_blocks = 0
+        return self._growth.num_shared_blocks
+
+    @property
+    def num_relocated_blocks(self) -> int:
         """Counter: shared blocks that one of the two outgrew and left."""
+        return self._growth.num_relocated_blocks
 
     @property
     def num_overwritten_tokens(self) -> int:
@@ -85,8 +97,7 @@ class BidirectionalKVManager(TieredKVManager):
         return request_id in self._best_effort
 
     def take_relocations(self) -> tuple[SlotCopy, ...]:
-        relocations, self._relocations = tuple(self._relocations), []
-        return relocations
+        return self._growth.take_relocations()
 
     # -- device blocks -------------------------------------------------------------------------------------------
 
@@ -100,111 +111,13 @@ class BidirectionalKVManager(TieredKVManager):
         if table is not None and num_tokens <= self._lengths[request_id]:
             return tuple(table.blocks)
         held = table.blocks if table is not None else pending.blocks if pending is not None else []
-        num_in_tail = min(self.block_size, num_tokens - (len(held) - 1) * self.block_size)
-        leaves_tail = bool(held) and not self._fits(request_id, held[-1], num_in_tail)
-        num_blocks = -(-num_tokens // self.block_size)
-        missing = num_blocks - len(held) + leaves_tail
-        num_in_last = num_tokens - (num_blocks - 1) * self.block_size
-        found = self._find(request_id, missing, num_in_last, reserve_blocks) if missing > 0 else []
-        if found is None:
+        if not self._growth.grow(request_id, held, num_tokens, reserve_blocks):
             return None
-        if leaves_tail:
-            num_moving = self._num_in_tail(request_id)
-            self._relocate(request_id, held.pop(), found[0], num_moving)
-        elif held and held[-1] in self._device.sharers and not self.runs_from_right(request_id):
-            # If it fits although that does not look so, the BE request is pending.
-            _, other = self._device.sharers[held[-1]]
-            if other in self._pending:
-                self._pending.cut_beside(other, num_in_tail)
-        held += found
         if pending is not None:
             self._pending.resume(request_id)
         self._tables[request_id] = Table(Tier.DEVICE, held)
         self._lengths[request_id] = num_tokens
         return tuple(held)
-
-    def _relocate(self, request_id: str, source: int, target: int, num_tokens: int) -> None:
-        from_right = self.runs_from_right(request_id)
-        begin, end = (self.block_size - num_tokens, self.block_size) if from_right else (0, num_tokens)
-        self._relocations.append(SlotCopy(source_block=source, target_block=target, begin=begin, end=end))
-        self.num_relocated_blocks += 1
-        self._device.give_back([source])
-
-    def _fits(self, request_id: str, block: int, num_tokens: int) -> bool:
-        """Tell whether a request can have ``num_tokens`` in this block, its last one, without moving out."""
-        sharers = self._device.sharers.get(block)
-        if sharers is None:
-            return True
-        ls, be = sharers
-        if request_id == ls and be in self._pending:
-            return True
-        return num_tokens + self._num_in_tail(be if request_id == ls else ls) <= self.block_size
-
-    def _num_in_tail(self, request_id: str) -> int:
-        """Return how many slots of its last device block a request needs."""
-        if request_id in self._pending:
-            return self._pending.num_in_tail(request_id)
-        return self._lengths[request_id] - (len(self._tables[request_id].blocks) - 1) * self.block_size
-
-    def _find(self, request_id: str, count: int, num_in_last: int, reserve_blocks: int) -> list[int] | None:
-        """Take ``count`` >= 1 blocks, using so many slots of the last one; None, and unchanged, if in vain."""
-        num_free = self._device.num_free
-        num_takeable = num_free + self._num_reclaimable(Tier.DEVICE, spare=request_id) - reserve_blocks
-        may_share = num_free < count and num_in_last < self.block_size and not self.runs_from_right(request_id)
-        if num_takeable < count:
-            # To move in beside a request on the device takes no block that was free.
-            is_enough = may_share and (count == 1 or num_takeable >= count - 1)
-            if not is_enough or self._most_empty(num_in_last, among_pending=False) is None:
-                return None
-        num_whole = count - 1 if may_share else count
-        blocks = self._take(request_id, num_whole)
-        if may_share:
-            other = self._most_empty(num_in_last, among_pending=num_takeable >= count)
-            blocks += (
-                [self._move_in(request_id, other, num_in_last)] if other is not None else self._take(request_id, 1)
-            )
-        return blocks
-
-    def _take(self, request_id: str, count: int) -> list[int]:
-        """Take whole blocks, if need be of pending requests; there are so many."""
-        self._reclaim(Tier.DEVICE, count - self._device.num_free, spare=request_id)
-        blocks = self._device.take(count)
-        assert blocks is not None, f"no room for {count} blocks of {request_id}"
-        return blocks
-
-    def _most_empty(self, num_tokens: int, *, among_pending: bool) -> str | None:
-        """Return the BE request with the most empty slots in the block that it can share with so many LS tokens.
-
-        Args:
-            among_pending: Also of pending requests, which may lose what stands in the way; else only of those at rest.
-        """
-        best, most = None, -1
-        for request_id in filter(self.runs_from_right, (*self._tables, *self._pending)):
-            num_empty = -1
-            table = self._tables.get(request_id)
-            if request_id in self._pending:
-                if among_pending and self._pending.num_takeable(request_id) > 0:
-                    has_guest = self._pending.has_guest(request_id)
-                    num_empty = 0 if has_guest else self.block_size - self._num_in_tail(request_id)
-            elif table is not None and table.tier is Tier.DEVICE and table.move is None:
-                is_shared = table.blocks[-1] in self._device.sharers
-                fitting = self.block_size - self._num_in_tail(request_id)
-                num_empty = fitting if fitting >= num_tokens and not is_shared else -1
-            if num_empty > most:
-                best, most = request_id, num_empty
-        return best
-
-    def _move_in(self, ls: str, be: str, num_tokens: int) -> int:
-        """Let an LS request have the left of a block of a BE request, which loses what stood there."""
-        pending = self._pending.get(be)
-        if pending is not None:
-            if self._pending.has_guest(be):
-                self._pending.cut(be, (len(pending.blocks) - 1) * self.block_size)
-            self._pending.cut_beside(be, num_tokens)
-        block = pending.blocks[-1] if pending is not None else self._tables[be].blocks[-1]
-        self._device.share(block, ls, be)
-        self.num_shared_blocks += 1
-        return block
 
     # -- requests that give way ----------------------------------------------------------------------------------
 
@@ -256,13 +169,8 @@ class BidirectionalKVManager(TieredKVManager):
         return None  # nothing is copied of a request that has not given way
 
     def start_saving(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> list[KVMove]:
-        by_request: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        for request_id, index in self._endangered(num_ahead):
-            num_tokens = min(self.block_size, self._pending[request_id].num_tokens - index * self.block_size)
-            is_planned = request_id in by_request and index in by_request[request_id]
-            if max_blocks > 0 and not is_planned and not self._saved.has(request_id, index, num_tokens):
-                by_request[request_id][index] = num_tokens
-                max_blocks -= 1
+        crowded = self._growth.crowded(_SLOTS_AHEAD)
+        by_request = self._pending.unsaved(crowded, num_ahead=num_ahead, max_blocks=max_blocks)
         moves = []
         host = self._pools[Tier.HOST]
         for request_id, wanted in by_request.items():
@@ -278,18 +186,6 @@ class BidirectionalKVManager(TieredKVManager):
             self._saved.begin(move.move_id, request_id, copies)
             moves.append(move)
         return moves
-
-    def _endangered(self, num_ahead: int) -> Iterator[tuple[str, int]]:
-        """Yield what of pending BE requests is about to be overwritten: (request, index of the block)."""
-        for ls, be in self._device.sharers.values():
-            pending = self._pending.get(be)
-            if pending is not None:
-                num_empty = self.block_size - self._num_in_tail(ls) - self._num_in_tail(be)
-                if num_empty < _SLOTS_AHEAD:
-                    yield be, len(pending.blocks) - 1
-        for request_id, index in islice(self._pending.line(), max(0, num_ahead - self._device.num_free)):
-            if self.runs_from_right(request_id):
-                yield request_id, index
 
     # -- moves ---------------------------------------------------------------------------------------------------
 
@@ -373,13 +269,12 @@ class BidirectionalKVManager(TieredKVManager):
 
     def _num_reclaimable(self, tier: Tier, spare: str) -> int:
         if tier is Tier.DEVICE:
-            return sum(self._pending.num_takeable(r) for r in self._pending if r != spare)
+            return self._pending.num_reclaimable(spare)
         return self._saved.num_reclaimable(spare)
 
     def _reclaim(self, tier: Tier, num_blocks: int, spare: str) -> None:
         if tier is Tier.DEVICE:
-            for request_id, index in list(islice(self._pending.line(spare), max(0, num_blocks))):
-                self._pending.cut(request_id, index * self.block_size)
+            self._pending.reclaim(num_blocks, spare)
         else:
             # A copy of what is still on the device may never be needed.
             others = [request_id for request_id in self._saved.request_ids() if request_id != spare]
@@ -404,9 +299,4 @@ class BidirectionalKVManager(TieredKVManager):
         assert not any(request_id in self._tables for request_id in self._pending), "a pending request has a table"
         assert self._restores.keys() <= self._moves.keys(), "a restore that is no move"
         self._pending.check()
-        for block, (ls, be) in self._device.sharers.items():
-            assert self.runs_from_right(be) and not self.runs_from_right(ls), (block, ls, be)
-            right = self._pending[be].blocks if be in self._pending else self._tables[be].blocks
-            assert self._tables[ls].blocks[-1] == right[-1] == block, f"{ls} and {be} do not end in block {block}"
-            num_slots = self._num_in_tail(ls) + self._num_in_tail(be)
-            assert num_slots <= self.block_size, f"{ls} and {be} have {num_slots} tokens in block {block}"
+        self._growth.check()

@@ -5,8 +5,9 @@ Paper: bros 5.2 (a preempted request is "pending": its blocks stay until others 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from omniserve.kv.saved_blocks import SavedBlocks
 from omniserve.kv.shared_pool import SharedBlockPool
@@ -85,6 +86,10 @@ class PendingRequests:
         """Return how many of a request's blocks others may take: all but one with a guest."""
         return len(self._requests[request_id].blocks) - self.has_guest(request_id)
 
+    def num_reclaimable(self, spare: str) -> int:
+        """Return how many blocks others may take, but for those of ``spare``."""
+        return sum(self.num_takeable(request_id) for request_id in self._requests if request_id != spare)
+
     def num_restorable(self, request_id: str) -> int:
         """Return the length of the prefix that the device and the host have together."""
         num_tokens = self._requests[request_id].num_tokens
@@ -115,6 +120,11 @@ class PendingRequests:
         num_before = (len(self._requests[request_id].blocks) - 1) * self._block_size
         self.cut(request_id, num_before + self._block_size - num_ls_tokens)
 
+    def reclaim(self, num_blocks: int, spare: str) -> None:
+        """Free so many blocks, or all that others may take, but for those of ``spare``."""
+        for request_id, index in list(islice(self.line(spare), max(0, num_blocks))):
+            self.cut(request_id, index * self._block_size)
+
     def line(self, spare: str = "") -> Iterator[tuple[str, int]]:
         """Yield the blocks that others may take, but for those of ``spare``, the first to go first: (request, index).
 
@@ -134,6 +144,28 @@ class PendingRequests:
             for request_id in of_kind:
                 for index in reversed(range(takeable[request_id] - (num_empty.get(request_id, 0) > 0))):
                     yield request_id, index
+
+    def unsaved(self, crowded: Iterable[str], *, num_ahead: int, max_blocks: int) -> dict[str, dict[int, int]]:
+        """Return what BE requests are about to lose and have no copy of: by request, {index of a block: its tokens}.
+
+        Args:
+            crowded: BE requests that are about to lose slots of their last block to its guest.
+            num_ahead: Of the device blocks that would be taken next, so many are looked at; free ones are the first.
+            max_blocks: Return at most so many blocks.
+        """
+        shrinking = ((request_id, len(self._requests[request_id].blocks) - 1) for request_id in crowded)
+        next_to_go = islice(self.line(), max(0, num_ahead - self._device.num_free))
+        unsaved: dict[str, dict[int, int]] = {}
+        for request_id, index in chain(shrinking, next_to_go):
+            if max_blocks <= 0:
+                break
+            if request_id not in self._best_effort or index in unsaved.get(request_id, {}):
+                continue
+            num_tokens = min(self._block_size, self._requests[request_id].num_tokens - index * self._block_size)
+            if not self._saved.has(request_id, index, num_tokens):
+                unsaved.setdefault(request_id, {})[index] = num_tokens
+                max_blocks -= 1
+        return unsaved
 
     # -- checks --------------------------------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ def poison(engine: Engine) -> None:
         blocks_LB[:, free] = torch.nan
     if isinstance(kv := engine.kv, BidirectionalKVManager):
         for block, (ls, be) in kv._device.sharers.items():
-            empty = slice(kv._num_in_tail(ls), kv.block_size - kv._num_in_tail(be))
+            empty = slice(kv._growth.num_in_tail(ls), kv.block_size - kv._growth.num_in_tail(be))
             for pool in (storage.k_LBKSH, storage.v_LBKSH):
                 pool[:, block, :, empty] = torch.nan
 
