@@ -60,7 +60,8 @@ def measure(num_requests: int, num_steps: int) -> dict[str, float]:
             timed(engine.scheduler, "update", samples["update"])
             timed(omniserve.runner, "make_step_inputs", samples["step inputs"])
             timed(engine.runner, "_run_layers", samples["layers"])
-            timed(engine.runner._sampler, "sample", samples["sample"])
+            timed(engine.runner._sampler, "launch", samples["sample"])
+            timed(engine.runner, "collect", samples["collect"])
             timed(engine, "step", samples["step"])
             for _ in range(num_steps):
                 engine.step()

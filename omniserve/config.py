@@ -93,6 +93,9 @@ class EngineConfig:
     host_cores: tuple[int, ...] | None = None
     """Cores that host threads are pinned to; None: not pinned."""
 
+    async_steps: bool | None = None
+    """Schedule and launch each step while the one before it runs, so that the device does not wait for the host between
+    them; outputs come a step later. None: with a GPU. Without one a step runs as it is launched: True is for tests."""
     compile: bool = True
     """torch.compile the dense halves; False runs the same code eagerly."""
     classes: tuple[ClassSpec, ...] = DEFAULT_CLASSES

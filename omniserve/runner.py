@@ -9,7 +9,9 @@ Legend: T rows, D hidden, N query heads, K KV heads, H head size, P seats, L lay
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -21,12 +23,13 @@ from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.ops.attention import DeviceAttention
 from omniserve.patching import PatchedModel
+from omniserve.pending_tokens import PendingTokens
 from omniserve.piggyback_rows import Parcel, PiggybackRows
 from omniserve.pipelining import SecondBatch
 from omniserve.plan import HostEvent, PiggybackEntry, StepOutput, StepPlan
 from omniserve.prompt_scores import score_prompts
 from omniserve.safepoint import HaltedRows, until_layer, without
-from omniserve.sampling import Sampler
+from omniserve.sampling import PendingSample, Sampler
 from omniserve.step_inputs import StepInputs, make_step_inputs
 
 # Looked up once: the attribute chain costs as much as a small operator.
@@ -34,6 +37,16 @@ _store_kv = torch.ops.omniserve.store_kv.default
 _piggyback_concat = torch.ops.omniserve.piggyback_concat.default
 _residual_store = torch.ops.omniserve.residual_store.default
 _residual_fetch = torch.ops.omniserve.residual_fetch.default
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that the device has been given."""
+
+    output: StepOutput
+    """What is known of it already: all but the tokens."""
+    sample: PendingSample | None
+    """None: it samples nothing."""
 
 
 class ModelRunner:
@@ -80,14 +93,30 @@ class ModelRunner:
         """Asked between the layers of a step with preemptible rows: must they leave?"""
         self._residuals_SD = torch.zeros(num_slots, model.spec.hidden_size, dtype=model.dtype, device=model.device)
         self._rows = PiggybackRows(model, tier)
+        self._pending = PendingTokens(model.device)
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Run one step to its end."""
+        return self.collect(self.launch(plan))
+
+    def collect(self, step: LaunchedStep) -> StepOutput:
+        """Wait for a launched step's tokens, and for nothing that was launched after it; to be called once."""
+        if step.sample is None:
+            return step.output
+        tokens, failed = step.sample.result()
+        return dataclasses.replace(step.output, tokens=tokens, failed={**step.output.failed, **failed})
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Run one step; waits for the host tier only if the plan has a second sub-batch."""
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Give the device all of a step; the CPU has run it then.
+
+        Waits for the host tier only if the plan has a second sub-batch, and for the device if there is something to
+        decide between its layers, or a prompt's log-probabilities to tell.
+        """
         self._storage.copy_slots(plan.relocations)
         self._hand_over(plan)
         if plan.is_empty:
-            return StepOutput()
+            return LaunchedStep(StepOutput(), None)
         has_host_rows = bool(plan.entries or plan.joins or plan.pipelined)
         self.host_works = has_host_rows or (self._tier is not None and self._tier.attends)
         self._cores.apply(host_works=self.host_works)
@@ -100,12 +129,12 @@ class ModelRunner:
         if second is not None:
             second_TD, second_ids, lost = second.result()
             hidden_TD, request_ids = torch.cat([hidden_TD, second_TD]), request_ids + second_ids
+        output = StepOutput(prompt_logprobs=scores, failed=unscored, halted=halted, lost=lost)
         if not request_ids:
-            return StepOutput(prompt_logprobs=scores, failed=unscored, halted=halted, lost=lost)
-        tokens, failed = self._sampler.sample(self._model.logits(hidden_TD), request_ids)
-        return StepOutput(
-            tokens=tokens, prompt_logprobs=scores, failed=unscored | failed, halted=halted, lost=lost
-        )  # fmt: skip
+            return LaunchedStep(output, None)
+        sample = self._sampler.launch(self._model.logits(hidden_TD), request_ids)
+        self._pending.note(request_ids, sample.tokens_R)
+        return LaunchedStep(output, sample)
 
     def take_events(self) -> list[HostEvent]:
         """Return, once, the host tier's events that came while a step waited for others."""
@@ -153,6 +182,7 @@ class ModelRunner:
         inputs = self._inputs(present)
         results_RD, result_rows = self._rows.stage(inputs)
         away: list[Parcel] = []
+        self._pending.fill(inputs.token_ids_T, present)
         hidden_TD = model.embed(inputs.token_ids_T, inputs.positions_T)
         attn_dev_TD = self._rows.no_results
         rotary_per_layer = self._rows.rotary_per_layer(inputs, num_seats)

@@ -21,7 +21,8 @@ PACKAGE = ROOT / "omniserve"
 LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats"}
 ENGINE = {
     "engine", "capacity", "runner", "piggyback_rows", "pipelining", "safepoint", "sampling", "outputs",
-    "step_inputs", "detokenizer", "cores", "fingerprint", "step_log", "prompt_scores", "grammar",
+    "step_inputs", "detokenizer", "cores", "fingerprint", "step_log", "prompt_scores", "grammar", "device_copies",
+    "pending_tokens",
 }  # fmt: skip
 ALLOWED = {
     "ops": set(),
