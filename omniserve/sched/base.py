@@ -156,6 +156,7 @@ class Scheduler(ABC):
 
         Raises:
             RequestRejected: Its objectives cannot be met at present load.
+            ValueError: A request of that id has ended, but a copy or a host task still uses its KV.
         """
 
     @abstractmethod

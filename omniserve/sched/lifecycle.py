@@ -65,6 +65,11 @@ class RequestLifecycle(RequestTransfers):
     def add(
         self, request_id: str, request: Request, slo: SLO, now_s: float, *, arrival_s: float | None = None
     ) -> float | None:
+        if any(ended.request_id == request_id for ended in self._ended()):
+            raise ValueError(
+                f"request id {request_id!r} is of a request that has ended, but whose KV a copy or a host task still "
+                "uses; choose another"
+            )
         rank, kind = self._classes[request.service_class]
         state = RequestState(
             request_id=request_id,
