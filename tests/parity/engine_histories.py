@@ -123,6 +123,7 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
         "host_threads": rng.choice([1, 2, 3]),
         "keep_halted": rng.choice([True, False]),
         "compile": False,
+        "async_steps": False,
     }
     return EngineConfig(**{**settings, **fixed})  # type: ignore[arg-type]
 
