@@ -95,7 +95,6 @@ class RequestLifecycle(RequestTransfers):
     def _end(self, state: RequestState) -> None:
         """Forget a request; its KV is freed now, or when the copy or host task that uses it is over."""
         del self.states[state.request_id]
-        state.drop_pending()
         self._let_go(state, Phase.FINISHED)
 
     def _let_go(self, state: RequestState, into: Phase) -> None:
@@ -271,7 +270,7 @@ class RequestLifecycle(RequestTransfers):
             sampled.token_id, self.limits.eos_token_ids, self.limits.max_model_len
         )
         if reason is not None:
-            state.drop_pending()
+            state.drop_pending()  # of a later step in flight
             self.on_end(state)
             self._end(state)
         outputs.append(

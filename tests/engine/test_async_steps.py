@@ -18,6 +18,7 @@ from omniserve.plan import PENDING_TOKEN, DeviceChunk, PiggybackEntry, StepPlan
 from omniserve.tracing import read_steps
 from tests.engine.test_engine import hf_tokens, request
 from tests.parity.models import tiny_model
+from tests.sched import preemptible
 from tests.server.tokenizers_for_tests import byte_level_tokenizer
 
 MakeEngine = Callable[..., Engine]
@@ -81,11 +82,28 @@ def test_generate_gives_hugging_faces_tokens(make_async: MakeEngine, output: int
 def test_a_stop_token_ends_a_request_that_the_next_step_holds(make_async: MakeEngine) -> None:
     tokens = hf_tokens(5, 12)
     engine = make_async()
+    (alone,) = engine.generate([request(5, 12, stop_token_ids=(tokens[6],))])
+    assert not engine.has_unfinished, "what was launched for it is collected, too"
     stopped, other = engine.generate([request(5, 12, stop_token_ids=(tokens[6],)), request(4, 12)])
+    assert alone.token_ids == stopped.token_ids
     assert list(stopped.token_ids) == tokens[: tokens.index(tokens[6]) + 1]
     assert (stopped.finish_reason, stopped.stop_reason) == (FinishReason.STOP, tokens[6])
     assert list(other.token_ids) == hf_tokens(4, 12)
     assert not engine.has_unfinished and is_clean(engine)
+
+
+def test_a_plan_that_is_not_certain_loses_who_ended_since_it_was_made(make_async: MakeEngine) -> None:
+    tokens = hf_tokens(5, 12)
+    for before in range(1, 9):  # at one of them the stop token is in flight as the step with safepoints is planned
+        engine = make_async(scheduler=preemptible.NAME)
+        names = {engine.add(request(5, 12, stop_token_ids=(tokens[5],))): tokens[: tokens.index(tokens[5]) + 1]}
+        got: dict[str, list[int]] = {}
+        outputs = [output for _ in range(before) for output in engine.step()]
+        names[engine.add(request(7, 4, "BE"))] = hf_tokens(7, 4)
+        for output in (*outputs, *run(engine)):
+            got.setdefault(output.request_id, []).extend(output.new_token_ids)
+        assert got == names
+        assert is_clean(engine)
 
 
 def test_the_context_ends_a_request_at_the_same_token(make_async: MakeEngine) -> None:
