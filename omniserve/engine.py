@@ -184,8 +184,8 @@ class Engine:
 
         Raises:
             ValueError: A token is outside the vocabulary, the prompt plus output is longer than the model or the KV
-                pool allows, the id is in use, the grammar is not supported, or there are stop strings or a grammar and
-                no tokenizer.
+                pool allows, the id is in use or the KV of its last request still is, the grammar is not supported, or
+                there are stop strings or a grammar and no tokenizer.
             RequestRejected: The request's objectives cannot be met at present load.
             EngineStopped: The engine was closed.
         """

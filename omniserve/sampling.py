@@ -74,7 +74,7 @@ class PendingSample:
             # max() returns nan if any logit is nan.
             if not math.isfinite(top[row]):
                 failed[request_id] = f"the model returned non-finite logits (maximum {top[row]})"
-            elif (message := self._message(row, token_ids[row])) is not None:
+            elif row in self.grammars and (message := self._message(row, token_ids[row])) is not None:
                 failed[request_id] = message
             else:
                 tokens[request_id] = SampledToken(token_id=token_ids[row], logprob=logprobs.get(row))
@@ -84,11 +84,10 @@ class PendingSample:
         """Return why a row with a grammar has no token, else book its token there; None: all is well."""
         if row in self.failed:
             return self.failed[row]
-        if (grammar := self.grammars.get(row)) is not None:
-            try:
-                grammar.accept(token_id)
-            except GrammarFailed as error:
-                return str(error)
+        try:
+            self.grammars[row].accept(token_id)
+        except GrammarFailed as error:
+            return str(error)
         return None
 
 
@@ -163,8 +162,8 @@ class Sampler:
             request_ids: The request of each row.
         """
         top_R, tokens_R = logits_RV.max(dim=-1)
-        requests = [self._requests[request_id] for request_id in request_ids]
-        others = [(row, request) for row, request in enumerate(requests) if not request.is_plain]
+        requests = self._requests
+        others = [(row, requests[name]) for row, name in enumerate(request_ids) if not requests[name].is_plain]
         told = [top_R]
         failed: dict[int, str] = {}
         scored: dict[int, list[int]] = {}
@@ -216,10 +215,11 @@ class Sampler:
 
     def _draw_rows(self, logits_RV: Tensor, drawn: Sequence[tuple[int, _RequestSampling]]) -> Tensor:
         """Draw for rows that have a temperature and no other parameter, together; each from its own stream."""
-        rows_R = upload(torch.tensor([row for row, _ in drawn]), self._device)
+        if len(drawn) < len(logits_RV):
+            logits_RV = logits_RV[upload(torch.tensor([row for row, _ in drawn]), self._device)]
         temperatures = [max(request.params.temperature, _MIN_TEMPERATURE) for _, request in drawn]
         temperatures_R = upload(torch.tensor(temperatures, dtype=torch.float32), self._device)
-        probs_RV = (logits_RV[rows_R].float() / temperatures_R[:, None]).softmax(dim=-1)
+        probs_RV = (logits_RV.float() / temperatures_R[:, None]).softmax(dim=-1)
         race_RV = torch.empty_like(probs_RV)
         for race_V, (_, request) in zip(race_RV.unbind(0), drawn, strict=True):
             race_V.exponential_(generator=request.generator)

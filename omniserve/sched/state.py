@@ -154,7 +154,9 @@ class RequestState:
 
     def expect_token(self, max_model_len: int) -> bool:
         """Append a pending token; return whether it will be the last, whatever it is."""
-        if self.request.sampling.max_tokens > 0:  # else the prompt's log-probabilities are all that is asked for
+        if self.max_num_tokens > len(
+            self.request.prompt_token_ids
+        ):  # else the prompt's log-probabilities are all that is asked for
             self.token_ids.append(PENDING_TOKEN)
             self.num_pending_tokens += 1
         return self._is_complete(max_model_len, num_pending=0)
@@ -172,8 +174,8 @@ class RequestState:
 
     def _is_complete(self, max_model_len: int, *, num_pending: int) -> bool:
         """Tell whether its length ends the request, of its tokens the last ``num_pending`` not counted."""
-        is_output = self.num_output_tokens - num_pending >= self.request.sampling.max_tokens
-        return is_output or self.num_tokens - num_pending >= max_model_len
+        num_tokens = len(self.token_ids) - num_pending
+        return num_tokens >= self.max_num_tokens or num_tokens >= max_model_len
 
     def finish_reason(
         self, token_id: int, eos_token_ids: tuple[int, ...], max_model_len: int
