@@ -72,6 +72,8 @@ class RequestLifecycle(RequestTransfers):
         state = self.states.get(request_id)
         if state is None:
             return None
+        if state.num_output_tokens:
+            self.on_end(state)
         self._end(state)
         return state.output(reason=FinishReason.ABORT, now_s=now_s)
 
@@ -168,7 +170,8 @@ class RequestLifecycle(RequestTransfers):
         """A request's first token was sampled, which ends its TTFT; for policies that learn from that."""
 
     def on_end(self, state: RequestState) -> None:
-        """A request came to its own end; for policies that learn from that."""
+        """A request ended that had a token: by itself, at a stop string or because its client left; for policies that
+        learn from that."""
 
     def _append(self, state: RequestState, output: StepOutput, now_s: float, outputs: list[RequestOutput]) -> None:
         if (message := output.failed.get(state.request_id)) is not None:

@@ -17,7 +17,7 @@ from sqlalchemy import (
     Text,
     literal_column,
     text,
-)  # fmt: skip
+)
 
 SCHEMA_VERSION = 2
 
