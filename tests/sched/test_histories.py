@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from omniserve.request import SLO, FinishReason, Request, RequestOutput, Samplin
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.sched.admission import LARGEST_MARGIN
 from omniserve.sched.policy import RequestScheduler
+from omniserve.sched.state import RequestState
 from tests.sched import preemptible
 from tests.sched.fake_device import FakeDevice, expected_tokens
 from tests.sched.predictor import forecast
@@ -100,6 +103,11 @@ def run_history(
 ) -> dict[str, int]:  # fmt: skip
     rng = random.Random(seed)
     sched, device = make(scheduler, kv, rng, failure_rate=failure_rate, halt_rate=halt_rate, has_forecast=has_forecast)
+
+    def may_check_limit() -> bool:
+        return not failure_rate and not device.is_down  # who fails to leave the device stays there, over any limit
+
+    watch_returns(sched, may_check_limit)
     speed = rng.choice([0.01, 0.05, 0.5, 1.0])
     requests = {f"r{i}": draw_request(rng) for i in range(rng.randint(5, 30))}
     arrivals = list(requests)
@@ -132,11 +140,9 @@ def run_history(
             device.is_down = True
             events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
         sched.notify(events)
-        there = {state.request_id for state in sched.device[ServiceClass.LS]}
         plan = sched.schedule(now_s)
-        if not failure_rate and not device.is_down:  # who fails to leave the device stays there, over any limit
-            # In a BE turn of round-robin, LS requests enter after a BE one that came back.
-            check_request_limit(sched, plan, there if scheduler == "round-robin" else None)
+        if may_check_limit():
+            assert max(holding(sched).values()) <= sched.limits.max_num_requests, holding(sched)
         if has_forecast and SCHEDULERS.get(scheduler).predicts:
             num_bounded += check_decision(sched, plan)
         now_s += 0.005 if plan.decision is None or not plan.decision.predicted_s else plan.decision.predicted_s
@@ -174,22 +180,29 @@ def run_history(
             "failed_returns": device.num_failed_returns}  # fmt: skip
 
 
-def check_request_limit(sched: RequestScheduler, plan: StepPlan, there: set[str] | None) -> None:
-    """Verify that nobody comes, or comes back, to a device that is full; BE requests do not count against LS ones.
-
-    Args:
-        sched: After it made the plan.
-        plan: The step.
-        there: LS requests that count against BE ones; None: all.
-    """
-    restored = {move.request_id for move in plan.moves if move.direction is MoveDirection.TO_DEVICE}
+def holding(sched: RequestScheduler) -> Counter[ServiceClass]:
+    """Return how many requests of each kind are on the device or on their way to it."""
     holding = Counter({kind: len(sched.device[kind]) for kind in ServiceClass})
     holding.update(state.kind for state, move in sched.moving.values() if move.direction is MoveDirection.TO_DEVICE)
-    most = sched.limits.max_num_requests
-    assert max(holding.values()) <= most, holding
-    if any(sched.states[request_id].kind is ServiceClass.BE for request_id in restored):
-        came = {state.request_id for state in sched.device[ServiceClass.LS]} - there if there is not None else set()
-        assert holding.total() - len(came) <= most, holding
+    return holding
+
+
+def watch_returns(sched: RequestScheduler, may_check: Callable[[], bool]) -> None:
+    """Verify that no BE request comes back to a device that is full of LS and BE requests, whoever comes after it."""
+
+    def watched(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def begin_and_check(state: RequestState, *args: Any, **kwargs: Any) -> Any:
+            begun = begin(state, *args, **kwargs)
+            if begun and may_check() and state.kind is ServiceClass.BE:
+                (move,) = (move for moved, move in sched.moving.values() if moved is state)
+                full = holding(sched).total() > sched.limits.max_num_requests
+                assert not full or move.direction is MoveDirection.TO_HOST, holding(sched)
+            return begun
+
+        return begin_and_check
+
+    for name in ("start_move", "start_restore"):
+        setattr(sched, name, watched(getattr(sched, name)))
 
 
 def check_stays(output: RequestOutput, stays: list[Stay]) -> None:
