@@ -93,8 +93,15 @@ class EngineConfig:
     host_cores: tuple[int, ...] | None = None
     """Cores that host threads are pinned to; None: not pinned."""
 
+    async_steps: bool | None = None
+    """Schedule and launch each step while the one before it runs, so that the device does not wait for the host between
+    them; outputs come a step later. None: with a GPU. Without one a step runs as it is launched: True is for tests."""
     compile: bool = True
     """torch.compile the dense halves; False runs the same code eagerly."""
+    step_graphs: str = "auto"
+    """Run steps in a small set of constant shapes, recorded at the start: a decode step is then one launch, its
+    piggyback rows included. ``auto``: as CUDA graphs on a GPU, not on the CPU; ``on``: on the CPU, too, where it is of
+    use for tests only; ``off``."""
     classes: tuple[ClassSpec, ...] = DEFAULT_CLASSES
     """Classes of requests, highest priority first; latency-sensitive ones come before best-effort ones."""
     seed: int = 0
@@ -120,6 +127,8 @@ class EngineConfig:
             raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
         if self.be_order not in ("decode", "prefill"):
             raise ValueError(f"be_order must be decode or prefill, got {self.be_order!r}")
+        if self.step_graphs not in ("auto", "on", "off"):
+            raise ValueError(f"step_graphs must be auto, on or off, got {self.step_graphs!r}")
         if self.slack not in ("step", "deadline"):
             raise ValueError(f"slack must be step or deadline, got {self.slack!r}")
         for name in ("device_threads", "host_threads", "max_model_len", "max_piggyback_rows"):

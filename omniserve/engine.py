@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -17,6 +19,7 @@ from omniserve.cores import CoreSplit, default_host_threads
 from omniserve.errors import EngineStopped
 from omniserve.fingerprint import fingerprint_of
 from omniserve.grammar import GrammarCompiler, GrammarState
+from omniserve.graphs.steps import ConstantSteps
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS
 from omniserve.kv.storage import DeviceKVStorage
@@ -25,9 +28,10 @@ from omniserve.latency.profile import Profile
 from omniserve.ops.attention import resolve_attention
 from omniserve.outputs import OutputCollector
 from omniserve.patching import PatchedModel, patch
+from omniserve.piggyback_rows import PiggybackRows
 from omniserve.plan import HostEvent, HostEventKind, StepPlan
 from omniserve.request import Completion, Request, RequestOutput, ServiceClass
-from omniserve.runner import ModelRunner
+from omniserve.runner import LaunchedStep, ModelRunner
 from omniserve.sampling import Sampler
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.spec import ModelSpec
@@ -36,6 +40,20 @@ from omniserve.step_log import OpenRequest, StepLog
 from omniserve.tracing import StepTracer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was launched and not collected yet."""
+
+    plan: StepPlan
+    launched: LaunchedStep
+    scheduled_s: float
+    host_works: bool
+    requests: Mapping[str, OpenRequest]
+    """At least those of its outputs, and if steps are traced those of the plan."""
+    is_advanced: bool
+    """The scheduler has booked of it what is certain."""
 
 
 class Engine:
@@ -96,8 +114,9 @@ class Engine:
         self.host_tier: HostTier | None = None
         if num_host_blocks > 0:
             self.host_tier = HostTier.of(
-                config, self.spec, dtype=patched.dtype, device=patched.device, num_threads=host_threads
-            )
+                config, self.spec, dtype=patched.dtype, device=patched.device, num_threads=host_threads,
+                mailbox=patched.device.type == "cuda" or config.step_graphs == "on",
+            )  # fmt: skip
         self.kv = manager(
             num_device_blocks=self._num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
         )
@@ -110,13 +129,25 @@ class Engine:
             forecast = Forecast.of_profile(profile, self._latency)
         self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self._limits(), kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
+        attention = resolve_attention(config.attention, patched.device, is_directed=manager.is_directed)
+        rows = PiggybackRows(patched, self.host_tier, config.max_host_requests if self.host_tier else 0)
+        constant = ConstantSteps.of(
+            config,
+            model=patched,
+            storage=storage,
+            attention=attention,
+            rows=rows,
+            max_model_len=self.max_model_len,
+            has_host_tier=self.host_tier is not None,
+        )
         self.runner = ModelRunner(
             model=patched,
             storage=storage,
-            attend=resolve_attention(config.attention, patched.device, is_directed=manager.is_directed),
+            attend=attention,
             sampler=self._sampler,
             tier=self.host_tier,
-            num_slots=config.max_host_requests if self.host_tier else 0,
+            rows=rows,
+            constant=constant,
             cores=CoreSplit(
                 device=patched.device,
                 device_threads=config.device_threads,
@@ -125,6 +156,8 @@ class Engine:
             keep_halted=config.keep_halted,
             safepoint=self._ask_whether_to_leave,
         )
+        if constant is not None:
+            constant.record_all()
         self._request_limits = RequestLimits(
             vocab_size=self.spec.vocab_size,
             max_model_len=self.max_model_len,
@@ -137,12 +170,15 @@ class Engine:
         and tells ``arriving`` of them."""
         self._host_was_healthy = True
         self.last_plan_was_empty = False
-        """The last step had nothing to compute: everybody waits for the host tier (see ``wait``)."""
+        """The last step had nothing to compute or collect: everybody waits for the host tier (see ``wait``)."""
         self.on_step: Callable[[StepPlan, bool, float], None] | None = None
-        """Called after each step that computed something: its plan, whether the host tier worked, its seconds."""
+        """Called as each step that computed something is collected: its plan, whether the host tier worked, its seconds
+        (see ``_collect``; without a GPU and with ``async_steps`` those of the step launched meanwhile)."""
         tracer = StepTracer(config.trace_steps, classes=config.classes) if config.trace_steps is not None else None
         self._log = StepLog(shape, latency=self._latency, tracer=tracer)
         self._last_end_s: float | None = None
+        self._overlaps = config.async_steps if config.async_steps is not None else patched.device.type == "cuda"
+        self._in_flight: _Flight | None = None
 
     def _limits(self) -> SchedulerLimits:
         return SchedulerLimits.of(
@@ -165,8 +201,8 @@ class Engine:
 
         Raises:
             ValueError: A token is outside the vocabulary, the prompt plus output is longer than the model or the KV
-                pool allows, the id is in use, the grammar is not supported, or there are stop strings or a grammar and
-                no tokenizer.
+                pool allows, the id is in use or the KV of its last request still is, the grammar is not supported, or
+                there are stop strings or a grammar and no tokenizer.
             RequestRejected: The request's objectives cannot be met at present load.
             EngineStopped: The engine was closed.
         """
@@ -244,42 +280,82 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """True while a step may have something to do."""
-        return self.scheduler.has_unfinished
+        """True while a step may have something to do, be it to collect what another one launched."""
+        return self._in_flight is not None or self.scheduler.has_unfinished
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
         """Run one step through all layers and return what it produced, if anything.
 
+        With ``async_steps`` the step is launched, while the one before it runs, and then that one's outputs are
+        returned; a step whose plan is not certain (see ``Scheduler.is_certain``) ends here all the same.
+
         Raises:
             EngineStopped: The engine was closed.
         """
         self._require_open()
         scheduled_s = self._clock()
-        # Steps that follow one another: what is between them (outputs, new requests) belongs to the step's period.
-        started_s = self._last_end_s if self._last_end_s is not None else scheduled_s
         self.scheduler.notify(self._host_events())
         plan = self.scheduler.schedule(scheduled_s)
-        self.last_plan_was_empty = plan.is_empty
         self._must_preempt = False  # what came too late for the last step is in this one
-        result = self.runner.execute(plan)
+        before, self._in_flight = self._in_flight, None
+        self.last_plan_was_empty = plan.is_empty and before is None
+        overlaps = self._overlaps and not plan.is_empty and self.scheduler.is_certain(plan)
+        # The trace names all requests of a step, also those that end while it runs.
+        requests = dict(self._open) if self._overlaps and self.config.trace_steps is not None else self._open
+        outputs: list[RequestOutput] = []
+        if before is not None and not overlaps:
+            outputs += self._collect(before)
+            before, plan = None, self.scheduler.refresh(plan)
+        launched = self.runner.launch(plan)
+        flight = _Flight(plan, launched, scheduled_s, self.runner.host_works, requests, is_advanced=overlaps)
+        if overlaps:
+            self.scheduler.advance(plan)
+            self._in_flight = flight
+            if before is not None:
+                outputs += self._collect(before)
+            self.scheduler.busy_until_s = self._expected_end_s(flight)
+        else:
+            outputs += self._collect(flight)
+            self.scheduler.busy_until_s = -math.inf
+        return outputs
+
+    def _collect(self, flight: _Flight) -> list[RequestOutput]:
+        """Wait for a step's tokens, book them, and return what requests get from it.
+
+        Its seconds run from the end of the step before, or from its own planning after a pause: they are what it adds
+        to the time of everybody who decodes, which is also what the device takes for it if the host keeps ahead.
+        """
+        plan = flight.plan
+        # Steps that follow one another: what is between them (outputs, new requests) belongs to the step's period.
+        started_s = self._last_end_s if self._last_end_s is not None else flight.scheduled_s
+        result = self.runner.collect(flight.launched)
         now_s = self._clock()
-        outputs = [self._finish(output, now_s) for output in self.scheduler.update(plan, result, now_s)]
+        book = self.scheduler.settle if flight.is_advanced else self.scheduler.update
+        outputs = [self._finish(output, now_s) for output in book(plan, result, now_s)]
         ended_s = self._clock()
         self._last_end_s = ended_s if self.has_unfinished and not plan.is_empty else None
         if not plan.is_empty:
             seconds = ended_s - started_s
             self._log.record(
-                plan, result, outputs, host_works=self.runner.host_works, started_s=started_s, seconds=seconds,
-                requests=self._open,
+                plan, result, outputs, host_works=flight.host_works, started_s=started_s, seconds=seconds,
+                requests=flight.requests,
             )  # fmt: skip
             if self.on_step is not None:
-                self.on_step(plan, self.runner.host_works, seconds)
+                self.on_step(plan, flight.host_works, seconds)
         for output in outputs:
             if output.finished:
                 del self._open[output.request_id]
         return outputs
+
+    def _expected_end_s(self, flight: _Flight) -> float:
+        """Return when a step in flight will have ended, as predicted; -inf: nothing is predicted."""
+        decision = flight.plan.decision
+        if decision is None or decision.predicted_s is None:
+            return -math.inf
+        began_s = flight.scheduled_s if self._last_end_s is None else max(flight.scheduled_s, self._last_end_s)
+        return began_s + decision.predicted_s
 
     def _finish(self, output: RequestOutput, now_s: float) -> RequestOutput:
         """Look for stop strings, and forget a request that ended."""
@@ -332,6 +408,8 @@ class Engine:
                             bar.update()
                     if self.last_plan_was_empty:
                         self.wait(0.05)
+            if not self.scheduler.has_unfinished and self._in_flight is not None:
+                self.step()  # it was launched for requests that then ended
         except BaseException:
             for request_id in ids:
                 self.abort(request_id)
@@ -382,8 +460,12 @@ class Engine:
         if not self._closed:
             self._closed = True
             self._log.close()
-            if self.host_tier is not None:
-                self.host_tier.close()
+            try:
+                if self._in_flight is not None:
+                    self.runner.collect(self._in_flight.launched)  # until then it uses the host tier's memory
+            finally:
+                if self.host_tier is not None:
+                    self.host_tier.close()
 
     def __enter__(self) -> Engine:
         return self

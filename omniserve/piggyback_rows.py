@@ -1,31 +1,28 @@
 """PiggybackRows: the rows of a step that change tiers: results that join it, and rows that leave for the host tier.
 
-Legend: T rows of the step, D hidden, N query heads, K KV heads, H head size, P piggyback seats, R results that join.
-Paper: omniserve 4.
+Legend: T rows of the step, D hidden, N query heads, K KV heads, H head size, P piggyback seats, S host slots.
+Paper: omniserve 3.2.3, 4.
+
+On a GPU nothing here waits for the host, and the host does not wait for the step's end: results come up in one copy
+beside the step before, and a row that leaves is written to page-locked memory, where a thread of the host tier sees it
+(``HostTier.expect``). Without one both tiers share the memory, and rows are handed over by a call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from omniserve.device_copies import upload
 from omniserve.host.tier import HostTier
 from omniserve.patching import PatchedModel
+from omniserve.plan import StepPlan
 from omniserve.step_inputs import SeatRows, StepInputs
 
-
-@dataclass(slots=True)
-class Parcel:
-    """Rows that left for the host tier at one layer."""
-
-    layer: int
-    seats: SeatRows
-    q_PNH: Tensor
-    k_PKH: Tensor
-    v_PKH: Tensor
+_residual_store = torch.ops.omniserve.residual_store.default
+_piggyback_send = torch.ops.omniserve.piggyback_send.default
 
 
 class PiggybackRows:
@@ -34,50 +31,75 @@ class PiggybackRows:
     Args:
         model: The patched model.
         tier: The host tier; None: no row changes tiers.
+        num_slots: S: most requests on the host tier.
     """
 
-    def __init__(self, model: PatchedModel, tier: HostTier | None) -> None:
+    def __init__(self, model: PatchedModel, tier: HostTier | None, num_slots: int) -> None:
+        spec, device = model.spec, model.device
         self._model = model
         self._tier = tier
-        self.no_results = torch.empty(
-            0, model.spec.num_heads * model.spec.head_size, dtype=model.dtype, device=model.device
-        )
+        self.residuals_SD = torch.zeros(num_slots, spec.hidden_size, dtype=model.dtype, device=device)
+        """The residual store."""
+        width = spec.num_heads * spec.head_size
+        self.no_results = torch.empty(0, width, dtype=model.dtype, device=device)
         """Attention rows of nobody, ``[0, N * H]``."""
+        self.results_SD = self.no_results
+        """Results of the host tier by slot, ``[S, N * H]``; those of a step's joins are there after ``bring``."""
+        self._step = 0
+        self._step_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        self._stream: torch.cuda.Stream | None = None
+        if tier is not None and device.type == "cuda":
+            self.results_SD = torch.zeros(num_slots, width, dtype=model.dtype, device=device)
+            self._stream = torch.cuda.Stream(device)
+        elif tier is not None:
+            self.results_SD = tier.results_SD
 
-    def stage(self, inputs: StepInputs) -> tuple[Tensor, dict[int, Tensor]]:
-        """Bring the results that join this step to the device: the tensor, and by layer the row of each seat.
-
-        Without a GPU the host tier's own buffer serves. With one, all rows go up in one copy before the first layer.
-        """
-        if not inputs.joining:
-            return self.no_results, {}
-        assert self._tier is not None
-        if self._model.device.type == "cpu":
-            return self._tier.results_SD, {layer: seats.slots_P for layer, seats in inputs.joining.items()}
-        slots_cpu = torch.cat([seats.host_slots_P for seats in inputs.joining.values()])
-        staged = self._tier.results_SD[slots_cpu.clamp(min=0)].pin_memory()
-        first_rows = torch.arange(len(slots_cpu)).masked_fill(slots_cpu < 0, -1).to(self._model.device)
-        rows = first_rows.view(len(inputs.joining), -1).unbind(0)
-        return staged.to(self._model.device, non_blocking=True), dict(zip(inputs.joining, rows, strict=True))
-
-    def send(self, parcel: Parcel, deferred: list[Parcel]) -> None:
-        """Put rows into the host tier's input queue: now, or (from a GPU) after the step, so its stream never waits."""
-        if self._model.device.type == "cpu":
-            self._submit(parcel.layer, parcel.seats, parcel.q_PNH, parcel.k_PKH, parcel.v_PKH)
-        else:
-            deferred.append(parcel)
-
-    def send_deferred(self, parcels: list[Parcel]) -> None:
-        """Put what was deferred into the host tier's input queue, in one copy; the step's layers are over."""
-        if not parcels:
+    def bring(self, plan: StepPlan) -> None:
+        """Let the results that join a step come to the device; the layers that follow wait for them there."""
+        if self._stream is None or not plan.joins:
             return
-        q, k, v = (torch.stack([getattr(p, name) for p in parcels]).cpu() for name in ("q_PNH", "k_PKH", "v_PKH"))
-        for i, parcel in enumerate(parcels):
-            self._submit(parcel.layer, parcel.seats, q[i], k[i], v[i])
+        from omniserve.ops.kernels.rows import gather_rows
 
-    def _submit(self, layer: int, seats: SeatRows, q_PNH: Tensor, k_PKH: Tensor, v_PKH: Tensor) -> None:
         assert self._tier is not None
-        self._tier.submit(layer, seats.host_slots_P, q_PNH.contiguous(), k_PKH.contiguous(), v_PKH.contiguous())
+        with torch.cuda.stream(self._stream):
+            # Beside the step before: none of these rows is in use there, as a slot's result joins one step only.
+            slots_R = upload(torch.tensor([join.slot for join in plan.joins]), self._model.device)
+            gather_rows(self._tier.results_SD, slots_R, self.results_SD)
+        torch.cuda.current_stream(self._model.device).wait_stream(self._stream)
+
+    def announce(self, plan: StepPlan) -> None:
+        """Tell the host tier who will leave this step for it, and where."""
+        if self._tier is None or self._tier.mailbox_SW is None:
+            return
+        last = self._model.num_layers - 1
+        leaving = [(0, entry.slot) for entry in plan.entries]
+        leaving += sorted((join.layer + 1, join.slot) for join in plan.joins if join.layer < last)
+        self._step += 1
+        self._step_1.fill_(self._step)
+        if leaving:
+            layers_R, slots_R = torch.tensor(leaving, dtype=torch.int64).t().contiguous()
+            self._tier.expect(self._step, layers_R, slots_R)
+
+    def leave(
+        self, layer: int, seats: SeatRows, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor
+    ) -> None:
+        """Send the seats' rows, the last ones, to the host tier; their residual goes to the residual store."""
+        assert self._tier is not None
+        if self._tier.mailbox_SW is not None:
+            self.post(seats.slots_P, hidden_TD, q_TNH, k_TKH, v_TKH)
+            return
+        _residual_store(hidden_TD, self.residuals_SD, seats.slots_P)
+        first = hidden_TD.shape[0] - seats.slots_P.shape[0]
+        q_PNH, k_PKH, v_PKH = (rows[first:].contiguous() for rows in (q_TNH, k_TKH, v_TKH))
+        self._tier.submit(layer, seats.host_slots_P, q_PNH, k_PKH, v_PKH)
+
+    def post(self, slots_P: Tensor, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        """Do the same through the mailbox; ``slots_P``, of which ``announce`` was told, are the seats' slots."""
+        tier = self._tier
+        assert tier is not None and tier.mailbox_SW is not None and tier.flags_S is not None
+        _piggyback_send(
+            hidden_TD, q_TNH, k_TKH, v_TKH, slots_P, self.residuals_SD, tier.mailbox_SW, tier.flags_S, self._step_1
+        )
 
     def empty_seats(self, num_seats: int) -> Tensor:
         """Return the slots of seats that nobody has, ``[P]`` int64 on the device."""
@@ -88,8 +110,8 @@ class PiggybackRows:
         n = inputs.num_device_rows
         leaving = [inputs.entering, *(inputs.joining.get(layer) for layer in range(self._model.num_layers - 1))]
         seat_positions = [p for seats in leaving if seats is not None for p in seats.positions]
-        positions = torch.cat([inputs.positions_T[:n], torch.tensor(seat_positions, device=inputs.positions_T.device)])
-        rotary = self._model.rotary(positions.long())
+        seats_T = upload(torch.tensor(seat_positions, dtype=torch.int64), inputs.positions_T.device)
+        rotary = self._model.rotary(torch.cat([inputs.positions_T[:n], seats_T]))
         if rotary is None:
             for _ in leaving:
                 yield None, None

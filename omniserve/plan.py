@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 
 from omniserve.request import TokenLogprob
 
+PENDING_TOKEN = -1
+"""Stands for a request's newest token in a plan that was made before the host knew it: the step in flight samples it,
+and it never leaves the device on its way into this one."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptScores:
@@ -30,6 +34,7 @@ class DeviceChunk:
 
     request_id: str
     token_ids: tuple[int, ...]
+    """The last may be PENDING_TOKEN."""
     start: int
     """Position of the first token; KV of ``[0, start)`` is on the device already."""
     block_ids: tuple[int, ...]
@@ -50,6 +55,7 @@ class PiggybackEntry:
 
     request_id: str
     token_id: int
+    """May be PENDING_TOKEN, but not in ``StepPlan.pipelined``."""
     position: int
     slot: int
     """Host slot: the row in the residual store and in the host tier's queues."""

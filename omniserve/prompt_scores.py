@@ -54,11 +54,28 @@ def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) ->
         token_ids: R of them.
         num_top: N, at most V.
     """
+    found = logprobs_of(logits_RV, torch.tensor(token_ids, device=logits_RV.device), num_top)
+    return told_logprobs(token_ids, *found)
+
+
+def logprobs_of(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's log-probability of its token ``[R]``, its N likeliest tokens and theirs ``[R, N]``.
+
+    Args:
+        logits_RV: Any floating dtype.
+        token_ids_R: int64, same device; the host does not wait for it.
+        num_top: N, at most V.
+    """
     logprobs_RV = logits_RV.float().log_softmax(dim=-1)
-    targets_R1 = torch.tensor(token_ids, device=logprobs_RV.device)[:, None]
-    values = logprobs_RV.gather(1, targets_R1)[:, 0].tolist()
     top_RN = logprobs_RV.topk(min(num_top, logprobs_RV.shape[1]), dim=-1)
-    rows = zip(token_ids, values, top_RN.indices.tolist(), top_RN.values.tolist(), strict=True)
+    return logprobs_RV.gather(1, token_ids_R[:, None])[:, 0], top_RN.indices, top_RN.values
+
+
+def told_logprobs(
+    token_ids: Sequence[int], values_R: Tensor, top_ids_RN: Tensor, top_values_RN: Tensor
+) -> list[TokenLogprob]:
+    """Return what ``logprobs_of`` found for these tokens, as it is told."""
+    rows = zip(token_ids, values_R.tolist(), top_ids_RN.tolist(), top_values_RN.tolist(), strict=True)
     return [
         TokenLogprob(token_id=token_id, logprob=value, top=tuple(zip(ids, top, strict=True)))
         for token_id, value, ids, top in rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from omniserve.plan import DeviceChunk, StepPlan
@@ -51,6 +52,30 @@ class HaltedRows:
         """Drop the rows of requests that ended or began anew."""
         for request_id in request_ids:
             self._rows.pop(request_id, None)
+
+
+class LayerPace:
+    """Keeps the host's calls at most a layer ahead of the device, which always has one more layer to run.
+
+    A GPU is given layers long before it runs them: a safepoint asked as they are given would be asked too early.
+
+    Args:
+        device: The device tier's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_ahead = device.type == "cuda"
+        self._last: torch.cuda.Event | None = None
+
+    def keep(self) -> None:
+        """Wait until the device has done what it had been given at the last call. Without a GPU there is no waiting."""
+        if not self._is_ahead:
+            return
+        event = torch.cuda.Event()
+        event.record()
+        if self._last is not None:
+            self._last.synchronize()
+        self._last = event
 
 
 def until_layer(plan: StepPlan, layer: int) -> StepPlan:

@@ -1,21 +1,24 @@
 """Sampler: logits to tokens, each request by its own parameters and its own random stream.
 
+All of it happens on the device: the host launches it, and hears of the tokens when it asks (``PendingSample``).
+
 Legend: R rows of a step that sample, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from omniserve.device_copies import Download, upload
 from omniserve.grammar import GrammarFailed, GrammarState
 from omniserve.plan import SampledToken
-from omniserve.prompt_scores import token_logprobs
-from omniserve.request import SamplingParams
+from omniserve.prompt_scores import logprobs_of, told_logprobs
+from omniserve.request import SamplingParams, TokenLogprob
 
 # Below it quotients overflow float32, and all probabilities are nan; at it, sampling is greedy but for ties.
 _MIN_TEMPERATURE = 1e-6
@@ -33,6 +36,59 @@ class _RequestSampling:
     grammar: GrammarState | None
     is_plain: bool
     """Greedy, logits as they are, no log-probabilities: the argmax is all it needs."""
+    only_draws: bool
+    """Its token is drawn from the logits over its temperature, and nothing else changes them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingSample:
+    """The tokens of a step, on their way to the host."""
+
+    request_ids: Sequence[str]
+    tokens_R: Tensor
+    """int64, on the device; of a row that fails, any token."""
+    grammars: Mapping[int, GrammarState]
+    failed: Mapping[int, str]
+    """Messages by row."""
+    scored_rows: Sequence[Sequence[int]]
+    """Rows whose log-probabilities are told, by how many of the likeliest."""
+    download: Download
+    """Tokens, each row's largest logit, and three tensors for each of ``scored_rows``; see ``logprobs_of``."""
+
+    def result(self) -> tuple[dict[str, SampledToken], dict[str, str]]:
+        """Wait for the tokens; to be called once.
+
+        Returns:
+            Tokens by request, and messages by request for rows that have no finite maximum or no token that fits a
+            grammar.
+        """
+        tokens_R, top_R, *told = self.download.wait()
+        token_ids, top = tokens_R.tolist(), top_R.tolist()
+        logprobs: dict[int, TokenLogprob] = {}
+        for number, rows in enumerate(self.scored_rows):
+            entries = told_logprobs([token_ids[row] for row in rows], *told[3 * number : 3 * number + 3])
+            logprobs.update(zip(rows, entries, strict=True))
+        tokens: dict[str, SampledToken] = {}
+        failed: dict[str, str] = {}
+        for row, request_id in enumerate(self.request_ids):
+            # max() returns nan if any logit is nan.
+            if not math.isfinite(top[row]):
+                failed[request_id] = f"the model returned non-finite logits (maximum {top[row]})"
+            elif row in self.grammars and (message := self._message(row, token_ids[row])) is not None:
+                failed[request_id] = message
+            else:
+                tokens[request_id] = SampledToken(token_id=token_ids[row], logprob=logprobs.get(row))
+        return tokens, failed
+
+    def _message(self, row: int, token_id: int) -> str | None:
+        """Return why a row with a grammar has no token, else book its token there; None: all is well."""
+        if row in self.failed:
+            return self.failed[row]
+        try:
+            self.grammars[row].accept(token_id)
+        except GrammarFailed as error:
+            return str(error)
+        return None
 
 
 class Sampler:
@@ -51,6 +107,7 @@ class Sampler:
         self._device = device
         self._requests: dict[str, _RequestSampling] = {}
         self._seeds = torch.Generator().manual_seed(seed)
+        self._one = torch.ones(1, device=device)
         self._shifts = torch.arange(8, dtype=torch.uint8, device=device)
 
     def add(
@@ -71,72 +128,116 @@ class Sampler:
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
             counts = torch.zeros(self._vocab_size, device=self._device)
             in_prompt = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-            in_prompt[torch.tensor(list(prompt_token_ids), device=self._device)] = True
+            in_prompt[upload(torch.tensor(list(prompt_token_ids)), self._device)] = True
         bias = None
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
             bias = (
-                torch.tensor(ids, device=self._device),
-                torch.tensor(values, dtype=torch.float32, device=self._device),
+                upload(torch.tensor(ids), self._device),
+                upload(torch.tensor(values, dtype=torch.float32), self._device),
             )
         is_plain = params.logprobs is None and all(x is None for x in (generator, counts, bias, grammar))
-        self._requests[request_id] = _RequestSampling(params, generator, counts, in_prompt, bias, grammar, is_plain)
+        is_filtered = 0 < params.top_k < self._vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+        only_draws = generator is not None and not is_filtered and all(x is None for x in (counts, bias, grammar))
+        self._requests[request_id] = _RequestSampling(
+            params, generator, counts, in_prompt, bias, grammar, is_plain, only_draws
+        )
 
     def remove(self, request_id: str) -> None:
         """Forget a request; an unknown one is no error."""
         self._requests.pop(request_id, None)
 
     def sample(self, logits_RV: Tensor, request_ids: Sequence[str]) -> tuple[dict[str, SampledToken], dict[str, str]]:
-        """Pick a token for each row.
+        """Pick a token for each row, and wait for it; see ``launch``."""
+        return self.launch(logits_RV, request_ids).result()
+
+    def launch(self, logits_RV: Tensor, request_ids: Sequence[str]) -> PendingSample:
+        """Pick a token for each row; the host waits for nothing.
+
+        A request with a grammar may be in the next launch only after the result of this one was asked for: what may
+        come next depends on its token.
 
         Args:
             logits_RV: Model dtype, any device.
             request_ids: The request of each row.
-
-        Returns:
-            Tokens by request, and messages by request for rows that have no finite maximum or no token that fits a
-            grammar.
         """
-        top_R, greedy_R = logits_RV.max(dim=-1)
-        top, greedy = top_R.tolist(), greedy_R.tolist()
-        tokens: dict[str, SampledToken] = {}
-        failed: dict[str, str] = {}
-        for row, request_id in enumerate(request_ids):
-            # max() returns nan if any logit is nan.
-            if not math.isfinite(top[row]):
-                failed[request_id] = f"the model returned non-finite logits (maximum {top[row]})"
-                continue
-            request = self._requests[request_id]
-            if request.is_plain:
-                tokens[request_id] = SampledToken(token_id=greedy[row])
+        top_R, tokens_R = logits_RV.max(dim=-1)
+        requests = self._requests
+        others = [(row, requests[name]) for row, name in enumerate(request_ids) if not requests[name].is_plain]
+        told = [top_R]
+        failed: dict[int, str] = {}
+        scored: dict[int, list[int]] = {}
+        if others:
+            failed = self._sample_others(logits_RV, tokens_R, others)
+            for row, request in others:
+                if request.params.logprobs is not None:
+                    scored.setdefault(request.params.logprobs, []).append(row)
+            for num_top, rows in scored.items():
+                rows_R = upload(torch.tensor(rows), self._device)
+                told += logprobs_of(logits_RV[rows_R], tokens_R[rows_R], num_top)
+        return PendingSample(
+            request_ids=request_ids,
+            tokens_R=tokens_R,
+            grammars={row: request.grammar for row, request in others if request.grammar is not None},
+            failed=failed,
+            scored_rows=list(scored.values()),
+            download=Download([tokens_R, *told]),
+        )
+
+    def _sample_others(
+        self, logits_RV: Tensor, tokens_R: Tensor, others: Sequence[tuple[int, _RequestSampling]]
+    ) -> dict[int, str]:
+        """Replace the likeliest tokens by what rows with parameters pick; return messages by row that cannot."""
+        rows: list[int] = []
+        picked: list[Tensor] = []
+        failed: dict[int, str] = {}
+        drawn = [(row, request) for row, request in others if request.only_draws]
+        if drawn:
+            rows += [row for row, _ in drawn]
+            picked += self._draw_rows(logits_RV, drawn).unbind(0)
+        for row, request in others:
+            if request.only_draws:
                 continue
             try:
-                tokens[request_id] = self._sample_row(logits_RV[row].float(), greedy[row], request)
+                token = self._sample_row(logits_RV[row].float(), request)
             except GrammarFailed as error:
-                failed[request_id] = str(error)
-        return tokens, failed
+                failed[row] = str(error)
+                continue
+            if token is not None:
+                rows.append(row)
+                picked.append(token)
+        if rows:
+            tokens_R.index_copy_(0, upload(torch.tensor(rows), self._device), torch.stack(picked))
+        for row, request in others:
+            if request.output_counts_V is not None:
+                request.output_counts_V.index_add_(0, tokens_R[row : row + 1], self._one)
+        return failed
 
-    def _sample_row(self, logits_V: Tensor, greedy: int, request: _RequestSampling) -> SampledToken:
-        params = request.params
+    def _draw_rows(self, logits_RV: Tensor, drawn: Sequence[tuple[int, _RequestSampling]]) -> Tensor:
+        """Draw for rows that have a temperature and no other parameter, together; each from its own stream."""
+        if len(drawn) < len(logits_RV):
+            logits_RV = logits_RV[upload(torch.tensor([row for row, _ in drawn]), self._device)]
+        temperatures = [max(request.params.temperature, _MIN_TEMPERATURE) for _, request in drawn]
+        temperatures_R = upload(torch.tensor(temperatures, dtype=torch.float32), self._device)
+        probs_RV = (logits_RV.float() / temperatures_R[:, None]).softmax(dim=-1)
+        race_RV = torch.empty_like(probs_RV)
+        for race_V, (_, request) in zip(race_RV.unbind(0), drawn, strict=True):
+            race_V.exponential_(generator=request.generator)
+        return _winner(probs_RV, race_RV)
+
+    def _sample_row(self, logits_V: Tensor, request: _RequestSampling) -> Tensor | None:
+        """Return a row's token, ``[]`` int64; None: the likeliest one."""
         adjusted_V = self._constrain(_penalise(_biased(logits_V, request), request), request.grammar)
         if request.generator is not None:
-            token_id = _draw(_filtered_probs(adjusted_V, params), request.generator)
-        else:
-            token_id = greedy if adjusted_V is logits_V else int(adjusted_V.argmax())
-        if request.output_counts_V is not None:
-            request.output_counts_V[token_id] += 1
-        if request.grammar is not None:
-            request.grammar.accept(token_id)
-        if params.logprobs is None:
-            return SampledToken(token_id=token_id)
-        [logprob] = token_logprobs(logits_V[None], [token_id], params.logprobs)
-        return SampledToken(token_id=token_id, logprob=logprob)
+            probs_V = _filtered_probs(adjusted_V, request.params)
+            return _winner(probs_V, torch.empty_like(probs_V).exponential_(generator=request.generator))
+        return None if adjusted_V is logits_V else adjusted_V.argmax()
 
     def _constrain(self, logits_V: Tensor, grammar: GrammarState | None) -> Tensor:
         """Leave only the tokens that may come next."""
         if grammar is None:
             return logits_V
-        bytes_ = torch.frombuffer(bytearray(grammar.allowed()), dtype=torch.uint8).to(self._device)
+        bytes_ = upload(torch.frombuffer(bytearray(grammar.allowed()), dtype=torch.uint8), self._device)
         allowed_V = (bytes_[:, None] >> self._shifts & 1).view(-1)[: self._vocab_size].bool()
         return logits_V.masked_fill(~allowed_V, -math.inf)
 
@@ -171,13 +272,12 @@ def _filtered_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
         # A token stays if those before it do not reach top_p yet, so the likeliest always stays.
         beyond_V = sorted_V.cumsum(dim=-1) - sorted_V >= params.top_p
         beyond_V[0] = False  # also where float32 has top_p as 0
-        probs_V = probs_V.index_fill(0, order_V[beyond_V], 0.0)
+        probs_V = probs_V.masked_fill(beyond_V.scatter(0, order_V, beyond_V), 0.0)
     if params.min_p > 0.0:
         probs_V = probs_V.masked_fill(probs_V < params.min_p * probs_V.max(), 0.0)
     return probs_V
 
 
-def _draw(probs_V: Tensor, generator: torch.Generator) -> int:
-    """Draw from unnormalised probabilities: the argmax of p / Exp(1) (an exponential race; no host sync inside)."""
-    race_V = torch.empty_like(probs_V).exponential_(generator=generator)
-    return int((probs_V / race_V).argmax())
+def _winner(probs: Tensor, race: Tensor) -> Tensor:
+    """Draw from unnormalised probabilities: the argmax of p / Exp(1) (an exponential race)."""
+    return (probs / race).argmax(dim=-1)

@@ -1,9 +1,10 @@
-"""KV moves between a CUDA cache and the host pool: side stream, pinned staging buffer, and the worker threads.
+"""KV moves between a CUDA cache and an int8 host pool: side stream, pinned staging buffer, and the worker threads.
 
 A chunk of blocks takes two hops, each of which runs beside the step: gather on the device and one copy into the staging
-buffer (side stream), then staging buffer to pool blocks (worker threads); to the device the other way round. The
-blocks go through a contiguous buffer because a copy between scattered blocks and pinned memory would be one
-cudaMemcpy per block, layer and K or V, and thousands of these cost the step more than the move.
+buffer (side stream), then staging buffer to pool blocks (worker threads, which know of the pool's int8 values and
+scales); to the device the other way round. The blocks go through a contiguous buffer because a copy between scattered
+blocks and pinned memory would be one cudaMemcpy per block, layer and K or V, and thousands of these cost the step more
+than the move.
 
 Legend: L layers, B blocks, K KV heads, S block size, H head size.
 """
@@ -16,21 +17,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection
+from omniserve.host.mover import Mover, end_of
+from omniserve.plan import HostEvent, KVMove, MoveDirection
 
 _STAGING_BYTES = 128 << 20
 _COPY_ID = -2  # of the worker threads' part; a caller's move ids are >= 0 and -1 means none
 
 
-class StagedMover:
-    """Runs moves one after the other, chunk by chunk. `advance` takes the next hop; nothing here blocks.
+class StagedMover(Mover):
+    """Runs moves one after the other, chunk by chunk. `advance` takes the next hop.
 
     Args:
         block_shape: ``[L, K, S, H]`` of a block's K.
         dtype: Of the device's cache.
         num_pool_blocks: Of the host pool: no chunk is larger.
         host_copy: ``(copy_id, to_host, k, v, cache_ids, pool_ids)`` lets the worker threads copy blocks between a CPU
-            cache and the pool; `host_copy_finished` is to be called for its event.
+            cache and the pool; its event goes to `takes`.
         pin_memory: Page-lock the staging buffer, and get it now: page-locking it later would stall a step.
         staging_bytes: Size of the staging buffer; at least one block goes in whatever it says.
     """
@@ -45,6 +47,7 @@ class StagedMover:
         pin_memory: bool,
         staging_bytes: int = _STAGING_BYTES,
     ) -> None:
+        super().__init__()
         self._block_shape = torch.Size(block_shape)
         self._dtype = dtype
         self._host_copy = host_copy
@@ -52,21 +55,12 @@ class StagedMover:
         block_bytes = 2 * self._block_shape.numel() * dtype.itemsize
         self._chunk_blocks = max(1, min(num_pool_blocks, staging_bytes // block_bytes))
         self._staging: Tensor | None = self._new_staging() if pin_memory else None
-        self._stream: torch.cuda.Stream | None = None
         self._queue: deque[tuple[KVMove, tuple[Tensor, Tensor]]] = deque()
         self._first_block = 0  # the current move's blocks [0, first_block) have arrived
         self._hop = 0  # hops of the current chunk that were started
         self._hop_is_done: Callable[[], bool] = lambda: True
         self._copying_on_host = False
         self._error = ""
-        self._closed = False
-        self.num_failures = 0
-        """Moves that failed here; those that the worker threads failed are in their count."""
-
-    @staticmethod
-    def owns(move_id: int) -> bool:
-        """Tell whether a worker-thread event belongs to a staged move's second hop and not to a caller's move."""
-        return move_id == _COPY_ID
 
     @property
     def num_moves(self) -> int:
@@ -84,18 +78,17 @@ class StagedMover:
         return self.busy and not self._copying_on_host and self._hop_is_done()
 
     def start(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> None:
-        """Queue a move behind what the current stream has been given so far."""
-        device = device_k_LBKSH.device
-        if device.type == "cuda":
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        """Queue a move behind what the current stream has been given so far; see `Mover.start`."""
+        self._follow_current_stream(device_k_LBKSH.device)
         self._queue.append((move, (device_k_LBKSH, device_v_LBKSH)))
 
-    def host_copy_finished(self, message: str) -> None:
-        """Note that the worker threads are done with their hop; `message` is empty unless they failed."""
+    def takes(self, move_id: int, message: str) -> bool:
+        """Note that the worker threads are done with their hop, if this is its event; see `Mover.takes`."""
+        if move_id != _COPY_ID:
+            return False
         self._copying_on_host = False
         self._error = message
+        return True
 
     def advance(self) -> list[HostEvent]:
         """Start the next hops, and return the events of moves that are over."""
@@ -112,23 +105,11 @@ class StagedMover:
                 except RuntimeError as error:  # out of memory, a CUDA error: this move's problem, not the step's
                     self._error = f"a move failed on the device: {error}"
                     self.num_failures += 1
-            events.append(
-                HostEvent(
-                    kind=HostEventKind.MOVE_FAILED if self._error else HostEventKind.MOVE_DONE,
-                    move_id=move.move_id,
-                    message=self._error,
-                )
-            )
+            events.append(end_of(move, self._error))
             self._queue.popleft()
             self._first_block = self._hop = 0
             self._error = ""
         return events
-
-    def close(self) -> None:
-        """Wait for the copy that the side stream still has in hand; `advance` fails all moves from here on."""
-        self._closed = True
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def _next_hop(self, move: KVMove, device: tuple[Tensor, Tensor]) -> bool:
         """Start the current chunk's next hop, or the next chunk's first. False: all blocks have arrived."""

@@ -1,7 +1,8 @@
 """HostTier: the CPU Attention Manager. A thin, typed front of the C++ threads in ``ops/csrc/host_tier.cpp``.
 
 Paper: omniserve 3.2.3, 3.2.4 and 4. Legend: L layers, B blocks, K KV heads, S block size, H head size, N query heads,
-P piggyback seats; ``results_SD`` alone has S for slots and D for N*H.
+P piggyback seats, R rows that a step sends; ``results_SD``, ``mailbox_SW`` and ``flags_S`` have S for slots, D for N*H
+and W for (N + 2K)*H.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import Tensor
 
 import omniserve.ops  # noqa: F401 - loads the extension
 from omniserve.config import EngineConfig
+from omniserve.host.direct import DirectMover
 from omniserve.host.memory import allocate_pool
+from omniserve.host.mover import Mover
 from omniserve.host.staging import StagedMover
 from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection
 from omniserve.spec import ModelSpec
@@ -29,6 +32,7 @@ logger = logging.getLogger(__name__)
 _host = torch.ops.omniserve_host
 # An overload called directly saves a third of the call's 3 us, 30 times a step.
 _submit = _host.submit.default
+_expect = _host.expect.default
 _begin_token = _host.begin_token.default
 _poll = _host.poll.default
 _wait = _host.wait.default
@@ -42,7 +46,7 @@ _KINDS = (
     HostEventKind.ATTENTION_FAILED,
 )
 _ATTENTION_FAILED = 1
-_STAGED_POLL_S = 0.0005
+_MOVER_POLL_S = 0.0005
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,14 +59,14 @@ class HostTierStats:
     """Counter: attention tasks and moves that failed; cancelled tasks do not count."""
     threads_alive: int
     tasks_in_hand: int
-    """Gauge: attention tasks queued or running."""
+    """Gauge: attention tasks expected, queued or running."""
     moves_in_hand: int
     busy_seconds: float
     """Counter: time that threads spent computing and copying, summed over threads."""
     kv_bytes_read: int
     """Counter: K and V bytes that attention went through."""
     bytes_moved: int
-    """Counter: bytes that the threads copied for moves, in the model's dtype."""
+    """Counter: bytes that were copied for moves, in the model's dtype."""
     bytes_prefaulted: int
     """Counter, up to `pool_bytes`: bytes of the pool whose pages an idle-priority thread has touched, ahead of work.
     Stays 0 where there is nothing to do: page-locked memory is touched when it is allocated."""
@@ -73,9 +77,12 @@ class HostTierStats:
 class HostTier:
     """Host KV pool, worker threads, and the queues between them and the step.
 
-    Results come back as events: every submitted task yields exactly one ATTENTION_DONE or ATTENTION_FAILED, every move
-    exactly one MOVE_DONE or MOVE_FAILED. A slot's task is in flight from `submit` until `poll` hands out its event.
+    Results come back as events: every task yields exactly one ATTENTION_DONE or ATTENTION_FAILED, every move exactly
+    one MOVE_DONE or MOVE_FAILED. A slot's task is in flight from `submit` or `expect` until `poll` hands out its event.
     Methods may be called from any thread, but `poll` from one at a time.
+
+    With a mailbox, a task's rows need no copy by the step: the operator `piggyback_send` writes them there, on whatever
+    device it runs, and a thread of the tier sees it.
 
     Args:
         spec: The model's sizes and, per layer, how it attends.
@@ -88,6 +95,9 @@ class HostTier:
         pin_memory: Page-locked memory, for a CUDA device tier.
         kv_dtype: ``auto``: the pool is in `dtype`, and results are exact. ``int8``: K and V are rounded to int8, with a
             scale per token and KV head; about twice the tokens fit, and are read in about half the time.
+        mailbox: Have `mailbox_SW` and `flags_S`, and a thread that watches the flags of what is expected.
+        mailbox_spin_s: So long after the last flag, or the last `expect`, this thread looks without a rest.
+        mailbox_sleep_s: From then on it sleeps so long between two looks. While nothing is expected it sleeps.
 
     Raises:
         ValueError: A size is out of range, the dtype does not fit the spec, or a core does not exist here.
@@ -106,6 +116,9 @@ class HostTier:
         cores: tuple[int, ...] | None = None,
         pin_memory: bool = False,
         kv_dtype: str = "auto",
+        mailbox: bool = False,
+        mailbox_spin_s: float = 200e-6,
+        mailbox_sleep_s: float = 20e-6,
     ) -> None:
         for name, value in (("block_size", block_size), ("num_slots", num_slots), ("num_threads", num_threads)):
             if value < 1:
@@ -130,7 +143,13 @@ class HostTier:
         self._cache_shape = (spec.num_layers, spec.num_kv_heads, block_size, spec.head_size)
         self._dtype = dtype
         self.results_SD = torch.zeros(num_slots, spec.num_heads * spec.head_size, dtype=dtype, pin_memory=pin_memory)
-        """Attention rows; row = slot, valid from the slot's ATTENTION_DONE event until its next `submit`."""
+        """Attention rows; row = slot, valid from the slot's ATTENTION_DONE event until its next task."""
+        width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
+        self.mailbox_SW = torch.empty(num_slots, width, dtype=dtype, pin_memory=pin_memory) if mailbox else None
+        """For `piggyback_send`: q, then k, then v of each slot. A row is the sender's until its flag is written, then
+        the tier's until `poll` has handed out the task's event. None without a mailbox."""
+        self.flags_S = torch.zeros(num_slots, dtype=torch.int64, pin_memory=pin_memory) if mailbox else None
+        """For `piggyback_send`: the step that sent each slot's row, 0 at the start. None without a mailbox."""
         layers = [[layer.scale, layer.window, layer.softcap] for layer in spec.attention]
         self._handle: int = _host.create(
             self.pool_LBK2SH,
@@ -141,12 +160,20 @@ class HostTier:
             num_threads,
             torch.tensor(cores or (), dtype=torch.int64),
             not pin_memory,
+            self.mailbox_SW,
+            self.flags_S,
+            mailbox_spin_s,
+            mailbox_sleep_s,
         )
         # Also at interpreter exit: no thread may outlive the memory it works on.
         self._destroy = weakref.finalize(self, _host.destroy, self._handle)
-        # A partial, not a method: a cycle through `self` would keep the threads until the next garbage collection.
-        host_copy = functools.partial(_host.start_move, self._handle)
-        self._mover = StagedMover(self._cache_shape, dtype, self.num_blocks, host_copy, pin_memory=pin_memory)
+        self._mover: Mover  # for CUDA caches; the worker threads move to and from CPU ones
+        if pin_memory and not is_int8:
+            self._mover = DirectMover(self.pool_LBK2SH)
+        else:
+            # A partial, not a method: a cycle through `self` would keep the threads until the next garbage collection.
+            host_copy = functools.partial(_host.start_move, self._handle)
+            self._mover = StagedMover(self._cache_shape, dtype, self.num_blocks, host_copy, pin_memory=pin_memory)
         self._moving: dict[int, tuple[Tensor, ...]] = {}  # what the threads copy from or to must stay alive
         self._logged: set[str] = set()
 
@@ -160,6 +187,7 @@ class HostTier:
         device: torch.device,
         num_threads: int,
         kv_bytes: int | None = None,
+        mailbox: bool = False,
     ) -> Self:
         """Return the host tier of a device tier.
 
@@ -170,6 +198,7 @@ class HostTier:
             device: The device tier's.
             num_threads: Worker threads.
             kv_bytes: Memory for the pool; None: as configured.
+            mailbox: See the class.
         """
         return cls(
             spec=spec,
@@ -181,10 +210,11 @@ class HostTier:
             cores=config.host_cores,
             pin_memory=device.type == "cuda",
             kv_dtype=config.host_kv_dtype,
+            mailbox=mailbox,
         )
 
     def begin_token(self, slot: int, epoch: int, position: int, block_ids: Sequence[int]) -> None:
-        """Bind a slot to the token at `position`; `submit` then works for this token, layer after layer.
+        """Bind a slot to the token at `position`; its tasks then work for this token, layer after layer.
 
         Args:
             slot: In ``[0, num_slots)``, without a task in flight.
@@ -217,13 +247,36 @@ class HostTier:
         """
         _submit(self._handle, layer, slots, q_PNH, k_PKH, v_PKH)
 
+    def expect(self, step: int, layers_R: Tensor, slots_R: Tensor) -> None:
+        """Begin one attention task per row that `piggyback_send` sends in this step, or has sent.
+
+        A task is queued as by `submit` once ``flags_S[slot] == step``; any other flag counts for nothing. Its rows are
+        read where they are, so the slot is not sent again before `poll` has handed out the task's event. All rows of a
+        step may be named at once, in the order in which they will be sent (a hint where to look first, no promise).
+
+        If all worker threads die, what is expected fails as its flags come, for until then the sender uses the mailbox.
+        Only `close` fails it at once: keep the tier until no sender is at work on its mailbox.
+
+        Args:
+            step: The step's number, ``step_1`` of `piggyback_send`; >= 1, and higher than ever before for each slot.
+            layers_R: ``[R]`` int64, CPU; in ``[0, num_layers)``.
+            slots_R: ``[R]`` int64, CPU; -1 leaves a row out.
+
+        Raises:
+            ValueError: The step is too low, a slot or a layer is out of range, a slot is not bound, has a task in
+                flight or is named twice, the tier has no mailbox or is closed. Nothing is expected.
+            RuntimeError: A tensor has the wrong shape, dtype or layout. Nothing is expected.
+        """
+        _expect(self._handle, step, layers_R, slots_R)
+
     def cancel(self, slot: int) -> bool:
         """Drop the slot's task, if any, and unbind the slot.
 
         Returns:
             True if the task's event has not been handed out by `poll` yet. It will be, exactly once, as
             ATTENTION_FAILED with its old epoch, when no thread touches the slot or its blocks any more: until then,
-            keep both. False if there is nothing to wait for.
+            keep both. A task that is expected waits for its flag like any other, for its row is still written. False if
+            there is nothing to wait for.
 
         Raises:
             ValueError: The slot is out of range.
@@ -234,8 +287,9 @@ class HostTier:
         """Start copying whole blocks, all layers, K and V, between a device cache and the pool.
 
         On their way blocks change between the device's layout and the pool's, and between its dtype and int8. CPU
-        caches are copied by the worker threads, CUDA ones over a side stream and pinned staging buffers. Work already
-        queued on the current CUDA stream is waited for (by the side stream, not by this call).
+        caches are copied by the worker threads, CUDA ones by a kernel on a side stream, which reads and writes the pool
+        where it lies (an int8 pool: over a pinned staging buffer, by both). Work already queued on the current CUDA
+        stream is waited for (by the side stream, not by this call).
 
         Args:
             move: Its ids are device blocks on the one side and pool blocks on the other.
@@ -282,8 +336,7 @@ class HostTier:
         for (kind, slot, epoch, layer, position, move_id), message in zip(rows.tolist(), messages, strict=True):
             if kind == _ATTENTION_FAILED:
                 self._log_failure(message)
-            if StagedMover.owns(move_id):
-                self._mover.host_copy_finished(message)
+            if self._mover.takes(move_id, message):
                 continue
             events.append(
                 HostEvent(
@@ -311,19 +364,19 @@ class HostTier:
             return
         # Nothing wakes a thread when a CUDA event is done, short of a callback in the stream: look again and again.
         deadline_s = time.monotonic() + timeout_s
-        while not _wait(self._handle, _STAGED_POLL_S) and not self._mover.can_advance:
+        while not _wait(self._handle, _MOVER_POLL_S) and not self._mover.can_advance:
             if time.monotonic() >= deadline_s:
                 return
 
     @property
     def busy(self) -> bool:
-        """True while tasks or moves are queued or running (events that wait for `poll` do not count)."""
+        """True while tasks or moves are expected, queued or running (events that wait for `poll` do not count)."""
         stats = self.stats()
         return stats.tasks_in_hand + stats.moves_in_hand > 0
 
     @property
     def attends(self) -> bool:
-        """True while attention tasks are queued or running; moves do not count."""
+        """True while attention tasks are expected, queued or running; moves do not count."""
         return self.stats().tasks_in_hand > 0
 
     @property
@@ -347,7 +400,7 @@ class HostTier:
             moves_in_hand=moves + self._mover.num_moves,
             busy_seconds=busy_ns * 1e-9,
             kv_bytes_read=bytes_read,
-            bytes_moved=bytes_moved,
+            bytes_moved=bytes_moved + self._mover.bytes_moved,
             bytes_prefaulted=prefaulted,
             pool_bytes=self.pool_LBK2SH.nbytes,
         )
@@ -373,7 +426,7 @@ class HostTier:
         _host.inject(self._handle, delay_s, -1 if shuffle_seed is None else shuffle_seed, fail_next, kill_threads)
 
     def close(self) -> None:
-        """Stop the threads, also with work queued (its failure can still be polled). A second call does nothing."""
+        """Stop the threads, also with work expected or queued: its failure can still be polled. Once is enough."""
         _host.close(self._handle)
         self._mover.close()
 

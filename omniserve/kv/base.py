@@ -151,7 +151,7 @@ class KVManager(ABC):
         write. The target is held until ``finish_move``. One copy of a request is under way at a time.
 
         Args:
-            num_computed_tokens: Tokens whose KV is written, by steps that have ended.
+            num_computed_tokens: Tokens whose KV is written, by steps that have been launched.
             max_blocks: Copy at most so many blocks.
             reserve_blocks: Host blocks that must still be free afterwards.
             give_way: Other device requests whose checkpoints may lose blocks for this one, the first first.
@@ -187,7 +187,7 @@ class KVManager(ABC):
         on the host a request's full blocks become one.
 
         Args:
-            num_computed_tokens: Tokens whose KV is written, by steps that have ended.
+            num_computed_tokens: Tokens whose KV is written, by steps that have been launched.
 
         Raises:
             RuntimeError: The request is moving.

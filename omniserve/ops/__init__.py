@@ -1,7 +1,7 @@
 """The operators ``torch.ops.omniserve.*``; importing this loads the compiled extension and starts nothing.
 
-Each operator has a schema and a CPU kernel in C++ (``csrc``), a fake (``fakes``), a plain torch form for CUDA where it
-only moves rows (``index_ops``), and in ``OPS`` a slow reference and samples, which the tests walk.
+Each operator has a schema and a CPU kernel in C++ (``csrc``), a fake (``fakes``), a Triton kernel for CUDA where it
+only moves rows (``cuda``, ``kernels``), and in ``OPS`` a slow reference and samples, which the tests walk.
 """
 
 from __future__ import annotations
@@ -38,4 +38,4 @@ def _load_extension(package: Path) -> None:
 
 _load_extension(Path(__file__).parent.parent)
 
-from omniserve.ops import fakes, index_ops  # noqa: E402, F401  they register for operators that must exist by now
+from omniserve.ops import cuda, fakes  # noqa: E402, F401  they register for operators that must exist by now

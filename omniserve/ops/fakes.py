@@ -1,7 +1,7 @@
 """Fakes: what torch.compile and opcheck need to know of each operator, shapes and dtypes.
 
 Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P seats,
-R requests, M blocks per request, I and O input and output features.
+R requests, M blocks per request, W a slot's q, k and v side by side, I and O input and output features.
 """
 
 from __future__ import annotations
@@ -65,6 +65,21 @@ def _residual_store(hidden_TD: Tensor, store_SD: Tensor, slots_P: Tensor) -> Non
 
 @torch.library.register_fake("omniserve::residual_fetch")
 def _residual_fetch(store_SD: Tensor, slots_P: Tensor, hidden_TD: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("omniserve::piggyback_send")
+def _piggyback_send(
+    hidden_TD: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    slots_P: Tensor,
+    residuals_SD: Tensor,
+    mailbox_SW: Tensor,
+    flags_S: Tensor,
+    step_1: Tensor,
+) -> None:
     return None
 
 

@@ -1,7 +1,7 @@
 """Slow references of the operators, for tests: loops, plain torch, float64 inside.
 
 Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P seats,
-R requests, M blocks per request, I and O input and output features.
+R requests, M blocks per request, W a slot's q, k and v side by side, I and O input and output features.
 """
 
 from __future__ import annotations
@@ -115,6 +115,29 @@ def residual_fetch(store_SD: Tensor, slots_P: Tensor, hidden_TD: Tensor) -> None
     first = hidden_TD.shape[0] - slots_P.shape[0]
     for seat, slot in enumerate(slots_P.tolist()):
         hidden_TD[first + seat] = store_SD[slot] if slot >= 0 else 0
+
+
+def piggyback_send(
+    hidden_TD: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    slots_P: Tensor,
+    residuals_SD: Tensor,
+    mailbox_SW: Tensor,
+    flags_S: Tensor,
+    step_1: Tensor,
+) -> None:
+    """Write the last P rows to their slots: hidden to residuals, q, k and v to the mailbox, then the step to the flags.
+
+    A slot of -1 leaves a row out. Whoever sees a flag sees its row of the mailbox.
+    """
+    residual_store(hidden_TD, residuals_SD, slots_P)
+    first = hidden_TD.shape[0] - slots_P.shape[0]
+    for seat, slot in enumerate(slots_P.tolist()):
+        if slot >= 0:
+            mailbox_SW[slot] = torch.cat([rows[first + seat].flatten() for rows in (q_TNH, k_TKH, v_TKH)])
+            flags_S[slot] = step_1[0]
 
 
 def skinny_linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Samples are small, cover empty and odd sizes, and hold NaN wherever an operator 
 behind a sequence's end, before its window.
 
 Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P seats,
-R requests, M blocks per request, I and O input and output features.
+R requests, M blocks per request, W a slot's q, k and v side by side, I and O input and output features.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ class Sample:
 
     def clone(self) -> tuple[Any, ...]:
         """Return the arguments with every tensor copied, strides kept."""
-        return tuple(arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in self.args)
+        return tuple(_copy(arg) if isinstance(arg, Tensor) else arg for arg in self.args)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    # Tensor.clone would make a slice contiguous.
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +242,30 @@ def _residual_fetch_samples(device: torch.device, dtype: torch.dtype) -> Iterato
         yield Sample(label=label, args=(store, slots, hidden))
 
 
+def _piggyback_send_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, num_rows, (num_heads, kv_heads, head_size), seats in (
+        ("no seat", 3, (2, 1, 16), []),
+        ("nothing at all", 0, (2, 1, 16), []),
+        ("only seats", 2, (4, 2, 8), [3, -1]),
+        ("all seats empty", 4, (2, 1, 16), [-1, -1]),
+        ("rows and seats, odd sizes", 5, (3, 1, 5), [5, -1, 0]),
+    ):
+        hidden = num_heads * head_size + 2
+        width = (num_heads + 2 * kv_heads) * head_size
+        rows = torch.full((num_rows, hidden + width), torch.nan)
+        seated = [num_rows - len(seats) + seat for seat, slot in enumerate(seats) if slot >= 0]
+        rows[seated] = torch.randn(len(seated), hidden + width)
+        rows = rows.to(device, dtype)
+        hidden_TD, qkv = rows[:, :hidden], rows[:, hidden:].view(num_rows, num_heads + 2 * kv_heads, head_size)
+        # q, k and v as cut from a fused QKV, but for the empty ones: opcheck cannot copy a slice of nothing.
+        parts = (hidden_TD, *qkv.split([num_heads, kv_heads, kv_heads], 1))
+        if not num_rows:
+            parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
+        elsewhere = [torch.full((6, size), torch.nan, dtype=dtype, device=device) for size in (hidden, width)]
+        index, flags, step = (torch.tensor(x, dtype=torch.int64, device=device) for x in (seats, [7] * 6, [9]))
+        yield Sample(label=label, args=(*parts, index, *elsewhere, flags, step))
+
+
 def linear_args(
     num_rows: int, num_in: int, num_out: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -276,6 +306,7 @@ OPS: dict[str, OpSpec] = {
         OpSpec(name="piggyback_concat", reference=reference.piggyback_concat, samples=_piggyback_concat_samples),
         OpSpec(name="residual_store", reference=reference.residual_store, samples=_residual_store_samples),
         OpSpec(name="residual_fetch", reference=reference.residual_fetch, samples=_residual_fetch_samples),
+        OpSpec(name="piggyback_send", reference=reference.piggyback_send, samples=_piggyback_send_samples),
         OpSpec(name="skinny_linear", reference=reference.skinny_linear, samples=_skinny_linear_samples),
     )
 }

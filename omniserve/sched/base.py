@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,6 +124,10 @@ class SchedulerStats:
 class Scheduler(ABC):
     """Decides what each step computes. Called by one thread, in the order: notify, schedule, update.
 
+    An engine whose device shall not wait between steps takes ``update`` apart: ``advance`` as it launches a step, then
+    notify, schedule and launch of the next one, then ``settle`` of the first. At most one step is ahead of another, and
+    only one whose plan ``is_certain`` is advanced before its outcome is known. Requests may end in between.
+
     Args:
         limits: Sizes and budgets.
         kv: The block ids; the scheduler is the only one that allocates and frees.
@@ -131,6 +136,8 @@ class Scheduler(ABC):
 
     predicts: ClassVar[bool] = False
     """It makes use of a latency model if there is one."""
+    busy_until_s: float = -math.inf
+    """When the step in flight ends, as predicted, and the next one can begin; the engine keeps it."""
 
     @abstractmethod
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None: ...
@@ -149,6 +156,7 @@ class Scheduler(ABC):
 
         Raises:
             RequestRejected: Its objectives cannot be met at present load.
+            ValueError: A request of that id has ended, but a copy or a host task still uses its KV.
         """
 
     @abstractmethod
@@ -163,9 +171,39 @@ class Scheduler(ABC):
     def schedule(self, now_s: float) -> StepPlan:
         """Decide the next step; allocates the KV it needs."""
 
-    @abstractmethod
     def update(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
         """Book what a step computed: append tokens, finish requests, free KV."""
+        self.advance(plan, output)
+        return self.settle(plan, output, now_s)
+
+    @abstractmethod
+    def is_certain(self, plan: StepPlan) -> bool:
+        """Return whether all that ``advance`` books of a plan is known before it has run."""
+
+    @abstractmethod
+    def advance(self, plan: StepPlan, output: StepOutput | None = None) -> None:
+        """Book what is known of a step without its tokens: which KV there is, who is where, who gets a token.
+
+        Each new token is PENDING_TOKEN until ``settle``. Who gets its last one is not scheduled any more.
+
+        Args:
+            plan: The step; to be called once for each plan, in their order.
+            output: What came of it; None: nothing yet, and the plan is certain.
+        """
+
+    @abstractmethod
+    def settle(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
+        """Fill in a step's tokens and end requests; to be called once for each advanced plan, in their order.
+
+        What the step computed for requests that have ended since it was launched is dropped.
+        """
+
+    @abstractmethod
+    def refresh(self, plan: StepPlan) -> StepPlan:
+        """Return a plan that was made before the last ``settle``, without who ended and with the tokens that came.
+
+        Only of a plan that is neither launched nor advanced.
+        """
 
     def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
         """Return whether the running step's preemptible rows must leave for an LS request that has just come.

@@ -127,10 +127,11 @@ class BROSScheduler(RequestScheduler):
         self._base_size = min(BASE_BATCH_SIZE, limits.max_num_requests)
         self._batch_size = self._base_size
         self._average_s: float | None = None
-        self._began_s = 0.0
+        self._begins_s: dict[int, float] = {}
+        """Step id -> when it was planned, of steps that have not ended."""
+        self._ended_s = -math.inf
 
     def schedule(self, now_s: float) -> StepPlan:
-        self._began_s = now_s
         self._parking.begin_step()
         step = Selection(self.forecast, self.limits.max_step_tokens)
         residuals, lacks_memory = self._choose_ls(step, now_s)
@@ -149,27 +150,34 @@ class BROSScheduler(RequestScheduler):
         self._place_be(batch, [one for one in step.chosen if one.state.kind is BE], bound.seconds, complete=complete)
         self._parking.end_step(sorted(self.residents.queue, key=lambda s: (self.kv.num_blocks(s.request_id), s.place)))
         decision = decision_of(load, ls_s, bound)
-        return self.make_plan(batch, now_s, moves=self._parking.moves, decision=decision)
+        plan = self.make_plan(batch, now_s, moves=self._parking.moves, decision=decision)
+        self._begins_s[plan.step_id] = now_s
+        return plan
 
-    def update(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
+    def settle(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
+        # One that was planned while another ran begins when that ends.
+        seconds = now_s - max(self._begins_s.pop(plan.step_id), self._ended_s)
         if not plan.is_empty:
-            seconds = now_s - self._began_s
+            self._ended_s = now_s
             average_s = self._average_s if self._average_s is not None else seconds
             self._average_s = average_s + (seconds - average_s) / _AVERAGE_OVER
-        return super().update(plan, output, now_s)
+        return super().settle(plan, output, now_s)
 
     # -- latency-sensitive (lines 1 to 14) -----------------------------------------------------------------------
 
     def _residual_s(self, state: RequestState, now_s: float) -> float:
         """Return T_SLO - t - (k - 1) T_avg, in seconds; infinite without an objective."""
-        if state.last_token_s is None:
+        begin_s = self.begin_s(now_s)
+        if state.num_pending_tokens:
+            objective_s, since_s = state.slo.tpot_s, begin_s  # that token comes as the step begins
+        elif state.last_token_s is None:
             objective_s, since_s = state.slo.ttft_s, state.arrival_s
         else:
             objective_s, since_s = state.slo.tpot_s, state.last_token_s
         if objective_s is None:
             return math.inf
         more_steps = (state.num_uncomputed_tokens - 1) // self.limits.max_step_tokens
-        return objective_s - (now_s - since_s) - more_steps * (self._average_s or 0.0)
+        return objective_s - (begin_s - since_s) - more_steps * (self._average_s or 0.0)
 
     def _by_urgency(self, now_s: float) -> Iterator[tuple[float, tuple[int, int], RequestState]]:
         """Poll the sorted running requests and the waiting queue for the most urgent, one after another (Fig. 8)."""

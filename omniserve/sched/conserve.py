@@ -62,7 +62,7 @@ class ConServeScheduler(RequestScheduler):
         self._serve_be(batch, bound.seconds)
         self._parking.end_step(self.residents.queue)
         decision = decision_of(load, ls_s, bound)
-        self._step_ends_s = now_s + (decision.predicted_s or 0.0)
+        self._step_ends_s = self.begin_s(now_s) + (decision.predicted_s or 0.0)
         offline = frozenset(c.request_id for c in batch.chunks if self.states[c.request_id].kind is BE)
         return self.make_plan(batch, now_s, moves=self._parking.moves, preemptible=offline, decision=decision)
 

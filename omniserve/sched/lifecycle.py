@@ -1,10 +1,16 @@
 """RequestLifecycle: a request from arrival to end: what it is made of, its tokens, its results from the host.
 
+A step may be launched while the one before it runs, so a request's newest token may be *pending*: its place is taken,
+its value comes with ``settle``. If it then turns out to have been the last, what a later step in flight computes for
+the request is dropped. Its blocks are free at once all the same: steps, and the copies that a plan starts, run on the
+device in the order of their launch, so whoever is given the blocks writes them after that.
+
 How it changes place meanwhile is in ``transfers``. What is not here is choice: see ``policy``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections import Counter
@@ -12,8 +18,11 @@ from collections.abc import Iterator, Sequence
 
 from omniserve.kv.base import KVManager, Tier
 from omniserve.plan import (
+    PENDING_TOKEN,
+    DeviceChunk,
     HostEvent,
     HostEventKind,
+    PiggybackEntry,
     SampledToken,
     StepOutput,
     StepPlan,
@@ -31,8 +40,8 @@ class RequestLifecycle(RequestTransfers):
     """Book-keeping shared by all policies.
 
     Invariants, between calls: a state is in exactly one of ``waiting[kind]``, ``device[kind]``, ``residents.queue``
-    and ``moving``, by its phase; a WAITING state has no block table; HOST states hold a slot, and so do MOVING ones
-    that come from the host tier or go there.
+    and ``moving``, by its phase, or in none of them and ENDING; WAITING and ENDING states have no block table; HOST
+    states hold a slot, and so do MOVING ones that come from the host tier or go there.
     """
 
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
@@ -42,6 +51,9 @@ class RequestLifecycle(RequestTransfers):
         self.states: dict[str, RequestState] = {}
         self.draining: dict[int, RequestState] = {}
         self._cancels: list[int] = []
+        self._in_flight: dict[int, list[tuple[RequestState, DeviceChunk | None]]] = {}
+        """Step id -> what ``settle`` has to look at: states, as ids may be in use again by then; no chunk: on the host
+        tier the token has passed its last layer."""
         self._orders = itertools.count()
         self._step_ids = itertools.count()
         self._output_tokens: Counter[str] = Counter()
@@ -53,6 +65,11 @@ class RequestLifecycle(RequestTransfers):
     def add(
         self, request_id: str, request: Request, slo: SLO, now_s: float, *, arrival_s: float | None = None
     ) -> float | None:
+        if any(ended.request_id == request_id for ended in self._ended()):
+            raise ValueError(
+                f"request id {request_id!r} is of a request that has ended, but whose KV a copy or a host task still "
+                "uses; choose another"
+            )
         rank, kind = self._classes[request.service_class]
         state = RequestState(
             request_id=request_id,
@@ -72,13 +89,19 @@ class RequestLifecycle(RequestTransfers):
         state = self.states.get(request_id)
         if state is None:
             return None
+        if state.num_output_tokens:
+            self.on_end(state)
         self._end(state)
         return state.output(reason=FinishReason.ABORT, now_s=now_s)
 
     def _end(self, state: RequestState) -> None:
         """Forget a request; its KV is freed now, or when the copy or host task that uses it is over."""
         del self.states[state.request_id]
-        phase, state.phase = state.phase, Phase.FINISHED
+        self._let_go(state, Phase.FINISHED)
+
+    def _let_go(self, state: RequestState, into: Phase) -> None:
+        """Take a request from where it is; its phase is ``into``, or DRAINING if something still uses its KV."""
+        phase, state.phase = state.phase, into
         if phase is Phase.WAITING:
             self.waiting[state.kind].remove(state)
             self.kv.free(state.request_id)
@@ -125,8 +148,18 @@ class RequestLifecycle(RequestTransfers):
 
     # -- result of a step ---------------------------------------------------------------------------------------
 
-    def update(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
-        outputs: list[RequestOutput] = []
+    def is_certain(self, plan: StepPlan) -> bool:
+        if plan.preemptible or plan.pipelined:
+            return False
+        if any(chunk.from_layer or chunk.scores is not None for chunk in plan.chunks):
+            return False
+        # What a grammar allows next depends on the token before.
+        ids = itertools.chain((chunk.request_id for chunk in plan.chunks), (join.request_id for join in plan.joins))
+        return all(self.states[request_id].request.sampling.grammar is None for request_id in ids)
+
+    def advance(self, plan: StepPlan, output: StepOutput | None = None) -> None:
+        output = output or StepOutput()
+        rows: list[tuple[RequestState, DeviceChunk | None]] = []
         for chunk in plan.chunks:
             state = self.states[chunk.request_id]
             state.halted = None
@@ -136,41 +169,86 @@ class RequestLifecycle(RequestTransfers):
                     state.halted = HaltedChunk(layer, chunk.start, len(chunk.token_ids))
                 continue
             state.num_computed_tokens = chunk.start + len(chunk.token_ids)
-            if chunk.scores is not None and chunk.request_id in output.prompt_logprobs:
-                state.prompt_logprobs += output.prompt_logprobs[chunk.request_id]
-                state.num_scored_rows = chunk.start + chunk.scores.first_row + len(chunk.scores.token_ids)
-            if chunk.samples or chunk.request_id in output.failed:
-                self._append(state, output, now_s, outputs)
+            if chunk.samples:
+                self._expect_token(state)
+            if chunk.samples or chunk.scores is not None:
+                rows.append((state, chunk))
         for entry in plan.entries:
             self.residents.enter(self.states[entry.request_id], entry.position)
         for join in plan.joins:
             state = self.states[join.request_id]
             if self.residents.advance(state):
-                self._append_from_host(state, output, now_s, outputs)
+                self._expect_token_from_host(state)
+                rows.append((state, None))
         for row in plan.pipelined:
             state = self.states[row.request_id]
             self.residents.arrive(state)
             if row.request_id in output.lost:
                 self.preempt(state)
             else:
-                self._append_from_host(state, output, now_s, outputs)
+                self._expect_token_from_host(state)
+                rows.append((state, None))
+        self._in_flight[plan.step_id] = rows
+
+    def _expect_token(self, state: RequestState) -> None:
+        if state.expect_token(self.limits.max_model_len):
+            self._let_go(state, Phase.ENDING)
+
+    def _expect_token_from_host(self, state: RequestState) -> None:
+        state.num_computed_tokens += 1
+        self._expect_token(state)
+
+    def settle(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        for state, chunk in self._in_flight.pop(plan.step_id):
+            request_id = state.request_id
+            if self.states.get(request_id) is not state:
+                continue  # it has ended; the id may be another request's
+            if chunk is None:
+                state.num_host_tokens += 1
+                self._counters["host_output_tokens"] += 1
+            elif chunk.scores is not None and request_id in output.prompt_logprobs:
+                state.prompt_logprobs += output.prompt_logprobs[request_id]
+                state.num_scored_rows = chunk.start + chunk.scores.first_row + len(chunk.scores.token_ids)
+            if chunk is None or chunk.samples or request_id in output.failed:
+                self._settle_token(state, output, now_s, outputs)
         return outputs
 
-    def _append_from_host(
-        self, state: RequestState, output: StepOutput, now_s: float, outputs: list[RequestOutput]
-    ) -> None:
-        state.num_computed_tokens += 1
-        state.num_host_tokens += 1
-        self._counters["host_output_tokens"] += 1
-        self._append(state, output, now_s, outputs)
+    def refresh(self, plan: StepPlan) -> StepPlan:
+        def token(row: PiggybackEntry) -> PiggybackEntry:
+            if row.token_id != PENDING_TOKEN:
+                return row
+            return dataclasses.replace(row, token_id=states[row.request_id].token_ids[row.position])
+
+        def tokens(chunk: DeviceChunk) -> DeviceChunk:
+            if chunk.token_ids[-1] != PENDING_TOKEN:
+                return chunk
+            end = chunk.start + len(chunk.token_ids)
+            known = tuple(states[chunk.request_id].token_ids[chunk.start : end])
+            return dataclasses.replace(chunk, token_ids=known)
+
+        states = self.states
+        return dataclasses.replace(
+            plan,
+            chunks=tuple(tokens(chunk) for chunk in plan.chunks if chunk.request_id in states),
+            entries=tuple(token(entry) for entry in plan.entries if entry.request_id in states),
+            pipelined=tuple(
+                token(row) if isinstance(row, PiggybackEntry) else row
+                for row in plan.pipelined
+                if row.request_id in states
+            ),
+        )
 
     def on_first_token(self, state: RequestState, now_s: float) -> None:
         """A request's first token was sampled, which ends its TTFT; for policies that learn from that."""
 
     def on_end(self, state: RequestState) -> None:
-        """A request came to its own end; for policies that learn from that."""
+        """A request ended that had a token: by itself, at a stop string or because its client left; for policies that
+        learn from that."""
 
-    def _append(self, state: RequestState, output: StepOutput, now_s: float, outputs: list[RequestOutput]) -> None:
+    def _settle_token(
+        self, state: RequestState, output: StepOutput, now_s: float, outputs: list[RequestOutput]
+    ) -> None:
         if (message := output.failed.get(state.request_id)) is not None:
             about = {"engine_request_id": state.request_id}
             logger.error("request %s failed: %s", state.request_id, message, extra=about)
@@ -189,12 +267,13 @@ class RequestLifecycle(RequestTransfers):
                 outputs.append(state.output(prompt_logprobs=prompt_logprobs, reason=FinishReason.LENGTH, now_s=now_s))
                 return
         sampled: SampledToken = output.tokens[state.request_id]
-        state.token_ids.append(sampled.token_id)
+        state.put_token(sampled.token_id)
         self._output_tokens[state.service_class] += 1
         reason, stop_reason = state.finish_reason(
             sampled.token_id, self.limits.eos_token_ids, self.limits.max_model_len
         )
         if reason is not None:
+            state.drop_pending()  # of a later step in flight
             self.on_end(state)
             self._end(state)
         outputs.append(
@@ -256,10 +335,17 @@ class RequestLifecycle(RequestTransfers):
                 Phase.DEVICE: state in self.device[state.kind],
                 Phase.HOST: state in self.residents.queue,
                 Phase.MOVING: any(other is state for other, _ in self.moving.values()),
+                Phase.ENDING: state.phase is Phase.ENDING,
             }
             assert [phase for phase, home in homes.items() if home] == [state.phase], (state.request_id, homes)
             holds = self.kv.num_blocks(state.request_id)
-            assert (holds == 0) == (state.phase is Phase.WAITING), (state.request_id, state.phase, holds)
+            assert (holds == 0) == (state.phase in (Phase.WAITING, Phase.ENDING)), (
+                state.request_id,
+                state.phase,
+                holds,
+            )
+            pending = state.token_ids.count(PENDING_TOKEN)
+            assert pending == state.num_pending_tokens <= len(self._in_flight), (state.request_id, pending)
             may_hold, must_hold = state.phase in (Phase.HOST, Phase.MOVING), state.phase is Phase.HOST
             assert may_hold if state.slot >= 0 else not must_hold, (state.request_id, state.phase, state.slot)
         held = self.residents.num_slots_used

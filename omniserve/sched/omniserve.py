@@ -86,8 +86,9 @@ class OmniServeScheduler(RequestScheduler):
         self._moves.begin_step(now_s)
         self._left_out = []
         decoding = self._decode_ls(batch)
-        s_d, s_be = (tpot_bound(decoding, now_s, self.limits.slack, share) for share in (LS_HEADROOM, BE_HEADROOM))
-        unfinished = self._prefill_ls(batch, s_d, now_s)
+        begin_s = self.begin_s(now_s)
+        s_d, s_be = (tpot_bound(decoding, begin_s, self.limits.slack, share) for share in (LS_HEADROOM, BE_HEADROOM))
+        unfinished = self._prefill_ls(batch, s_d, begin_s)
         ls_s = load.seconds() if load is not None else None
         bound = self._best_effort_bound(batch, s_be, decoding, unfinished, now_s)
         device_bound_s = max(0.0, bound.seconds - self.reserve_for_host_rows(batch, bound.seconds))
@@ -121,7 +122,7 @@ class OmniServeScheduler(RequestScheduler):
                 self.run_or_preempt(batch, state, (BE, LS))
         return [state for state in self.device[LS] if state in batch]
 
-    def _prefill_ls(self, batch: Batch, s_d: TimeBound, now_s: float) -> list[RequestState]:
+    def _prefill_ls(self, batch: Batch, s_d: TimeBound, begin_s: float) -> list[RequestState]:
         """Schedule LS prefill under S_d (3.3.4), best class and oldest first; return whose prefill is not over then."""
         admitted = [state for state in self.device[LS] if not state.decodes]
         bound_s, min_tokens, is_full, memory_is_short = s_d.seconds, MIN_LS_CHUNK, False, False
@@ -131,11 +132,11 @@ class OmniServeScheduler(RequestScheduler):
             if is_full or (memory_is_short and state.phase is Phase.WAITING):
                 unfinished.append(state)
                 continue
-            if self._prefill_one(batch, state, bound_s, min_tokens, now_s):
+            if self._prefill_one(batch, state, bound_s, min_tokens):
                 min_tokens = 0
                 if batch.samples(state):
                     # Nobody behind it may make its first token late, if it can still be in time.
-                    left_s = ttft_left_s(state, now_s)
+                    left_s = ttft_left_s(state, begin_s)
                     if batch.load is not None and left_s >= batch.load.seconds():
                         bound_s = min(bound_s, left_s)
                 else:
@@ -151,7 +152,7 @@ class OmniServeScheduler(RequestScheduler):
             self.leave_out("LS prefill", kept_out, kept_out[0].request_id, batch.refused_by)
         return unfinished
 
-    def _prefill_one(self, batch: Batch, state: RequestState, bound_s: float, min_tokens: int, now_s: float) -> bool:
+    def _prefill_one(self, batch: Batch, state: RequestState, bound_s: float, min_tokens: int) -> bool:
         if state.phase is Phase.DEVICE:
             return self.run_or_preempt(batch, state, (BE, LS), bound_s=bound_s, min_tokens=min_tokens)
         if state.request_id not in self.states or not batch.chunk_size(state, bound_s=bound_s, min_tokens=min_tokens):
@@ -177,6 +178,7 @@ class OmniServeScheduler(RequestScheduler):
             host_works=self.residents.is_busy, memory=self._ls_memory(), now_s=now_s,
         )  # fmt: skip
         margin = self._margin.share
+        waited_s += self.begin_s(now_s) - now_s  # what it will have waited before a step can have it
         if self.limits.admission and slo.ttft_s is not None and not prediction.meets(slo.ttft_s, waited_s, margin):
             self._rejected[request.service_class] += 1
             raise prediction.rejection(slo.ttft_s, waited_s, margin)
@@ -200,19 +202,19 @@ class OmniServeScheduler(RequestScheduler):
         """Return what BE work may lengthen the step to: nobody's TPOT or TTFT may suffer, nor a newcomer's (3.3.4)."""
         if batch.load is None or self._ttft is None:
             return TimeBound()
-        ls_s = batch.load.seconds()
+        ls_s, begin_s = batch.load.seconds(), self.begin_s(now_s)
         bound = s_be
         for state in self.device[LS]:
-            if state in batch and batch.samples(state) and state.first_token_s is None:
-                bound = bound.or_tighter(max(ttft_left_s(state, now_s), ls_s), f"ttft of {state.request_id}")
+            if state in batch and batch.samples(state) and state.num_output_tokens == 0:
+                bound = bound.or_tighter(max(ttft_left_s(state, begin_s), ls_s), f"ttft of {state.request_id}")
         if unfinished:
             for state, rest_s, num_steps in self._ttft.rest(
                 unfinished, batch, decoding, s_be.seconds, self._ls_memory()
             ):
                 # Where memory is what it waits for, so many steps come before its own.
-                left_s = (ttft_left_s(state, now_s) - rest_s) / (1 + num_steps)
+                left_s = (ttft_left_s(state, begin_s) - rest_s) / (1 + num_steps)
                 bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {state.request_id}")
-        newcomer_s = self._ttft.newcomer_bound_s(decoding, s_be.seconds, self._margin.share)
+        newcomer_s = self._ttft.newcomer_bound_s(decoding, s_be.seconds, self._margin.share, busy_s=begin_s - now_s)
         bound = bound.or_tighter(newcomer_s, "ttft of a new request")
         if batch.load.is_empty:
             # No LS work: the machine is never left idle because its smallest step is too long for a newcomer.

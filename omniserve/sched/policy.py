@@ -197,6 +197,10 @@ class RequestScheduler(RequestLifecycle):
             self.preempt(state)
         return blocks
 
+    def begin_s(self, now_s: float) -> float:
+        """Return when a step that is planned now begins: when the one in flight ends."""
+        return max(now_s, self.busy_until_s)
+
     @property
     def max_piggyback_rows(self) -> int:
         """Most piggyback rows of a step."""

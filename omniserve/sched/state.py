@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from omniserve.plan import PromptScores
+from omniserve.plan import PENDING_TOKEN, PromptScores
 from omniserve.request import (
     SLO,
     FinishReason,
@@ -28,6 +28,7 @@ class Phase(enum.StrEnum):
 
     WAITING = "waiting"  # has no block table: new, or preempted
     DEVICE = "device"  # KV on the device
+    ENDING = "ending"  # its last token is pending: it needs no KV any more, and nobody schedules it
     MOVING = "moving"  # KV is being copied; not schedulable
     HOST = "host"  # KV on the host tier; decodes there
     DRAINING = "draining"  # ended, but a copy or a host task still touches its KV
@@ -73,6 +74,8 @@ class RequestState:
     token_ids: list[int]
     phase: Phase = Phase.WAITING
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    """So many of ``token_ids``, from the end, are PENDING_TOKEN: steps in flight sample them."""
     slot: int = -1
     epoch: int = -1
     away: AwayToken | None = None
@@ -122,6 +125,7 @@ class RequestState:
 
     @property
     def num_output_tokens(self) -> int:
+        """Tokens of the output, pending ones included."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
@@ -148,16 +152,41 @@ class RequestState:
             first_row=first - start, token_ids=tuple(self.token_ids[first + 1 : end + 1]), num_top=num_top
         )
 
+    def expect_token(self, max_model_len: int) -> bool:
+        """Append a pending token; return whether it will be the last, whatever it is."""
+        if self.max_num_tokens > len(
+            self.request.prompt_token_ids
+        ):  # else the prompt's log-probabilities are all that is asked for
+            self.token_ids.append(PENDING_TOKEN)
+            self.num_pending_tokens += 1
+        return self._is_complete(max_model_len, num_pending=0)
+
+    def put_token(self, token_id: int) -> None:
+        """Say what the first pending token is."""
+        self.token_ids[-self.num_pending_tokens] = token_id
+        self.num_pending_tokens -= 1
+
+    def drop_pending(self) -> None:
+        """Forget pending tokens: the request has ended before them."""
+        if self.num_pending_tokens:
+            del self.token_ids[-self.num_pending_tokens :]
+            self.num_pending_tokens = 0
+
+    def _is_complete(self, max_model_len: int, *, num_pending: int) -> bool:
+        """Tell whether its length ends the request, of its tokens the last ``num_pending`` not counted."""
+        num_tokens = len(self.token_ids) - num_pending
+        return num_tokens >= self.max_num_tokens or num_tokens >= max_model_len
+
     def finish_reason(
         self, token_id: int, eos_token_ids: tuple[int, ...], max_model_len: int
     ) -> tuple[FinishReason | None, int | None]:
-        """Return why the newest token ends the request, and the stop token if it is one."""
+        """Return why the newest token that is not pending ends the request, and the stop token if it is one."""
         sampling = self.request.sampling
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP, token_id
         if not sampling.ignore_eos and token_id in eos_token_ids:
             return FinishReason.STOP, None
-        if self.num_output_tokens >= sampling.max_tokens or self.num_tokens >= max_model_len:
+        if self._is_complete(max_model_len, num_pending=self.num_pending_tokens):
             return FinishReason.LENGTH, None
         return None, None
 
@@ -185,7 +214,7 @@ class RequestState:
     ) -> RequestOutput:
         """Return a RequestOutput of the present state; ``now_s`` is the finish time if there is a reason.
 
-        Stays on the host tier are told once.
+        Pending tokens do not count. Stays on the host tier are told once.
         """
         if reason is not None and now_s is not None and self.host_since_s is not None:
             self._end_stay(now_s)
@@ -199,7 +228,7 @@ class RequestState:
             finish_reason=reason,
             stop_reason=stop_reason,
             num_prompt_tokens=self.num_prompt_tokens,
-            num_output_tokens=self.num_output_tokens,
+            num_output_tokens=self.num_output_tokens - self.num_pending_tokens,
             num_host_tokens=self.num_host_tokens,
             times=RequestTimes(
                 arrival_s=self.arrival_s,

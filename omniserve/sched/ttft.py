@@ -276,19 +276,21 @@ class TTFTForecast:
             needs.append((state, seconds, num_steps))
         return needs
 
-    def newcomer_bound_s(self, decoding: Sequence[RequestState], bound_s: float, margin: float) -> float:
-        """Return the longest step after which a request that arrives as it begins can still keep its TTFT.
+    def newcomer_bound_s(
+        self, decoding: Sequence[RequestState], bound_s: float, margin: float, *, busy_s: float
+    ) -> float:
+        """Return the longest step after which a request that arrives as it is planned can still keep its TTFT.
 
         The newcomer is like the most demanding of the LS requests that came lately; before any came, its prefill is
         expected to take half of the classes' shortest TTFT. It must be admitted, too: ``margin`` is the share of its
-        TTFT that admission leaves.
+        TTFT that admission leaves. ``busy_s`` is how long the step in flight still takes before this one begins.
         """
         ttft_s = min((t for _, t in self._recent if t is not None), default=self._default_ttft_s)
         if ttft_s == math.inf:
             return math.inf
         ttft_s *= 1 - max(TTFT_HEADROOM, margin)
         if not self._recent:
-            return ttft_s / 2
+            return max(ttft_s / 2 - busy_s, _NEWCOMER_FLOOR * ttft_s)
         num_tokens = max(count for count, _ in self._recent)
         key = (num_tokens, len(decoding), round(bound_s, 3) if bound_s < math.inf else None)
         if self._newcomer[0] != key:
@@ -301,7 +303,7 @@ class TTFTForecast:
                 max_tokens=max_tokens,
             )
             self._newcomer = (key, seconds)
-        return max(ttft_s - self._newcomer[1], _NEWCOMER_FLOOR * ttft_s)
+        return max(ttft_s - self._newcomer[1] - busy_s, _NEWCOMER_FLOOR * ttft_s)
 
     def _decodes(self, decoding: Sequence[RequestState], host_works: bool) -> StepLoad:
         load, shape = self._forecast.load(host_works=host_works), self._forecast.shape

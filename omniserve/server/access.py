@@ -97,7 +97,7 @@ class Gate:
         if not is_free(scope["path"], self._guard_all):
             headers = dict(scope["headers"])
             try:
-                key = self._ring.find(headers.get(b"authorization", b"").decode("latin-1"))
+                key = self._ring.find(headers.get(b"authorization", b""))
             except ApiError as error:
                 self._on_refused(error)
                 await error.response()(scope, receive, send)

@@ -26,6 +26,11 @@ _OTHER_FILES = 128
 _WANTED_FILES = 65536
 # What somebody who was refused gets to read why, before the rest is cut.
 _GOODBYE_S = 1.0
+# So many may be reading it at a time; whoever else is refused is cut at once. With those below they stay well within
+# the files that are kept back for others.
+_MOST_REFUSED = 32
+ACCEPTED_AT_ONCE = 8
+"""Connections that are taken from the kernel before the first of them is seen here, to be refused perhaps."""
 _RETRY_S = 1.0
 
 
@@ -57,7 +62,7 @@ class Connections:
     """The connections of one server.
 
     Where there are too many, whoever has been idle longest gives way to whoever comes; if all are at work, whoever
-    comes is refused.
+    comes is refused, and many at a time without a word.
 
     Args:
         most: At a time.
@@ -69,7 +74,8 @@ class Connections:
         self._patience_s = patience_s
         self._open: set[_Connection] = set()
         self._idle: dict[_Connection, float] = {}  # since when, longest first
-        self._num_told = 0
+        self._refused: set[_Connection] = set()
+        self._num_refused = 0
 
     def protocol(self, **uvicorns: Any) -> asyncio.Protocol:
         """Return what talks to a new connection; for uvicorn's setting ``http``."""
@@ -101,13 +107,17 @@ class Connections:
     def leave(self, connection: _Connection) -> None:
         """Forget a connection."""
         self._open.discard(connection)
+        self._refused.discard(connection)
         self._idle.pop(connection, None)
 
-    def refusal(self) -> ApiError:
-        """Return what somebody for whom there is no room is told."""
-        self._num_told += 1
-        if self._num_told & (self._num_told - 1) == 0:  # 1, 2, 4, 8 and so on: no flood of lines
-            logger.warning("%d connections are at work (--max-connections): refused %d", self._most, self._num_told)
+    def refuse(self, connection: _Connection) -> ApiError | None:
+        """Return what a connection for which there is no room is told; None: nothing, so many are being told it."""
+        self._num_refused += 1
+        if self._num_refused & (self._num_refused - 1) == 0:  # 1, 2, 4, 8 and so on: no flood of lines
+            logger.warning("%d connections are at work (--max-connections): refused %d", self._most, self._num_refused)
+        if len(self._refused) >= _MOST_REFUSED:
+            return None
+        self._refused.add(connection)
         return ApiError(
             "the server has too many connections; send the request again later",
             status=503,
@@ -137,7 +147,11 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         if not self._all.enter(self):
             self._is_refused = True
-            self._answer(self._all.refusal())
+            error = self._all.refuse(self)
+            if error is None:
+                transport.abort()
+                return
+            self._answer(error)
             transport.write_eof()  # and no more: closed with unread bytes, it would take the answer back
             self.loop.call_later(_GOODBYE_S, transport.abort)
 

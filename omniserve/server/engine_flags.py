@@ -61,6 +61,13 @@ def _cores(text: str) -> tuple[int, ...]:
     return tuple(cores)
 
 
+def _switch(text: str) -> bool:
+    """Read ``on`` or ``off``, which YAML makes ``true`` and ``false``."""
+    if text.lower() not in ("on", "off", "true", "false"):
+        raise argparse.ArgumentTypeError(f"must be on or off, got {text!r}")
+    return text.lower() in ("on", "true")
+
+
 def _class(text: str) -> ClassSpec:
     """Read ``NAME:KIND`` or ``NAME:KIND:TTFT:TPOT``; an objective left empty is none."""
     name, *rest = text.split(":")
@@ -82,7 +89,12 @@ def _names(registry: Registry[Any]) -> str:
 _FLAGS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("--scheduler", "scheduler", str, f"scheduling policy: {_names(SCHEDULERS)}"),
     ("--kv", "kv", str, f"KV manager: {_names(KV_MANAGERS)}"),
-    ("--attention", "attention", str, "device attention: cpu, sdpa, xformers or auto (the best that the device has)"),
+    (
+        "--attention",
+        "attention",
+        str,
+        "device attention: cpu, flex, sdpa, triton, xformers or auto (the best that the device has)",
+    ),
     ("--device-kv-gib", "device_kv_bytes", _gib, "GiB for the device tier's KV pool"),
     ("--host-kv-gib", "host_kv_bytes", _gib, "GiB for the host tier's KV pool; 0 switches the host tier off"),
     ("--host-kv-dtype", "host_kv_dtype", str, "auto (the model's) or int8 (twice the tokens, outputs not exact)"),
@@ -103,6 +115,8 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("--device-threads", "device_threads", integer(1), "CPU threads of the device tier while the host tier is idle"),
     ("--host-threads", "host_threads", integer(1), "threads of the host tier"),
     ("--host-cores", "host_cores", _cores, "cores that host threads are pinned to, such as 0-3,8"),
+    ("--step-graphs", "step_graphs", str, "auto (CUDA graphs on a GPU), on (constant shapes anywhere) or off"),
+    ("--async-steps", "async_steps", _switch, "on or off: launch a step while the last one runs (default: with a GPU)"),
     ("--seed", "seed", int, "seeds the sampling of requests that bring no seed"),
 )
 
@@ -151,6 +165,8 @@ def flag_value(action: argparse.Action, value: Any) -> Any:
         return value / GIB
     if action.type is _cores:
         return ",".join(map(str, value))
+    if action.type is _switch:
+        return "on" if value else "off"
     return _class_text(value) if action.type is _class else value
 
 

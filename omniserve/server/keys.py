@@ -64,16 +64,18 @@ class KeyRing:
                 names = ", ".join(repr(key.name) for key in self.keys)
                 raise ValueError(f"two API keys have the same {what}, among {names}; each needs its own")
 
-    def find(self, authorization: str) -> ApiKey:
+    def find(self, authorization: bytes) -> ApiKey:
         """Return the key of an Authorization header, in a time that says nothing about the keys there are.
+
+        The header is as it came: a key of other letters than ASCII's is in UTF-8 there, as in files and settings.
 
         Raises:
             ApiError: 401: there is none, or another one.
         """
-        scheme, _, given = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not given.strip():
+        scheme, _, given = authorization.partition(b" ")
+        if scheme.lower() != b"bearer" or not given.strip():
             raise _refused("no API key was given; send it as the header 'Authorization: Bearer KEY'")
-        digest = digest_of(given.strip())
+        digest = hashlib.sha256(given.strip()).digest()
         found = None
         for key in self.keys:
             if hmac.compare_digest(key.sha256, digest):
@@ -88,7 +90,7 @@ def _refused(message: str) -> ApiError:
 
 
 def digest_of(key: str) -> bytes:
-    """Return the SHA-256 of a key."""
+    """Return the SHA-256 of a key, in UTF-8."""
     return hashlib.sha256(key.encode()).digest()
 
 

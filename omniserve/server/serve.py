@@ -20,7 +20,7 @@ from omniserve.errors import EngineStopped
 from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.serving import BatchServing
-from omniserve.server.connections import Connections, allow_connections
+from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.garbage import exempt_what_is_loaded
@@ -35,6 +35,8 @@ logger = logging.getLogger("omniserve.server")
 
 # After the running requests had their time: what connections get to close.
 _CLOSE_CONNECTIONS_S = 2
+# Connections that wait in the kernel to be accepted.
+_BACKLOG = 2048
 
 
 def run(options: ServerOptions, make_engine: EngineMaker) -> int:
@@ -145,10 +147,11 @@ class _Main:
             lifespan="off",
             ws="none",
             timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
+            backlog=ACCEPTED_AT_ONCE,  # asyncio accepts as many in a row
         )
         server = _UvicornServer(config, self._connections)
         exempt_what_is_loaded()
-        listener.listen(config.backlog)  # now, so that whoever reads the next line can connect
+        listener.listen(_BACKLOG)  # now, so that whoever reads the next line can connect
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()[:2]
         logger.info("serving %s on http://%s:%d/v1", service.model_name, host, port)
@@ -182,6 +185,12 @@ class _UvicornServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
         self._connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # which uvicorn made as short as what is accepted at once
 
     async def on_tick(self, counter: int) -> bool:
         """Do what is to be done each tenth of a second."""

@@ -51,7 +51,6 @@ class EngineSupervisor:
         """The process that takes requests, or the dead one while another is not ready yet."""
         self._open: EngineClient | None = None  # whose process and sockets are there: the client's or its successor's
         self._watch: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
         self._kept_down = asyncio.Event()
         self._start_s = 0.0
         self._start_failure: str | None = None
@@ -83,21 +82,6 @@ class EngineSupervisor:
     def retry_after_s(self) -> float | None:
         """When the engine is expected back, seconds from now; None if it is dead for good."""
         return None if self.stopped.is_set() else max(1.0, self._expected_back_s - time.monotonic())
-
-    async def wait_until_ready(self) -> EngineClient:
-        """Return the client of an engine that takes requests; wait for it while one is being started.
-
-        Whoever holds work beyond a single call (a batch, say) waits here after an ``EngineStopped`` and sends the
-        work again.
-
-        Raises:
-            EngineStopped: The engine is dead for good.
-        """
-        while self.failure is not None:
-            if self.stopped.is_set():
-                raise EngineStopped(self.failure)
-            await self._changed.wait()
-        return self.client
 
     def keep_down(self) -> None:
         """Start no engine from now on: the server is about to stop."""
@@ -132,7 +116,6 @@ class EngineSupervisor:
             while self.client.failure is not None:
                 if num_starts >= self._max_restarts or self._kept_down.is_set():
                     self.stopped.set()
-                    self._tell_change()
                     return
                 pause_s = pause_before(num_starts)
                 num_starts += 1
@@ -153,7 +136,6 @@ class EngineSupervisor:
                 self.client, self._start_failure = successor, None
                 self.num_restarts += 1
                 logger.warning("engine: ready again after %.1f s", self._start_s)
-                self._tell_change()
 
     async def _is_kept_down_within(self, seconds: float) -> bool:
         try:
@@ -161,10 +143,6 @@ class EngineSupervisor:
         except TimeoutError:
             return False
         return True
-
-    def _tell_change(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
 
     async def _close_open(self) -> None:
         if self._open is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +61,7 @@ def make_tier(
     pin_memory: bool = False,
     block_size: int = BLOCK_SIZE,
     kv_dtype: str = "auto",
+    **mailbox: Any,
 ) -> HostTier:
     tier = HostTier(
         spec=spec,
@@ -71,7 +73,10 @@ def make_tier(
         cores=cores,
         pin_memory=pin_memory,
         kv_dtype=kv_dtype,
+        **mailbox,
     )
+    if tier.mailbox_SW is not None:
+        tier.mailbox_SW.fill_(torch.nan)
     poison(tier, range(tier.num_blocks))
     return tier
 
@@ -220,8 +225,12 @@ class Driver:
             key = (slot, self.epochs[slot], layer)
             k_TKH, v_TKH = (rounded(self.tier, rows_TKH) for rows_TKH in history[layer])
             self.expected[key] = reference(q[seat], k_TKH, v_TKH, spec.attention[layer])
-        self.tier.submit(layer, torch.tensor(slots), q, k, v)
-        fused.fill_(float("nan"))  # the tier has its own copy by now
+        self.send(layer, torch.tensor(slots), q, k, v)
+
+    def send(self, layer: int, slots: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.tier.submit(layer, slots, q, k, v)
+        for rows in (q, k, v):
+            rows.fill_(float("nan"))  # the tier has its own copy by now
 
     def check(self, event: HostEvent) -> None:
         """Hold a DONE event against what was submitted; each fits once."""

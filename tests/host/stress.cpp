@@ -1,17 +1,20 @@
 // Stress of the torch-free host tier with scalar kernels in place of the real ones, for the sanitizers: random requests
-// grow, are cancelled, moved out and back, under injected faults. Every result is compared to the bit with a serial
-// run over the request's own history, and blocks are poisoned by this thread as soon as the tier says that they are free:
-// a thread that still touches them is a data race, and a copy that strays is seen in the poison. In f32 if the seed is
-// even, in bf16 (with V in token pairs) if not. Usage: stress [seed] [steps]
+// grow, are cancelled, moved out and back, under injected faults; rows come with submit or by the mailbox. Every result
+// is compared to the bit with a serial run over the request's own history, and blocks and rows of the mailbox are
+// poisoned by this thread as soon as the tier says that they are free: a thread that still touches them is a data race,
+// and a copy that strays is seen in the poison. In f32 if the seed is even, in bf16 (with V in token pairs) if not.
+// Usage: stress [seed] [steps]
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <map>
+#include <mutex>
 #include <random>
 #include <set>
 #include <thread>
@@ -162,12 +165,75 @@ struct Pool {
   }
 };
 
+// Writes rows into the mailbox as a device does: in order, some time later, each row before its flag. Some flags hold
+// another step before, while the row is anything.
+struct Device {
+  struct Row {
+    int64_t slot, step;
+    std::vector<char> data;
+  };
+
+  std::mt19937_64 rng;
+  const int64_t row_bytes;
+  std::vector<char> mailbox = std::vector<char>(static_cast<size_t>(kSlots * row_bytes), kPoison);
+  std::vector<int64_t> flags = std::vector<int64_t>(kSlots, 0);
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::deque<Row> queue;
+  bool stop = false;
+  std::thread thread{[this] { run(); }};
+
+  Device(uint64_t seed, int64_t row_bytes) : rng(seed), row_bytes(row_bytes) {}
+
+  ~Device() {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      stop = true;
+    }
+    wake.notify_one();
+    thread.join();
+  }
+
+  void send(std::vector<Row> rows) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (Row& row : rows) queue.push_back(std::move(row));
+    wake.notify_one();
+  }
+
+  void run() {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (true) {
+      wake.wait(lock, [this] { return stop || !queue.empty(); });
+      if (stop) return;
+      const Row row = std::move(queue.front());
+      queue.pop_front();
+      lock.unlock();
+      if (rng() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(rng() % 300));
+      int64_t* const flag = &flags[row.slot];
+      if (rng() % 4 == 0) {
+        __atomic_store_n(flag, row.step + (rng() % 2 ? 1 : -1), __ATOMIC_RELEASE);
+        std::this_thread::sleep_for(std::chrono::microseconds(rng() % 200));
+      }
+      std::memcpy(poison(row.slot), row.data.data(), row.data.size());
+      __atomic_store_n(flag, row.step, __ATOMIC_RELEASE);
+      lock.lock();
+    }
+  }
+
+  char* poison(int64_t slot) {
+    char* const row = &mailbox[slot * row_bytes];
+    std::fill_n(row, row_bytes, kPoison);
+    return row;
+  }
+};
+
 struct Request {
   enum State { absent, ready, attending, dying, moving_out, away, moving_in } state = absent;
   int64_t epoch = 0, position = 0, layer = 0;
   std::vector<int64_t> blocks, device_blocks;
   std::vector<char> rows[kLayers][2];  // the history of K and V, row after row
   std::vector<char> expected;
+  bool by_mailbox = false;
 };
 
 struct Stress {
@@ -179,14 +245,17 @@ struct Stress {
   std::vector<AttentionParams> layers{{kHeads, 0.5f, 0, 0.f}, {kHeads, 0.5f, 300, 0.f}};
   std::vector<Request> requests = std::vector<Request>(kSlots);
   std::map<int64_t, int64_t> moves;  // id -> slot
-  int64_t next_move = 0, done = 0, failed = 0, cancelled = 0, moved = 0;
+  int64_t next_move = 0, done = 0, failed = 0, cancelled = 0, moved = 0, sent = 0, num_steps = 0;
+  bool closed = false;
+  Device gpu;
   HostTier tier;
 
   Stress(uint64_t seed, int num_threads, DType dtype)
       : rng(seed),
         dtype(dtype),
+        gpu(seed, (kHeads + 2 * kKVHeads) * kHeadSize * bytes),
         tier({kBlocks, kBlockSize, kHeads, kKVHeads, kHeadSize, kSlots, dtype, dtype, layers, host.data.data(), nullptr,
-              results.data(), num_threads, {}, true}) {}
+              results.data(), num_threads, {}, true, gpu.mailbox.data(), gpu.flags.data(), 50e-6, 20e-6}) {}
 
   int64_t below(int64_t n) { return static_cast<int64_t>(rng() % static_cast<uint64_t>(n)); }
 
@@ -235,7 +304,9 @@ struct Stress {
     requests[slot].state = Request::absent;
   }
 
-  void submit(int64_t layer) {
+  void submit(int64_t layer, std::vector<int64_t>& expected_layers, std::vector<int64_t>& expected_slots,
+              std::vector<Device::Row>& sent_rows) {
+    const bool by_mailbox = below(2);
     std::vector<int64_t> slots{-1};
     for (int64_t slot = 0; slot < kSlots; ++slot) {
       if (requests[slot].state == Request::ready && requests[slot].layer == layer && below(2)) slots.push_back(slot);
@@ -255,7 +326,17 @@ struct Stress {
       request.rows[layer][0].insert(request.rows[layer][0].end(), k_row.begin(), k_row.end());
       request.rows[layer][1].insert(request.rows[layer][1].end(), v_row.begin(), v_row.end());
       request.expected = serial(layer, request, q_row);
+      request.by_mailbox = by_mailbox;
+      if (!by_mailbox) continue;
+      Device::Row row{slot, num_steps, q_row};
+      for (const auto* part : {&k_row, &v_row}) row.data.insert(row.data.end(), part->begin(), part->end());
+      sent_rows.insert(sent_rows.end() - below(1 + std::count(expected_layers.begin(), expected_layers.end(), layer)),
+                       std::move(row));
+      expected_layers.push_back(layer);
+      expected_slots.push_back(slot);
+      ++sent;
     }
+    if (by_mailbox) return;
     tier.submit(layer, slots.data(), static_cast<int64_t>(slots.size()), q.data(), k.data(), v.data());
     for (auto& row : rows) std::fill(row.begin(), row.end(), kPoison);  // the tier has its own copy by now
   }
@@ -320,6 +401,7 @@ struct Stress {
 
   void finish_task(const HostEvent& event) {
     Request& request = requests[event.slot];
+    if (request.by_mailbox && !closed) gpu.poison(event.slot);  // nobody uses it any more
     CHECK(event.epoch == request.epoch && event.position == request.position, event.slot);
     if (request.state == Request::dying) {
       ++cancelled;
@@ -365,7 +447,14 @@ struct Stress {
         move(slot, true);
       }
     }
-    for (int64_t layer = 0; layer < kLayers; ++layer) submit(layer);
+    ++num_steps;
+    std::vector<int64_t> of_layer, slots;
+    std::vector<Device::Row> rows;
+    for (int64_t layer = 0; layer < kLayers; ++layer) submit(layer, of_layer, slots, rows);
+    const bool sends_first = below(2);
+    if (sends_first) gpu.send(rows);
+    tier.expect(num_steps, of_layer.data(), slots.data(), static_cast<int64_t>(slots.size()));
+    if (!sends_first) gpu.send(std::move(rows));
     tier.wait(0.001);
     poll();
   }
@@ -416,7 +505,7 @@ int main(int argc, char** argv) {
   run.drain();
   CHECK(run.tier.stats().threads_alive == 1, -1);
   while (run.tier.stats().bytes_prefaulted < static_cast<int64_t>(run.host.data.size())) std::this_thread::yield();
-  CHECK(run.done > steps && run.failed > 0 && run.cancelled > 0 && run.moved > 0, -1);
+  CHECK(run.done > steps / 2 && run.failed > 0 && run.cancelled > 0 && run.moved > 0 && run.sent > steps / 4, -1);
   run.tier.inject({0, false, 0, 0, 1});  // the last one dies: from here on everything fails, once
   const int64_t failed = run.failed;
   for (int i = 0; i < 10; ++i) run.step();
@@ -432,9 +521,10 @@ int main(int argc, char** argv) {
     if (i % 3 == 0) continue;
     brief.tier.close();
     brief.tier.close();
+    brief.closed = true;
     brief.drain();
   }
-  std::printf("%ld done, %ld failed, %ld cancelled, %ld moved\n", long(run.done), long(run.failed), long(run.cancelled),
-              long(run.moved));
+  std::printf("%ld done, %ld failed, %ld cancelled, %ld moved, %ld by the mailbox\n", long(run.done), long(run.failed),
+              long(run.cancelled), long(run.moved), long(run.sent));
   return 0;
 }

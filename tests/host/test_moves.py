@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from omniserve.host.direct import DirectMover
 from omniserve.host.staging import StagedMover
+from omniserve.host.tier import HostTier
 from omniserve.plan import HostEventKind, KVMove, MoveDirection
 from tests.host.helpers import (
     BLOCK_SIZE,
@@ -265,11 +267,133 @@ def test_closing_fails_staged_moves(open_driver: Callable[..., Driver]) -> None:
     assert [event.kind for event in driver.tier.poll()] == [HostEventKind.MOVE_FAILED] * 2
 
 
+class Gated(DirectMover):
+    """A direct mover of CPU tensors, whose copies are over when their number is in `over`."""
+
+    def __init__(self, tier: HostTier) -> None:
+        super().__init__(tier.pool_LBK2SH)
+        self.over: set[int] = set()
+        self._num_launched = 0
+        tier._mover = self
+
+    def _launch(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> Callable[[], bool]:
+        super()._launch(move, device_k_LBKSH, device_v_LBKSH)
+        number = self._num_launched
+        self._num_launched += 1
+        return lambda: number in self.over
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "block_size"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 5), (torch.float16, 4)]
+)
+def test_direct_moves_are_exact_both_ways(
+    open_driver: Callable[..., Driver], dtype: torch.dtype, block_size: int, is_reversed: bool
+) -> None:
+    driver = open_driver(make_spec(dtype), dtype=dtype, block_size=block_size, num_blocks=60)
+    tier = driver.tier
+    tier._mover = DirectMover(tier.pool_LBK2SH)
+    device = [random_cache(driver, 40), random_cache(driver, 40)]
+    expected_host = read_pool(tier)
+    src, dst = torch.randperm(40).tolist()[:11], torch.randperm(60).tolist()[:11]
+    back = [torch.full_like(side, float("nan")) for side in device]
+    expected = [side.clone() for side in back]
+    for k_or_v, side in enumerate(device):
+        expected_host[k_or_v][:, dst] = side[:, src].flip(3) if is_reversed else side[:, src]
+        expected[k_or_v][:, src] = side[:, src]
+    for move_id, (direction, ids, cache) in enumerate(
+        ((TO_HOST, (src, dst), device), (TO_DEVICE, (dst, src), back), (TO_HOST, ([], []), device))
+    ):
+        move = dataclasses.replace(make_move(move_id, direction, *ids), is_reversed=is_reversed)
+        tier._mover.start(move, *cache)
+        assert [(event.kind, event.move_id) for event in collect(tier, 1)] == [(HostEventKind.MOVE_DONE, move_id)]
+    for side, wanted in zip((*read_pool(tier), *back), (*expected_host, *expected), strict=True):
+        assert_same_bits(side, wanted)
+    assert tier.stats().bytes_moved == 22 * driver.spec.kv_block_bytes(block_size)
+
+
+def test_direct_moves_are_reported_when_they_are_over_and_in_order(open_driver: Callable[..., Driver]) -> None:
+    driver = open_driver(num_blocks=20)
+    tier, device = driver.tier, [random_cache(driver, 5), random_cache(driver, 5)]
+    mover = Gated(tier)
+    for move_id in range(3):
+        mover.start(make_move(move_id, TO_HOST, [move_id], [move_id]), *device)
+    mover.over = {1}  # but not the first
+    tier.wait(0.01)
+    assert tier.poll() == [] and tier.busy and not tier.attends
+    assert tier.stats().moves_in_hand == 3 and tier.stats().bytes_moved == 0
+    mover.over = {0, 1}
+    assert [(event.kind, event.move_id) for event in collect(tier, 2)] == [(HostEventKind.MOVE_DONE, i) for i in (0, 1)]
+    assert tier.stats().moves_in_hand == 1
+    mover.over = {0, 1, 2}
+    assert [event.move_id for event in collect(tier, 1)] == [2]
+    assert not tier.busy
+
+
+def test_direct_moves_fail_by_one_event_each(open_driver: Callable[..., Driver]) -> None:
+    driver = open_driver(num_blocks=20)
+    tier, device = driver.tier, [random_cache(driver, 5), random_cache(driver, 5)]
+    mover = Gated(tier)
+    copy_blocks = mover._copy_blocks
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    mover._copy_blocks = out_of_memory
+    mover.start(make_move(0, TO_HOST, [0], [0]), *device)
+    mover._copy_blocks = copy_blocks
+    mover.start(make_move(1, TO_HOST, [1], [1]), *device)
+    mover.over = {0}
+    tier.close()
+    mover.start(make_move(2, TO_HOST, [2], [2]), *device)
+    events = collect(tier, 3)
+    kinds = [HostEventKind.MOVE_FAILED, HostEventKind.MOVE_DONE, HostEventKind.MOVE_FAILED]
+    assert [(event.move_id, event.kind) for event in events] == list(enumerate(kinds))
+    assert "no memory" in events[0].message and "closed" in events[2].message
+    assert tier.stats().failures == 2 and tier.stats().bytes_moved == driver.spec.kv_block_bytes(BLOCK_SIZE)
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_moves_to_an_int8_pool_go_over_the_staging_buffer() -> None:
+    spec = make_spec(torch.bfloat16, head_size=64)
+    tier = make_tier(spec, dtype=torch.bfloat16, num_blocks=60, pin_memory=True, kv_dtype="int8")
+    driver = Driver(tier, spec)
+    device = [random_cache(driver, 40).cuda(), random_cache(driver, 40).cuda()]
+    tier.start_move(make_move(0, TO_HOST, list(range(40)), list(range(40))), *device)
+    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+    assert isinstance(tier._mover, StagedMover)
+    for side, held in zip(device, read_pool(tier), strict=True):
+        assert torch.equal(held[:, :40], rounded(tier, side.cpu()))
+    tier.close()
+
+
+@pytest.mark.gpu
+def test_cuda_moves_are_exact_beside_steps_that_write_the_same_blocks_later() -> None:
+    spec = make_spec(torch.bfloat16)
+    tier = make_tier(spec, dtype=torch.bfloat16, num_blocks=100, pin_memory=True)
+    driver = Driver(tier, spec)
+    device = [random_cache(driver, 100).cuda(), random_cache(driver, 100).cuda()]
+    x = torch.randn(4096, 4096, device="cuda")
+    for _ in range(50):
+        x = x @ x / 4096
+    for side in device:  # queued behind a long step, and so not there yet when the move starts
+        side += 1
+    expected = [side.clone() for side in device]
+    ids = list(range(100))
+    tier.start_move(make_move(0, TO_HOST, ids, ids[::-1]), *device)
+    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+    for side in device:  # free, now that the event has come
+        side.zero_()
+    for side, held in zip(expected, read_pool(tier), strict=True):
+        assert_same_bits(held[:, ids[::-1]].contiguous(), side.cpu())
+    tier.close()
+
+
+@pytest.mark.gpu
 def test_cuda_moves_are_exact_in_both_directions() -> None:
     spec = make_spec(torch.bfloat16)
     tier = make_tier(spec, dtype=torch.bfloat16, num_blocks=60, pin_memory=True)
+    assert isinstance(tier._mover, DirectMover)
     driver = Driver(tier, spec)
     device = [random_cache(driver, 40).cuda(), random_cache(driver, 40).cuda()]
     back = [torch.full_like(side, float("nan")) for side in device]

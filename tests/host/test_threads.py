@@ -23,11 +23,14 @@ CSRC = Path(__file__).parents[2] / "omniserve" / "ops" / "csrc"
 
 def test_importing_starts_no_thread_and_exit_needs_no_close() -> None:
     code = """
+import torch
 from tests.host.helpers import Driver, host_threads, make_spec, make_tier
 assert not host_threads()
-driver = Driver(make_tier(make_spec()), make_spec())
+driver = Driver(make_tier(make_spec(), mailbox=True), make_spec())
 assert len(host_threads()) == 2
 driver.start(0, 100)
+driver.start(1, 100)
+driver.tier.expect(1, torch.tensor([0]), torch.tensor([1]))
 driver.tier.inject(delay_s=3600)
 driver.submit(0, [0])
 """
@@ -123,7 +126,9 @@ def test_random_histories_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> N
     program = tmp_path / "stress"
     sources = [
         str(Path(__file__).with_name("stress.cpp")),
-        *map(str, (CSRC / f"host_{name}.cpp" for name in ("tier", "tier_workers", "tier_memory", "kv"))),
+        *map(
+            str, (CSRC / f"host_{name}.cpp" for name in ("tier", "tier_mailbox", "tier_workers", "tier_memory", "kv"))
+        ),
     ]
     flags = ["-std=c++17", "-O0", "-g1", f"-fsanitize={sanitizer}", "-pthread", f"-I{CSRC}"]
     subprocess.run([compiler, *flags, *sources, "-o", str(program)], check=True)

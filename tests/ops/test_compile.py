@@ -25,6 +25,7 @@ def one_layer(
     slots: Tensor,
     attention: tuple,
     seats: tuple,
+    sent: tuple,
 ) -> Tensor:
     """Use every operator as a layer does, between dense operations that a compiler would like to reorder."""
     ops = torch.ops.omniserve
@@ -37,6 +38,8 @@ def one_layer(
     hidden_TD = ops.piggyback_concat(attn_TD, results_RD + host_RNH.flatten(1), rows_P).relu()
     ops.residual_store(hidden_TD, store_SD, slots_P)
     hidden_TD = hidden_TD * 3
+    k_TKH, v_TKH = (torch.cat([rows + 2, rows[:2]]) for rows in kv)  # device rows and seats, as hidden
+    ops.piggyback_send(hidden_TD, torch.cat([k_TKH, v_TKH], 1), k_TKH, v_TKH, slots_P, *sent)
     ops.residual_fetch(store_SD, slots_P.flip(0), hidden_TD)
     return hidden_TD + 1
 
@@ -53,7 +56,8 @@ def layer_args(num_tokens: int) -> tuple:
     )
     seats = (torch.full((4, 32), torch.nan), torch.ones(3, 32), torch.tensor([2, -1]), torch.tensor([3, 1]))
     pool = torch.full((3, 1, 2, 16, 16), torch.nan)
-    return tuple(kv), tuple(caches), pool, 32 + torch.arange(num_tokens), attention, seats
+    sent = (torch.full((4, 32), torch.nan), torch.full((4, 64), torch.nan), torch.zeros(4).long(), torch.tensor([3]))
+    return tuple(kv), tuple(caches), pool, 32 + torch.arange(num_tokens), attention, seats, sent
 
 
 def test_a_layer_of_all_operators_compiles_to_the_same_result() -> None:
@@ -62,6 +66,6 @@ def test_a_layer_of_all_operators_compiles_to_the_same_result() -> None:
     for num_tokens in (5, 2, 9):
         mine, wanted = layer_args(num_tokens), layer_args(num_tokens)
         result, expected = compiled(*mine), one_layer(*wanted)
-        got = (result, *mine[1], mine[2], mine[5][0])
+        got = (result, *mine[1], mine[2], mine[5][0], *mine[6])
         assert result.isfinite().all()
-        assert_same(got, (expected, *wanted[1], wanted[2], wanted[5][0]), "paged_attention", torch.float32)
+        assert_same(got, (expected, *wanted[1], wanted[2], wanted[5][0], *wanted[6]), "paged_attention", torch.float32)

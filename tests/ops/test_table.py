@@ -54,3 +54,14 @@ def test_concat_without_seats_is_a_copy() -> None:
     out_TD = torch.ops.omniserve.piggyback_concat(attn_TD, torch.ones(1, 4), torch.empty(0, dtype=torch.int64))
     out_TD.zero_()
     assert attn_TD.eq(1).all()
+
+
+def test_a_send_large_enough_for_several_threads_agrees_with_its_reference() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden_TD = torch.randn(70, 3000, generator=generator)
+    q, k, v = torch.randn(70, 40, 64, generator=generator).split([24, 8, 8], 1)
+    slots_P = torch.randperm(80, generator=generator)[:64]
+    slots_P[5] = -1
+    stores = torch.full((80, 3000), torch.nan), torch.full((80, 40 * 64), torch.nan), torch.zeros(80).long()
+    sample = Sample(label="large", args=(hidden_TD, q, k, v, slots_P, *stores, torch.tensor([2**40])))
+    check_against_reference(op_named("piggyback_send"), "piggyback_send", sample, torch.float32)

@@ -95,6 +95,8 @@ class Tally:
     checkpoints: int = 0
     rejected: int = 0
     halted: int = 0
+    constant_decodes: int = 0
+    constant_chunks: int = 0
     finished: int = 0
 
 
@@ -123,6 +125,7 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
         "host_threads": rng.choice([1, 2, 3]),
         "keep_halted": rng.choice([True, False]),
         "compile": False,
+        "async_steps": False,
     }
     return EngineConfig(**{**settings, **fixed})  # type: ignore[arg-type]
 
@@ -244,6 +247,9 @@ def run_history(
         else:
             raise AssertionError(f"seed {seed}: unfinished after all steps: {engine.stats()}")
         stats = engine.stats()
+        if engine.runner.constant is not None:
+            tally.constant_decodes += engine.runner.constant.num_decode_steps
+            tally.constant_chunks += engine.runner.constant.num_chunk_steps
         assert stats.device_blocks_used == stats.host_blocks_used == 0, stats
         assert len(engine.kv.free_block_ids(Tier.DEVICE)) == stats.device_blocks_total, "somebody who ended keeps KV"
     assert set(reasons) == set(which), f"seed {seed}: {set(which) - set(reasons)} never ended"

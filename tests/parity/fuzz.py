@@ -42,12 +42,13 @@ def main() -> int:
                 print(f"{num_histories} histories, {num_failures} failed; {tally}")
                 return int(num_failures > 0)
             num_histories += 1
-            policy, faults, deaths = next(policies), seed % 2 == 0, seed % 5 == 0
+            policy, faults, deaths, overlaps = next(policies), seed % 2 == 0, seed % 5 == 0, seed % 3 > 0
+            drawn = dict(scheduler=policy, faults=faults, deaths=deaths, async_steps=overlaps)
             try:
-                run_history(model, reference, seed, scheduler=policy, faults=faults, deaths=deaths, tally=tally)
+                run_history(model, reference, seed, tally=tally, **drawn)
             except AssertionError as error:
                 num_failures += 1
-                print(f"FAILED {family} {policy} seed {seed} faults={faults} deaths={deaths}: {error}", flush=True)
+                print(f"FAILED {family} seed {seed} {drawn}: {error}", flush=True)
     return 1
 
 

@@ -47,6 +47,30 @@ def test_every_scheduler_with_every_kv_manager_over_random_histories(scheduler: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheduler", [*SCHEDULERS.names(), preemptible.NAME])
+def test_steps_that_overlap_change_no_token(scheduler: str, device: str) -> None:
+    model, reference = model_and_reference("llama", device)
+    tally, managers = Tally(), KV_MANAGERS.names()
+    first = len(scheduler)  # so that each manager meets several policies
+    for seed in range(2):
+        run_history(
+            model, reference, 700 + seed, scheduler=scheduler, kv=managers[(first + seed) % len(managers)],
+            async_steps=True, faults=True, deaths=seed == 1, tally=tally,
+        )  # fmt: skip
+    assert tally.finished > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
+def test_tokens_on_the_host_tier_may_be_pending(family: str, device: str) -> None:
+    model, reference = model_and_reference(family, device)
+    run_histories(
+        model, reference, range(720, 722), reach=("host_tokens", "swaps_out"), async_steps=True, kv="tiered",
+        has_profile=False, host_kv_bytes=1 << 20, max_host_requests=16,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_preempted_requests_resume_from_their_checkpoints(device: str) -> None:
     model, reference = model_and_reference("llama", device)
     run_histories(model, reference, range(100, 108), reach=("preemptions", "resumed_tokens"), kv="incremental")

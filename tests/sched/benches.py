@@ -15,6 +15,7 @@ from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.sched.policy import RequestScheduler
 from tests.sched.fake_device import FakeDevice
 from tests.sched.predictor import forecast
+from tests.sched.stepping import OverlappingStepping, Stepping
 
 BLOCK = 4
 
@@ -35,7 +36,7 @@ class Machine:
 
     def __init__(
         self, policy: str, *, kv: str, device_blocks: int, host_blocks: int, seed: int = 0,
-        predict: dict[str, float] | None = None, limits: dict[str, Any],
+        predict: dict[str, float] | None = None, overlaps: bool = False, limits: dict[str, Any],
     ) -> None:  # fmt: skip
         self.now_s = 0.0
         self.finished: set[str] = set()
@@ -55,6 +56,8 @@ class Machine:
             rng=random.Random(seed),
         )  # fmt: skip
         self.device.abandoned = scheduler.abandoned_moves
+        stepping = OverlappingStepping if overlaps else Stepping
+        self._stepping = stepping(scheduler, self.device.execute)
         if isinstance(self.kv, BidirectionalKVManager):
             self.device.sharers = self.kv._device.sharers
 
@@ -89,8 +92,7 @@ class Machine:
     def _run(self, host_chance: float, seconds: Callable[[StepPlan], float]) -> tuple[StepPlan, list[RequestOutput]]:
         self.scheduler.notify(self.device.poll(host_chance))
         plan = self.scheduler.schedule(self.now_s)
-        self.now_s += seconds(plan)
-        outputs = self.scheduler.update(plan, self.device.execute(plan), self.now_s)
+        self.now_s, outputs = self._stepping.step(plan, self.now_s, seconds(plan))
         self.finished |= {output.request_id for output in outputs if output.finished}
         self.scheduler.check_integrity()
         return plan, outputs
@@ -114,11 +116,11 @@ class Clock(Machine):
 
     def __init__(
         self, *, device_blocks: int = 400, host_blocks: int = 0, predict: dict[str, float] | None = None,
-        slower: float = 1.0, policy: str = "omniserve", kv: str = "tiered", **limits: Any,
+        slower: float = 1.0, policy: str = "omniserve", kv: str = "tiered", overlaps: bool = False, **limits: Any,
     ) -> None:  # fmt: skip
         super().__init__(
             policy, kv=kv, device_blocks=device_blocks, host_blocks=host_blocks, predict=predict or {},
-            limits=limits,
+            overlaps=overlaps, limits=limits,
         )  # fmt: skip
         self.slower = slower
         self.first_s: dict[str, float] = {}

@@ -6,11 +6,13 @@ lost copy changes the tokens that come out. ``expected_tokens`` says what an und
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 
 from omniserve.plan import (
+    PENDING_TOKEN,
     HostEvent,
     HostEventKind,
     KVMove,
@@ -73,6 +75,10 @@ class FakeDevice:
         self.away: dict[int, int] = {}
         """Host slot -> layer its token is at."""
         self.done: set[int] = set()
+        self.sampled: dict[str, SampledToken] = {}
+        """By the last step that sampled any."""
+        self.num_pending = 0
+        """Tokens that a plan waited for."""
         self.num_joins = 0
         self.num_pipelined = 0
         self.num_restored = 0
@@ -110,7 +116,26 @@ class FakeDevice:
                 busy["host"] |= set(self.bound[event.slot].block_ids)
         return busy
 
+    def _with_pending_tokens(self, plan: StepPlan) -> StepPlan:
+        """Fill in what the plan waits for: the last step that computed anything sampled it."""
+        chunks = tuple(
+            dataclasses.replace(c, token_ids=(*c.token_ids[:-1], self.sampled[c.request_id].token_id))
+            if c.token_ids[-1] == PENDING_TOKEN
+            else c
+            for c in plan.chunks
+        )
+        entries = tuple(
+            dataclasses.replace(e, token_id=self.sampled[e.request_id].token_id) if e.token_id == PENDING_TOKEN else e
+            for e in plan.entries
+        )
+        self.num_pending += sum(
+            new != old for new, old in zip((*chunks, *entries), (*plan.chunks, *plan.entries), strict=True)
+        )
+        return dataclasses.replace(plan, chunks=chunks, entries=entries)
+
     def execute(self, plan: StepPlan) -> StepOutput:
+        plan = self._with_pending_tokens(plan)
+        assert all(PENDING_TOKEN not in chunk.token_ids for chunk in plan.chunks)
         assert plan.num_device_tokens <= self.max_tokens
         per_layer = Counter(join.layer for join in plan.joins)
         assert max([len(plan.entries), *per_layer.values()], default=0) <= plan.num_piggyback_slots
@@ -169,6 +194,8 @@ class FakeDevice:
             assert not busy["host"] & set(entry.block_ids), "a host block is used twice"
             self.bound[entry.slot] = entry
             self._send(entry, 0)
+        if tokens:
+            self.sampled = tokens
         lost = frozenset(row.request_id for row in plan.pipelined if not self._run_through(row, busy["host"], tokens))
         return StepOutput(tokens=tokens, halted=halted, lost=lost)
 
@@ -177,6 +204,7 @@ class FakeDevice:
     ) -> bool:
         """Compute a pipelined token through all its layers; False if its host attention fails."""
         if isinstance(row, PiggybackEntry):
+            assert row.token_id != PENDING_TOKEN
             is_away = row.slot in self.away and self.bound[row.slot].epoch == row.epoch
             assert not is_away, "a token enters while another one of its request is away"
             self.away.pop(row.slot, None)  # what the slot's last owner left

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,14 +16,16 @@ from omniserve.errors import RequestRejected
 from omniserve.kv import KV_MANAGERS, BidirectionalKVManager, Tier, TieredKVManager
 from omniserve.kv.base import KVManager
 from omniserve.latency import features_of
-from omniserve.plan import Bound, HostEvent, HostEventKind, MoveDirection, StepPlan
+from omniserve.plan import Bound, HostEvent, HostEventKind, MoveDirection, StepOutput, StepPlan
 from omniserve.request import SLO, FinishReason, Request, RequestOutput, SamplingParams, ServiceClass, Stay
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.sched.admission import LARGEST_MARGIN
 from omniserve.sched.policy import RequestScheduler
+from omniserve.sched.state import RequestState
 from tests.sched import preemptible
-from tests.sched.fake_device import FakeDevice, expected_tokens
+from tests.sched.fake_device import VOCAB, FakeDevice, expected_tokens
 from tests.sched.predictor import forecast
+from tests.sched.stepping import OverlappingStepping, Stepping
 
 BLOCK = 4
 # What the policies that use the host tier must have come to, or their histories say nothing.
@@ -96,12 +102,34 @@ def draw_request(rng: random.Random) -> Request:
 
 def run_history(
     scheduler: str, seed: int, *, kv: str = "tiered", failure_rate: float = 0.0, halt_rate: float = 0.0,
-    tier_down: bool = False, down_at_return: bool = False, has_forecast: bool = False,
+    tier_down: bool = False, down_at_return: bool = False, has_forecast: bool = False, overlaps: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     rng = random.Random(seed)
+    ends = random.Random(-1 - seed)  # of its own: who ends early changes nothing else
     sched, device = make(scheduler, kv, rng, failure_rate=failure_rate, halt_rate=halt_rate, has_forecast=has_forecast)
+    num_failed = num_reused = 0
+
+    def execute(plan: StepPlan) -> StepOutput:
+        nonlocal num_failed
+        result = device.execute(plan)
+        sampled = [chunk.request_id for chunk in plan.chunks if chunk.request_id in result.tokens]
+        if not overlaps or not sampled or ends.random() > 0.01:
+            return result
+        num_failed += 1
+        victim = ends.choice(sampled)
+        left = {request_id: token for request_id, token in result.tokens.items() if request_id != victim}
+        return dataclasses.replace(result, tokens=left, failed={victim: "non-finite logits"})
+
+    stepping = (OverlappingStepping if overlaps else Stepping)(sched, execute)
+
+    def may_check_limit() -> bool:
+        return not failure_rate and not device.is_down  # who fails to leave the device stays there, over any limit
+
+    watch_returns(sched, may_check_limit)
     speed = rng.choice([0.01, 0.05, 0.5, 1.0])
     requests = {f"r{i}": draw_request(rng) for i in range(rng.randint(5, 30))}
+    if overlaps:
+        requests = {request_id: with_stop_tokens(request, ends) for request_id, request in requests.items()}
     arrivals = list(requests)
     down_at = rng.randint(5, 60) if tier_down else None
     got: dict[str, list[int]] = {request_id: [] for request_id in requests}
@@ -120,35 +148,42 @@ def run_history(
                 assert error.predicted_ttft_s is not None and error.predicted_ttft_s > (1 - LARGEST_MARGIN) * slo.ttft_s
                 num_rejected += 1
                 del requests[request_id]
-        if not arrivals and not sched.has_unfinished:
+        if not arrivals and not sched.has_unfinished and stepping.is_idle:
             break
-        if rng.random() < 0.02:
+        if rng.random() < (0.05 if overlaps else 0.02):
             victim = rng.choice(list(requests))
             output = sched.abort(victim, now_s)
             if output is not None:
                 reasons[victim] = FinishReason.ABORT
+                assert output.num_output_tokens == len(got[victim])
+            if output is not None and overlaps and not has_forecast and ends.random() < 0.5:
+                new = with_stop_tokens(draw_request(ends), ends)
+                with contextlib.suppress(ValueError):  # a copy or a host task still uses its KV
+                    sched.add(victim, new, SLO(), now_s)
+                    num_reused += 1
+                    check_tokens(requests[victim], got[victim], reasons.pop(victim), about=(seed, victim))
+                    requests[victim], got[victim], stays[victim] = new, [], []
         events = device.poll(speed)
         if step == down_at and sched.limits.num_host_slots:
             device.is_down = True
             events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
         sched.notify(events)
-        there = {state.request_id for state in sched.device[ServiceClass.LS]}
         plan = sched.schedule(now_s)
-        if not failure_rate and not device.is_down:  # who fails to leave the device stays there, over any limit
-            # In a BE turn of round-robin, LS requests enter after a BE one that came back.
-            check_request_limit(sched, plan, there if scheduler == "round-robin" else None)
+        if may_check_limit():
+            assert max(holding(sched).values()) <= sched.limits.max_num_requests, holding(sched)
         if has_forecast and SCHEDULERS.get(scheduler).predicts:
             num_bounded += check_decision(sched, plan)
-        now_s += 0.005 if plan.decision is None or not plan.decision.predicted_s else plan.decision.predicted_s
-        result = device.execute(plan)
+        seconds = 0.005 if plan.decision is None or not plan.decision.predicted_s else plan.decision.predicted_s
+        now_s, outputs = stepping.step(plan, now_s, seconds)
         if down_at_return and down_at is None and any(m.direction is MoveDirection.TO_DEVICE for m in plan.moves):
             device.is_down, down_at = True, step + 1  # with the first copies to the device under way
-        for output in sched.update(plan, result, now_s):
+        for output in outputs:
             got[output.request_id] += output.new_token_ids
             stays[output.request_id] += output.host_stays
+            assert output.num_output_tokens == len(got[output.request_id])
             if output.finish_reason is not None:
                 reasons[output.request_id] = output.finish_reason
-                check_stays(output, stays[output.request_id])
+                check_stays(output, stays[output.request_id], overlaps=overlaps)
         sched.check_integrity()
         if step % 8 == 0:
             check_blocks_by_class(sched)
@@ -156,16 +191,15 @@ def run_history(
         pytest.fail(f"seed {seed}: not finished after 20,000 steps: {sched.stats()}")
     assert set(reasons) == set(requests)
     for request_id, request in requests.items():
-        want = expected_tokens(tuple(request.prompt_token_ids), request.sampling.max_tokens)
-        if reasons[request_id] is FinishReason.ABORT:
-            want = want[: len(got[request_id])]
-        assert got[request_id] == want, (seed, request_id)
+        check_tokens(request, got[request_id], reasons[request_id], about=(seed, request_id))
     usage = sched.kv.usage()
     assert usage.device_used == usage.host_used == 0
     assert len(sched.kv.free_block_ids(Tier.DEVICE)) == usage.device_total, "somebody who ended still keeps KV"
     stats = sched.stats()
     assert stats.layer_preemptions == device.num_halts
-    return {"halts": device.num_halts, "joins": device.num_joins, "pipelined": device.num_pipelined,
+    return {"overtaken": getattr(stepping, "num_overtaken", 0), "pending": device.num_pending,
+            "stopped": Counter(reasons.values())[FinishReason.STOP], "failed": num_failed, "reused": num_reused,
+            "halts": device.num_halts, "joins": device.num_joins, "pipelined": device.num_pipelined,
             "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
             "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,
             "bounded": num_bounded, "resumed": stats.resumed_tokens, "restored": device.num_restored,
@@ -174,32 +208,60 @@ def run_history(
             "failed_returns": device.num_failed_returns}  # fmt: skip
 
 
-def check_request_limit(sched: RequestScheduler, plan: StepPlan, there: set[str] | None) -> None:
-    """Verify that nobody comes, or comes back, to a device that is full; BE requests do not count against LS ones.
+def with_stop_tokens(request: Request, rng: random.Random) -> Request:
+    """Let about one in 30 of its tokens end a request."""
+    stops = tuple(rng.sample(range(VOCAB), VOCAB // 30))
+    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, stop_token_ids=stops))
 
-    Args:
-        sched: After it made the plan.
-        plan: The step.
-        there: LS requests that count against BE ones; None: all.
-    """
-    restored = {move.request_id for move in plan.moves if move.direction is MoveDirection.TO_DEVICE}
+
+def check_tokens(request: Request, got: list[int], reason: FinishReason, *, about: object) -> None:
+    """Verify a request's output: all of it, unless somebody ended it."""
+    want = expected_tokens(tuple(request.prompt_token_ids), request.sampling.max_tokens)
+    stops = [index for index, token in enumerate(want) if token in request.sampling.stop_token_ids]
+    want = want[: stops[0] + 1] if stops else want
+    if reason in (FinishReason.ABORT, FinishReason.ERROR):
+        want = want[: len(got)]
+    else:
+        assert reason is (FinishReason.STOP if stops else FinishReason.LENGTH), about
+    assert got == want, about
+
+
+def holding(sched: RequestScheduler) -> Counter[ServiceClass]:
+    """Return how many requests of each kind are on the device or on their way to it."""
     holding = Counter({kind: len(sched.device[kind]) for kind in ServiceClass})
     holding.update(state.kind for state, move in sched.moving.values() if move.direction is MoveDirection.TO_DEVICE)
-    most = sched.limits.max_num_requests
-    assert max(holding.values()) <= most, holding
-    if any(sched.states[request_id].kind is ServiceClass.BE for request_id in restored):
-        came = {state.request_id for state in sched.device[ServiceClass.LS]} - there if there is not None else set()
-        assert holding.total() - len(came) <= most, holding
+    return holding
 
 
-def check_stays(output: RequestOutput, stays: list[Stay]) -> None:
-    """Verify that a request that ended told all its stays on the host tier, one after the other."""
+def watch_returns(sched: RequestScheduler, may_check: Callable[[], bool]) -> None:
+    """Verify that no BE request comes back to a device that is full of LS and BE requests, whoever comes after it."""
+
+    def watched(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def begin_and_check(state: RequestState, *args: Any, **kwargs: Any) -> Any:
+            begun = begin(state, *args, **kwargs)
+            if begun and may_check() and state.kind is ServiceClass.BE:
+                (move,) = (move for moved, move in sched.moving.values() if moved is state)
+                full = holding(sched).total() > sched.limits.max_num_requests
+                assert not full or move.direction is MoveDirection.TO_HOST, holding(sched)
+            return begun
+
+        return begin_and_check
+
+    for name in ("start_move", "start_restore"):
+        setattr(sched, name, watched(getattr(sched, name)))
+
+
+def check_stays(output: RequestOutput, stays: list[Stay], *, overlaps: bool) -> None:
+    """Verify that a request that ended told all its stays on the host tier, one after the other.
+
+    The first may begin as its first token is pending, if steps overlap.
+    """
     times = output.times
     assert times is not None and times.finished_s is not None and times.host_since_s is None
     assert stays or not output.num_host_tokens, f"{output.request_id} decoded on the host without having been there"
     if stays:
         assert times.first_token_s is not None, "it went there before it decoded"
-        moments = [times.first_token_s, *itertools.chain.from_iterable(stays), times.finished_s]
+        moments = [0.0 if overlaps else times.first_token_s, *itertools.chain.from_iterable(stays), times.finished_s]
         assert moments == sorted(moments), (output.request_id, moments)
 
 

@@ -189,3 +189,19 @@ def test_a_best_effort_prompt_without_memory_sends_a_decode_to_the_host(policy: 
     bench.run_until(lambda: bench.scheduler.states["be2"].num_computed_tokens > 0, most=4)
     assert bench.scheduler.stats().swaps_out == 1
     assert bench.scheduler.num_preemptions == 0
+
+
+def test_an_id_is_not_reused_while_a_copy_still_uses_its_blocks() -> None:
+    """Regression: the new request went on with the old one's blocks, which were freed under it."""
+    bench = Bench("omniserve", device_blocks=8, host_blocks=24)
+    for i in range(4):
+        bench.add(f"be{i}", prompt=6, output=20)
+    while not bench.scheduler.moving:
+        bench.step(host_chance=0.0)
+    ((state, _),) = list(bench.scheduler.moving.values())[:1]
+    bench.scheduler.abort(state.request_id, bench.now_s)
+    with pytest.raises(ValueError, match="still uses; choose another"):
+        bench.add(state.request_id)
+    bench.step(host_chance=1.0)
+    bench.add(state.request_id, output=8)
+    bench.run_until(lambda: len(bench.finished) == 4)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sqlalchemy import URL, make_url
+from sqlalchemy import URL, Engine, event, make_url
 
 from omniserve.server.batches.claims import Claims, LineResult
 from omniserve.server.batches.database import Database, StorageError
@@ -107,6 +107,71 @@ def test_lines_go_to_one_owner_in_order_and_the_tightest_window_first(database):
     assert [line.key for line in b.claim(9)] == [(loose, 2), (loose, 3), (loose, 4)]
     assert a.claim(9) == b.claim(9) == []
     assert Claims(database, owner="c", model="other", lease_s=1).claim(9) == []
+
+
+def test_lines_of_batches_that_come_first_are_taken_before_all_others(database, clock):
+    tight, loose, looser = (make_batch(database, 4, window_s=window_s) for window_s in (100, 500, 600))
+    a = owner(database, "a")
+    keys = [line.key for line in a.claim(5, first={looser: 1, loose: 2})]
+    assert keys == [(loose, 1), (loose, 2), (looser, 1), (tight, 1), (tight, 2)]
+    assert [line.key for line in a.claim(1, first={loose: 3, "gone": 1})] == [(loose, 3)]
+    assert [line.key for line in a.claim(9, first={loose: 3})][:2] == [(loose, 4), (tight, 3)]
+    for key in keys[:3]:
+        a.give_back(key, delay_s=0, engine_stopped=True)
+    assert [line.number for line in a.claim(9, first={loose: 2})] == [1, 2, 1]
+    for _ in range(2):
+        a.give_back((loose, 2), delay_s=0, engine_stopped=True)
+        (line,) = a.claim(9, first={loose: 2})
+    assert line.is_suspect and line.key == (loose, 2)
+
+
+def test_batches_in_progress_say_how_many_lines_run_and_whether_one_can_be_claimed(database, clock):
+    progress = Progress(database)
+
+    def found() -> list[tuple[str, int, bool]]:
+        now, batches = progress.running_batches("m")
+        assert now == clock.now_s
+        return [(batch["id"], batch["num_running"], bool(batch["is_claimable"])) for batch in batches]
+
+    loose, tight = make_batch(database, 2, window_s=500), make_batch(database, 2, window_s=100)
+    a, b = owner(database, "a"), owner(database, "b")
+    a.claim(1)
+    assert found() == [(tight, 1, True), (loose, 0, True)]
+    b.claim(1)
+    assert found() == [(tight, 2, False), (loose, 0, True)]
+    b.give_back((tight, 2), delay_s=5)
+    assert found() == [(tight, 1, False), (loose, 0, True)]
+    clock.now_s += 5
+    assert found() == [(tight, 1, True), (loose, 0, True)]
+    for _ in range(2):
+        b.give_back(b.claim(1)[0].key, delay_s=0, engine_stopped=True)
+    assert found() == [(tight, 1, False), (loose, 0, True)], "a line that may be what ends the engine may have to wait"
+    a.save([result((tight, 1))])
+    assert found()[0][1] == 0 and progress.running_batches("other")[1] == []
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_suspects_are_found_without_a_look_at_every_line(tmp_path, is_old):
+    url = make_url(f"sqlite:///{tmp_path}/db")
+    if is_old:
+        database = Database(url)
+        with database.write() as connection:
+            connection.exec_driver_sql("drop index omniserve_lines_suspect")
+        database.close()
+    database, plans = Database(url), []
+    make_batch(database, 1)
+
+    @event.listens_for(Engine, "before_cursor_execute")
+    def explain(connection, cursor, statement, parameters, *_):
+        if statement.startswith("SELECT omniserve_lines") and "engine_stops >=" in statement:
+            plans.extend(cursor.execute(f"explain query plan {statement}", parameters).fetchall())
+
+    try:
+        owner(database, "a").claim(1)
+    finally:
+        event.remove(Engine, "before_cursor_execute", explain)
+    assert ["omniserve_lines_suspect" in str(plan) for plan in plans] == [True]
+    database.close()
 
 
 def test_lease_that_is_renewed_holds_and_one_that_ends_is_taken_over(database, clock):

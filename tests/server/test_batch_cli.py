@@ -8,8 +8,11 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from batch_inputs import completion_line, jsonl, line, prompt_of
@@ -17,6 +20,8 @@ from fake_engine import SLOW
 from tokenizers_for_tests import byte_level_tokenizer
 
 from omniserve.batch import main
+from omniserve.server.batches import remote
+from omniserve.server.batches.remote import RemoteBatches, RemoteError
 
 ABC = byte_level_tokenizer()("abc").input_ids
 
@@ -122,6 +127,73 @@ def test_submit_status_fetch_and_cancel(tmp_path, server, capsys):
     assert main(["status", "batch_none", *at]) == 2
     assert main(["status", "x", "--url", "http://127.0.0.1:1"]) == 2
     assert "see --url" in capsys.readouterr().err
+
+
+class Answers(ThreadingHTTPServer):
+    """A server that gives these answers one after the other, the last one for ever; None hangs up."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        super().__init__(("127.0.0.1", 0), OneAnswer)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self.batches = RemoteBatches(f"http://127.0.0.1:{self.server_port}", "none")
+
+    def __exit__(self, *args):
+        self.shutdown()
+        super().__exit__(*args)
+
+
+class OneAnswer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        answers = self.server.answers
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if answer is not None:
+            status, headers, body = answer
+            self.send_response(status)
+            for name, value in ({"content-length": len(json.dumps(body))} | headers).items():
+                self.send_header(name, str(value))
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+RUNS, ENDED = ((200, {}, {"id": "b", "status": status}) for status in ("in_progress", "completed"))
+BUSY = (503, {"retry-after": 7}, {"error": {"message": "the database is locked"}})
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """What is slept, on a clock of its own."""
+    pauses, clock = [], [0.0]
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(remote, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
+    return pauses
+
+
+def test_wait_outlasts_a_server_that_is_away_for_a_while(pauses):
+    with Answers(
+        RUNS, BUSY, (503, {"retry-after": "tomorrow"}, {}), None, (503, {"retry-after": 9999}, {}), ENDED
+    ) as at:
+        assert at.batches.wait("b", lambda batch: None)["status"] == "completed"
+    assert pauses == [2, 7, 2, 2, 60]
+
+
+def test_wait_ends_where_there_was_never_an_answer_or_none_for_long_or_a_clear_one(pauses):
+    with Answers(BUSY) as at, pytest.raises(RemoteError, match="the database is locked"):
+        at.batches.wait("b", lambda batch: None)
+    assert pauses == []
+    with Answers(RUNS, None) as at, pytest.raises(RemoteError, match="is the server there"):
+        at.batches.wait("b", lambda batch: None)
+    assert 600 < sum(pauses) < 610
+    with Answers(RUNS, (404, {}, {"error": {"message": "there is no batch"}})) as at:
+        with pytest.raises(RemoteError, match="there is no batch"):
+            at.batches.wait("b", lambda batch: None)
 
 
 @pytest.mark.parametrize("content", [b"", b"no JSON", b"{}", b'{"url": "/v1/embeddings"}'])

@@ -12,7 +12,7 @@ import pytest
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import FileFolder
 from omniserve.server.batches.lines import MAX_LINE_BYTES, body_of, check_file
-from omniserve.server.batches.urgency import Pace, num_urgent
+from omniserve.server.batches.urgency import Pace, num_urgent, predict
 from omniserve.server.cli import parse_args
 from omniserve.server.errors import ApiError
 
@@ -177,23 +177,43 @@ def test_urgency_is_the_share_of_the_speed_that_is_missing():
     assert num_urgent(10, 0, 64) == num_urgent(10, -5, 64) == 64
 
 
-def test_pace_predicts_from_what_was_done():
+def test_pace_is_learned_from_what_was_done():
     pace = Pace()
     for second in range(101):
-        pace.add(second, 2 * second)
-    assert pace.remaining_s(100, 50) == pytest.approx(25, rel=0.02)
+        pace.add(second, 2 * second, 4)
+    assert pace.line_s == pytest.approx(2, rel=0.02)
     for second in range(101, 201):  # ten times slower: the old speed is forgotten
-        pace.add(second, 200 + (second - 100) // 5)
-    assert pace.remaining_s(200, 50) == pytest.approx(250, rel=0.1)
+        pace.add(second, 200 + (second - 100) // 5, 4)
+    assert pace.line_s == pytest.approx(20, rel=0.1)
 
 
-def test_pace_of_nothing_done_is_the_longer_the_longer_nothing_is():
+def test_lines_under_way_take_as_long_as_they_have_run_at_least():
     pace = Pace()
-    pace.add(0, 0)
-    assert pace.remaining_s(0, 10) == 0
-    for second in range(1, 2000):
-        pace.add(second, 0)
-    assert pace.remaining_s(2000, 10) == 20_000
+    for second in range(2001):
+        pace.add(second, 0, 8)
+    assert pace.line_s == 2000
+    pace.add(2001, 1, 8)  # the first of eight that ran side by side
+    assert pace.line_s == 2001
+
+
+def test_batch_that_waits_for_its_turn_has_no_pace():
+    pace = Pace()
+    for second in range(100):
+        pace.add(second, 0, 0)
+    assert pace.line_s is None
+    for second in range(100, 131):
+        pace.add(second, (second - 100) // 3, 1)
+    assert pace.line_s == pytest.approx(3, rel=0.1)
+    for second in range(131, 5000):  # others come before it again
+        pace.add(second, 10, 0)
+    assert pace.line_s == pytest.approx(3, rel=0.2)
+
+
+def test_batches_are_predicted_one_behind_the_other():
+    assert predict([(200, 6.0), (20_000, None)], 4) == [300, 30_300]
+    assert predict([(200, 6.0), (100, 12.0), (10, None)], 4) == [300, 600, 622.5]
+    assert predict([(7, None), (9, None)], 0) == [0, 0], "nobody ran yet"
+    assert predict([(1, 8.0)], 64) == [8.0], "one line is not shared out"
 
 
 def test_password_of_the_database_is_not_printed(capsys):

@@ -20,6 +20,7 @@ KEYS = [
     {"name": "free", "sha256": hashlib.sha256(b"free-key").hexdigest(), "tier": "flex"},
     {"name": "slow", "key": "slow-key", "requests_per_minute": 2},
     {"name": "short", "key": "short-key", "tokens_per_minute": 10},
+    {"name": "letters", "key": "schlüssel-à"},
 ]
 
 
@@ -43,6 +44,14 @@ def complete(server, key, **fields):
 def test_holders_of_a_key_are_let_in(guarded, key):
     assert complete(guarded, key).usage.completion_tokens == 2
     assert [model.id for model in client_of(guarded, key).models.list()] == ["fake"]
+
+
+def test_key_of_any_letters_is_taken_in_utf_8(guarded):
+    def status(key: bytes) -> int:
+        return httpx.get(f"{guarded.url}/v1/models", headers={"authorization": b"Bearer " + key}).status_code
+
+    assert status("schlüssel-à".encode()) == 200
+    assert status("schlüssel-à".encode("latin-1")) == status("schlüssel-á".encode()) == 401
 
 
 @pytest.mark.parametrize("authorization", [None, "Bearer", "Bearer nobody", "Basic owner-key", "owner-key"])
@@ -201,7 +210,7 @@ def test_keys_are_not_shown(tmp_path):
     file = tmp_path / "keys"
     file.write_text("- {name: a, key: ' secret'}")
     options, _ = parse_args(["--model", "m", "--api-key-file", str(file)])
-    assert options.keys.find("bearer  secret").name == "a"
+    assert options.keys.find(b"bearer  secret").name == "a"
     assert "secret" not in repr(options) and digest_of("secret").hex() not in repr(options)
     assert repr(digest_of("secret")) not in repr(read_key_file(file))
 
@@ -239,4 +248,4 @@ def test_rates_refill_evenly_and_debts_are_waited_for():
 
 def test_ring_needs_no_order():
     ring = KeyRing([ApiKey(name=name, sha256=digest_of(name)) for name in "abc"])
-    assert [ring.find(f"Bearer {name}").name for name in "cab"] == list("cab")
+    assert [ring.find(b"Bearer " + name.encode()).name for name in "cab"] == list("cab")

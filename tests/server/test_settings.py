@@ -41,6 +41,8 @@ SETTINGS = {
     "device_threads": ("device-threads", 5, 5),
     "host_threads": ("host-threads", 6, 6),
     "host_cores": ("host-cores", "8,0-2", (8, 0, 1, 2)),
+    "step_graphs": ("step-graphs", "off", "off"),
+    "async_steps": ("async-steps", "on", True),
     "compile": ("no-compile", True, False),
     "classes": ("class", ["a:LS", "b:BE"], (ClassSpec(name="a", kind="LS"), ClassSpec(name="b", kind="BE"))),
     "seed": ("seed", 7, 7),

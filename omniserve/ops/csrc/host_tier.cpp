@@ -1,4 +1,4 @@
-// The callers' side of the host tier; the threads' side is in host_tier_workers.cpp.
+// The callers' side of the host tier; the threads' side is in host_tier_workers.cpp and host_tier_mailbox.cpp.
 #include "host_tier.h"
 
 #include <pthread.h>
@@ -39,12 +39,14 @@ void set_policy(std::thread& thread, int policy) {
   pthread_setschedparam(thread.native_handle(), policy, &no_priority);
 }
 
-void pin(std::thread& thread, int core) {
+void pin(std::thread& thread, const std::vector<int>& cores) {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (core >= 0 && core < CPU_SETSIZE) CPU_SET(core, &set);
+  for (int core : cores) {
+    if (core >= 0 && core < CPU_SETSIZE) CPU_SET(core, &set);
+  }
   const int error = pthread_setaffinity_np(thread.native_handle(), sizeof(set), &set);
-  if (error != 0) refuse("a host thread cannot be pinned to core ", core, ": ", std::strerror(error));
+  if (error != 0) refuse("a host thread cannot be pinned to core ", cores[0], ": ", std::strerror(error));
 }
 
 }  // namespace
@@ -71,6 +73,13 @@ HostTier::HostTier(HostTierConfig config)
   if ((config_.pool_dtype == DType::i8) != (config_.scales != nullptr)) {
     refuse("an i8 host pool, and no other, has scales");
   }
+  if ((config_.mailbox != nullptr) != (config_.flags != nullptr)) {
+    refuse("a mailbox needs flags, and nothing else does");
+  }
+  if (!(config_.mailbox_spin_s >= 0) || !(config_.mailbox_sleep_s >= 0)) {
+    refuse("mailbox_spin_s and mailbox_sleep_s must be >= 0, got ", config_.mailbox_spin_s, " and ",
+           config_.mailbox_sleep_s);
+  }
   rows_.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(config_.num_slots * row_stride_))));
   if (!rows_) throw std::bad_alloc();
   slots_.resize(static_cast<size_t>(config_.num_slots));
@@ -93,7 +102,15 @@ HostTier::HostTier(HostTierConfig config)
       // A woken batch thread waits for its turn instead of preempting the thread that woke it. Without this, on a
       // machine without a free core, submit takes 50 to 180 us instead of 4: the step would stop for best-effort work.
       set_policy(worker.thread, SCHED_BATCH);
-      if (!config_.cores.empty()) pin(worker.thread, config_.cores[static_cast<size_t>(i) % config_.cores.size()]);
+      if (!config_.cores.empty()) pin(worker.thread, {config_.cores[static_cast<size_t>(i) % config_.cores.size()]});
+    }
+    if (config_.mailbox != nullptr) {
+      for (std::vector<Expected>* rows : {&expected_, &watched_}) rows->reserve(slots_.size());
+      flagged_.reserve(slots_.size());
+      watcher_ = std::thread([this] { watch(); });
+      pthread_setname_np(watcher_.native_handle(), "omni-mailbox");
+      set_policy(watcher_, SCHED_BATCH);
+      if (!config_.cores.empty()) pin(watcher_, config_.cores);  // whichever of them is free: it must not hold one up
     }
     if (config_.prefault) {
       prefaulter_ = std::thread([this] { prefault(); });
@@ -118,6 +135,8 @@ void HostTier::close() {
       worker->signalled = true;
       worker->wake.notify_one();
     }
+    watcher_called_ = true;
+    watcher_wake_.notify_one();
   }
   stop_prefault_ = true;
   if (prefaulter_.joinable()) {
@@ -128,7 +147,9 @@ void HostTier::close() {
   for (auto& worker : workers_) {
     if (worker->thread.joinable()) worker->thread.join();
   }
+  if (watcher_.joinable()) watcher_.join();
   Lock lock(mutex_);
+  fail_expected("the host tier was closed");
   fail_everything_queued("the host tier was closed");
   events_wake_.notify_all();
 }
@@ -174,33 +195,61 @@ void HostTier::begin_token(int64_t slot, int64_t epoch, int64_t position, const 
   state.block_table.assign(block_ids, block_ids + num_blocks);
 }
 
+void HostTier::check_layer(int64_t layer) const {
+  if (layer < 0 || layer >= num_layers()) refuse("layer must be in [0, ", num_layers(), "), got ", layer);
+}
+
+// Whether a task may begin in each of these slots, -1 left out.
+void HostTier::check_free(const int64_t* slots, int64_t num_seats) {
+  if (closing_) refuse("the host tier is closed");
+  ++num_calls_;
+  for (int64_t i = 0; i < num_seats; ++i) {
+    if (slots[i] == -1) continue;
+    Slot& task = checked_slot(slots[i]);
+    if (!task.bound) refuse("slot ", slots[i], " holds no token: call begin_token first");
+    if (task.in_flight) refuse("slot ", slots[i], " has a task in flight: poll its event before the next one begins");
+    if (task.named_in == num_calls_) refuse("slot ", slots[i], " sits in two seats");
+    task.named_in = num_calls_;
+  }
+}
+
+// The slot has a task from here on; it is queued once its rows are there.
+void HostTier::claim(int64_t slot, int64_t layer, const Rows& rows) {
+  Slot& task = slots_[static_cast<size_t>(slot)];
+  const int64_t window = config_.layers[static_cast<size_t>(layer)].window;
+  task.in_flight = true;
+  task.cancelled = task.failed = false;
+  task.message.clear();
+  task.rows = rows;
+  task.layer = layer;
+  const int64_t lowest = window > 0 ? std::max<int64_t>(0, task.position - window + 1) : 0;
+  task.piece_tokens = decode_piece_tokens(task.position + 1);
+  task.begin = lowest / task.piece_tokens * task.piece_tokens;  // cpu_attention cuts here too, so they agree exactly
+  task.num_pieces = task.next_piece = task.num_running = 0;
+  ++stats_.tasks_in_hand;
+}
+
+// Its rows are there.
+void HostTier::enqueue(int64_t slot) {
+  Slot& task = slots_[static_cast<size_t>(slot)];
+  if (closing_ || stats_.threads_alive == 0) fail_task(task, slot, "no host thread is alive");
+  if (task.cancelled || task.failed) {
+    publish_task(task, slot);
+    return;
+  }
+  task.num_pieces = (task.position - task.begin) / task.piece_tokens + 1;
+  num_queued_pieces_ += task.num_pieces;
+  tasks_.push_back(slot);
+}
+
 void HostTier::submit(int64_t layer, const int64_t* slots, int64_t num_seats, const TokenRow* q, const TokenRow* k,
                       const TokenRow* v) {
-  if (layer < 0 || layer >= static_cast<int64_t>(config_.layers.size())) {
-    refuse("layer must be in [0, ", config_.layers.size(), "), got ", layer);
-  }
+  check_layer(layer);
   {
     Lock lock(mutex_);
-    if (closing_) refuse("the host tier is closed");
+    check_free(slots, num_seats);
     for (int64_t i = 0; i < num_seats; ++i) {
-      if (slots[i] == -1) continue;
-      const Slot& task = checked_slot(slots[i]);
-      if (!task.bound) refuse("slot ", slots[i], " holds no token: call begin_token first");
-      if (task.in_flight) refuse("slot ", slots[i], " has a task in flight: poll its event before the next submit");
-      if (std::find(slots, slots + i, slots[i]) != slots + i) refuse("slot ", slots[i], " sits in two seats");
-    }
-    for (int64_t i = 0; i < num_seats; ++i) {
-      if (slots[i] == -1) continue;
-      Slot& task = slots_[static_cast<size_t>(slots[i])];
-      const int64_t window = config_.layers[static_cast<size_t>(layer)].window;
-      task.in_flight = true;
-      task.cancelled = task.failed = false;
-      task.message.clear();
-      task.layer = layer;
-      const int64_t lowest = window > 0 ? std::max<int64_t>(0, task.position - window + 1) : 0;
-      task.piece_tokens = decode_piece_tokens(task.position + 1);
-      task.begin = lowest / task.piece_tokens * task.piece_tokens;  // cpu_attention cuts here too, so they agree exactly
-      task.num_pieces = task.next_piece = task.num_running = 0;
+      if (slots[i] != -1) claim(slots[i], layer, own_rows(slots[i]));
     }
   }
   // The rows of a slot in flight that is not queued yet are this thread's alone.
@@ -222,21 +271,37 @@ void HostTier::submit(int64_t layer, const int64_t* slots, int64_t num_seats, co
   Called called;
   Lock lock(mutex_);
   for (int64_t i = 0; i < num_seats; ++i) {
-    if (slots[i] == -1) continue;
-    Slot& task = slots_[static_cast<size_t>(slots[i])];
-    ++stats_.tasks_in_hand;
-    if (closing_ || stats_.threads_alive == 0) fail_task(task, slots[i], "no host thread is alive");
-    if (task.cancelled || task.failed) {
-      publish_task(task, slots[i]);
-      continue;
-    }
-    task.num_pieces = (task.position - task.begin) / task.piece_tokens + 1;
-    num_queued_pieces_ += task.num_pieces;
-    tasks_.push_back(slots[i]);
+    if (slots[i] != -1) enqueue(slots[i]);
   }
   call_workers(called);
   lock.unlock();
   notify(called);
+}
+
+void HostTier::expect(int64_t step, const int64_t* layers, const int64_t* slots, int64_t num_rows) {
+  if (config_.mailbox == nullptr) refuse("the host tier has no mailbox: make it with mailbox=True");
+  if (step < 1) refuse("step must be >= 1 (a flag is 0 at the start), got ", step);
+  for (int64_t i = 0; i < num_rows; ++i) {
+    if (slots[i] != -1) check_layer(layers[i]);
+  }
+  Lock lock(mutex_);
+  check_free(slots, num_rows);
+  for (int64_t i = 0; i < num_rows; ++i) {
+    if (slots[i] == -1) continue;
+    // Its flag may still say `step` from then.
+    const int64_t last = slots_[static_cast<size_t>(slots[i])].last_step;
+    if (step <= last) refuse("slot ", slots[i], " was expected in step ", last, " before: steps rise, got ", step);
+  }
+  for (int64_t i = 0; i < num_rows; ++i) {
+    if (slots[i] == -1) continue;
+    claim(slots[i], layers[i], mailbox_rows(slots[i]));
+    slots_[static_cast<size_t>(slots[i])].last_step = step;
+    expected_.push_back({slots[i], layers[i], step});
+  }
+  if (expected_.empty()) return;
+  watcher_called_ = true;
+  lock.unlock();
+  watcher_wake_.notify_one();
 }
 
 bool HostTier::cancel(int64_t slot) {

@@ -5,6 +5,9 @@
 // the number of slots. A task is cut into pieces of decode_piece_tokens() keys, a cut that depends on the length only:
 // whichever threads take the pieces, the sum is formed in the same order and the result is the same to the bit.
 //
+// A task's rows come with submit(), or by the mailbox: the device writes them, then the step's number as a flag, and a
+// thread of the tier watches the flags of what expect() has named (host_tier_mailbox.cpp).
+//
 // Paper: omniserve 3.2.3 (input and output queue), 4 "The implementation of CPU Attention".
 #pragma once
 
@@ -43,6 +46,12 @@ struct HostTierConfig {
   int num_threads;
   std::vector<int> cores;  // thread i is pinned to cores[i % size]; empty: not pinned
   bool prefault;           // touch the pool's pages ahead of the work: a first touch runs at a tenth of a copy's speed
+  // The mailbox; null: none. Whoever sends to a slot writes its row, then its flag, the step's number, with release
+  // order at system scope.
+  const char* mailbox = nullptr;   // [num_slots, (N + 2 * K) * H]: q, k, v of a slot
+  const int64_t* flags = nullptr;  // [num_slots], 0 at the start
+  double mailbox_spin_s = 200e-6;  // so long after the last flag, or the last expect(), its thread looks without a rest
+  double mailbox_sleep_s = 20e-6;  // and then sleeps so long between two looks
 };
 
 enum class EventKind : int { attention_done = 0, attention_failed = 1, move_done = 2, move_failed = 3, cancelled = 4 };
@@ -82,7 +91,7 @@ struct HostTierStats {
   int64_t tasks_done = 0;      // attention tasks that gave a result
   int64_t failures = 0;        // attention tasks and moves that failed (cancelled ones did not)
   int64_t threads_alive = 0;
-  int64_t tasks_in_hand = 0;   // queued or running
+  int64_t tasks_in_hand = 0;   // expected, queued or running
   int64_t moves_in_hand = 0;
   int64_t busy_ns = 0;         // summed over threads, waiting excluded
   int64_t kv_bytes_read = 0;   // by attention
@@ -107,8 +116,13 @@ class HostTier {
   void submit(int64_t layer, const int64_t* slots, int64_t num_seats, const TokenRow* q, const TokenRow* k,
               const TokenRow* v);
 
+  // As submit(), for rows that come by the mailbox: the task of slots[i], at layers[i], is queued once its flag is
+  // `step`. Rows are named in the order in which they will be sent, as far as that is known: the order of looking.
+  void expect(int64_t step, const int64_t* layers, const int64_t* slots, int64_t num_rows);
+
   // Drop the slot's task and unbind the slot. True: its event has not been polled yet, and will be exactly once, when
-  // no thread touches the slot or its blocks any more. False: there is none to wait for.
+  // no thread touches the slot or its blocks any more, nor a device the slot's row in the mailbox: what is expected is
+  // waited for. False: there is none to wait for.
   bool cancel(int64_t slot);
 
   void start_move(BlockMove move);
@@ -121,7 +135,7 @@ class HostTier {
   void inject(const Faults& faults);
   HostTierStats stats();
 
-  // Join the threads; what was queued is reported failed. A second call does nothing.
+  // Join the threads; what was queued or expected is reported failed. A second call does nothing.
   void close();
 
  private:
@@ -130,14 +144,24 @@ class HostTier {
     int64_t size = 0;
   };
 
+  // A task's rows: the slot's own, or its row of the mailbox.
+  struct Rows {
+    const char* q = nullptr;
+    const char* k = nullptr;
+    const char* v = nullptr;
+  };
+
   struct Slot {
     // The binding.
     bool bound = false;
     int64_t epoch = -1;
     int64_t position = -1;
     std::vector<int32_t> block_table;
-    // The task: in flight from submit() until poll() hands its event out.
+    int64_t last_step = 0;   // that expect() named
+    int64_t named_in = 0;    // the last call of submit() or expect() that named it
+    // The task: in flight from submit() or expect() until poll() hands its event out.
     bool in_flight = false;
+    Rows rows;
     bool cancelled = false;
     bool failed = false;
     std::string message;
@@ -173,6 +197,13 @@ class HostTier {
     bool must_die = false;
   };
 
+  // A task that is in flight and whose flag has not been seen.
+  struct Expected {
+    int64_t slot;
+    int64_t layer;
+    int64_t step;
+  };
+
   struct Worker {
     std::condition_variable wake;
     bool signalled = false;
@@ -204,7 +235,14 @@ class HostTier {
   size_t pick(size_t size);
   bool has_work() const { return !tasks_.empty() || !moves_.empty(); }
   void prefault();
+  void watch();
+  void take_flagged(bool all);
+  void fail_expected(const std::string& message);
   Slot& checked_slot(int64_t slot);
+  void check_layer(int64_t layer) const;
+  void check_free(const int64_t* slots, int64_t num_seats);
+  void claim(int64_t slot, int64_t layer, const Rows& rows);
+  void enqueue(int64_t slot);
 
   struct FreeDeleter {
     void operator()(char* data) const { std::free(data); }
@@ -213,6 +251,12 @@ class HostTier {
   char* q_row(int64_t slot) const { return rows_.get() + slot * row_stride_; }
   char* k_row(int64_t slot) const { return q_row(slot) + round_up(q_bytes_); }
   char* v_row(int64_t slot) const { return k_row(slot) + round_up(kv_bytes_); }
+  Rows own_rows(int64_t slot) const { return {q_row(slot), k_row(slot), v_row(slot)}; }
+  // Nothing is copied out of the mailbox: a slot's next row is sent only after this task's event was polled.
+  Rows mailbox_rows(int64_t slot) const {
+    const char* const q = config_.mailbox + slot * (q_bytes_ + 2 * kv_bytes_);
+    return {q, q + q_bytes_, q + q_bytes_ + kv_bytes_};
+  }
   static std::chrono::nanoseconds to_duration(double seconds) {
     constexpr double kLongest_s = 1e9;  // fits a nanosecond count, with room for today's clock
     return std::chrono::nanoseconds(seconds > 0 ? static_cast<int64_t>(std::min(seconds, kLongest_s) * 1e9) : 0);
@@ -234,7 +278,7 @@ class HostTier {
   const int64_t kv_bytes_;  // one key row, K*H
   const int64_t token_bytes_;  // K, V and scales of a token in the pool
   const int64_t row_stride_;
-  std::unique_ptr<char, FreeDeleter> rows_;  // per slot: q, k, v
+  std::unique_ptr<char, FreeDeleter> rows_;  // per slot: q, k, v of submit()
   std::vector<Slot> slots_;
 
   std::mutex mutex_;  // guards everything below, and the slots' and moves' bookkeeping
@@ -243,18 +287,26 @@ class HostTier {
   int64_t num_queued_pieces_ = 0;
   std::vector<std::unique_ptr<Move>> live_moves_;
   std::vector<Scratch> free_scratch_;
+  std::vector<Expected> expected_;  // what the watcher has not taken over yet
+  std::condition_variable watcher_wake_;
   std::deque<HostEvent> events_;
   std::condition_variable events_wake_;
   int64_t num_waiters_ = 0;
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<Worker*> idle_;  // a stack: the thread that fell asleep last has the warmest cache
   int64_t num_waking_ = 0;     // called, but not running yet
+  int64_t num_calls_ = 0;      // of submit() and expect()
   bool closing_ = false;
   Faults faults_;
   int64_t faults_set_ = 0;  // calls of inject
   std::mt19937_64 rng_;
   HostTierStats stats_;
   std::mutex close_mutex_;  // serialises close()
+
+  std::thread watcher_;
+  std::vector<Expected> watched_;  // the watcher's alone while it lives; in the order in which it was expected
+  std::vector<int64_t> flagged_;   // likewise: slots whose flags this look found
+  std::atomic<bool> watcher_called_{false};  // expected_ has something, or the tier closes
 
   std::thread prefaulter_;
   std::atomic<bool> stop_prefault_{false};

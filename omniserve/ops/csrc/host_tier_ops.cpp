@@ -21,7 +21,7 @@ namespace {
 // A tier and the memory that its threads use; `tier` goes first.
 struct Entry {
   Tensor pool, results;
-  std::optional<Tensor> scales;
+  std::optional<Tensor> scales, mailbox, flags;
   std::unique_ptr<HostTier> tier;
 };
 
@@ -52,7 +52,8 @@ std::vector<int64_t> to_vector(const Tensor& tensor, const char* name) {
 
 // layers_L3: float64 rows (scale, window, softcap). The results are in the model's dtype, the pool too or in i8.
 int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor results_SD, Tensor layers_L3,
-               int64_t num_heads, int64_t num_threads, Tensor cores, bool prefault) {
+               int64_t num_heads, int64_t num_threads, Tensor cores, bool prefault, std::optional<Tensor> mailbox_SW,
+               std::optional<Tensor> flags_S, double mailbox_spin_s, double mailbox_sleep_s) {
   check_dim(pool_LBK2SH, 6, "pool");
   check_contiguous(pool_LBK2SH, "pool");
   STD_TORCH_CHECK(pool_LBK2SH.size(3) == 2, "pool must be [L, B, K, 2, S, H], got ", shape_of(pool_LBK2SH));
@@ -94,7 +95,25 @@ int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor re
   config.num_threads = static_cast<int>(num_threads);
   for (int64_t core : to_vector(cores, "cores")) config.cores.push_back(static_cast<int>(core));
   config.prefault = prefault;
-  auto entry = std::make_shared<Entry>(Entry{pool_LBK2SH, results_SD, scales_LBK2S, nullptr});
+  STD_TORCH_CHECK(mailbox_SW.has_value() == flags_S.has_value(), "a mailbox needs flags, and nothing else does");
+  if (mailbox_SW) {
+    const int64_t width = (num_heads + 2 * config.num_kv_heads) * config.head_size;
+    check_dim(*mailbox_SW, 2, "mailbox");
+    check_contiguous(*mailbox_SW, "mailbox");
+    check_aligned(*mailbox_SW, "mailbox");
+    check_type(*mailbox_SW, results_SD.scalar_type(), "mailbox");
+    STD_TORCH_CHECK(mailbox_SW->size(0) == config.num_slots && mailbox_SW->size(1) == width, "mailbox must be [",
+                    config.num_slots, ", ", width, "], got ", shape_of(*mailbox_SW));
+    check_index(*flags_S, ScalarType::Long, "flags");
+    check_aligned(*flags_S, "flags");
+    STD_TORCH_CHECK(flags_S->size(0) == config.num_slots, "flags must be [", config.num_slots, "], got ",
+                    shape_of(*flags_S));
+    config.mailbox = static_cast<const char*>(mailbox_SW->const_data_ptr());
+    config.flags = static_cast<const int64_t*>(flags_S->const_data_ptr());
+  }
+  config.mailbox_spin_s = mailbox_spin_s;
+  config.mailbox_sleep_s = mailbox_sleep_s;
+  auto entry = std::make_shared<Entry>(Entry{pool_LBK2SH, results_SD, scales_LBK2S, mailbox_SW, flags_S, nullptr});
   entry->tier = std::make_unique<HostTier>(std::move(config));
   std::lock_guard<std::mutex> lock(registry().mutex);
   registry().entries.emplace(registry().next_handle, std::move(entry));
@@ -141,6 +160,15 @@ void submit(int64_t tier, int64_t layer, Tensor slots_P, Tensor q_PNH, Tensor k_
   const auto v = token_rows(v_PKH, "v", num_seats, config.num_kv_heads, config.head_size, config.dtype);
   entry->tier->submit(layer, static_cast<const int64_t*>(slots_P.const_data_ptr()), num_seats, q.data(), k.data(),
                       v.data());
+}
+
+void expect(int64_t tier, int64_t step, Tensor layers_R, Tensor slots_R) {
+  check_index(layers_R, ScalarType::Long, "layers");
+  check_index(slots_R, ScalarType::Long, "slots");
+  STD_TORCH_CHECK(layers_R.size(0) == slots_R.size(0), "there are ", layers_R.size(0), " layers for ", slots_R.size(0),
+                  " slots");
+  find(tier)->tier->expect(step, static_cast<const int64_t*>(layers_R.const_data_ptr()),
+                           static_cast<const int64_t*>(slots_R.const_data_ptr()), slots_R.size(0));
 }
 
 bool cancel(int64_t tier, int64_t slot) { return find(tier)->tier->cancel(slot); }
@@ -216,10 +244,12 @@ void destroy(int64_t tier) {
 STABLE_TORCH_LIBRARY(omniserve_host, m) {
   m.def(
       "create(Tensor(a!) pool_LBK2SH, Tensor(b!)? scales_LBK2S, Tensor(c!) results_SD, Tensor layers_L3, "
-      "int num_heads, int num_threads, Tensor cores, bool prefault) -> int");
+      "int num_heads, int num_threads, Tensor cores, bool prefault, Tensor? mailbox_SW, Tensor? flags_S, "
+      "float mailbox_spin_s, float mailbox_sleep_s) -> int");
   m.def("interleave(Tensor(a!) memory, Tensor nodes) -> ()");
   m.def("begin_token(int tier, int slot, int epoch, int position, int[] block_ids) -> ()");
   m.def("submit(int tier, int layer, Tensor slots_P, Tensor q_PNH, Tensor k_PKH, Tensor v_PKH) -> ()");
+  m.def("expect(int tier, int step, Tensor layers_R, Tensor slots_R) -> ()");
   m.def("cancel(int tier, int slot) -> bool");
   m.def(
       "start_move(int tier, int move_id, bool to_host, Tensor(a!) k_LBKSH, Tensor(b!) v_LBKSH, int[] cache_ids, "
@@ -237,6 +267,7 @@ STABLE_TORCH_LIBRARY_IMPL(omniserve_host, CompositeExplicitAutograd, m) {
   m.impl("interleave", TORCH_BOX(&omniserve::interleave));
   m.impl("begin_token", TORCH_BOX(&omniserve::begin_token));
   m.impl("submit", TORCH_BOX(&omniserve::submit));
+  m.impl("expect", TORCH_BOX(&omniserve::expect));
   m.impl("cancel", TORCH_BOX(&omniserve::cancel));
   m.impl("start_move", TORCH_BOX(&omniserve::start_move));
   m.impl("poll", TORCH_BOX(&omniserve::poll));

@@ -135,8 +135,8 @@ void HostTier::attend(const Piece& piece) {
   if (end == task.position + 1) {
     // The token's own k and v. Only this piece reads them, so the others need not wait.
     const int64_t block = task.block_table[static_cast<size_t>(task.position / config_.block_size)];
-    append_host_token(shape_, task.position % config_.block_size, {k_row(piece.slot), head_bytes_},
-                      {v_row(piece.slot), head_bytes_}, pool_block(task.layer, block),
+    append_host_token(shape_, task.position % config_.block_size, {task.rows.k, head_bytes_},
+                      {task.rows.v, head_bytes_}, pool_block(task.layer, block),
                       block_scales(task.layer, block));
   }
   const PagedKV kv = host_layout(pool_block(task.layer, 0), block_scales(task.layer, 0), config_.num_blocks,
@@ -145,7 +145,7 @@ void HostTier::attend(const Piece& piece) {
   float* acc = task.scratch.data.get();
   float* m = acc + task.num_pieces * heads * config_.head_size;
   float* l = m + task.num_pieces * heads;
-  decode_partial(q_row(piece.slot), config_.dtype, kv, task.block_table.data(), task.position, begin, end,
+  decode_partial(task.rows.q, config_.dtype, kv, task.block_table.data(), task.position, begin, end,
                  config_.layers[static_cast<size_t>(task.layer)], acc + piece.piece * heads * config_.head_size,
                  m + piece.piece * heads, l + piece.piece * heads);
 }

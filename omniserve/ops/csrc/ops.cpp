@@ -1,4 +1,6 @@
 // The operators of torch.ops.omniserve: schemas, registration, and those that only move rows.
+#include <tuple>
+
 #include "op_checks.h"
 
 namespace omniserve {
@@ -7,10 +9,21 @@ namespace {
 // Below this a copy is done before another thread has woken up.
 constexpr int64_t kParallelBytes = int64_t{1} << 20;
 
+// Calls function(i) for each of `count` pieces of work that move so many bytes together.
+template <typename Function>
+void for_each(int64_t count, int64_t bytes, Function function) {
+  if (bytes < kParallelBytes) {
+    for (int64_t i = 0; i < count; ++i) function(i);
+  } else {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < count; ++i) function(i);
+  }
+}
+
 // Copies row by row: destination and source of row i, or nullptr as destination to leave it out, as source for zeros.
 template <typename Destination, typename Source>
 void copy_rows(int64_t num_rows, int64_t row_bytes, Destination destination, Source source) {
-  const auto copy = [&](int64_t i) {
+  for_each(num_rows, num_rows * row_bytes, [&](int64_t i) {
     char* const to = destination(i);
     if (to == nullptr) return;
     if (const char* const from = source(i)) {
@@ -18,13 +31,7 @@ void copy_rows(int64_t num_rows, int64_t row_bytes, Destination destination, Sou
     } else {
       std::memset(to, 0, static_cast<size_t>(row_bytes));
     }
-  };
-  if (num_rows * row_bytes < kParallelBytes) {
-    for (int64_t i = 0; i < num_rows; ++i) copy(i);
-  } else {
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < num_rows; ++i) copy(i);
-  }
+  });
 }
 
 // -1 means "none"; anything else must name one of `count` rows.
@@ -97,13 +104,13 @@ Tensor piggyback_concat(Tensor attn, Tensor results, Tensor rows) {
   return out;
 }
 
-// Checks what residual_store and residual_fetch share; returns the number of the first seat's row.
-int64_t check_residual(const Tensor& hidden, const Tensor& store, const Tensor& slots) {
+// Checks what operators on residuals share; returns the number of the first seat's row.
+int64_t check_residual(const Tensor& hidden, const Tensor& store, const Tensor& slots, const char* name = "store") {
   check_rows(hidden, "hidden");
-  check_rows(store, "store");
-  check_type(store, hidden.scalar_type(), "store");
+  check_rows(store, name);
+  check_type(store, hidden.scalar_type(), name);
   check_index(slots, ScalarType::Long, "slots");
-  STD_TORCH_CHECK(store.size(1) == hidden.size(1), "store must have hidden's width ", hidden.size(1), ", got ",
+  STD_TORCH_CHECK(store.size(1) == hidden.size(1), name, " must have hidden's width ", hidden.size(1), ", got ",
                   shape_of(store));
   STD_TORCH_CHECK(slots.size(0) <= hidden.size(0), "there are ", slots.size(0), " slots but only ", hidden.size(0),
                   " rows of hidden");
@@ -136,6 +143,70 @@ void residual_fetch(Tensor store, Tensor slots, Tensor hidden) {
       [&](int64_t i) { return slot_of_seat[i] < 0 ? nullptr : from + slot_of_seat[i] * from_stride; });
 }
 
+// Puts the heads of one token, [heads, H] with some distance between heads, side by side; returns where they end.
+char* pack_heads(char* to, const char* from, int64_t num_heads, int64_t head_stride, int64_t head_bytes) {
+  if (head_stride == head_bytes) {
+    std::memcpy(to, from, static_cast<size_t>(num_heads * head_bytes));
+  } else {
+    for (int64_t head = 0; head < num_heads; ++head) {
+      std::memcpy(to + head * head_bytes, from + head * head_stride, static_cast<size_t>(head_bytes));
+    }
+  }
+  return to + num_heads * head_bytes;
+}
+
+void piggyback_send(Tensor hidden, Tensor q, Tensor k, Tensor v, Tensor slots, Tensor residuals, Tensor mailbox,
+                    Tensor flags, Tensor step) {
+  const int64_t first = check_residual(hidden, residuals, slots, "residuals");
+  check_dim(q, 3, "q");
+  check_dim(k, 3, "k");
+  const int64_t head_size = q.size(2), num_slots = residuals.size(0);
+  for (const auto& [tensor, heads, name] : {std::tuple<const Tensor&, int64_t, const char*>{q, q.size(1), "q"},
+                                            {k, k.size(1), "k"},
+                                            {v, k.size(1), "v"}}) {
+    check_dim(tensor, 3, name);
+    check_type(tensor, hidden.scalar_type(), name);
+    STD_TORCH_CHECK(tensor.size(0) == hidden.size(0) && tensor.size(1) == heads && tensor.size(2) == head_size, name,
+                    " must be [", hidden.size(0), ", ", heads, ", ", head_size, "], got ", shape_of(tensor));
+    STD_TORCH_CHECK(head_size <= 1 || tensor.stride(2) == 1, name, " must have contiguous heads, got stride ",
+                    tensor.stride(2), " in dimension 2");
+  }
+  check_rows(mailbox, "mailbox");
+  check_type(mailbox, hidden.scalar_type(), "mailbox");
+  const int64_t width = (q.size(1) + 2 * k.size(1)) * head_size;
+  STD_TORCH_CHECK(mailbox.size(0) == num_slots && mailbox.size(1) == width, "mailbox must be [", num_slots, ", ", width,
+                  "], a row of q, k and v for each of residuals' slots, got ", shape_of(mailbox));
+  check_index(flags, ScalarType::Long, "flags");
+  check_aligned(flags, "flags");
+  STD_TORCH_CHECK(flags.size(0) == num_slots, "flags must have residuals' ", num_slots, " slots, got ",
+                  shape_of(flags));
+  check_index(step, ScalarType::Long, "step");
+  STD_TORCH_CHECK(step.size(0) == 1, "step must be [1], got ", shape_of(step));
+
+  const auto element = static_cast<int64_t>(hidden.element_size());
+  const auto* slot_of_seat = static_cast<const int64_t*>(slots.const_data_ptr());
+  const int64_t number = *static_cast<const int64_t*>(step.const_data_ptr());
+  const char* const hidden_rows = static_cast<const char*>(hidden.const_data_ptr());
+  char* const residual_rows = static_cast<char*>(residuals.mutable_data_ptr());
+  char* const mailbox_rows = static_cast<char*>(mailbox.mutable_data_ptr());
+  auto* const flag_of_slot = static_cast<int64_t*>(flags.mutable_data_ptr());
+  const int64_t hidden_stride = hidden.stride(0) * element, residual_stride = residuals.stride(0) * element;
+  const int64_t mailbox_stride = mailbox.stride(0) * element, head_bytes = head_size * element;
+  const int64_t row_bytes = hidden.size(1) * element;
+  for_each(slots.size(0), slots.size(0) * (row_bytes + width * element), [&](int64_t seat) {
+    const int64_t slot = slot_of_seat[seat], row = first + seat;
+    if (slot < 0) return;
+    std::memcpy(residual_rows + slot * residual_stride, hidden_rows + row * hidden_stride,
+                static_cast<size_t>(row_bytes));
+    char* to = mailbox_rows + slot * mailbox_stride;
+    for (const Tensor* rows : {&q, &k, &v}) {
+      to = pack_heads(to, static_cast<const char*>(rows->const_data_ptr()) + row * rows->stride(0) * element,
+                      rows->size(1), rows->stride(1) * element, head_bytes);
+    }
+    __atomic_store_n(flag_of_slot + slot, number, __ATOMIC_RELEASE);  // whoever sees it sees the rows
+  });
+}
+
 }  // namespace
 }  // namespace omniserve
 
@@ -156,6 +227,9 @@ STABLE_TORCH_LIBRARY(omniserve, m) {
   m.def("piggyback_concat(Tensor attn_TD, Tensor results_RD, Tensor rows_P) -> Tensor");
   m.def("residual_store(Tensor hidden_TD, Tensor(a!) store_SD, Tensor slots_P) -> ()");
   m.def("residual_fetch(Tensor store_SD, Tensor slots_P, Tensor(a!) hidden_TD) -> ()");
+  m.def(
+      "piggyback_send(Tensor hidden_TD, Tensor q_TNH, Tensor k_TKH, Tensor v_TKH, Tensor slots_P, "
+      "Tensor(a!) residuals_SD, Tensor(b!) mailbox_SW, Tensor(c!) flags_S, Tensor step_1) -> ()");
   m.def("skinny_linear(Tensor x_TI, Tensor weight_OI) -> Tensor");
 }
 
@@ -167,5 +241,6 @@ STABLE_TORCH_LIBRARY_IMPL(omniserve, CPU, m) {
   m.impl("piggyback_concat", TORCH_BOX(&omniserve::piggyback_concat));
   m.impl("residual_store", TORCH_BOX(&omniserve::residual_store));
   m.impl("residual_fetch", TORCH_BOX(&omniserve::residual_fetch));
+  m.impl("piggyback_send", TORCH_BOX(&omniserve::piggyback_send));
   m.impl("skinny_linear", TORCH_BOX(&omniserve::skinny_linear));
 }

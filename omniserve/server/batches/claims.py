@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, and_, select, update
 
 from omniserve.server.batches.database import Database
-from omniserve.server.batches.tables import BATCHES, LINES, LineState
-
-SUSPECT_STOPS = 2
-"""A line that ran so often when the engine ended may be the reason."""
+from omniserve.server.batches.tables import BATCHES, IS_SUSPECT, LINES, SUSPECT_STOPS, LineState
 
 LineKey = tuple[str, int]
 """Batch and number of a line."""
@@ -90,39 +87,37 @@ class Claims:
         self._overdue_since_s: dict[tuple[str, float], float] = {}
         """When an owner's lease that ended at some time was first seen to be over."""
 
-    def claim(self, limit: int, *, with_suspect: bool = True) -> list[ClaimedLine]:
+    def claim(
+        self, limit: int, *, with_suspect: bool = True, first: Mapping[str, int] | None = None
+    ) -> list[ClaimedLine]:
         """Take lines, of the batch that expires first and in the file's order.
 
         Args:
             limit: Most lines.
             with_suspect: Take one line that may be what ends the engine, too. To find out which one does, a server has
                 only one at a time.
+            first: So many lines of these batches come before all others.
         """
+        first = first or {}
         with self._database.write() as connection:
             now = self._database.now(connection)
             query = select(*BATCHES.c["id", "endpoint", "input_file_id"]).where(
                 BATCHES.c.status == "in_progress", BATCHES.c.model == self.model
             )
+            batches = connection.execute(query.order_by(BATCHES.c.expires_at, BATCHES.c.id)).mappings().all()
+            turns = [(batch, first[batch["id"]]) for batch in batches if batch["id"] in first]
+            turns += [(batch, limit) for batch in batches]
             claimed: list[ClaimedLine] = []
-            for batch in connection.execute(query.order_by(BATCHES.c.expires_at, BATCHES.c.id)).mappings().all():
-                pending = (
-                    select(LINES)
-                    .where(LINES.c.batch_id == batch["id"], LINES.c.state == LineState.PENDING)
-                    .where(LINES.c.not_before <= now)
-                    .order_by(LINES.c.number)
-                    .with_for_update(skip_locked=True)
-                )
-                if with_suspect and len(claimed) < limit:
-                    suspects = pending.where(LINES.c.engine_stops >= SUSPECT_STOPS).limit(1)
-                    claimed += _claimed(batch, connection.execute(suspects).mappings())
-                    with_suspect = not any(line.is_suspect for line in claimed)
-                others = pending.where(LINES.c.engine_stops < SUSPECT_STOPS).limit(limit - len(claimed))
-                claimed += _claimed(batch, connection.execute(others).mappings())
-                if len(claimed) == limit:
-                    break
-            for line in claimed:
-                values = {"state": LineState.RUNNING, "owner": self.owner, "lease_until": now + self.lease_s}
-                connection.execute(update(LINES).where(_is(line.key)).values(values))
+            for batch, most in turns:
+                room = min(most, limit - len(claimed))
+                if room <= 0:
+                    continue
+                lines = _free_lines(connection, batch, now, room, with_suspect)
+                with_suspect = with_suspect and not any(line.is_suspect for line in lines)
+                for line in lines:
+                    values = {"state": LineState.RUNNING, "owner": self.owner, "lease_until": now + self.lease_s}
+                    connection.execute(update(LINES).where(_is(line.key)).values(values))
+                claimed += lines
             return claimed
 
     def save(self, results: Sequence[LineResult]) -> list[LineKey]:
@@ -250,6 +245,23 @@ class Claims:
 
     def _mine(self, key: LineKey) -> ColumnElement[bool]:
         return and_(_is(key), self._running)
+
+
+def _free_lines(
+    connection: Connection, batch: RowMapping, now: float, limit: int, with_suspect: bool
+) -> list[ClaimedLine]:
+    """Lock lines of a batch that nobody has and return them: one suspect at most, and first."""
+    pending = (
+        select(LINES)
+        .where(LINES.c.batch_id == batch["id"], LINES.c.state == LineState.PENDING, LINES.c.not_before <= now)
+        .order_by(LINES.c.number)
+        .with_for_update(skip_locked=True)
+    )
+    lines: list[ClaimedLine] = []
+    if with_suspect:
+        lines += _claimed(batch, connection.execute(pending.where(IS_SUSPECT).limit(1)).mappings())
+    others = pending.where(~IS_SUSPECT).limit(limit - len(lines))
+    return lines + _claimed(batch, connection.execute(others).mappings())
 
 
 def _claimed(batch: RowMapping, rows: Iterable[RowMapping]) -> list[ClaimedLine]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, extract, func, insert, select, text
 
-from omniserve.server.batches.tables import METADATA, SCHEMA_VERSION, VERSION
+from omniserve.server.batches.tables import MAKE_SUSPECT_INDEX, METADATA, SCHEMA_VERSION, VERSION
 from omniserve.server.errors import ApiError
 
 # How long a transaction waits for another one before it gives up.
@@ -136,6 +136,7 @@ class Database:
                 f"{SCHEMA_VERSION}); use that version, or another --data-dir or --database-url",
                 status=500,
             )
+        connection.execute(MAKE_SUSPECT_INDEX)
 
 
 def _engine(url: URL) -> tuple[Engine, bool]:

@@ -9,9 +9,10 @@ from typing import Any
 
 from omniserve.request import ServiceClass
 from omniserve.server.answers import collect
-from omniserve.server.batches.claims import SUSPECT_STOPS, ClaimedLine, LineResult
+from omniserve.server.batches.claims import ClaimedLine, LineResult
 from omniserve.server.batches.lines import body_of
 from omniserve.server.batches.rows import new_id
+from omniserve.server.batches.tables import SUSPECT_STOPS
 from omniserve.server.calls import ENDPOINTS
 from omniserve.server.classes import class_of_tier
 from omniserve.server.errors import ApiError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from omniserve.server.batches.claims import ClaimedLine, Claims
@@ -25,7 +25,7 @@ class LineWorker:
         service: Says whether lines can be run now.
         files: Where the lines lie.
         running: Those that run.
-        hurry: Says which of those that are new run as latency-sensitive requests.
+        hurry: Says which batches come first, and which of the new lines run as latency-sensitive requests.
         claims: Gives new ones.
         claims_thread: Where the claims are called.
         changes: Says when to look again.
@@ -64,7 +64,7 @@ class LineWorker:
         free = self._concurrency - len(self._running.by_key)
         if free > 0 and self._is_open():
             with_suspect = not any(entry.line.is_suspect for entry in self._running.by_key.values())
-            claimed = await self._claims_thread.run(self._claim, free, with_suspect)
+            claimed = await self._claims_thread.run(self._claim, free, with_suspect, self._hurry.lacking())
             entries = [RunningLine(line, raw, line.escalated) for line, raw in claimed if isinstance(raw, bytes)]
             for entry in entries:
                 self._running.add(entry)
@@ -83,9 +83,11 @@ class LineWorker:
             return False
         return True
 
-    def _claim(self, limit: int, with_suspect: bool) -> list[tuple[ClaimedLine, bytes | StorageError]]:
+    def _claim(
+        self, limit: int, with_suspect: bool, first: Mapping[str, int]
+    ) -> list[tuple[ClaimedLine, bytes | StorageError]]:
         claimed: list[tuple[ClaimedLine, bytes | StorageError]] = []
-        for line in self._claims.claim(limit, with_suspect=with_suspect):
+        for line in self._claims.claim(limit, with_suspect=with_suspect, first=first):
             try:
                 claimed.append((line, self._files.read_part(line.input_file_id, line.start, line.length)))
             except StorageError as error:

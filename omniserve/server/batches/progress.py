@@ -11,13 +11,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, and_, delete, insert, or_, select, update
+from sqlalchemy import Connection, and_, delete, exists, func, insert, or_, select, update
 
 from omniserve.server.batches.database import Database
 from omniserve.server.batches.leftovers import NewFile, make_known
 from omniserve.server.batches.lines import CheckedLine, LineFault
 from omniserve.server.batches.rows import Row, end_lines, get_row, set_batch
-from omniserve.server.batches.tables import BATCHES, LINES
+from omniserve.server.batches.tables import BATCHES, IS_SUSPECT, LINES, LineState
 
 _ROWS_PER_INSERT = 1000
 
@@ -124,11 +124,27 @@ class Progress:
             query = query.where(LINES.c.batch_id == batch_id, LINES.c.number > after)
             return connection.execute(query.order_by(LINES.c.number).limit(limit)).mappings().all()
 
-    def running_batches(self) -> tuple[float, Sequence[Row]]:
-        """Return the time and all batches in progress."""
+    def running_batches(self, model: str) -> tuple[float, Sequence[Row]]:
+        """Return the time and the batches of a model that are in progress, in the order in which lines are claimed.
+
+        Beside its columns each has ``num_running``, lines that somebody runs, and ``is_claimable``: whether a line
+        could be claimed now (one that may be what ends the engine does not count: it may have to wait for another).
+        """
         with self._database.read() as connection:
-            rows = connection.execute(select(BATCHES).where(BATCHES.c.status == "in_progress")).mappings().all()
-            return self._database.now(connection), rows
+            now = self._database.now(connection)
+            its_own = LINES.c.batch_id == BATCHES.c.id
+            running = select(func.count()).where(its_own, LINES.c.state == LineState.RUNNING)
+            pending = exists().where(its_own, LINES.c.state == LineState.PENDING, LINES.c.not_before <= now)
+            query = (
+                select(
+                    BATCHES,
+                    running.scalar_subquery().label("num_running"),
+                    pending.where(~IS_SUSPECT).label("is_claimable"),
+                )
+                .where(BATCHES.c.status == "in_progress", BATCHES.c.model == model)
+                .order_by(BATCHES.c.expires_at, BATCHES.c.id)
+            )
+            return now, connection.execute(query).mappings().all()
 
 
 def _is_owned(connection: Connection, batch_id: str, owner: str, statuses: tuple[str, ...]) -> bool:

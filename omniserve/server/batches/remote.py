@@ -13,11 +13,27 @@ from omniserve.server.batches.files import FileFolder
 
 _POLL_S = 2.0
 _TIMEOUT_S = 60.0
+# So long a server that was there may give no answer, or say that it cannot, before waiting for a batch ends.
+_PATIENCE_S = 600.0
+_LONGEST_PAUSE_S = 60.0
 _FINAL = ("completed", "failed", "expired", "cancelled")
 
 
 class RemoteError(Exception):
     """The server did not do what it was asked to; the message is its own."""
+
+
+class RemoteNotReady(RemoteError):
+    """The server is not there, or says that it cannot answer now.
+
+    Args:
+        message: Why.
+        retry_after_s: When it asks to be asked again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RemoteBatches:
@@ -63,15 +79,27 @@ class RemoteBatches:
     def wait(self, batch_id: str, on_progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Return a batch once it has ended; ``on_progress`` sees it now and then.
 
+        A server that has answered once may be away for some minutes, to be started again for instance.
+
         Raises:
             RemoteError: There is none, or no server.
         """
+        answered_s: float | None = None
         while True:
-            batch = self.status(batch_id)
-            on_progress(batch)
-            if batch["status"] in _FINAL:
-                return batch
-            time.sleep(_POLL_S)
+            pause_s = _POLL_S
+            try:
+                batch = self.status(batch_id)
+            except RemoteNotReady as error:
+                if answered_s is None or time.monotonic() - answered_s > _PATIENCE_S:
+                    raise
+                if error.retry_after_s is not None:
+                    pause_s = min(max(error.retry_after_s, _POLL_S), _LONGEST_PAUSE_S)
+            else:
+                answered_s = time.monotonic()
+                on_progress(batch)
+                if batch["status"] in _FINAL:
+                    return batch
+            time.sleep(pause_s)
 
     def fetch(self, batch: dict[str, Any], output: Path, errors: Path) -> None:
         """Write the files that a batch ended with; each is complete or not there.
@@ -95,10 +123,18 @@ class RemoteBatches:
         try:
             response = self._http.request(method, path, **content)
         except httpx.HTTPError as error:
-            raise RemoteError(f"{self._http.base_url}: {error}; is the server there? see --url") from None
+            message = f"{self._http.base_url}: {error}; is the server there? see --url"
+            raise (RemoteNotReady if isinstance(error, httpx.TransportError) else RemoteError)(message) from None
+        if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            raise RemoteNotReady(_message(response), _retry_after_s(response))
         if not response.is_success:
             raise RemoteError(_message(response))
         return response
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    value = response.headers.get("retry-after", "")
+    return float(value) if value.isascii() and value.isdigit() else None  # a date is not understood
 
 
 def _message(response: httpx.Response) -> str:

@@ -104,7 +104,7 @@ class BatchRunner:
             await self.drop_batch(batch_id)
         if await self._claims_thread.run(self._claims.free_overdue):
             self._changes.lines.set()
-        now, batches = await self._claims_thread.run(self._storage.progress.running_batches)
+        now, batches = await self._claims_thread.run(self._storage.progress.running_batches, self._claims.model)
         self._hurry.judge(now, batches)
         await self._hurry.make_way()
         if time.monotonic() - self._swept_s > _SWEEP_EVERY_S:

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    literal_column,
+    text,
+)
 
 SCHEMA_VERSION = 2
 
@@ -108,3 +121,14 @@ LINES = Table(
     Index("omniserve_lines_by_owner", "owner"),
     Index("omniserve_lines_by_lease", "state", "lease_until"),
 )
+
+SUSPECT_STOPS = 2
+"""A line that ran so often when the engine ended may be the reason."""
+IS_SUSPECT = LINES.c.engine_stops >= literal_column(str(SUSPECT_STOPS))
+"""Whether a line may be what ends the engine; with the number in it, as an index of some rows asks for."""
+MAKE_SUSPECT_INDEX = text(
+    "create index if not exists omniserve_lines_suspect on omniserve_lines (batch_id, state, number) "
+    f"where engine_stops >= {SUSPECT_STOPS}"
+)
+"""Finds the few suspects among many lines. To be made after the tables: of two indexes that are as good by its rules
+SQLite takes the younger one. It came after the tables did, and a database without it is of the same version."""

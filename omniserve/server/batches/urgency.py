@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
+from statistics import fmean
 
-# A rate is that of at least so many seconds and so many lines.
+# What a line takes is the mean over so many seconds and lines at least.
 _MIN_SPAN_S = 60.0
 _MIN_LINES = 20
 # Share of the time that is left within which all lines are to be done.
@@ -13,24 +15,53 @@ _USABLE = 0.9
 
 
 class Pace:
-    """How fast the lines of one batch get done, whoever runs them."""
+    """How long a line of one batch takes, whoever runs it; while none of them runs, nothing is learned."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, int]] = deque()
+        self._samples: deque[tuple[float, float, int]] = deque()
+        """When the number of lines that were done changed: now, seconds that lines had run, and the number."""
+        self._now_s = 0.0
+        self._busy_s = 0.0
+        self._num_running = 0
 
-    def add(self, now_s: float, num_done: int) -> None:
-        """Take note of how many lines are done now."""
+    def add(self, now_s: float, num_done: int, num_running: int) -> None:
+        """Take note of how many lines are done now, and how many run."""
         samples = self._samples
-        if not samples or samples[-1][1] != num_done:
-            samples.append((now_s, num_done))
-        while len(samples) > 2 and now_s - samples[1][0] >= _MIN_SPAN_S and num_done - samples[1][1] >= _MIN_LINES:
+        if samples:
+            self._busy_s += max(num_running, self._num_running) * (now_s - self._now_s)
+        self._now_s, self._num_running = now_s, num_running
+        if not samples or samples[-1][2] != num_done:
+            samples.append((now_s, self._busy_s, num_done))
+        enough = max(_MIN_LINES, num_running)
+        while len(samples) > 2 and now_s - samples[1][0] >= _MIN_SPAN_S and num_done - samples[1][2] >= enough:
             samples.popleft()
 
-    def remaining_s(self, now_s: float, num_open: int) -> float:
-        """Predict how long the open lines take. While none was seen to be done, one is taken to be done by now."""
-        started_s, num_before = self._samples[0]
-        num_done = max(1, self._samples[-1][1] - num_before)
-        return num_open * (now_s - started_s) / num_done
+    @property
+    def line_s(self) -> float | None:
+        """What a line takes; None as long as none has run.
+
+        As long as fewer were done than run, those that run are taken to be done by now.
+        """
+        _, busy_before_s, num_before = self._samples[0]
+        num_done = max(self._samples[-1][2] - num_before, self._num_running)
+        return (self._busy_s - busy_before_s) / num_done if num_done and self._busy_s > busy_before_s else None
+
+
+def predict(open_lines: Sequence[tuple[int, float | None]], num_slots: int) -> list[float]:
+    """Return how many seconds it takes until each of some batches is done, one after the other.
+
+    Args:
+        open_lines: Of each batch, in their order: how many lines are not done, and what one takes. Where that is not
+            known, it is as of the others; where it is of nobody, nothing is predicted: 0.
+        num_slots: Lines that run at a time.
+    """
+    known = [line_s for _, line_s in open_lines if line_s is not None]
+    usual_s, work_s, predicted = fmean(known) if known else 0.0, 0.0, []
+    for number, line_s in open_lines:
+        each_s = usual_s if line_s is None else line_s
+        work_s += number * each_s
+        predicted.append(max(work_s / max(num_slots, 1), each_s))
+    return predicted
 
 
 def num_urgent(remaining_s: float, left_s: float, concurrency: int) -> int:

@@ -1,0 +1,47 @@
+"""Copies between the host and the device that neither of them waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def upload(host: Tensor, device: torch.device) -> Tensor:
+    """Return a CPU tensor on a device; work that is launched from now on sees it.
+
+    From pinned memory: a copy from pageable memory waits for all that the stream has been given.
+    """
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+class Download:
+    """Tensors on their way to the host: one copy, begun at once, of what the current stream makes of them.
+
+    Args:
+        tensors: int64 or floating, all on one device; on the CPU they are taken as they are.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._packed: Tensor | None = None
+        if self._tensors[0].device.type == "cuda":
+            # float64 holds any shorter float exactly, and has the size of an int64.
+            parts = [(t.double().view(torch.int64) if t.is_floating_point() else t).flatten() for t in self._tensors]
+            packed = torch.cat(parts)
+            self._packed = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
+            self._packed.copy_(packed, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def wait(self) -> list[Tensor]:
+        """Return them on the host, floats as float64; waits for this copy and what came before it, for no more."""
+        if self._packed is None:
+            return self._tensors
+        self._done.synchronize()
+        parts = self._packed.split([t.numel() for t in self._tensors])
+        return [
+            (part.view(torch.float64) if t.is_floating_point() else part).view(t.shape)
+            for part, t in zip(parts, self._tensors, strict=True)
+        ]

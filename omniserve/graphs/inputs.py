@@ -1,0 +1,116 @@
+"""ConstantInputs: the tensors of a step at addresses and in shapes that do not change; what is in them does.
+
+Legend: T device rows, P piggyback seats, L layers, M blocks per request, all of a bucket.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from omniserve.graphs.shapes import StepShape
+from omniserve.plan import StepPlan
+from omniserve.step_inputs import DeviceRows, joins_by_layer
+
+
+class InputMemory:
+    """What the inputs of all shapes share; only one step's are in it at a time.
+
+    Args:
+        largest: Most rows and most seats of any shape.
+        num_layers: L.
+        max_blocks: M: blocks of the longest request.
+        device: Where the tensors are.
+    """
+
+    def __init__(self, largest: StepShape, *, num_layers: int, max_blocks: int, device: torch.device) -> None:
+        self.num_layers = num_layers
+        self.max_blocks = max_blocks
+        self.device = device
+        self.longs = torch.zeros(sum(_long_sizes(largest, num_layers)), dtype=torch.int64, device=device)
+        self.ints = torch.zeros(largest.rows * (1 + max_blocks), dtype=torch.int32, device=device)
+        self.query_start = torch.arange(largest.rows + 1, dtype=torch.int32, device=device)
+
+
+class ConstantInputs:
+    """The inputs of one shape: views of the memory, which ``fill`` writes in two copies.
+
+    A device row that nobody has is token 0 at position 0, is stored nowhere (slot -1) and attends to nothing (length
+    0); a seat that nobody has is slot -1.
+    """
+
+    def __init__(self, shape: StepShape, memory: InputMemory) -> None:
+        rows, seats, num_layers = shape.rows, shape.seats, memory.num_layers
+        self.shape = shape
+        self._memory = memory
+        self._longs = memory.longs[: sum(_long_sizes(shape, num_layers))]
+        token_ids, positions, slots, seat_slots, seat_positions = self._longs.split(_long_sizes(shape, num_layers))
+        self.token_ids_T: Tensor = token_ids
+        """``[T + P]``; the seats hold the tokens that enter."""
+        self.positions_T: Tensor = positions
+        """``[T + P]``, likewise."""
+        self.slot_mapping_T: Tensor = slots
+        self._seat_slots = seat_slots.view(num_layers + 1, seats)
+        self.seat_positions: Tensor = seat_positions
+        """``[L * P]``: positions of those in the seats before the attention of each layer."""
+        self._ints = memory.ints[: rows * (1 + memory.max_blocks)]
+        self.seq_lens_T: Tensor = self._ints[:rows]
+        self.block_table_TM: Tensor = self._ints[rows:].view(rows, memory.max_blocks)
+        self.query_start_T1: Tensor = memory.query_start[: rows + 1]
+
+    def slots_leaving(self, layer: int) -> Tensor:
+        """Return the slots ``[P]`` of those that leave for the host tier at a layer."""
+        return self._seat_slots[layer]
+
+    def slots_joining(self, layer: int) -> Tensor:
+        """Return the slots ``[P]`` of those that join at a layer."""
+        return self._seat_slots[layer + 1]
+
+    def fill(self, plan: StepPlan, rows: DeviceRows, *, decodes: bool) -> None:
+        """Write a step's inputs; the copies are queued on the current stream.
+
+        Args:
+            plan: It fits the shape.
+            rows: Its device rows.
+            decodes: Every request has one device row, so lengths and block tables are written, too; else they are the
+                caller's to bring.
+        """
+        num_rows, seats = len(rows.token_ids), self.shape.seats
+        longs = self._host_buffer(self._longs)
+        token_ids, positions, slots, seat_slots, seat_positions = (
+            part.numpy() for part in longs.split(_long_sizes(self.shape, self._memory.num_layers))
+        )
+        token_ids[:] = positions[:] = 0
+        seat_positions[:] = 0
+        slots[:] = seat_slots[:] = -1
+        token_ids[:num_rows], positions[:num_rows], slots[:num_rows] = rows.token_ids, rows.positions, rows.slot_mapping
+        if seats:
+            first = self.shape.rows
+            slots_LP, positions_LP = seat_slots.reshape(-1, seats), seat_positions.reshape(-1, seats)
+            for seat, entry in enumerate(plan.entries):
+                token_ids[first + seat], positions[first + seat] = entry.token_id, entry.position
+                slots_LP[0, seat], positions_LP[0, seat] = entry.slot, entry.position
+            for layer, joins in joins_by_layer(plan).items():
+                slots_LP[layer + 1, : len(joins)] = [join.slot for join in joins]
+                if layer + 1 < self._memory.num_layers:
+                    positions_LP[layer + 1, : len(joins)] = [join.position for join in joins]
+        self._longs.copy_(longs, non_blocking=True)
+        if decodes and self.shape.rows:
+            ints = self._host_buffer(self._ints)
+            lengths, table = (part.numpy() for part in ints.split([self.shape.rows, self.block_table_TM.numel()]))
+            lengths[:num_rows], lengths[num_rows:] = rows.seq_lens, 0
+            # What is behind a request's last block is never read, so it may be anything.
+            table = table.reshape(self.shape.rows, -1)
+            table[:num_rows, : rows.block_table.shape[1]] = rows.block_table
+            table[num_rows:, 0] = 0
+            self._ints.copy_(ints, non_blocking=True)
+
+    def _host_buffer(self, target: Tensor) -> Tensor:
+        # torch hands out a page-locked buffer again only when the copies from it are over.
+        return torch.empty(target.shape, dtype=target.dtype, pin_memory=target.device.type == "cuda")
+
+
+def _long_sizes(shape: StepShape, num_layers: int) -> list[int]:
+    """Return the numbers of elements: token ids, positions, slots of rows, slots of seats, positions of seats."""
+    rows, seats = shape.rows, shape.seats
+    return [rows + seats, rows + seats, rows, (num_layers + 1) * seats, num_layers * seats]

@@ -1,0 +1,112 @@
+"""KV moves between a CUDA cache and the host pool by one kernel each, which reads and writes the pool where it lies.
+
+A pool in the cache's dtype needs no more: the kernel also changes between the layouts (``ops/kernels/blocks.py``).
+
+Legend: L layers, B blocks, K KV heads, S block size, H head size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from omniserve.host.mover import Mover, end_of
+from omniserve.ops.cuda import kernels
+from omniserve.plan import HostEvent, KVMove, MoveDirection
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    move: KVMove
+    is_over: Callable[[], bool]
+    num_bytes: int = 0
+    error: str = ""
+
+
+class DirectMover(Mover):
+    """Launches each move's copy at once, behind those before it.
+
+    Args:
+        pool_LBK2SH: The host pool, page-locked, in the cache's dtype.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+
+    def __init__(self, pool_LBK2SH: Tensor) -> None:
+        super().__init__()
+        self._pool_LBK2SH = pool_LBK2SH
+        self._copy_blocks = kernels("blocks").copy_blocks
+        self._copies: deque[_Copy] = deque()
+        if pool_LBK2SH.is_pinned():
+            self._compile()
+
+    @property
+    def busy(self) -> bool:
+        """True while there are moves."""
+        return bool(self._copies)
+
+    @property
+    def num_moves(self) -> int:
+        """Moves that are running or over, without their event."""
+        return len(self._copies)
+
+    @property
+    def can_advance(self) -> bool:
+        """True when `advance` has an event to return."""
+        return self.busy and self._copies[0].is_over()
+
+    def start(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> None:
+        """Launch a move's copy behind what the current stream has been given so far; see `Mover.start`."""
+        if self._closed:
+            self._fail(move, "the host tier was closed")
+            return
+        try:
+            self._follow_current_stream(device_k_LBKSH.device)
+            is_over = self._launch(move, device_k_LBKSH, device_v_LBKSH)
+        except RuntimeError as error:  # out of memory, a CUDA error: this move's problem, not the step's
+            self._fail(move, f"a move failed on the device: {error}")
+            return
+        num_bytes = len(move.src_block_ids) * self._pool_LBK2SH[:, 0].nbytes
+        self._copies.append(_Copy(move, is_over, num_bytes))
+
+    def advance(self) -> list[HostEvent]:
+        """Return the events of moves that are over."""
+        events: list[HostEvent] = []
+        while self.can_advance:
+            copy = self._copies.popleft()
+            self.bytes_moved += copy.num_bytes
+            events.append(end_of(copy.move, copy.error))
+        return events
+
+    def _compile(self) -> None:
+        """Have both directions' kernels compiled now: the first moves would stall a step for it."""
+        dtype, shape = self._pool_LBK2SH.dtype, self._pool_LBK2SH.shape[2:]
+        pool = torch.empty(1, 1, *shape, dtype=dtype, pin_memory=True)
+        cache = torch.empty(1, 1, shape[0], *shape[2:], dtype=dtype, device="cuda")
+        block = torch.zeros(1, dtype=torch.int64, device="cuda")
+        for to_host in (True, False):
+            self._copy_blocks(cache, cache, pool, block, block, to_host=to_host, is_reversed=False)
+        torch.cuda.synchronize()  # before `pool` is free
+
+    def _fail(self, move: KVMove, error: str) -> None:
+        self.num_failures += 1
+        self._copies.append(_Copy(move, lambda: True, error=error))
+
+    def _launch(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> Callable[[], bool]:
+        """Put a copy on the side stream; return what tells when it is done."""
+        to_host = move.direction is MoveDirection.TO_HOST
+        ids = (move.src_block_ids, move.dst_block_ids) if to_host else (move.dst_block_ids, move.src_block_ids)
+        with torch.cuda.stream(self._stream):  # None, without CUDA: no stream
+            # From pinned memory: a blocking copy of the ids would wait for all that the side stream waits for.
+            ids_2M = torch.tensor(ids, dtype=torch.int64, pin_memory=self._stream is not None)
+            device_ids_M, pool_ids_M = ids_2M.to(device_k_LBKSH.device, non_blocking=True)
+            self._copy_blocks(
+                device_k_LBKSH, device_v_LBKSH, self._pool_LBK2SH, device_ids_M, pool_ids_M,
+                to_host=to_host, is_reversed=move.is_reversed,
+            )  # fmt: skip
+            return self._stream.record_event().query if self._stream is not None else lambda: True

@@ -1,0 +1,96 @@
+// The mailbox's thread: watches the flags of rows that a device writes into host memory, and queues their tasks.
+#include <sys/prctl.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+
+#include "host_tier.h"
+
+namespace omniserve {
+namespace {
+
+// Every so many looks without a rest go through all rows, not only to the first layer that has nothing new.
+constexpr int64_t kFullLook = 16;
+
+inline void pause_core() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+void HostTier::watch() {
+  prctl(PR_SET_TIMERSLACK, 1UL);  // the default of 50 us would make 70 us of a sleep of 20
+  const auto spin = to_duration(config_.mailbox_spin_s), sleep = to_duration(config_.mailbox_sleep_s);
+  auto last_news = std::chrono::steady_clock::now();
+  for (int64_t look = 0;; ++look) {
+    if (watched_.empty() || watcher_called_) {
+      Lock lock(mutex_);
+      watcher_wake_.wait(lock, [this] { return closing_ || !watched_.empty() || !expected_.empty(); });
+      if (closing_) return;
+      watched_.insert(watched_.end(), expected_.begin(), expected_.end());
+      expected_.clear();
+      watcher_called_ = false;
+      last_news = std::chrono::steady_clock::now();
+    }
+    const auto now = std::chrono::steady_clock::now();
+    const bool rests = now - last_news >= spin;
+    take_flagged(rests || look % kFullLook == 0);
+    if (!flagged_.empty()) {
+      last_news = now;
+    } else if (rests) {
+      std::this_thread::sleep_for(sleep);
+    } else {
+      pause_core();
+    }
+  }
+}
+
+// Queue the tasks of rows whose flags are there. Layers are sent in the order in which they are watched, their rows in
+// any: behind a layer with nothing new there is nothing, as a rule. `all`: look behind it too, for a device may have
+// another order, or have given a step up, and no row waits for another for ever.
+void HostTier::take_flagged(bool all) {
+  flagged_.clear();
+  size_t kept = 0, i = 0;
+  for (size_t group = 0; i < watched_.size(); group = i) {
+    const size_t num_before = flagged_.size();
+    for (; i < watched_.size() && watched_[i].layer == watched_[group].layer &&
+           watched_[i].step == watched_[group].step;
+         ++i) {
+      const Expected row = watched_[i];
+      if (__atomic_load_n(config_.flags + row.slot, __ATOMIC_ACQUIRE) == row.step) {
+        flagged_.push_back(row.slot);
+      } else {
+        watched_[kept++] = row;
+      }
+    }
+    if (!all && flagged_.size() == num_before) break;
+  }
+  if (flagged_.empty()) return;
+  const auto begin = watched_.begin();
+  watched_.erase(begin + static_cast<std::ptrdiff_t>(kept), begin + static_cast<std::ptrdiff_t>(i));
+  Called called;
+  Lock lock(mutex_);
+  for (int64_t slot : flagged_) enqueue(slot);
+  call_workers(called);
+  lock.unlock();
+  notify(called);
+}
+
+// The mutex is held, and the watcher is gone.
+void HostTier::fail_expected(const std::string& message) {
+  for (std::vector<Expected>* rows : {&watched_, &expected_}) {
+    for (const Expected& row : *rows) {
+      Slot& task = slots_[static_cast<size_t>(row.slot)];
+      fail_task(task, row.slot, message);
+      publish_task(task, row.slot);
+    }
+    rows->clear();
+  }
+}
+
+}  // namespace omniserve

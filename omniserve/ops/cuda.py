@@ -1,0 +1,43 @@
+"""The operators' CUDA implementations: Triton kernels, imported at the first call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+ROW_OPERATORS = ("store_kv", "piggyback_concat", "residual_store", "residual_fetch", "piggyback_send")
+"""Those that only move rows (``kernels/rows.py``)."""
+
+
+@functools.cache
+def kernels(name: str) -> ModuleType:
+    """Return the module ``omniserve.ops.kernels.<name>``.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    try:
+        import_module("triton")
+    except ImportError as error:
+        raise ImportError(
+            "on CUDA omniserve's operators are Triton kernels, but triton does not import; CUDA builds of torch "
+            "bring it along: reinstall torch from PyPI, or `pip install triton`"
+        ) from error
+    return import_module(f"omniserve.ops.kernels.{name}")
+
+
+def _row_operator(name: str) -> Callable[..., Tensor | None]:
+    def call(*args: Tensor) -> Tensor | None:
+        result: Tensor | None = getattr(kernels("rows"), name)(*args)
+        return result
+
+    return call
+
+
+for _name in ROW_OPERATORS:
+    torch.library.impl(f"omniserve::{_name}", "CUDA", _row_operator(_name))

@@ -1,0 +1,387 @@
+"""Kernels that move rows: KV of new tokens, rows that change tiers and their residuals. One launch each.
+
+Nothing here waits for the device, and a grid depends on shapes alone, so all of it can be captured in a CUDA graph. An
+index out of range is a device-side assertion, not an exception. Arguments that are said to be pinned may be on the
+device too; on a machine without one, under Triton's interpreter, all are CPU tensors.
+
+Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P piggyback
+seats, R rows that are moved, W = (N + 2K) * H.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_VECTOR_BYTES = 16  # the widest access of a thread
+_TILE_BYTES = 2048  # of a row, to a program: 128 threads
+
+# Kernels are compiled anew for sizes and addresses that are multiples of 16, but not for what varies between steps.
+
+
+@triton.jit(debug=True, do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slot_mapping"])
+def _store_kv_kernel(
+    k: tl.tensor,
+    v: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    slot_mapping: tl.tensor,
+    num_slots: tl.tensor,
+    k_token_stride: tl.tensor,
+    k_head_stride: tl.tensor,
+    v_token_stride: tl.tensor,
+    v_head_stride: tl.tensor,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    tl.device_assert(slot < num_slots, "store_kv: slot_mapping is out of range")
+    if slot >= 0:
+        i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        head, column, inside = i // H, i % H, i < K * H
+        keys = tl.load(k + token * k_token_stride + head * k_head_stride + column, mask=inside)
+        values = tl.load(v + token * v_token_stride + head * v_head_stride + column, mask=inside)
+        place = (slot // S * (K * S) + slot % S) * H + head * (S * H) + column
+        tl.store(k_cache + place, keys, mask=inside)
+        tl.store(v_cache + place, values, mask=inside)
+
+
+@triton.jit(debug=True, do_not_specialize=["num_rows", "num_results"], do_not_specialize_on_alignment=["rows"])
+def _piggyback_concat_kernel(
+    attn: tl.tensor,
+    results: tl.tensor,
+    rows: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    num_results: tl.tensor,
+    attn_stride: tl.tensor,
+    results_stride: tl.tensor,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < D
+    if row < num_rows:
+        values = tl.load(attn + row * attn_stride + column, mask=inside)
+    else:
+        source = tl.load(rows + (row - num_rows))
+        tl.device_assert(source < num_results, "piggyback_concat: rows are out of range")
+        values = tl.load(results + source * results_stride + column, mask=inside & (source >= 0), other=0)
+    tl.store(out + row * D + column, values, mask=inside)
+
+
+@triton.jit(debug=True, do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
+def _scatter_kernel(
+    source: tl.tensor,
+    destination: tl.tensor,
+    slots: tl.tensor,
+    num_slots: tl.tensor,
+    source_stride: tl.tensor,
+    destination_stride: tl.tensor,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    SOURCE_BY_SLOT: tl.constexpr,
+) -> None:
+    i = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + i)
+    tl.device_assert(slot < num_slots, "slots are out of range")
+    if slot >= 0:
+        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        inside = column < D
+        row = slot if SOURCE_BY_SLOT else i
+        values = tl.load(source + row * source_stride + column, mask=inside)
+        tl.store(destination + slot * destination_stride + column, values, mask=inside)
+
+
+@triton.jit(debug=True, do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
+def _fetch_kernel(
+    store: tl.tensor,
+    destination: tl.tensor,
+    slots: tl.tensor,
+    num_slots: tl.tensor,
+    store_stride: tl.tensor,
+    destination_stride: tl.tensor,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    seat = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + seat)
+    tl.device_assert(slot < num_slots, "residual_fetch: slots are out of range")
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < D
+    values = tl.load(store + slot * store_stride + column, mask=inside & (slot >= 0), other=0)
+    tl.store(destination + seat * destination_stride + column, values, mask=inside)
+
+
+@triton.jit(debug=True, do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots", "step"])
+def _piggyback_send_kernel(
+    hidden: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    slots: tl.tensor,
+    residuals: tl.tensor,
+    mailbox: tl.tensor,
+    flags: tl.tensor,
+    step: tl.tensor,
+    num_slots: tl.tensor,
+    hidden_stride: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    k_token_stride: tl.tensor,
+    k_head_stride: tl.tensor,
+    v_token_stride: tl.tensor,
+    v_head_stride: tl.tensor,
+    residuals_stride: tl.tensor,
+    mailbox_stride: tl.tensor,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    D_TILE: tl.constexpr,
+    Q_TILE: tl.constexpr,
+    KV_TILE: tl.constexpr,
+) -> None:
+    seat = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + seat)
+    tl.device_assert(slot < num_slots, "piggyback_send: slots are out of range")
+    if slot >= 0:
+        # All loads before the first store, or each would wait for the one before it: nothing tells the compiler that
+        # they do not overlap.
+        d = tl.arange(0, D_TILE)
+        i = tl.arange(0, Q_TILE)
+        j = tl.arange(0, KV_TILE)
+        has_d, has_i, has_j = d < D, i < N * H, j < K * H
+        number = tl.load(step)
+        residual = tl.load(hidden + seat * hidden_stride + d, mask=has_d)
+        query = tl.load(q + seat * q_token_stride + i // H * q_head_stride + i % H, mask=has_i)
+        key = tl.load(k + seat * k_token_stride + j // H * k_head_stride + j % H, mask=has_j)
+        value = tl.load(v + seat * v_token_stride + j // H * v_head_stride + j % H, mask=has_j)
+        letter = mailbox + slot * mailbox_stride
+        tl.store(letter + i, query, mask=has_i)
+        tl.store(letter + N * H + j, key, mask=has_j)
+        tl.store(letter + (N + K) * H + j, value, mask=has_j)
+        tl.store(residuals + slot * residuals_stride + d, residual, mask=has_d)
+        # One program has the whole seat. The barrier orders its threads' stores before the one thread's release, and a
+        # release is cumulative: who sees the flag with an acquire, on the CPU too, sees the letter.
+        tl.debug_barrier()
+        tl.atomic_xchg(flags + slot, number, sem="release", scope="sys")
+
+
+def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, slot_mapping_T: Tensor) -> None:
+    """Write each token's K and V to slot ``block * S + offset``; -1 leaves a token out.
+
+    Args:
+        k_TKH: Keys, the caches' dtype, contiguous in the last dimension (as cut from a fused QKV).
+        v_TKH: Values, likewise.
+        k_cache_BKSH: Contiguous; written.
+        v_cache_BKSH: Likewise.
+        slot_mapping_T: int64.
+
+    Raises:
+        ValueError: A tensor has another shape, dtype or layout.
+    """
+    num_tokens, kv_heads, head_size = k_TKH.shape
+    num_blocks, _, block_size, _ = k_cache_BKSH.shape
+    for name, rows in (("k", k_TKH), ("v", v_TKH)):
+        _check(name, rows, (num_tokens, kv_heads, head_size), k_cache_BKSH.dtype)
+    for name, cache in (("k_cache", k_cache_BKSH), ("v_cache", v_cache_BKSH)):
+        _check(name, cache, (num_blocks, kv_heads, block_size, head_size), k_cache_BKSH.dtype, is_packed=True)
+    _check("slot_mapping", slot_mapping_T, (num_tokens,), torch.int64)
+    width = kv_heads * head_size
+    if not (num_tokens and width):
+        return
+    tile, num_tiles, num_warps = _tiling(width, k_TKH)
+    with torch.cuda.device_of(k_TKH):
+        _store_kv_kernel[num_tokens, num_tiles](
+            k_TKH, v_TKH, k_cache_BKSH, v_cache_BKSH, slot_mapping_T, num_blocks * block_size,
+            *k_TKH.stride()[:2], *v_TKH.stride()[:2], K=kv_heads, S=block_size, H=head_size, TILE=tile,
+            num_warps=num_warps, sanitize_overflow=False,
+        )  # fmt: skip
+
+
+def piggyback_concat(attn_TD: Tensor, results_RD: Tensor, rows_P: Tensor) -> Tensor:
+    """Return a new ``[T + P, D]``: attn, then results[rows]; zeros where a row is -1.
+
+    Args:
+        attn_TD: Attention rows of the device, contiguous in the last dimension.
+        results_RD: Attention rows of the host tier, likewise, the same dtype.
+        rows_P: int64.
+
+    Raises:
+        ValueError: A tensor has another shape, dtype or layout.
+    """
+    (num_rows, width), (num_results, _), (num_seats,) = attn_TD.shape, results_RD.shape, rows_P.shape
+    _check("attn", attn_TD, (num_rows, width), attn_TD.dtype)
+    _check("results", results_RD, (num_results, width), attn_TD.dtype)
+    _check("rows", rows_P, (num_seats,), torch.int64)
+    out_TD = attn_TD.new_empty(num_rows + num_seats, width)
+    if out_TD.numel():
+        tile, num_tiles, num_warps = _tiling(width, attn_TD)
+        with torch.cuda.device_of(attn_TD):
+            _piggyback_concat_kernel[num_rows + num_seats, num_tiles](
+                attn_TD, results_RD, rows_P, out_TD, num_rows, num_results, attn_TD.stride(0), results_RD.stride(0),
+                D=width, TILE=tile, num_warps=num_warps, sanitize_overflow=False,
+            )  # fmt: skip
+    return out_TD
+
+
+def residual_store(hidden_TD: Tensor, store_SD: Tensor, slots_P: Tensor) -> None:
+    """Write the last P rows of hidden to store[slots]; -1 leaves a row out.
+
+    Args:
+        hidden_TD: The step's rows, contiguous in the last dimension.
+        store_SD: Residual store, likewise, the same dtype; written.
+        slots_P: int64.
+
+    Raises:
+        ValueError: A tensor has another shape, dtype or layout.
+    """
+    _scatter(_last_rows(hidden_TD, slots_P), store_SD, slots_P, source_by_slot=False)
+
+
+def residual_fetch(store_SD: Tensor, slots_P: Tensor, hidden_TD: Tensor) -> None:
+    """Write store[slots] to the last P rows of hidden; zeros where a slot is -1.
+
+    Args:
+        store_SD: Residual store, contiguous in the last dimension.
+        slots_P: int64.
+        hidden_TD: The step's rows, likewise, the same dtype; written.
+
+    Raises:
+        ValueError: A tensor has another shape, dtype or layout.
+    """
+    rows_PD = _last_rows(hidden_TD, slots_P)
+    num_seats, width = rows_PD.shape
+    _check("store", store_SD, (store_SD.shape[0], width), hidden_TD.dtype)
+    if rows_PD.numel():
+        tile, num_tiles, num_warps = _tiling(width, rows_PD)
+        with torch.cuda.device_of(rows_PD):
+            _fetch_kernel[num_seats, num_tiles](
+                store_SD, rows_PD, slots_P, store_SD.shape[0], store_SD.stride(0), rows_PD.stride(0),
+                D=width, TILE=tile, num_warps=num_warps, sanitize_overflow=False,
+            )  # fmt: skip
+
+
+def gather_rows(source_SD: Tensor, slots_R: Tensor, destination_SD: Tensor) -> None:
+    """Write source[slot] to destination[slot] for each slot; -1 is none.
+
+    Args:
+        source_SD: Pinned CPU memory, read from the device; contiguous in the last dimension.
+        slots_R: int64, on the device; no slot twice.
+        destination_SD: On the device, the same dtype, contiguous in the last dimension; written.
+
+    Raises:
+        ValueError: A tensor has another shape, dtype or layout.
+    """
+    _scatter(source_SD, destination_SD, slots_R, source_by_slot=True)
+
+
+def piggyback_send(
+    hidden_TD: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    slots_P: Tensor,
+    residuals_SD: Tensor,
+    mailbox_SW: Tensor,
+    flags_S: Tensor,
+    step_1: Tensor,
+) -> None:
+    """Send the last P rows to the host tier: residuals to the store, q|k|v to the mailbox, then the step to the flags.
+
+    A flag is written with release order at system scope, so a CPU thread that reads the step from it with acquire order
+    finds the whole letter. ``flags[slots] = step``; -1 leaves a seat out.
+
+    Args:
+        hidden_TD: The step's rows, contiguous in the last dimension.
+        q_TNH: Queries, the same dtype, contiguous in the last dimension.
+        k_TKH: Keys, likewise.
+        v_TKH: Values, likewise.
+        slots_P: int64; no slot twice.
+        residuals_SD: Residual store; written.
+        mailbox_SW: Pinned CPU memory, contiguous in the last dimension; written over the bus.
+        flags_S: Pinned CPU memory, int64; written over the bus.
+        step_1: int64, on the device.
+
+    Raises:
+        ValueError: A tensor has another shape, dtype or layout.
+    Paper: omniserve 4.
+    """
+    num_slots, width = residuals_SD.shape
+    (num_tokens, num_heads, head_size), kv_heads = q_TNH.shape, k_TKH.shape[1]
+    dtype = hidden_TD.dtype
+    rows_PD = _last_rows(hidden_TD, slots_P)
+    num_seats = len(slots_P)
+    _check("hidden", hidden_TD, (num_tokens, width), dtype)
+    _check("q", q_TNH, (num_tokens, num_heads, head_size), dtype)
+    for name, rows in (("k", k_TKH), ("v", v_TKH)):
+        _check(name, rows, (num_tokens, kv_heads, head_size), dtype)
+    _check("residuals", residuals_SD, (num_slots, width), dtype)
+    _check("mailbox", mailbox_SW, (num_slots, (num_heads + 2 * kv_heads) * head_size), dtype)
+    _check("flags", flags_S, (num_slots,), torch.int64)
+    _check("step", step_1, (1,), torch.int64)
+    if not num_seats:
+        return
+    tiles = [triton.next_power_of_2(max(1, size)) for size in (width, num_heads * head_size, kv_heads * head_size)]
+    q_PNH, k_PKH, v_PKH = (rows[num_tokens - num_seats :] for rows in (q_TNH, k_TKH, v_TKH))
+    with torch.cuda.device_of(hidden_TD):
+        _piggyback_send_kernel[(num_seats,)](
+            rows_PD, q_PNH, k_PKH, v_PKH, slots_P, residuals_SD, mailbox_SW, flags_S, step_1, num_slots,
+            rows_PD.stride(0), *q_PNH.stride()[:2], *k_PKH.stride()[:2], *v_PKH.stride()[:2], residuals_SD.stride(0),
+            mailbox_SW.stride(0), D=width, N=num_heads, K=kv_heads, H=head_size,
+            D_TILE=tiles[0], Q_TILE=tiles[1], KV_TILE=tiles[2],
+            num_warps=_num_warps(max(tiles), dtype), sanitize_overflow=False,
+        )  # fmt: skip
+
+
+def _scatter(source_RD: Tensor, destination_SD: Tensor, slots_R: Tensor, *, source_by_slot: bool) -> None:
+    """Write a source row, the slot's or else the next one, to destination[slot] for each slot that is not -1."""
+    (num_slots, width), num_rows = destination_SD.shape, len(slots_R)
+    _check("source", source_RD, (num_slots if source_by_slot else num_rows, width), destination_SD.dtype)
+    _check("destination", destination_SD, (num_slots, width), destination_SD.dtype)
+    _check("slots", slots_R, (num_rows,), torch.int64)
+    if num_rows and width:
+        tile, num_tiles, num_warps = _tiling(width, destination_SD)
+        with torch.cuda.device_of(destination_SD):
+            _scatter_kernel[num_rows, num_tiles](
+                source_RD, destination_SD, slots_R, num_slots, source_RD.stride(0), destination_SD.stride(0),
+                D=width, TILE=tile, SOURCE_BY_SLOT=source_by_slot, num_warps=num_warps, sanitize_overflow=False,
+            )  # fmt: skip
+
+
+def _last_rows(hidden_TD: Tensor, slots_P: Tensor) -> Tensor:
+    """Return the rows of the seats, ``[P, D]``."""
+    (num_rows, width), num_seats = hidden_TD.shape, len(slots_P)
+    if num_seats > num_rows:
+        raise ValueError(f"there are {num_seats} slots but only {num_rows} rows of hidden")
+    _check("slots", slots_P, (num_seats,), torch.int64)
+    _check("hidden", hidden_TD, (num_rows, width), hidden_TD.dtype)
+    return hidden_TD[num_rows - num_seats :]
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, is_packed: bool = False) -> None:
+    """Refuse what a kernel would read or write in a wrong place; its last dimension must be contiguous, or all be."""
+    is_dense = tensor.is_contiguous() if is_packed else tensor.shape[-1:] < (2,) or tensor.stride(-1) == 1
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or not is_dense:
+        raise ValueError(
+            f"{name} must be {dtype} of shape {list(shape)}, {'contiguous' if is_packed else 'with contiguous rows'}; "
+            f"got {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
+        )
+
+
+def _tiling(width: int, rows: Tensor) -> tuple[int, int, int]:
+    """Return how many elements of a row are a program's, how many programs that makes, and the warps of each."""
+    tile = min(triton.next_power_of_2(width), _TILE_BYTES // rows.itemsize)
+    return tile, triton.cdiv(width, tile), _num_warps(tile, rows.dtype)
+
+
+def _num_warps(tile: int, dtype: torch.dtype) -> int:
+    """Return warps for a tile: one vector a thread, at most 16 warps."""
+    return min(16, max(1, tile * dtype.itemsize // (_VECTOR_BYTES * 32)))

@@ -1,0 +1,60 @@
+"""Steps in constant shapes: the tokens are Hugging Face's, whatever is padded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from omniserve.graphs import steps
+from omniserve.sched import SCHEDULERS
+from tests.graphs.tape import TapeRecorder
+from tests.parity.engine_histories import Tally, run_histories, run_history
+from tests.parity.test_engine import DEVICES, model_and_reference
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheduler", SCHEDULERS.names())
+def test_every_scheduler(scheduler: str, device: str) -> None:
+    model, reference = model_and_reference("llama", device)
+    tally = Tally()
+    for seed, kv in enumerate(("tiered", "bidirectional"), 700):
+        run_history(
+            model, reference, seed, scheduler=scheduler, kv=kv, step_graphs="on", async_steps=seed % 2 == 0, tally=tally
+        )
+    assert tally.finished > 0
+    # ConServe's best-effort rows may leave any of its steps.
+    assert tally.constant_decodes > 0 or scheduler == "conserve"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "qwen3_moe", "phi3"])
+def test_piggybacked_tokens(family: str, device: str) -> None:
+    model, reference = model_and_reference(family, device)
+    run_histories(
+        model, reference, range(710, 713), reach=("host_tokens", "swaps_out", "constant_decodes", "constant_chunks"),
+        has_profile=False, host_kv_bytes=1 << 20, max_host_requests=16, step_graphs="on", async_steps=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("deaths", [False, True])
+def test_late_failing_and_dying_host_attention(deaths: bool, device: str) -> None:
+    model, reference = model_and_reference("llama", device)
+    run_histories(
+        model, reference, range(720, 725), reach=("host_tokens", "failures"), scheduler="omniserve", faults=True,
+        deaths=deaths, step_graphs="on", async_steps=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scheduler", ["omniserve", "sarathi"])
+def test_recordings_do_what_the_code_did(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with CUDA graphs, Python runs once, and later steps only write other inputs to the same places."""
+    model, reference = model_and_reference("llama", "cpu")
+    spec = model.__dict__["omniserve"].spec
+    shape = (64, spec.num_heads, spec.head_size)
+    monkeypatch.setattr(steps, "PlainRecorder", lambda: TapeRecorder(shape, torch.float32, torch.device("cpu")))
+    run_histories(
+        model, reference, range(730, 732), reach=("constant_decodes", "constant_chunks"), scheduler=scheduler,
+        step_graphs="on", async_steps=True, attention="tests.graphs.tape:attend", max_step_tokens=16,
+        max_num_requests=8,
+    )  # fmt: skip

@@ -1,0 +1,73 @@
+"""How an engine runs steps, for a scheduler without one: each to its end, or launched while the one before it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from omniserve.plan import StepOutput, StepPlan
+from omniserve.request import RequestOutput
+from omniserve.sched import Scheduler
+
+
+class Stepping:
+    """Runs each plan to its end.
+
+    Args:
+        scheduler: Made the plans.
+        execute: Runs one.
+    """
+
+    def __init__(self, scheduler: Scheduler, execute: Callable[[StepPlan], StepOutput]) -> None:
+        self._scheduler = scheduler
+        self._execute = execute
+
+    def step(self, plan: StepPlan, now_s: float, seconds: float) -> tuple[float, list[RequestOutput]]:
+        """Run a plan that was made at ``now_s``; return the time and the outputs."""
+        now_s += seconds
+        return now_s, self._scheduler.update(plan, self._execute(plan), now_s)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is in flight."""
+        return True
+
+
+class OverlappingStepping(Stepping):
+    """Leaves each certain plan in flight until the next one is launched, as ``Engine.step`` does."""
+
+    def __init__(self, scheduler: Scheduler, execute: Callable[[StepPlan], StepOutput]) -> None:
+        super().__init__(scheduler, execute)
+        self._in_flight: tuple[StepPlan, StepOutput, float] | None = None
+        self.num_overtaken = 0
+
+    def step(self, plan: StepPlan, now_s: float, seconds: float) -> tuple[float, list[RequestOutput]]:
+        scheduler, before, outputs = self._scheduler, self._in_flight, []
+        self._in_flight = None
+        overlaps = not plan.is_empty and scheduler.is_certain(plan)
+        if before is not None and not overlaps:
+            now_s, outputs = self._settle(before, now_s)
+            before, plan = None, scheduler.refresh(plan)
+        result = self._execute(plan)
+        if not overlaps:
+            now_s += seconds
+            scheduler.busy_until_s = -math.inf
+            return now_s, outputs + scheduler.update(plan, result, now_s)
+        scheduler.advance(plan)
+        begin_s = now_s
+        if before is not None:
+            self.num_overtaken += 1
+            now_s, outputs = self._settle(before, now_s)
+            begin_s = now_s
+        self._in_flight = plan, result, begin_s + seconds
+        scheduler.busy_until_s = begin_s + seconds
+        return now_s, outputs
+
+    def _settle(self, flight: tuple[StepPlan, StepOutput, float], now_s: float) -> tuple[float, list[RequestOutput]]:
+        plan, result, end_s = flight
+        now_s = max(now_s, end_s)
+        return now_s, self._scheduler.settle(plan, result, now_s)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._in_flight is None
