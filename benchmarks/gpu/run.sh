@@ -40,4 +40,4 @@ if ! loads; then
     loads || { cat "$cache/extension.log" >&2; exit 1; }
 fi
 
-exec "$python" -m benchmarks.gpu "$@"
+exec "$python" -m benchmarks.gpu --spent-s "$SECONDS" "$@"

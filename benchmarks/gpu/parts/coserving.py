@@ -80,7 +80,7 @@ def _engine(bench: Bench, model: Any, policy: str) -> Any:
 
 
 def _load(bench: Bench, model: Any, *, seconds: float) -> CoServingLoad:
-    ls_input, ls_output, be_input, be_output = (16, 4, 64, 8) if bench.dry else (1024, 64, 6144, 256)
+    ls_input, ls_output, be_input, be_output = (16, 4, 64, 60) if bench.dry else (1024, 64, 6144, 256)
     piece = TraceSlice(seconds=seconds, max_input=1, max_output=1)
     return CoServingLoad(
         arrivals=Arrivals(process="poisson"), seconds=seconds, ls_input=ls_input, ls_output=ls_output, ls_trace=None,
