@@ -29,7 +29,7 @@ from omniserve.patching import patch
 CPU = torch.device("cpu")
 MEASURED = {
     "exactness": {"tests: operators, failed": "tests", "every kernel once: status": ""},
-    "decode": {"tiny, batch 4, 40 tokens": "ms", "tiny, batch 1, 40 tokens, attention sdpa": "ms"},
+    "decode": {"tiny, batch 4, 40 tokens": "ms", "tiny, batch 1, 40 tokens, attention cpu": "ms"},
     "prefill": {"tiny, prompt of 64 tokens": "TFLOP/s", "tiny, prompt of 64 tokens in steps of 32": "TFLOP/s"},
     "piggyback": {
         "operators of 1 seats beside 4 rows, a layer": "us",

@@ -26,6 +26,8 @@ from omniserve.spec import ModelSpec
 NEVER_S = float(1 << 30)
 _PACKAGES = {"xformers": "xformers", "triton": "triton"}
 """What an implementation of attention needs that may be missing."""
+_READS_LENGTHS = ("sdpa", "xformers")
+"""Attention that needs the lengths on the host, and so cannot be recorded in a graph."""
 _FIELDS = {field.name for field in dataclasses.fields(EngineConfig)}
 MODES: dict[str, dict[str, Any]] = {
     "as configured": {},
@@ -39,6 +41,12 @@ MODES: dict[str, dict[str, Any]] = {
 def modes() -> list[str]:
     """Return the modes that this version's settings can tell apart, the default one first."""
     return [name for name, settings in MODES.items() if settings.keys() <= _FIELDS]
+
+
+def mode_of(attention: str) -> str:
+    """Return the mode that shows an implementation of attention at its best: some cannot be in a step's graph."""
+    plain = "no step graphs"
+    return plain if attention in _READS_LENGTHS and plain in modes() else modes()[0]
 
 
 def attentions(device: torch.device) -> dict[str, str]:

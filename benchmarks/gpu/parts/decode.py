@@ -15,6 +15,7 @@ from benchmarks.gpu.engines import (
     attentions,
     drain,
     kv_token_bytes,
+    mode_of,
     modes,
     open_decoding,
     step_times,
@@ -48,7 +49,9 @@ def run(bench: Bench) -> None:
             continue
         # sdpa launches kernels request by request: a small batch shows it.
         these = some[-1:] if name == "sdpa" else some
-        time_batches(bench, model, LLAMA_8B, these, mode=first, label=f", attention {name}", attention=name)
+        mode = mode_of(name)
+        label = f", attention {name}" + (f", {mode}" if mode != first else "")
+        time_batches(bench, model, LLAMA_8B, these, mode=mode, label=label, attention=name)
 
 
 def time_batches(
