@@ -6,16 +6,23 @@ Prints what ran. Results are not compared: the tests do that.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator
 
 import torch
 
 from benchmarks.gpu.engines import attentions
+from omniserve.config import EngineConfig
+from omniserve.host.tier import HostTier
+from omniserve.kv.storage import DeviceKVStorage
 from omniserve.ops import OPS, Sample
 from omniserve.ops.attention import resolve_attention
-from omniserve.spec import AttentionSpec
+from omniserve.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.spec import AttentionSpec, ModelSpec
 
 _FEW = 2
+_BLOCK = 16
+_PATIENCE_S = 60.0
 
 
 def operators(device: torch.device) -> list[str]:
@@ -61,13 +68,45 @@ def run_attention(device: torch.device, *, few: bool) -> list[str]:
     return ran
 
 
+def run_moves(device: torch.device) -> list[str]:
+    """Move blocks from a device pool to a host pool and back, whatever kernels do that, and return what ran.
+
+    Raises:
+        RuntimeError: A move failed or did not end.
+    """
+    spec = ModelSpec(
+        num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2, head_size=32, vocab_size=8, max_model_len=256,
+        eos_token_ids=(), dtype_bytes=2, attention=(AttentionSpec(scale=1.0),) * 2,
+    )  # fmt: skip
+    dtype, num_blocks, ids = torch.bfloat16, 5, (3, 0, 4)
+    config = EngineConfig(block_size=_BLOCK, host_kv_bytes=num_blocks * spec.kv_block_bytes(_BLOCK))
+    tier = HostTier.of(config, spec, dtype=dtype, device=device, num_threads=2)
+    storage = DeviceKVStorage(spec, num_blocks=num_blocks, block_size=_BLOCK, dtype=dtype, device=device)
+    try:
+        for move_id, direction in enumerate(MoveDirection):
+            move = KVMove(
+                request_id="", move_id=move_id, direction=direction, src_block_ids=ids, dst_block_ids=ids[::-1]
+            )
+            tier.start_move(move, storage.k_LBKSH, storage.v_LBKSH)
+            deadline_s = time.monotonic() + _PATIENCE_S
+            while not (events := tier.poll()):
+                if time.monotonic() > deadline_s:
+                    raise RuntimeError(f"a move {direction} was not over after {_PATIENCE_S:.0f} s")
+                tier.wait(0.01)
+            if events[0].kind is not HostEventKind.MOVE_DONE:
+                raise RuntimeError(f"a move {direction} failed: {events[0].message}")
+    finally:
+        tier.close()
+    return [f"move {direction}" for direction in MoveDirection]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--few", action="store_true", help="few samples of each: sanitizers are slow")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.inference_mode():
-        ran = [*run_operators(device, few=args.few), *run_attention(device, few=args.few)]
+        ran = [*run_operators(device, few=args.few), *run_attention(device, few=args.few), *run_moves(device)]
     if device.type == "cuda":
         torch.cuda.synchronize()
     print(*ran, sep="\n")
