@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,8 +18,9 @@ from benchmarks.gpu.bench import Bench, Measured, NotHere
 from benchmarks.gpu.engines import config_of, drain, kv_token_bytes, open_engine, request, step_times, weight_bytes
 from benchmarks.gpu.limits import Limits
 from benchmarks.gpu.models import LLAMA_8B, QWEN_32B, TINY, ModelShelf, random_model
+from benchmarks.gpu.outcome_log import VARIABLE
 from benchmarks.gpu.parts import PARTS, limit_of
-from benchmarks.gpu.parts.exactness import _summary, run_for
+from benchmarks.gpu.parts.exactness import run_for, summary
 from benchmarks.gpu.primed import PRIMED
 from benchmarks.gpu.supervise import Supervisor
 from benchmarks.gpu.table import Goal, Row, markdown, row_of
@@ -28,7 +30,7 @@ from omniserve.patching import patch
 
 CPU = torch.device("cpu")
 MEASURED = {
-    "exactness": {"tests: operators, failed": "tests", "every kernel once: status": ""},
+    "exactness": {"tests, failed": "tests", "every kernel once: status": ""},
     "decode": {"tiny, batch 4, 40 tokens": "ms", "tiny, batch 1, 40 tokens, attention cpu": "ms"},
     "prefill": {"tiny, prompt of 64 tokens": "TFLOP/s", "tiny, prompt of 64 tokens in steps of 32": "TFLOP/s"},
     "piggyback": {
@@ -267,18 +269,44 @@ def test_a_program_is_cut_after_its_time() -> None:
 
 
 def test_summary_of_tests_names_those_that_failed(tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    report.write_text(
-        '<testsuites><testsuite><testcase classname="a" name="good"/><testcase classname="a" name="bad"><failure/>'
-        '</testcase><testcase classname="b" name="broken"><error/></testcase><testcase classname="b" name="left">'
-        "<skipped/></testcase></testsuite></testsuites>"
-    )
-    summary = _summary(report, was_cut=True)
-    assert summary.value == 2 and summary.details["failed"] == ["a::bad", "b::broken"]
-    assert summary.note == "1 passed, 2 failed, 1 skipped, cut: out of time"
-    report.write_text("<testsuites/>")
+    log = tmp_path / "log"
+    outcomes = [("a", "passed"), ("b", "failed"), ("c", "skipped"), ("d", "passed"), ("d", "failed"), ("b", "passed")]
+    log.write_text("".join(json.dumps({"test": test, "outcome": outcome}) + "\n" for test, outcome in outcomes))
+    counted = summary(log, was_cut=True)
+    assert counted.value == 2 and counted.details["failed"] == ["b", "d"]
+    assert counted.note == "1 passed, 2 failed, 1 skipped, cut: out of time"
+    log.write_text("")
     with pytest.raises(NotHere, match="no test ran"):
-        _summary(report, was_cut=False)
+        summary(log, was_cut=False)
+
+
+def test_outcomes_are_written_as_they_come(tmp_path: Path) -> None:
+    tests, log = tmp_path / "test_some.py", tmp_path / "log"
+    tests.write_text(
+        "import os, pytest\ndef test_good(): pass\ndef test_bad(): assert False\n"
+        "@pytest.fixture\ndef broken(): raise OSError\ndef test_unready(broken): pass\n"
+        "@pytest.mark.skip\ndef test_left_out(): pass\ndef test_fatal(): os._exit(9)\n"
+    )
+    (tmp_path / "test_unreadable.py").write_text("import no_such_module")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-c",
+        "/dev/null",
+        "-p",
+        "benchmarks.gpu.outcome_log",
+        str(tmp_path),
+    ]
+    status, output, was_cut = run_for(
+        [*command, "--continue-on-collection-errors"], 60, os.environ | {VARIABLE: str(log)}
+    )
+    assert status == 9 and not was_cut, output
+    counted = summary(log, was_cut=was_cut)
+    assert counted.note == "1 passed, 3 failed, 1 skipped"
+    names = [name.rsplit("/")[-1] for name in counted.details["failed"]]
+    assert sorted(names) == ["test_some.py::test_bad", "test_some.py::test_unready", "test_unreadable.py"]
 
 
 # -- models and engines ---------------------------------------------------------------------------------------------

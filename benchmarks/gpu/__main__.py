@@ -25,8 +25,8 @@ from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.supervise import Supervisor
 from benchmarks.gpu.table import markdown
 
-_GRACE_S = 10.0
-_END_S = 15.0
+_GRACE_S = 15.0
+_END_S = 20.0
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

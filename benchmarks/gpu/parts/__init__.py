@@ -33,7 +33,7 @@ class Part:
 
 PARTS: dict[str, Part] = {
     "floors": Part(module="floors", about="what the hardware allows", share=20),
-    "exactness": Part(module="exactness", about="tests marked gpu; kernels under compute-sanitizer", share=90),
+    "exactness": Part(module="exactness", about="tests marked gpu; kernels under compute-sanitizer", share=120),
     "decode": Part(module="decode", about="decode steps of Llama-3.1-8B's shape, context 1k", share=100),
     "prefill": Part(module="prefill", about="prompts of Llama-3.1-8B's shape", share=25),
     "piggyback": Part(module="piggyback", about="what piggyback rows cost a step", share=50),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -11,35 +12,28 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
-from xml.etree import ElementTree
 
 from benchmarks.common.record import ROOT
 from benchmarks.gpu.bench import Bench, Measured, NotHere
+from benchmarks.gpu.outcome_log import VARIABLE
 from benchmarks.gpu.table import Goal
 
-SUITES = {
-    "operators and host tier": ("tests/ops", "tests/host", "tests/kv", "tests/layers"),
-    "engine": ("tests/engine",),
-    "parity with transformers": ("tests/parity",),
-}
-DRY_SUITES = {"operators": ("tests/ops/test_index_ops.py",)}
+SUITE = ("tests/ops", "tests/host", "tests/kv", "tests/layers", "tests/engine", "tests/parity")
+DRY_SUITE = ("tests/ops/test_index_ops.py",)
 TOOLS = ("memcheck", "racecheck")
 _KERNELS = ("-m", "benchmarks.gpu.kernels_once")
-_WORKERS = "4"
-_END_S = 10.0
-_SANITIZERS_SHARE = 0.4
+_WORKERS = "8"
+_SANITIZERS_SHARE = 0.35
 
 
 def run(bench: Bench) -> None:
-    """Run the suites, then the sanitizers; each gets an equal part of what is left."""
-    suites = DRY_SUITES if bench.dry else SUITES
-    for number, (name, paths) in enumerate(suites.items()):
-        limit_s = (1 - _SANITIZERS_SHARE) * bench.left_s / (len(suites) - number)
-        bench.take(
-            f"tests: {name}, failed", "tests", functools.partial(_tests, bench, paths, limit_s),
-            goal=Goal(at_most=0, of="measured"), needs_s=5.0,
-        )  # fmt: skip
+    """Run the tests, then the kernels alone, then these under each sanitizer in what is left."""
+    bench.take(
+        "tests, failed", "tests", functools.partial(_tests, bench, (1 - _SANITIZERS_SHARE) * bench.left_s),
+        goal=Goal(at_most=0, of="measured"), needs_s=5.0,
+    )  # fmt: skip
     bench.take(
         "every kernel once: status", "", lambda: _status([sys.executable, *_KERNELS], bench.left_s / 2),
         goal=Goal(at_most=0, of="measured"), needs_s=5.0,
@@ -53,32 +47,43 @@ def run(bench: Bench) -> None:
         )  # fmt: skip
 
 
-def _tests(bench: Bench, paths: tuple[str, ...], limit_s: float) -> Measured:
+def _tests(bench: Bench, limit_s: float) -> Measured:
     """Return how many tests failed or could not run, and what ran."""
-    here = [path for path in paths if (ROOT / path).exists()]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", *here]
+    paths = [path for path in (DRY_SUITE if bench.dry else SUITE) if (ROOT / path).exists()]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.outcome_log", "--continue-on-collection-errors"]
     if bench.on_gpu:
-        command += ["-m", "gpu"]
+        options += ["-m", "gpu"]
         if importlib.util.find_spec("xdist") is not None:
-            command += ["-n", _WORKERS]
+            options += ["-n", _WORKERS]
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        _, output, was_cut = run_for([*command, f"--junitxml={report}"], limit_s)
-        if not report.exists():
-            raise RuntimeError(f"pytest left no report within {limit_s:.0f} s: {output[-300:]}")
-        return _summary(report, was_cut=was_cut)
+        log = Path(folder) / "outcomes"
+        log.touch()
+        command = [sys.executable, "-m", "pytest", *options, *paths]
+        status, output, was_cut = run_for(command, limit_s, os.environ | {VARIABLE: str(log)})
+        if status not in (0, 1) and not was_cut:
+            raise RuntimeError(f"pytest ended with status {status}: {output[-300:]}")
+        return summary(log, was_cut=was_cut)
 
 
-def _summary(report: Path, *, was_cut: bool) -> Measured:
-    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    names = [f"{case.get('classname')}::{case.get('name')}" for case in bad]
-    passed = len(cases) - len(bad) - skipped
-    note = f"{passed} passed, {len(bad)} failed, {skipped} skipped" + (", cut: out of time" if was_cut else "")
-    if passed == 0 and not bad:
-        raise NotHere("no test ran" + (", out of time" if was_cut else ""))
-    return Measured(value=float(len(bad)), note=note, details={"failed": names, "cut": was_cut})
+def summary(log: Path, *, was_cut: bool) -> Measured:
+    """Return how many tests failed, from what ``outcome_log`` wrote.
+
+    Raises:
+        NotHere: No test ran.
+    """
+    outcomes: dict[str, str] = {}
+    for line in log.read_text().splitlines():
+        event = json.loads(line)
+        if outcomes.get(event["test"]) != "failed":  # what passed may still fail at its end
+            outcomes[event["test"]] = event["outcome"]
+    counts = Counter(outcomes.values())
+    note = ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped"))
+    if was_cut:
+        note += ", cut: out of time"
+    if not counts["passed"] and not counts["failed"]:
+        raise NotHere(f"no test ran: {note}")
+    failed = [test for test, outcome in outcomes.items() if outcome == "failed"]
+    return Measured(value=float(len(failed)), note=note, details={"failed": failed, "cut": was_cut})
 
 
 def _status(command: list[str], limit_s: float) -> Measured:
@@ -109,7 +114,7 @@ def _sanitizer(bench: Bench, tool: str, limit_s: float) -> Measured:
 
 
 def run_for(command: list[str], limit_s: float, environment: dict[str, str] | None = None) -> tuple[int, str, bool]:
-    """Run a program for so long; return its status, its output, and whether it was cut (by an interrupt, then killed).
+    """Run a program for so long; return its status, its output, and whether it, and what it had started, was killed.
 
     Args:
         command: The program and its arguments.
@@ -117,14 +122,18 @@ def run_for(command: list[str], limit_s: float, environment: dict[str, str] | No
         environment: None: this process's own.
     """
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    for send in (None, signal.SIGINT, signal.SIGKILL):
-        if send is not None:
-            process.send_signal(send)
-        try:
-            output, _ = process.communicate(timeout=max(1.0, limit_s) if send is None else _END_S)
-            return process.returncode, output, send is not None
-        except subprocess.TimeoutExpired:
-            continue
-    raise RuntimeError(f"{command[0]} does not end, not even killed")
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    was_cut = False
+    try:
+        output, _ = process.communicate(timeout=max(1.0, limit_s))
+    except subprocess.TimeoutExpired:
+        was_cut = True
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    finally:  # also if this process is interrupted
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode, output, was_cut

@@ -19,9 +19,9 @@ _FILL_TOKENS = 2
 def run(bench: Bench) -> None:
     """Time LS steps alone, let BE requests decode on the host, time LS steps beside them, and count BE tokens."""
     model = bench.shelf.patched(LLAMA_8B)
-    residents, context, batch, steps = (4, 40, 2, 5) if bench.dry else (288, 1024, 64, 100)
+    residents, context, batch, steps = (4, 40, 2, 5) if bench.dry else (256, 768, 64, 100)
     window_s = 1.0 if bench.dry else min(60.0, max(5.0, 0.5 * bench.left_s))
-    be_output = 64 if bench.dry else 256
+    be_output = 64 if bench.dry else 192
     token_bytes = kv_token_bytes(model.omniserve.spec)
     ls_output = 25 * steps + 100
     device_tokens = batch * (context + ls_output + 64) + context + be_output + 128
