@@ -215,11 +215,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Settings, P
     parser.add_argument("--be-prompt-chars", type=int, default=1200)
     parser.add_argument("--be-output-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--server-args", type=shlex.split, default=(), help="more flags for the server, as one string")
+    parser.add_argument(
+        "--server-args", type=shlex.split, default=argparse.SUPPRESS, help="more flags for the server, as one string"
+    )
     parser.add_argument("--record", type=Path, default=Path(".cache/demo.json"), help="file for the JSON record")
     values = vars(parser.parse_args(arguments))
     record = values.pop("record")
-    lists = {name: tuple(values[name]) for name in ("schedulers", "server_args")}
+    lists = {name: tuple(values.get(name, ())) for name in ("schedulers", "server_args")}
     return Settings(**(values | lists)), record
 
 

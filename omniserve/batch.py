@@ -31,7 +31,13 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_flags(run)
     run.add_argument("--served-model-name", metavar="NAME", help="the model's name in the file (default: as --model)")
     concurrency = BatchSettings().concurrency
-    run.add_argument("--batch-concurrency", type=integer(1), default=concurrency, help="lines at a time")
+    run.add_argument(
+        "--batch-concurrency",
+        type=integer(1),
+        default=concurrency,
+        metavar="N",
+        help="lines at a time (default: %(default)s)",
+    )
 
     submit = commands.add_parser("submit", help="send a file to a server; prints the batch's id")
     submit.add_argument("input", type=Path, metavar="INPUT.jsonl")

@@ -10,7 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from omniserve.config import GIB, EngineConfig
+from omniserve.kv import KV_MANAGERS
+from omniserve.latency import LATENCY_MODELS
+from omniserve.registry import Registry
 from omniserve.request import SLO, ClassSpec, ServiceClass
+from omniserve.sched import SCHEDULERS
 from omniserve.server.loading import DEVICES, DTYPES
 
 
@@ -69,11 +73,16 @@ def _class(text: str) -> ClassSpec:
         raise argparse.ArgumentTypeError(f"{error} in {text!r}") from None
 
 
-# Flag, field of EngineConfig, type, help. Defaults are the fields' own.
+def _names(registry: Registry[Any]) -> str:
+    return f"{', '.join(registry.names())} or package.module:Class"
+
+
+# Flag, field of EngineConfig, type, help. Defaults are the fields' own. DEVICE_ATTENTION's names are typed, as reading
+# them takes torch, for which --help need not wait; a test compares them.
 _FLAGS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
-    ("--scheduler", "scheduler", str, "scheduling policy: a name or package.module:Class"),
-    ("--kv", "kv", str, "KV manager: a name or package.module:Class"),
-    ("--attention", "attention", str, "device attention: a name or auto"),
+    ("--scheduler", "scheduler", str, f"scheduling policy: {_names(SCHEDULERS)}"),
+    ("--kv", "kv", str, f"KV manager: {_names(KV_MANAGERS)}"),
+    ("--attention", "attention", str, "device attention: cpu, sdpa, xformers or auto (the best that the device has)"),
     ("--device-kv-gib", "device_kv_bytes", _gib, "GiB for the device tier's KV pool"),
     ("--host-kv-gib", "host_kv_bytes", _gib, "GiB for the host tier's KV pool; 0 switches the host tier off"),
     ("--host-kv-dtype", "host_kv_dtype", str, "auto (the model's) or int8 (twice the tokens, outputs not exact)"),
@@ -87,7 +96,7 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("--ls-reserve-fraction", "ls_reserve_fraction", number, "share of the device blocks that BE requests leave free"),
     ("--swap-in-delay", "swap_in_delay_s", number, "seconds of light load before KV moves back to the device"),
     ("--min-residence", "min_residence_s", number, "seconds that BE KV stays where it is after a move"),
-    ("--latency-model", "latency_model", str, "what predicts steps: a name or package.module:Class"),
+    ("--latency-model", "latency_model", str, f"what predicts steps: {_names(LATENCY_MODELS)}"),
     ("--be-order", "be_order", str, "decode (BE decodes before BE prompts) or prefill (the paper's order)"),
     ("--slack", "slack", str, "step (none longer than the shortest TPOT in it) or deadline"),
     ("--trace-steps", "trace_steps", str, "file that gets a line a step, for python -m omniserve.explain"),
@@ -96,6 +105,8 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("--host-cores", "host_cores", _cores, "cores that host threads are pinned to, such as 0-3,8"),
     ("--seed", "seed", int, "seeds the sampling of requests that bring no seed"),
 )
+
+_NAMED = ("scheduler", "kv", "attention", "latency_model")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +119,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default = getattr(defaults, field)
         shown = default / GIB if kind is _gib else default
         note = "" if default is None else f" (default: {shown:g})" if kind is not str else f" (default: {shown})"
-        parser.add_argument(flag, dest=field, type=kind, default=default, help=text + note)
+        metavar = "GIB" if kind is _gib else "NAME" if field in _NAMED else None
+        parser.add_argument(flag, dest=field, type=kind, default=default, metavar=metavar, help=text + note)
     parser.add_argument("--no-compile", action="store_true", help="run the layers eagerly")
     parser.add_argument("--no-admission", action="store_true", help="take LS requests that will miss their objective")
     parser.add_argument(

@@ -76,7 +76,11 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--guard-all", action="store_true", help="ask for a key for /health and /metrics, too")
     parser.add_argument(
-        "--max-body-mib", type=positive, default=limits.max_body_bytes / MIB, help="largest body (default: %(default)s)"
+        "--max-body-mib",
+        type=positive,
+        default=limits.max_body_bytes / MIB,
+        metavar="MIB",
+        help="largest body (default: %(default)s)",
     )
     parser.add_argument(
         "--max-queued-requests",

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 
 import pytest
 
+from omniserve import profile
 from omniserve.config import EngineConfig
+from omniserve.kv import KV_MANAGERS
+from omniserve.latency import LATENCY_MODELS
+from omniserve.ops.attention import DEVICE_ATTENTION
 from omniserve.request import SLO, ClassSpec
+from omniserve.sched import SCHEDULERS
+from omniserve.server import cli
 from omniserve.server.cli import parse_args
 
 
@@ -22,6 +29,21 @@ def test_defaults_are_those_of_engine_config():
     assert (options.host, options.port, options.model_name) == ("127.0.0.1", 8000, "some/model")
     assert (loader.model, loader.dtype, loader.device) == ("some/model", "auto", "auto")
     assert (loader.profile, loader.with_profile) == (None, True)
+
+
+@pytest.mark.parametrize("program", [cli, profile], ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    ("flag", "registry"),
+    [
+        ("--scheduler", SCHEDULERS),
+        ("--kv", KV_MANAGERS),
+        ("--attention", DEVICE_ATTENTION),
+        ("--latency-model", LATENCY_MODELS),
+    ],
+)
+def test_help_has_all_names(program, flag, registry):
+    (text,) = (action.help for action in program.build_parser()._actions if flag in action.option_strings)
+    assert set(registry.names()) <= set(re.findall(r"[\w-]+", text))
 
 
 def test_classes_replace_the_default_ones_in_their_order():

@@ -88,6 +88,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         "--max-file-mib",
         type=integer(1),
         default=200,
+        metavar="MIB",
         help="largest file that is taken, in MiB (default: %(default)s)",
     )
     parser.add_argument(

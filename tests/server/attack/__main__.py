@@ -63,13 +63,15 @@ ATTACKS = {"overload": run_overload, "connections": run_connections, "bodies": r
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.server.attack", description=__doc__)
-    parser.add_argument("attacks", nargs="*", choices=[*ATTACKS, []], help="default: all")
+    parser.add_argument("attacks", nargs="*", metavar="ATTACK", help=f"{', '.join(ATTACKS)} (default: all)")
     parser.add_argument("--factor", type=float, default=10, help="of an overload (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60, help="that it lasts (default: %(default)s)")
     parser.add_argument("--connections", type=int, default=2000)
     parser.add_argument("--examples", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     args, flags = parser.parse_known_args()
+    if unknown := [name for name in args.attacks if name not in ATTACKS]:
+        parser.error(f"unknown attacks {', '.join(unknown)}; known: {', '.join(ATTACKS)}")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     for name in args.attacks or ATTACKS:
