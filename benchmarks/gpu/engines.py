@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.clock import seconds, wait_for
+from benchmarks.gpu.clock import reclaim_memory, seconds, wait_for
 from benchmarks.gpu.primed import PRIMED
 from omniserve import Engine, EngineConfig, Request, SamplingParams
 from omniserve.latency.profile import Profile
@@ -85,6 +85,7 @@ def config_of(model: Any, *, mode: str = "as configured", **settings: Any) -> En
 @contextmanager
 def open_engine(model: Any, config: EngineConfig, profile: Profile | None = None) -> Iterator[Engine]:
     """Give an engine whose device KV is random and whose host KV is 0: who did not compute it can still read it."""
+    reclaim_memory(model.device)
     with Engine(model, config, profile=profile) as engine:
         storage = engine.runner._storage
         for pool in (storage.k_LBKSH, storage.v_LBKSH):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.gpu.clock import reclaim_memory
 from omniserve.patching import patch, unpatch
 
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -94,6 +94,4 @@ class ModelShelf:
     def clear(self) -> None:
         """Let the model go, and its memory."""
         self._model = self._shape = None
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        reclaim_memory(self._device)

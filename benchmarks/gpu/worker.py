@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.clock import reclaim_memory
 from benchmarks.gpu.limits import Limits
 from benchmarks.gpu.models import ModelShelf
 from benchmarks.gpu.parts import PARTS, limit_of
@@ -76,7 +77,7 @@ class PartRunner:
             return True
         try:
             torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
+            reclaim_memory(self._device)
         except RuntimeError:  # an illegal access, for example: nothing works in this process from then on
             logging.exception("the device is unusable")
             return False

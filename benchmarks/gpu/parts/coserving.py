@@ -69,7 +69,7 @@ def _engine(bench: Bench, model: Any, policy: str) -> Any:
     sizes: dict[str, Any] = {
         "device_kv_bytes": 256 << 10 if bench.dry else 8 << 30, "max_model_len": 512 if bench.dry else 8192,
         "max_step_tokens": 64 if bench.dry else 2048, "kv": "tiered" if has_host else "paged",
-        "host_kv_bytes": (8 << 20 if bench.dry else 24 << 30) if has_host else 0,
+        "host_kv_bytes": (8 << 20 if bench.dry else 32 << 30) if has_host else 0,
     }  # fmt: skip
     config = config_of(model, scheduler=policy, **sizes)
     profile = None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.gpu.bench import Bench, Measured
-from benchmarks.gpu.clock import seconds
+from benchmarks.gpu.clock import reclaim_memory, seconds
 from benchmarks.gpu.engines import config_of, open_decoding, step_times
 from benchmarks.gpu.models import LLAMA_8B
 from benchmarks.gpu.table import Goal
@@ -75,6 +75,7 @@ def run(bench: Bench) -> None:
     model = bench.shelf.patched(LLAMA_8B)
     counts, repeats = ((1, 4), 2) if bench.dry else ((256, 16, 1), 5)
     batch, context, steps = (2, 40, 5) if bench.dry else (32, 1024, 40)
+    reclaim_memory(bench.device)
     mover = Mover(model, bench, max(counts))
     try:
         for count in counts:
