@@ -16,7 +16,7 @@ PIP := PATH="$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check demo coserve coserve-memory sanitize lint format clean
+.PHONY: help setup serve test check demo coserve coserve-memory gpu sanitize lint format clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -38,6 +38,9 @@ coserve: $(VENV)/.installed ## Measure every policy on one load of both kinds: a
 
 coserve-memory: $(VENV)/.installed ## The same for the policies that differ when device memory is short
 	@$(BIN)/python -m benchmarks.coserve --load memory --record .cache/coserve_memory.json --plot .cache/coserve_memory.png $(ARGS)
+
+gpu: setup ## Measure everything that has a goal on a GPU, in nine minutes (ARGS="--only decode,prefill --minutes 4")
+	@PYTHON=$(BIN)/python benchmarks/gpu/run.sh $(ARGS)
 
 check: lint test ## Format, lint, types and tests: what CI runs
 

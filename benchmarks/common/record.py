@@ -17,7 +17,18 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("omniserve", "torch", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn", "httpx")
+PACKAGES = (
+    "omniserve",
+    "torch",
+    "triton",
+    "xformers",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "fastapi",
+    "uvicorn",
+    "httpx",
+)
 
 
 def environment() -> dict[str, Any]:

@@ -1,0 +1,168 @@
+"""Engines of the GPU benchmarks: their settings, requests, and steps by the clock.
+
+This is the one place that knows which settings of an engine, and which attention, this version has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.clock import reclaim_memory, seconds, wait_for
+from benchmarks.gpu.primed import PRIMED
+from omniserve import Engine, EngineConfig, Request, SamplingParams
+from omniserve.latency.profile import Profile
+from omniserve.ops.attention import DEVICE_ATTENTION, resolve_attention
+from omniserve.spec import ModelSpec
+
+NEVER_S = float(1 << 30)
+_PACKAGES = {"xformers": "xformers", "triton": "triton"}
+"""What an implementation of attention needs that may be missing."""
+_READS_LENGTHS = ("sdpa", "xformers")
+"""Attention that needs the lengths on the host, and so cannot be recorded in a graph."""
+_FIELDS = {field.name for field in dataclasses.fields(EngineConfig)}
+MODES: dict[str, dict[str, Any]] = {
+    "as configured": {},
+    "no step graphs": {"step_graphs": "off"},
+    "no async steps": {"async_steps": False},
+    "neither": {"step_graphs": "off", "async_steps": False},
+}
+"""Ways to run the same steps."""
+
+
+def modes() -> list[str]:
+    """Return the modes that this version's settings can tell apart, the default one first."""
+    return [name for name, settings in MODES.items() if settings.keys() <= _FIELDS]
+
+
+def mode_of(attention: str) -> str:
+    """Return the mode that shows an implementation of attention at its best: some cannot be in a step's graph."""
+    plain = "no step graphs"
+    return plain if attention in _READS_LENGTHS and plain in modes() else modes()[0]
+
+
+def attentions(device: torch.device) -> dict[str, str]:
+    """Return the names of device attention, each with why it does not run here; empty: it does."""
+    reasons = {}
+    for name in DEVICE_ATTENTION.names():
+        reasons[name] = ""
+        if (package := _PACKAGES.get(name)) is not None and importlib.util.find_spec(package) is None:
+            reasons[name] = f"{package} is not installed"
+            continue
+        try:
+            resolve_attention(name, device)
+        except ValueError as error:  # of another kind of device
+            reasons[name] = str(error)
+    return reasons
+
+
+def kv_token_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of K and V of one token, all layers."""
+    return spec.kv_block_bytes(1)
+
+
+def weight_bytes(model: Any) -> int:
+    """Return the bytes of weights that a step reads: all but the rows of the embedding that nobody looks up."""
+    total = sum(p.nbytes for p in model.parameters())
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return total if tied else total - model.get_input_embeddings().weight.nbytes
+
+
+def config_of(model: Any, *, mode: str = "as configured", **settings: Any) -> EngineConfig:
+    """Return an engine's settings: those of a mode, those given, and the model's way of being compiled."""
+    compile = bool(model.__dict__["_omniserve_patch"].options[0])
+    return EngineConfig(**{"compile": compile, **MODES[mode], **settings})
+
+
+@contextmanager
+def open_engine(model: Any, config: EngineConfig, profile: Profile | None = None) -> Iterator[Engine]:
+    """Give an engine whose device KV is random and whose host KV is 0: who did not compute it can still read it."""
+    reclaim_memory(model.device)
+    with Engine(model, config, profile=profile) as engine:
+        storage = engine.runner._storage
+        for pool in (storage.k_LBKSH, storage.v_LBKSH):
+            pool.normal_()
+        if engine.host_tier is not None:
+            engine.host_tier.pool_LBK2SH.zero_()
+        yield engine
+
+
+@contextmanager
+def open_decoding(
+    model: Any, *, batch: int, context: int, output: int, mode: str = "as configured", **settings: Any
+) -> Iterator[Engine]:
+    """Give an engine with LS requests ``ls0`` and so on that decode at a context, and need no prefill."""
+    spec, block = model.omniserve.spec, settings.get("block_size", 64)
+    blocks = batch * -(-(context + output) // block)
+    defaults: dict[str, Any] = {
+        "scheduler": PRIMED, "host_kv_bytes": 0, "max_model_len": context + output,
+        "device_kv_bytes": (blocks + 1) * spec.kv_block_bytes(block), "ls_reserve_fraction": 0.0,
+        "max_num_requests": max(batch, 1), "max_step_tokens": max(batch, 512), "swap_in_delay_s": NEVER_S,
+    }  # fmt: skip
+    with open_engine(model, config_of(model, mode=mode, **defaults | settings)) as engine:
+        for i in range(batch):
+            engine.add(request(f"ls{i}", context, output, spec.vocab_size))
+        yield engine
+
+
+def request(name: str, prompt: int, output: int, vocab_size: int, **more: Any) -> Request:
+    """Return a request for so many tokens; names that begin with ``ls`` are latency-sensitive."""
+    first = sum(name.encode())
+    return Request(
+        prompt_token_ids=[1 + (first + 7 * i) % (vocab_size - 1) for i in range(prompt)],
+        sampling=SamplingParams(max_tokens=output, ignore_eos=True),
+        service_class="LS" if name.startswith("ls") else "BE",
+        request_id=name,
+        **more,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Steps one after the other."""
+
+    mean_s: float
+    """By the device's events around all of them: its idle time between two steps counts."""
+    p50_s: float
+    """By the wall clock, of a step alone."""
+    p99_s: float
+
+
+def step_times(engine: Engine, count: int, *, warm_up: int = 6) -> StepTimes:
+    """Time ``count`` steps, after a few that are not.
+
+    Raises:
+        RuntimeError: Requests ended meanwhile.
+    """
+    for _ in range(warm_up):
+        engine.step()
+    walls: list[float] = []
+
+    def run() -> None:
+        for _ in range(count):
+            began_s = time.perf_counter()
+            if any(output.finished for output in engine.step()):
+                raise RuntimeError("a request ended while steps were timed: give it more tokens")
+            walls.append(time.perf_counter() - began_s)
+
+    mean_s = seconds(run, engine.model.device) / count
+    walls.sort()
+    return StepTimes(mean_s=mean_s, p50_s=statistics.median(walls), p99_s=walls[int(0.99 * (count - 1))])
+
+
+def drain(engine: Engine, names: list[str]) -> None:
+    """Abort requests, and step until what they held has been given back."""
+    for name in names:
+        engine.abort(name)
+    while engine.has_unfinished:
+        engine.step()
+        engine.wait(0.01)
+    wait_for(engine.model.device)

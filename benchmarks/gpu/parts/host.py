@@ -1,0 +1,95 @@
+"""Host attention for as long as it lasts: BE tokens a second beside what main memory allows; LS steps beside it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from benchmarks.gpu.bench import Bench, Measured
+from benchmarks.gpu.engines import kv_token_bytes, open_decoding, request, step_times
+from benchmarks.gpu.models import LLAMA_8B
+from benchmarks.gpu.table import Goal
+from omniserve import Engine
+
+GOAL = Goal(at_least=0.85)
+TPOT_GOAL = Goal(at_most=1.02)
+_FILL_TOKENS = 2
+
+
+def run(bench: Bench) -> None:
+    """Time LS steps alone, let BE requests decode on the host, time LS steps beside them, and count BE tokens."""
+    model = bench.shelf.patched(LLAMA_8B)
+    residents, context, batch, steps = (4, 40, 2, 5) if bench.dry else (256, 768, 64, 100)
+    window_s = 1.0 if bench.dry else min(60.0, max(5.0, 0.5 * bench.left_s))
+    be_output = 64 if bench.dry else 192
+    token_bytes = kv_token_bytes(model.omniserve.spec)
+    ls_output = 25 * steps + 100
+    device_tokens = batch * (context + ls_output + 64) + context + be_output + 128
+    with open_decoding(
+        model, batch=batch, context=context, output=ls_output, device_kv_bytes=device_tokens * token_bytes,
+        host_kv_bytes=residents * (context + be_output + 64) * token_bytes, max_host_requests=residents,
+    ) as engine:  # fmt: skip
+        bench.limits.host_read_bytes_per_s  # noqa: B018 - measured before the host tier works
+        alone_ms = bench.take(
+            f"TPOT of {batch} LS requests alone", "ms", lambda: 1e3 * step_times(engine, steps).mean_s
+        )
+        for i in range(residents):
+            engine.add(request(f"be{i}", context, be_output, engine.spec.vocab_size))
+        _until_each_has(engine, residents, _FILL_TOKENS, bench)
+        if alone_ms is not None:
+            bench.take(
+                f"TPOT of {batch} LS requests, {residents} BE requests on the host", "ms",
+                lambda: _ls_beside(engine, steps), floor=alone_ms, goal=TPOT_GOAL,
+            )  # fmt: skip
+        for i in range(batch):
+            engine.abort(f"ls{i}")
+        limit = bench.limits.host_read_bytes_per_s / (token_bytes * context)
+        bench.take(
+            f"BE tokens of {residents} requests on the host, no LS, {window_s:.0f} s", "tokens/s",
+            lambda: _tokens_per_s(bench, engine, window_s), floor=limit, goal=GOAL, needs_s=2.0,
+        )  # fmt: skip
+
+
+def _until_each_has(engine: Engine, residents: int, tokens: int, bench: Bench) -> None:
+    """Step until the host tier brought so many tokens a request on average, or a quarter of the time is over."""
+    until_s = time.monotonic() + max(1.0, 0.25 * bench.left_s)
+    while engine.stats().host_output_tokens < tokens * residents and time.monotonic() < until_s:
+        _step(engine)
+
+
+def _step(engine: Engine) -> None:
+    engine.step()
+    if engine.last_plan_was_empty:
+        engine.wait(0.01)
+
+
+def _ls_beside(engine: Engine, steps: int) -> Measured:
+    before, began_s = engine.stats(), time.perf_counter()
+    times = step_times(engine, steps, warm_up=0)
+    after, wall_s = engine.stats(), time.perf_counter() - began_s
+    be_rate = (after.host_output_tokens - before.host_output_tokens) / wall_s
+    return Measured(value=1e3 * times.mean_s, note=f"{be_rate:.0f} BE tokens/s beside", details=_rates(before, after))
+
+
+def _tokens_per_s(bench: Bench, engine: Engine, window_s: float) -> Measured:
+    """Return the tokens that came back in a window; their KV is counted as it was read, longer contexts included."""
+    for _ in range(3 if bench.dry else 64):
+        _step(engine)
+    before, began_s = engine.stats(), time.perf_counter()
+    while time.perf_counter() - began_s < window_s and engine.has_unfinished:
+        _step(engine)
+    after, wall_s = engine.stats(), time.perf_counter() - began_s
+    tokens = after.host_output_tokens - before.host_output_tokens
+    if not tokens:
+        raise RuntimeError(f"no token came back from the host tier in {wall_s:.1f} s")
+    read = after.host_kv_bytes_read - before.host_kv_bytes_read
+    # Tokens are many layers long: bytes read are exact, and the limit is of the contexts that there were.
+    limit = bench.limits.host_read_bytes_per_s / (read / tokens)
+    busy = (after.host_busy_seconds - before.host_busy_seconds) / wall_s / bench.limits.host_threads
+    note = f"{read / wall_s / 1e9:.1f} GB/s read, threads busy {busy:.0%}"
+    return Measured(value=tokens / wall_s, floor=limit, note=note, details=_rates(before, after))
+
+
+def _rates(before: Any, after: Any) -> dict[str, float]:
+    names = ("steps", "step_seconds", "piggyback_rows", "host_output_tokens", "host_kv_bytes_read", "host_busy_seconds")
+    return {name: getattr(after, name) - getattr(before, name) for name in names}

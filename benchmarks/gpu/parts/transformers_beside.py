@@ -1,0 +1,77 @@
+"""transformers' own ways to decode, on the shapes of ``decode``: a static cache compiled, and continuous batching."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from benchmarks.gpu.bench import Bench, Measured, NotHere
+from benchmarks.gpu.clock import seconds
+from benchmarks.gpu.models import LLAMA_8B
+
+_COMPILES_S = 45.0
+
+
+def run(bench: Bench) -> None:
+    """Time a token of each."""
+    model = bench.shelf.plain(LLAMA_8B)
+    batches, context, tokens = ((2,), 40, 4) if bench.dry else ((8, 1, 32), 1024, 32)
+    for batch in batches:
+        name = f"transformers, batch {batch}, {context} tokens"
+        bench.take(
+            f"{name}: generate, static cache, compiled", "ms",
+            functools.partial(_generate, bench, model, batch, context, tokens),
+            needs_s=0.0 if bench.dry else _COMPILES_S / 2,
+        )  # fmt: skip
+        bench.take(
+            f"{name}: generate_batch", "ms", functools.partial(_generate_batch, bench, model, batch, context, tokens),
+            needs_s=0.0 if bench.dry else 10.0,
+        )  # fmt: skip
+
+
+def _prompts(model: Any, batch: int, context: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, model.config.vocab_size, (batch, context), generator=generator).tolist()
+
+
+def _generate(bench: Bench, model: Any, batch: int, context: int, tokens: int) -> Measured:
+    """Return the milliseconds that a token more takes; prefill is in both runs and cancels out."""
+    ids = torch.tensor(_prompts(model, batch, context), device=bench.device)
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids), "do_sample": False, "cache_implementation": "static",
+        "pad_token_id": 0, "disable_compile": not bench.on_gpu,
+    }  # fmt: skip
+    few = max(2, tokens // 8)
+
+    def generate(count: int) -> float:
+        return seconds(lambda: model.generate(ids, max_new_tokens=count, min_new_tokens=count, **options), bench.device)
+
+    # The cache's length is part of what is compiled: both runs, once each, before they are timed.
+    for count in (tokens, few):
+        generate(count)
+    runs = [(generate(tokens), generate(few)) for _ in range(3)]
+    each_s = sorted((long_s - short_s) / (tokens - few) for long_s, short_s in runs)
+    return Measured(value=1e3 * each_s[1], details={"seconds": runs})
+
+
+def _generate_batch(bench: Bench, model: Any, batch: int, context: int, tokens: int) -> Measured:
+    if not hasattr(model, "generate_batch"):
+        raise NotHere("this transformers has no generate_batch")
+    if not bench.on_gpu:
+        raise NotHere("generate_batch needs a GPU")
+    prompts = _prompts(model, batch, context)
+    few = max(2, tokens // 8)
+
+    def generate(count: int) -> float:
+        config = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=-1)
+        began_s = time.perf_counter()
+        model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
+        return time.perf_counter() - began_s
+
+    generate(few)
+    long_s, short_s = generate(tokens), generate(few)
+    return Measured(value=1e3 * (long_s - short_s) / (tokens - few), details={"seconds": [long_s, short_s]})

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Everything that has a goal on a GPU, measured on this machine by one command, in under nine minutes.
+#
+#   benchmarks/gpu/run.sh                                     all parts, best first
+#   benchmarks/gpu/run.sh --only decode,prefill --minutes 4   some of them
+#   benchmarks/gpu/run.sh --dry                               tiny sizes: does everything run? Also without a GPU
+#
+# It needs one NVIDIA GPU (made for an H200 or H100 with 16 cores and 128 GiB), no network and no virtual environment:
+# the python3 of the machine (or PYTHON=) with torch for CUDA, transformers, accelerate, scikit-learn, tqdm, httpx and,
+# for the tests, pytest and hypothesis. Where a tree without virtual environment was copied to, the extension is built
+# with that machine's g++, unless an omniserve/_C.abi3.so that loads was carried along.
+#
+#   WHEELS=folder   wheels to install, without their dependencies, beside the machine's packages: xformers, say
+#                   (pip download --no-deps --only-binary=:all: --platform manylinux_2_28_x86_64 -d folder xformers==0.0.35)
+#   OUT=folder      where the record goes (gpu.json; default benchmarks/results/gpu)
+#
+# Compiled kernels are kept in .cache/: a second run on the same machine begins sooner.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3}
+cache=$PWD/.cache
+mkdir -p "$cache"
+
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONUNBUFFERED=1 GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
+
+if [ -n "${WHEELS:-}" ]; then
+    "$python" -m pip install -q --no-index --no-deps --no-cache-dir --upgrade --target "$cache/site" "$WHEELS"/*.whl
+    export PYTHONPATH=$PYTHONPATH:$cache/site
+fi
+
+loads() {
+    "$python" -c 'import omniserve.ops' >"$cache/extension.log" 2>&1
+}
+if ! loads; then
+    rm -f omniserve/_C*.so
+    "$python" setup.py -q build_ext --inplace >"$cache/build.log" 2>&1 || { cat "$cache/build.log" >&2; exit 1; }
+    loads || { cat "$cache/extension.log" >&2; exit 1; }
+fi
+
+exec "$python" -m benchmarks.gpu --spent-s "$SECONDS" "$@"
