@@ -6,6 +6,10 @@ import pytest
 import torch
 
 from tests.stub_server import stub  # noqa: F401 (a fixture)
+from tests.triton_interpreter import interpret_triton
+
+if not torch.cuda.is_available():
+    interpret_triton()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -162,8 +162,9 @@ def test_import_needs_no_dependency_that_is_not_declared() -> None:
     declared = {"".join(c if c.isalnum() or c in "-_" else " " for c in name).split()[0] for name in names}
     declared = {IMPORTED_AS.get(name, name) for name in declared}
     # What these always bring along themselves and re-export: FastAPI its models, their core and base layer,
-    # uvicorn its parser, transformers its hub and YAML.
+    # uvicorn its parser, transformers its hub and YAML, torch for CUDA its Triton.
     declared |= {
+        "triton",
         "pydantic",
         "pydantic_core",
         "starlette",

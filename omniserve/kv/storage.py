@@ -34,13 +34,15 @@ class DeviceKVStorage:
     ) -> None:
         shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, spec.head_size)
         self.block_size = block_size
-        # empty, not zeros: a block is never read past what was written (tests poison it).
         self.k_LBKSH = torch.empty(shape, dtype=dtype, device=device)
         self.v_LBKSH = torch.empty(shape, dtype=dtype, device=device)
-        if device.type == "cpu":
-            for pool in (self.k_LBKSH, self.v_LBKSH):
+        for pool in (self.k_LBKSH, self.v_LBKSH):
+            if device.type == "cpu":
                 ask_for_huge_pages(pool)
-                pool.zero_()  # touched now: the first pages of a block in all layers would take a step 0.1 s
+            # A block is not read past what was written (tests poison it), but by device attention "flex", which
+            # multiplies the rest by 0. On the CPU this also touches the memory: later, a block's first pages would take
+            # a step 0.1 s.
+            pool.zero_()
         # Indexing a layer costs microseconds, so the views are made once.
         self.k_layers = tuple(self.k_LBKSH.unbind(0))
         self.v_layers = tuple(self.v_LBKSH.unbind(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,19 @@ from torch import Tensor
 from omniserve.ops import OPS
 from omniserve.ops.attention import (
     DEVICE_ATTENTION,
+    DeviceAttention,
     HostLengths,
     attend_cpu,
+    attend_flex,
     attend_sdpa,
+    attend_triton,
+    attend_xformers,
     gather_keys,
     head_pages,
+    is_graph_safe,
     resolve_attention,
 )
+from omniserve.ops.table import AttentionShape, attention_args
 from omniserve.spec import AttentionSpec
 from tests.ops.checks import CPU, DTYPES
 from tests.ops.tolerances import TORCH_HALF_ATTENTION
@@ -27,8 +34,23 @@ CUDA = torch.device("cuda")
 
 def test_auto_takes_the_operator_on_the_cpu_and_never_on_cuda() -> None:
     assert resolve_attention("auto", CPU) is attend_cpu
-    best = "xformers" if importlib.util.find_spec("xformers") else "sdpa"
-    assert resolve_attention("auto", CUDA) is DEVICE_ATTENTION.get(best)
+    found = [name for name in ("triton", "xformers") if importlib.util.find_spec(name)]
+    assert resolve_attention("auto", CUDA) is DEVICE_ATTENTION.get([*found, "sdpa"][0])
+
+
+def test_auto_goes_on_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "xformers" else None)
+    assert resolve_attention("auto", CUDA) is attend_xformers
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert resolve_attention("auto", CUDA) is attend_sdpa
+
+
+def test_triton_runs_on_the_cpu_only_if_it_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert resolve_attention("triton", CPU) is attend_triton
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="'triton' runs on cuda"):
+        resolve_attention("triton", CPU)
 
 
 @pytest.mark.parametrize(("name", "device"), [("cpu", CUDA), ("xformers", CPU)])
@@ -38,14 +60,14 @@ def test_a_name_on_the_wrong_device_is_an_error(name: str, device: torch.device)
 
 
 def test_a_name_that_reads_in_one_direction_is_refused_where_blocks_run_in_two() -> None:
-    with pytest.raises(ValueError, match="set attention='sdpa'"):
+    with pytest.raises(ValueError, match="set attention='triton' or 'sdpa'"):
         resolve_attention("xformers", CUDA, is_directed=True)
     assert resolve_attention("cpu", CPU, is_directed=True) is attend_cpu
     assert resolve_attention("sdpa", CUDA, is_directed=True) is DEVICE_ATTENTION.get("sdpa")
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ValueError, match="cpu, sdpa, xformers"):
+    with pytest.raises(ValueError, match="cpu, flex, sdpa, triton, xformers"):
         resolve_attention("flash9", CPU)
 
 
@@ -87,20 +109,124 @@ def test_head_pages_find_one_heads_rows() -> None:
         assert torch.equal(rows[page * 4 : page * 4 + 4], expected)
 
 
+def spec_of(sample_args: tuple[Any, ...]) -> AttentionSpec:
+    scale, window, softcap = sample_args[6:9]
+    return AttentionSpec(scale=scale, window=window, softcap=softcap)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_flex_agrees_with_the_operator(dtype: torch.dtype) -> None:
+    rtol, atol = TORCH_HALF_ATTENTION[dtype]
+    for sample in list(OPS["paged_attention"].samples(CPU, dtype))[:: 2 if dtype == torch.float32 else 5]:
+        q, k, v, table, starts, lens, *_ = sample.args
+        # It multiplies what it must not see by 0; large instead of NaN, a mistake still shows.
+        k, v = k.nan_to_num(1e3), v.nan_to_num(1e3)
+        reversed_RM = sample.args[9] if len(sample.args) > 9 else None
+        out = attend_flex(q, k, v, table, starts, lens, spec_of(sample.args), reversed_RM=reversed_RM)
+        expected = attend_cpu(q, k, v, table, starts, lens, spec_of(sample.args), reversed_RM=reversed_RM)
+        torch.testing.assert_close(out, expected, rtol=rtol, atol=atol, msg=lambda m, s=sample: s.label + m)
+
+
+def padded_decodes(window: int, directed: bool) -> tuple[Any, ...]:
+    """Return arguments of five decodes, the second and the last of which are padding."""
+    chunks = ((1, 30), (1, 5), (1, 0), (1, 70), (1, 9))
+    shape = AttentionShape(label="", chunks=chunks, heads=(4, 2, 16), block_size=16, window=window, directed=directed)
+    args = attention_args(shape, CPU, torch.float32)
+    args[3][[1, 4]] = 0
+    args[5][[1, 4]] = 0
+    return args
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("attend", [attend_cpu, attend_sdpa, attend_flex, attend_triton])
+@pytest.mark.parametrize(("window", "directed"), [(0, False), (20, True)])
+def test_padding_gives_zeros_beside_one_query_each(attend: DeviceAttention, window: int, directed: bool) -> None:
+    if attend is attend_triton:
+        pytest.importorskip("triton")
+    q, k, v, table, starts, lens, *_ = args = padded_decodes(window, directed)
+    if attend is attend_flex:
+        k, v = k.nan_to_num(1e3), v.nan_to_num(1e3)
+    q[[1, 4]] = torch.nan
+    reversed_RM = args[9] if directed else None
+    lengths = None if is_graph_safe(attend) else HostLengths(query_lens=(1,) * 5, seq_lens=tuple(lens.tolist()))
+    out = attend(
+        q, k, v, table, starts, lens, spec_of(args), lengths=lengths, reversed_RM=reversed_RM, one_query_each=True
+    )
+    assert torch.equal(out[[1, 4]], torch.zeros(2, 4, 16))
+    for request in (0, 2, 3):
+        only = slice(request, request + 1)
+        alone = attend_cpu(
+            q[only], k, v, table[only], torch.tensor([0, 1]).int(), lens[only], spec_of(args),
+            reversed_RM=reversed_RM[only] if directed else None,
+        )  # fmt: skip
+        torch.testing.assert_close(out[only], alone, rtol=2e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("attend", [attend_sdpa, attend_xformers])
+def test_who_needs_lengths_on_the_host_does_not_read_them_back(attend: DeviceAttention) -> None:
+    if attend is attend_xformers:
+        pytest.importorskip("xformers")
+    args = padded_decodes(0, False)
+    with pytest.raises(ValueError, match=r"nothing may be read back from.*attention='triton'"):
+        attend(*args[:6], spec_of(args), one_query_each=True)
+
+
+def test_graph_safe_are_those_that_follow_from_shapes() -> None:
+    known = [DEVICE_ATTENTION.get(name) for name in DEVICE_ATTENTION.names()]
+    assert [attend for attend in known if is_graph_safe(attend)] == [attend_flex, attend_triton]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["sdpa", "xformers"])
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_agrees_with_the_operator(name: str) -> None:
+@pytest.mark.parametrize("name", ["sdpa", "xformers", "triton", "flex"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_cuda_agrees_with_the_operator(name: str, dtype: torch.dtype) -> None:
     if name == "xformers":
         pytest.importorskip("xformers")
-    attend, dtype = resolve_attention(name, CUDA), torch.bfloat16
+    attend = resolve_attention(name, CUDA)
     rtol, atol = TORCH_HALF_ATTENTION[dtype]
     for sample in OPS["paged_attention"].samples(CPU, dtype):
-        *tensors, scale, window, softcap = sample.args[:9]
+        q, k, v, *tensors = sample.args[:6]
+        softcap = sample.args[8]
         reversed_RM = sample.args[9] if len(sample.args) > 9 else None
+        block_size, head_size = k.shape[2:]
         if name == "xformers" and (softcap or reversed_RM is not None):
             continue
-        spec = AttentionSpec(scale=scale, window=window, softcap=softcap)
+        if name == "flex":
+            if block_size < 16 or block_size & (block_size - 1) or head_size < 16:
+                continue
+            k, v = k.nan_to_num(1e3), v.nan_to_num(1e3)
         on_cuda = reversed_RM.cuda() if reversed_RM is not None else None
-        out = attend(*(tensor.cuda() for tensor in tensors), spec, reversed_RM=on_cuda)
-        torch.testing.assert_close(out.cpu(), attend_cpu(*tensors, spec, reversed_RM=reversed_RM), rtol=rtol, atol=atol)
+        args = (q, k, v, *tensors)
+        spec = spec_of(sample.args)
+        out = attend(*(tensor.cuda() for tensor in args), spec, reversed_RM=on_cuda)
+        expected = attend_cpu(*args, spec, reversed_RM=reversed_RM)
+        torch.testing.assert_close(out.cpu(), expected, rtol=rtol, atol=atol, msg=lambda m, s=sample: s.label + m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "flex"])
+def test_a_graph_follows_lengths_blocks_and_padding(name: str) -> None:
+    attend = resolve_attention(name, CUDA)
+    generator = torch.Generator("cuda").manual_seed(0)
+    k, v = torch.randn(2, 40, 2, 16, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
+    q = torch.randn(6, 8, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
+    table = torch.zeros(6, 6, dtype=torch.int32, device="cuda")
+    lens = torch.ones(6, dtype=torch.int32, device="cuda")
+    starts = torch.arange(7, dtype=torch.int32, device="cuda")
+    spec = AttentionSpec(scale=0.125)
+    with torch.inference_mode():
+        for _ in range(2):
+            attend(q, k, v, table, starts, lens, spec, one_query_each=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attend(q, k, v, table, starts, lens, spec, one_query_each=True)
+    for seed, new_lens in enumerate(((1, 96, 33, 0, 16, 17), (90, 0, 0, 0, 0, 0), (5, 6, 7, 8, 9, 10))):
+        table.copy_(torch.randperm(40, generator=torch.Generator().manual_seed(seed))[:36].view(6, 6))
+        lens.copy_(torch.tensor(new_lens))
+        graph.replay()
+        live = lens.cpu() > 0
+        args = (q, k, v, table, starts, lens)
+        expected = attend_cpu(*(tensor.cpu() for tensor in args), spec, one_query_each=True)
+        assert not out[~live.cuda()].any()
+        torch.testing.assert_close(out.cpu(), expected, rtol=2**-6, atol=3e-2)

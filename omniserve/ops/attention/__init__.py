@@ -1,0 +1,41 @@
+"""DEVICE_ATTENTION: who attends on the device tier. Chosen by name; nothing falls back by itself.
+
+``base`` is the contract and the choice, ``pages`` how the paged cache is read; each other module is one implementation:
+
+* ``cpu``: the C++ operator.
+* ``triton``: our kernel over the pages (``ops/kernels/attention.py``), CUDA; graph-safe.
+* ``flex``: torch's FlexAttention over the pages, any device; graph-safe.
+* ``xformers``: CUDA; decodes over the pages, gathers the rest.
+* ``sdpa``: plain torch, any device; gathers each request's KV.
+"""
+
+from __future__ import annotations
+
+from omniserve.ops.attention.base import (
+    DEVICE_ATTENTION,
+    DeviceAttention,
+    HostLengths,
+    is_graph_safe,
+    resolve_attention,
+)
+from omniserve.ops.attention.cpu import attend_cpu
+from omniserve.ops.attention.flex import attend_flex
+from omniserve.ops.attention.pages import gather_keys, head_pages
+from omniserve.ops.attention.sdpa import attend_sdpa
+from omniserve.ops.attention.triton import attend_triton
+from omniserve.ops.attention.xformers import attend_xformers
+
+__all__ = [
+    "DEVICE_ATTENTION",
+    "DeviceAttention",
+    "HostLengths",
+    "attend_cpu",
+    "attend_flex",
+    "attend_sdpa",
+    "attend_triton",
+    "attend_xformers",
+    "gather_keys",
+    "head_pages",
+    "is_graph_safe",
+    "resolve_attention",
+]

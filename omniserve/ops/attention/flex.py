@@ -1,0 +1,166 @@
+"""``flex``: torch's FlexAttention over the pages, without gathering KV. Letters as in `base`.
+
+A (block, KV head) pair is a page with one head, so the cache is one long sequence ``[1, 1, B * K * S, H]``; a (request,
+KV head) pair is a batch entry, whose rows are the queries of the group's heads. The block mask lists its pages; the
+mask turns a place in the cache into a position with the inverse of the block table.
+
+Letters: G = N / K, L rows of a batch entry, Q tiles of rows, E = R * K batch entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from omniserve.ops.attention.base import DEVICE_ATTENTION, HostLengths, graph_safe, host_lengths
+from omniserve.ops.attention.pages import head_pages
+from omniserve.spec import AttentionSpec
+
+_TILE_ROWS = 128
+"""Rows that share a list of pages: FlexAttention's own default."""
+
+
+@DEVICE_ATTENTION.register("flex")
+@graph_safe
+def attend_flex(
+    q_TNH: Tensor,
+    k_cache_BKSH: Tensor,
+    v_cache_BKSH: Tensor,
+    block_table_RM: Tensor,
+    query_start_R1: Tensor,
+    seq_lens_R: Tensor,
+    spec: AttentionSpec,
+    *,
+    lengths: HostLengths | None = None,
+    reversed_RM: Tensor | None = None,
+    one_query_each: bool = False,
+) -> Tensor:
+    """Attend with FlexAttention: compiled on CUDA; on the CPU as plain torch over the whole cache, for tests.
+
+    Chunks are padded to the longest (its length is read from ``lengths``, or waited for); with ``one_query_each``
+    nothing is. Slots of a request's blocks that nobody has written yet are multiplied by 0, so they must be finite: the
+    KV storage begins with zeros. Not yet run on CUDA.
+
+    Raises:
+        ValueError: On CUDA, S is no power of two from 16.
+    """
+    (num_tokens, num_heads, head_size), (_, kv_heads, block_size, _) = q_TNH.shape, k_cache_BKSH.shape
+    if q_TNH.is_cuda and (block_size < 16 or block_size & (block_size - 1)):
+        raise ValueError(
+            f"device attention 'flex' needs a block_size of 16, 32, 64 ...; got {block_size}; give attention='triton'"
+        )
+    num_requests, group = block_table_RM.shape[0], num_heads // kv_heads
+    if not num_tokens:
+        return torch.empty_like(q_TNH)
+    longest, place_T = 1, None
+    if one_query_each:
+        q_RLKGH = q_TNH.reshape(num_requests, 1, kv_heads, group, head_size)
+    else:
+        known = host_lengths(lengths, query_start_R1, seq_lens_R, one_query_each=False, name="flex")
+        longest = max(known.query_lens)
+        request_T = torch.repeat_interleave(query_start_R1.diff(), output_size=num_tokens)
+        begin_T = query_start_R1[request_T]
+        place_T = request_T * longest + torch.arange(num_tokens, device=q_TNH.device) - begin_T
+        padded = q_TNH.new_zeros(num_requests * longest, num_heads, head_size)
+        padded[place_T] = q_TNH
+        q_RLKGH = padded.view(num_requests, longest, kv_heads, group, head_size)
+    q_E1LH = q_RLKGH.transpose(1, 2).reshape(num_requests * kv_heads, 1, longest * group, head_size)
+    attend = _compiled() if q_TNH.is_cuda else _attend_pages
+    out_E1LH = attend(
+        q_E1LH, k_cache_BKSH, v_cache_BKSH, block_table_RM, query_start_R1.diff(), seq_lens_R, reversed_RM,
+        group=group, scale=spec.scale, window=spec.window, softcap=spec.softcap,
+    )  # fmt: skip
+    out_RLKGH = out_E1LH.view(num_requests, kv_heads, longest, group, head_size).transpose(1, 2)
+    out = out_RLKGH.reshape(num_requests * longest, num_heads, head_size)
+    return out if place_T is None else out[place_T]
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    compiled: Callable[..., Tensor] = torch.compile(_attend_pages, fullgraph=True)
+
+    def attend(*args: Tensor | None, **constants: float) -> Tensor:
+        # One graph for each kind of layer (window, softcap), and for one request, one query each, and chunks: more than
+        # 8.
+        with torch._dynamo.config.patch(recompile_limit=64):
+            return compiled(*args, **constants)
+
+    return attend
+
+
+def _attend_pages(
+    q_E1LH: Tensor,
+    k_cache_BKSH: Tensor,
+    v_cache_BKSH: Tensor,
+    block_table_RM: Tensor,
+    query_lens_R: Tensor,
+    seq_lens_R: Tensor,
+    reversed_RM: Tensor | None,
+    *,
+    group: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """Return ``[E, 1, L, H]``."""
+    num_blocks, kv_heads, block_size, head_size = k_cache_BKSH.shape
+    (num_requests, width), num_rows, device = block_table_RM.shape, q_E1LH.shape[2], q_E1LH.device
+    num_keys = num_blocks * kv_heads * block_size
+    context_R = seq_lens_R - query_lens_R
+    first_R = ((context_R + 1 - window).clamp(min=0) if window else torch.zeros_like(context_R)) // block_size
+
+    # Pages that a tile of rows visits: from the first that the request's first query sees to that of its own last.
+    tile_Q = torch.arange(-(-num_rows // _TILE_ROWS), dtype=torch.int32, device=device) * _TILE_ROWS
+    end_RQ = torch.minimum(seq_lens_R[:, None], context_R[:, None] + (tile_Q + _TILE_ROWS - 1) // group + 1)
+    count_RQ = ((end_RQ + block_size - 1) // block_size - first_R[:, None]).clamp(min=0)
+    count_RQ = count_RQ * (tile_Q < query_lens_R[:, None] * group)
+    entry_M = torch.arange(width, dtype=torch.int32, device=device)
+    shifted_RM = (first_R[:, None] + entry_M).clamp(max=width - 1)
+    pages_EM = head_pages(block_table_RM.gather(1, shifted_RM.long()), kv_heads)
+
+    # Where in its request a block stands; -1 elsewhere. Entries that hold nothing go to a column that nobody reads.
+    is_held_RM = (entry_M >= first_R[:, None]) & (entry_M * block_size < seq_lens_R[:, None])
+    column_RM = torch.where(is_held_RM & (block_table_RM >= 0), block_table_RM, num_blocks).long()
+    standing_RB = torch.full((num_requests, num_blocks + 1), -1, dtype=torch.int32, device=device)
+    standing_RB.scatter_(1, column_RM, entry_M.expand(num_requests, width).contiguous())
+
+    def is_seen(entry: Tensor, _head: Tensor, row: Tensor, place: Tensor) -> Tensor:
+        request, page, offset = entry // kv_heads, place // block_size, place % block_size
+        standing = standing_RB[request, page // kv_heads]
+        if reversed_RM is not None:
+            is_reversed = reversed_RM[request, standing.clamp(min=0)]
+            offset = torch.where(is_reversed, block_size - 1 - offset, offset)
+        key_pos, query_pos = standing * block_size + offset, context_R[request] + row // group
+        seen = (standing >= 0) & (page % kv_heads == entry % kv_heads) & (key_pos <= query_pos)
+        return seen & (key_pos > query_pos - window) if window else seen
+
+    # As tensors: the compiler admits no number that changes between layers inside of a score function.
+    scale_1, softcap_1 = torch.full((), scale, device=device), torch.full((), softcap, device=device)
+
+    def scale_and_cap(score: Tensor, _entry: Tensor, _head: Tensor, _row: Tensor, _place: Tensor) -> Tensor:
+        score = score * scale_1
+        return softcap_1 * torch.tanh(score / softcap_1) if softcap else score
+
+    num_tiles = tile_Q.shape[0]
+    mask = BlockMask.from_kv_blocks(
+        count_RQ.repeat_interleave(kv_heads, 0)[:, None].to(torch.int32),
+        pages_EM[:, None, None].expand(-1, 1, num_tiles, -1).contiguous(),
+        BLOCK_SIZE=(_TILE_ROWS, block_size),
+        mask_mod=is_seen,
+        seq_lengths=(num_rows, num_keys),
+        compute_q_blocks=False,
+    )
+    out: Tensor = flex_attention(
+        q_E1LH,
+        k_cache_BKSH.reshape(1, 1, num_keys, head_size),
+        v_cache_BKSH.reshape(1, 1, num_keys, head_size),
+        score_mod=scale_and_cap,
+        block_mask=mask,
+        scale=1.0,
+        kernel_options={"BLOCK_N": min(64, block_size)} if q_E1LH.is_cuda else None,
+    )
+    return out

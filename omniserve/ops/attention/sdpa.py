@@ -1,0 +1,65 @@
+"""``sdpa``: torch's scaled_dot_product_attention, request by request. Letters as in `base`; C keys of a request."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from omniserve.ops.attention.base import DEVICE_ATTENTION, HostLengths, host_lengths
+from omniserve.ops.attention.pages import first_key, gather_keys
+from omniserve.spec import AttentionSpec
+
+
+@DEVICE_ATTENTION.register("sdpa")
+def attend_sdpa(
+    q_TNH: Tensor,
+    k_cache_BKSH: Tensor,
+    v_cache_BKSH: Tensor,
+    block_table_RM: Tensor,
+    query_start_R1: Tensor,
+    seq_lens_R: Tensor,
+    spec: AttentionSpec,
+    *,
+    lengths: HostLengths | None = None,
+    reversed_RM: Tensor | None = None,
+    one_query_each: bool = False,
+) -> Tensor:
+    """Attend request by request with torch's SDPA over gathered KV (soft-capped: plain matrix products).
+
+    One kernel launch per request: for correctness where nothing better is installed; not graph-safe. Not yet measured
+    on CUDA.
+
+    Raises:
+        ValueError: ``one_query_each`` without ``lengths``.
+    """
+    lengths = host_lengths(lengths, query_start_R1, seq_lens_R, one_query_each=one_query_each, name="sdpa")
+    out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+    end = 0
+    for request, (query_len, seq_len) in enumerate(zip(lengths.query_lens, lengths.seq_lens, strict=True)):
+        begin, end = end, end + query_len
+        if not query_len:
+            continue
+        if not seq_len:
+            out_TNH[begin:end] = 0
+            continue
+        first = first_key(query_len, seq_len, spec)
+        q_pos = torch.arange(seq_len - query_len, seq_len, device=q_TNH.device)[:, None]
+        k_pos = torch.arange(first, seq_len, device=q_TNH.device)[None]
+        seen = k_pos <= q_pos
+        if spec.window:
+            seen &= k_pos > q_pos - spec.window
+        reversed_M = reversed_RM[request] if reversed_RM is not None else None
+        k_CKH = gather_keys(k_cache_BKSH, block_table_RM[request], first, seq_len, reversed_M)
+        v_CKH = gather_keys(v_cache_BKSH, block_table_RM[request], first, seq_len, reversed_M)
+        q, k, v = (rows.transpose(0, 1)[None] for rows in (q_TNH[begin:end], k_CKH, v_CKH))
+        if spec.softcap:
+            group = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            scores = (q @ k.transpose(-1, -2)).float() * spec.scale
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+            out = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ v
+        else:
+            out = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=spec.scale, enable_gqa=True)
+        out_TNH[begin:end] = out[0].transpose(0, 1)
+    return out_TNH

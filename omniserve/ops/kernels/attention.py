@@ -1,0 +1,423 @@
+"""Attention over the paged cache, in Triton: chunks and decodes in one launch, split over the keys where rows are few.
+
+One program attends one tile: BLOCK_M rows, which are (query, head of the group) pairs of one request and one KV head,
+so a group reads K and V once. The grid follows from shapes alone. Tile i belongs to the request r with the largest
+``query_start[r] // BLOCK_Q + r <= i`` (BLOCK_Q queries a tile): that leaves each request enough tiles, and some unused
+ones, which return at once. With splits, program (tile, head, s) takes the s-th part of *its* tile's keys, and a second
+kernel adds the parts (flash-decoding).
+
+No row of the cache is read but those that some query of the tile sees: what else a block holds may be NaN.
+
+Legend: T packed tokens, N query heads, K KV heads, G = N / K, H head size, B blocks, S block size, R requests,
+M blocks per request, P parts of the keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """How one program works."""
+
+    block_m: int
+    """Rows: queries of the group's heads."""
+    num_warps: int
+    num_stages: int
+    """Depth of the pipeline. Triton gives the block table's look-up a level of its own: with 5, two tiles of K and V
+    are on their way from memory at once, with 3 or 4 only one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuning:
+    """What is chosen by shape. Every constant is a reasoned guess for Hopper, none is measured yet."""
+
+    tiles: tuple[Tile, ...] = (
+        # Decodes. tl.dot needs 16 rows; a group of fewer heads leaves rows unused, which costs nothing: the tensor
+        # cores are done with a key tile of 32 KiB long before the next has come from memory.
+        Tile(block_m=16, num_warps=4, num_stages=5),
+        # Short chunks, and decodes beside chunks: the smallest tile that wgmma takes. A decode in it is still bound by
+        # memory: 64 rows x 64 keys x 128 take one SM 0.35 us, and the 32 KiB of K and V, at 1/132 of 4.8 TB/s, 0.9 us.
+        Tile(block_m=64, num_warps=4, num_stages=5),
+        # Long chunks: two warpgroups share each K and V tile.
+        Tile(block_m=128, num_warps=8, num_stages=5),
+    )
+    """In order of block_m: the first that holds a request's mean number of rows is taken, else the last."""
+    key_tile_bytes: int = 16 << 10
+    """Bytes of a tile of K: 64 keys of 128 bf16. Two tiles of K and V are then 64 KiB, so three decode programs fit an
+    SM, with 192 KiB on their way; an SM's share of the bandwidth, 36 GB/s, times a latency of 1 us is 36 KiB."""
+    max_block_n: int = 128
+    """Most keys of a tile, however small the heads: scores are BLOCK_M x BLOCK_N registers."""
+    max_fp32_block_m: int = 16
+    """fp32 is multiplied without tensor cores, for exactness; with more rows its operands do not fit the registers."""
+    target_programs: int = 3 * 132
+    """Split until about so many programs run: the three that fit on each of an H200's 132 SMs. Splits are rounded down
+    to a power of two, so 1.5 to 3 remain, and all run at once: a fourth would be a second wave, three quarters idle."""
+    max_splits: int = 64
+    """Most parts: their results must fit the registers of one program of the combining kernel."""
+    max_split_keys: int = 16384
+    """Decodes are split further when the table is wide enough for longer parts: one long context among many short ones
+    would otherwise be read by one SM alone, at 1/132 of the bandwidth, while the others are done."""
+    max_skew_splits: int = 8
+    """But no further than this for that reason: each part costs each short request a program that returns at once."""
+    max_partial_bytes: int = 64 << 20
+    """Most memory for the parts' results."""
+
+
+HOPPER = Tuning()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """One launch of the attention kernel: a function of shapes."""
+
+    grid: tuple[int, int, int]
+    """(tiles, KV heads, parts)."""
+    tile: Tile
+    block_n: int
+    """Keys of a tile."""
+
+    @property
+    def num_splits(self) -> int:
+        """P."""
+        return self.grid[2]
+
+
+def choose_launch(
+    *,
+    num_tokens: int,
+    num_requests: int,
+    num_heads: int,
+    kv_heads: int,
+    head_size: int,
+    block_size: int,
+    table_width: int,
+    itemsize: int,
+    one_query_each: bool,
+    tuning: Tuning = HOPPER,
+) -> Launch:
+    """Return how to launch for these shapes: T, R, N, K, H, S, M, and bytes of an element."""
+    group = num_heads // kv_heads
+    padded_head = max(16, triton.next_power_of_2(head_size))
+    mean_rows = -(-num_tokens // max(1, num_requests)) * group
+    tiles = [t for t in tuning.tiles if itemsize < 4 or t.block_m <= tuning.max_fp32_block_m]
+    tile = next((t for t in tiles if t.block_m >= mean_rows), tiles[-1])
+    if tile.block_m < group:
+        tile = Tile(block_m=triton.next_power_of_2(group), num_warps=8, num_stages=tile.num_stages)
+    block_n = max(16, min(tuning.max_block_n, tuning.key_tile_bytes // (padded_head * itemsize)))
+    if block_size >= 64 and block_size & (block_size - 1) == 0:
+        block_n = min(block_n, block_size)  # a tile of keys lies in one block
+    num_tiles = num_requests if one_query_each else num_tokens // (tile.block_m // group) + num_requests
+
+    max_keys = table_width * block_size
+    splits = tuning.target_programs // max(1, num_tiles * kv_heads)
+    if num_tokens == num_requests:
+        splits = max(splits, min(tuning.max_skew_splits, max_keys // tuning.max_split_keys))
+    part_bytes = num_tokens * num_heads * head_size * 4
+    splits = min(
+        splits, tuning.max_splits, max_keys // block_n, tuning.max_partial_bytes // max(1, part_bytes)
+    )  # fmt: skip
+    num_splits = 1 << max(0, splits.bit_length() - 1)
+    return Launch(grid=(num_tiles, kv_heads, num_splits), tile=tile, block_n=block_n)
+
+
+def paged_attention(
+    q_TNH: Tensor,
+    k_cache_BKSH: Tensor,
+    v_cache_BKSH: Tensor,
+    block_table_RM: Tensor,
+    query_start_R1: Tensor,
+    seq_lens_R: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    reversed_RM: Tensor | None = None,
+    one_query_each: bool = False,
+    num_splits: int | None = None,
+    tuning: Tuning = HOPPER,
+) -> Tensor:
+    """Attend each request's chunk over its cached keys, the chunk's own included.
+
+    Waits for nothing and allocates by shape: with ``one_query_each`` the call can be captured in a CUDA graph.
+
+    Args:
+        q_TNH: ``[T, N, H]``, fp32, bf16 or fp16; rows of a fused QKV will do (H contiguous).
+        k_cache_BKSH: ``[B, K, S, H]``, dtype of q; H contiguous.
+        v_cache_BKSH: The same, strides of K.
+        block_table_RM: ``[R, M]`` int32; not read where no query sees a key.
+        query_start_R1: ``[R + 1]`` int32 prefix sums; not read with ``one_query_each``.
+        seq_lens_R: ``[R]`` int32; 0 gives zeros.
+        scale: Multiplies q.k.
+        window: The query at position p sees keys at (p - window, p]; 0: at [0, p].
+        softcap: Scores become softcap * tanh(score / softcap); 0 leaves them.
+        reversed_RM: ``[R, M]`` bool: blocks that run from the right. Paper: bros 6.
+        one_query_each: T == R, one query each.
+        num_splits: Parts of the keys, a power of two; None chooses.
+        tuning: Constants of the choice.
+
+    Returns:
+        ``[T, N, H]``, contiguous, dtype of q.
+
+    Raises:
+        ValueError: Shapes, dtypes or strides do not fit together.
+    """
+    (num_tokens, num_heads, head_size), (_, kv_heads, block_size, _) = q_TNH.shape, k_cache_BKSH.shape
+    num_requests, table_width = block_table_RM.shape
+    _check(q_TNH, k_cache_BKSH, v_cache_BKSH, block_table_RM, query_start_R1, seq_lens_R, reversed_RM)
+    if one_query_each and num_tokens != num_requests:
+        raise ValueError(f"one_query_each: {num_tokens} query tokens for {num_requests} requests; expected as many")
+    out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+    if not num_tokens:
+        return out_TNH
+    launch = choose_launch(
+        num_tokens=num_tokens, num_requests=num_requests, num_heads=num_heads, kv_heads=kv_heads, head_size=head_size,
+        block_size=block_size, table_width=table_width, itemsize=q_TNH.element_size(), one_query_each=one_query_each,
+        tuning=tuning,
+    )  # fmt: skip
+    num_splits = num_splits or launch.num_splits
+    partial = lse = out_TNH
+    if num_splits > 1:
+        shape = (num_tokens, num_heads, num_splits)
+        partial = torch.empty((*shape, head_size), dtype=torch.float32, device=q_TNH.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=q_TNH.device)
+    table = block_table_RM if block_table_RM.numel() else query_start_R1[None]  # triton takes no pointer to nothing
+    directions = reversed_RM.view(torch.uint8) if reversed_RM is not None else table
+    padded_head = max(16, triton.next_power_of_2(head_size))
+    _attend[(*launch.grid[:2], num_splits)](
+        q_TNH, k_cache_BKSH, v_cache_BKSH, partial, lse, table, directions, query_start_R1, seq_lens_R,
+        num_requests, scale, *q_TNH.stride()[:2], *k_cache_BKSH.stride()[:3], table.stride(0), directions.stride(0),
+        H=head_size, H_PAD=padded_head, S=block_size, GROUP=num_heads // kv_heads,
+        BLOCK_M=launch.tile.block_m, BLOCK_N=launch.block_n, NUM_SPLITS=num_splits,
+        WINDOW=window, SOFTCAP=softcap, IS_DIRECTED=reversed_RM is not None, ONE_QUERY_EACH=one_query_each,
+        # The interpreter keeps bf16 as integers, and would multiply those.
+        DOT_IN_FP32=q_TNH.dtype == torch.bfloat16 and not q_TNH.is_cuda,
+        num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        _combine[(num_tokens * num_heads,)](
+            partial, lse, out_TNH, H=head_size, H_PAD=padded_head, NUM_SPLITS=num_splits,
+            num_warps=1 if num_splits * padded_head <= 2048 else 4,
+        )  # fmt: skip
+    return out_TNH
+
+
+def _check(
+    q_TNH: Tensor,
+    k_cache_BKSH: Tensor,
+    v_cache_BKSH: Tensor,
+    block_table_RM: Tensor,
+    query_start_R1: Tensor,
+    seq_lens_R: Tensor,
+    reversed_RM: Tensor | None,
+) -> None:
+    (_, num_heads, head_size), (_, kv_heads, _, cache_head) = q_TNH.shape, k_cache_BKSH.shape
+    if head_size != cache_head or num_heads % kv_heads:
+        raise ValueError(f"queries {tuple(q_TNH.shape)} do not fit a cache {tuple(k_cache_BKSH.shape)} [B, K, S, H]")
+    if not q_TNH.dtype == k_cache_BKSH.dtype == v_cache_BKSH.dtype:
+        raise ValueError(f"q is {q_TNH.dtype}, K {k_cache_BKSH.dtype}, V {v_cache_BKSH.dtype}; expected one dtype")
+    if q_TNH.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"q is {q_TNH.dtype}; expected float32, bfloat16 or float16")
+    if k_cache_BKSH.shape != v_cache_BKSH.shape or k_cache_BKSH.stride() != v_cache_BKSH.stride():
+        raise ValueError("K and V caches differ in shape or strides; expected two tensors of one layout")
+    if q_TNH.stride(2) != 1 or k_cache_BKSH.stride(3) != 1:
+        raise ValueError("the elements of a head must be neighbours in memory, in q and in the cache")
+    num_requests = block_table_RM.shape[0]
+    for name, index, length in (
+        ("block_table", block_table_RM, num_requests),
+        ("query_start", query_start_R1, num_requests + 1),
+        ("seq_lens", seq_lens_R, num_requests),
+    ):
+        if index.dtype != torch.int32 or index.shape[0] != length or index.stride(-1) != 1:
+            raise ValueError(
+                f"{name} is {index.dtype} {tuple(index.shape)}; expected int32, {length} contiguous entries or rows"
+            )
+    if reversed_RM is not None and (reversed_RM.dtype != torch.bool or reversed_RM.shape != block_table_RM.shape):
+        raise ValueError(f"reversed is {reversed_RM.dtype} {tuple(reversed_RM.shape)}; expected bool, as block_table")
+
+
+@triton.jit(do_not_specialize=["num_requests", "table_stride", "reversed_stride"])  # else they compile again and again
+def _attend(  # type: ignore[no-untyped-def]  # triton gives the arguments their types
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    table_ptr,
+    reversed_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    num_requests,
+    scale,
+    q_stride_t,
+    q_stride_n,
+    stride_b,
+    stride_k,
+    stride_s,
+    table_stride,
+    reversed_stride,
+    H: tl.constexpr,
+    H_PAD: tl.constexpr,
+    S: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    IS_DIRECTED: tl.constexpr,
+    ONE_QUERY_EACH: tl.constexpr,
+    DOT_IN_FP32: tl.constexpr,
+):
+    """Attend one tile of one KV head over one part of its keys.
+
+    Writes ``out[T, N, H]``; with parts, fp32 ``out[T, N, P, H]`` and ``lse[T, N, P]``, the base-2 logarithm of the sum
+    of the part's weights: -inf, and no row of out, where there is no key.
+    """
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+
+    # Which request, and which of its queries.
+    if ONE_QUERY_EACH:
+        request = tile
+        query_begin = tile
+        query_len = 1
+        first_query = 0
+    else:
+        low = 0
+        high = num_requests
+        while low < high:  # ends with the first request whose tiles begin after this one
+            middle = (low + high) // 2
+            if tl.load(query_start_ptr + middle) // BLOCK_Q + middle <= tile:
+                low = middle + 1
+            else:
+                high = middle
+        request = low - 1
+        query_begin = tl.load(query_start_ptr + request)
+        query_len = tl.load(query_start_ptr + request + 1) - query_begin
+        first_query = (tile - query_begin // BLOCK_Q - request) * BLOCK_Q
+        if first_query >= query_len:
+            return
+    seq_len = tl.load(seq_lens_ptr + request)
+    context_len = seq_len - query_len
+
+    row = tl.arange(0, BLOCK_M)
+    query = first_query + row // GROUP
+    is_row = (row < BLOCK_Q * GROUP) & (query < query_len)
+    head = kv_head * GROUP + row % GROUP
+    column = tl.arange(0, H_PAD)
+    is_column = column < H
+    token = (query_begin + query).to(tl.int64)
+    out_row = (token * (GROUP * tl.num_programs(1)) + head) * NUM_SPLITS + split
+
+    # Keys that some query of the tile sees: [first_key, end_key). This part's: [begin, end), from whole tiles on.
+    end_key = tl.minimum(seq_len, context_len + first_query + BLOCK_Q)
+    first_key = 0
+    if WINDOW > 0:
+        first_key = tl.maximum(0, context_len + first_query + 1 - WINDOW)
+    begin = first_key // BLOCK_N * BLOCK_N
+    end = end_key
+    if NUM_SPLITS > 1:
+        part = tl.cdiv(tl.cdiv(end_key - begin, BLOCK_N), NUM_SPLITS) * BLOCK_N
+        begin += split * part
+        end = tl.minimum(end_key, begin + part)
+        if begin >= end:
+            tl.store(lse_ptr + out_row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
+            return
+
+    q = tl.load(
+        q_ptr + token[:, None] * q_stride_t + head[:, None] * q_stride_n + column[None, :],
+        mask=is_row[:, None] & is_column[None, :],
+        other=0.0,
+    )
+    if DOT_IN_FP32:
+        q = q.to(tl.float32)
+    k_ptr += kv_head.to(tl.int64) * stride_k
+    v_ptr += kv_head.to(tl.int64) * stride_k
+    table_ptr += request.to(tl.int64) * table_stride
+    reversed_ptr += request.to(tl.int64) * reversed_stride
+    query_pos = context_len + query
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, H_PAD], tl.float32)
+    for first in tl.range(begin, end, BLOCK_N):
+        key_pos = first + tl.arange(0, BLOCK_N)
+        is_key = (key_pos >= first_key) & (key_pos < end)
+        offset = key_pos % S
+        if S % BLOCK_N == 0:  # the tile lies in one block
+            block = tl.load(table_ptr + first // S).to(tl.int64)
+            if IS_DIRECTED:
+                offset = tl.where(tl.load(reversed_ptr + first // S) != 0, S - 1 - offset, offset)
+        else:
+            block = tl.load(table_ptr + key_pos // S, mask=is_key, other=0).to(tl.int64)
+            if IS_DIRECTED:
+                is_reversed = tl.load(reversed_ptr + key_pos // S, mask=is_key, other=0) != 0
+                offset = tl.where(is_reversed, S - 1 - offset, offset)
+        places = (block * stride_b + offset * stride_s)[:, None] + column[None, :]
+        is_element = is_key[:, None] & is_column[None, :]
+        k = tl.load(k_ptr + places, mask=is_element, other=0.0)
+        v = tl.load(v_ptr + places, mask=is_element, other=0.0)
+        if DOT_IN_FP32:
+            k = k.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SOFTCAP > 0:
+            # tanh(x) = 1 - 2 / (1 + e^2x)
+            scores = SOFTCAP - 2 * SOFTCAP / (1 + tl.exp2(scores * (2 * _LOG2_E / SOFTCAP)))
+        scores *= _LOG2_E
+        is_seen = is_key[None, :] & (key_pos[None, :] <= query_pos[:, None])
+        if WINDOW > 0:
+            is_seen &= key_pos[None, :] > query_pos[:, None] - WINDOW
+        scores = tl.where(is_seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 1)
+        weights = weights.to(v.dtype)
+        if DOT_IN_FP32:
+            weights = weights.to(tl.float32)
+            v = v.to(tl.float32)
+        acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
+        top = new_top
+
+    total = tl.where(total == 0, 1.0, total)  # no key: zeros
+    out = acc / total[:, None]
+    tl.store(
+        out_ptr + out_row[:, None] * H + column[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=is_row[:, None] & is_column[None, :],
+    )
+    if NUM_SPLITS > 1:
+        tl.store(lse_ptr + out_row, top + tl.log2(total), mask=is_row)
+
+
+@triton.jit
+def _combine(  # type: ignore[no-untyped-def]
+    partial_ptr, lse_ptr, out_ptr, H: tl.constexpr, H_PAD: tl.constexpr, NUM_SPLITS: tl.constexpr
+):
+    """Add the parts of one (token, head): ``out[T, N, H]`` from ``partial[T, N, P, H]`` and ``lse[T, N, P]``."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, NUM_SPLITS)
+    column = tl.arange(0, H_PAD)
+    lse = tl.load(lse_ptr + row * NUM_SPLITS + split)
+    top = tl.max(lse, 0)
+    weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
+    partial = tl.load(
+        partial_ptr + (row * NUM_SPLITS + split)[:, None] * H + column[None, :],
+        mask=(lse != float("-inf"))[:, None] & (column < H)[None, :],
+        other=0.0,
+    )
+    total = tl.sum(weights, 0)
+    out = tl.sum(weights[:, None] * partial, 0) / tl.where(total == 0, 1.0, total)
+    tl.store(out_ptr + row * H + column, out.to(out_ptr.dtype.element_ty), mask=column < H)
