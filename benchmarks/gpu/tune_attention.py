@@ -1,0 +1,226 @@
+"""Which constants of the Triton attention kernel are fastest here: ``python -m benchmarks.gpu.tune_attention``.
+
+For each shape of attention (heads of Llama-3.1-8B and Qwen2.5-32B; decodes, and chunks of prompts) it times launches
+with other tiles, warps, stages, sizes of a tile of keys and numbers of programs than ``Tuning`` has, one setting
+after the other from the best so far, and prints the default, the best, and the time that reading K and V takes.
+What is best for most goes into ``omniserve/ops/kernels/attention.py`` by hand. About four minutes; shapes that there is
+no time for are not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
+
+from benchmarks.common.record import ROOT, write_record
+from benchmarks.gpu.clock import graph_of, median_seconds
+from benchmarks.gpu.limits import Limits
+from benchmarks.gpu.table import Row, markdown
+from omniserve.ops.kernels.attention import HOPPER, Tuning, paged_attention
+
+logger = logging.getLogger(__name__)
+
+_BLOCK = 64
+_CALLS = 8
+"""In a graph, each of other blocks: what the L2 cache holds of one is not what the next reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """One launch: requests with as many query tokens and as long contexts each."""
+
+    heads: tuple[int, int, int]
+    """N, K, H."""
+    requests: int
+    query: int
+    context: int
+    """Keys of each, its queries' own included."""
+
+    def __str__(self) -> str:
+        return f"heads {self.heads[0]}/{self.heads[1]}, {self.requests} x {self.query} of {self.context} keys"
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that have to be read, bf16."""
+        return self.requests * self.context * 2 * self.heads[1] * self.heads[2] * 2
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the two products, causal."""
+        seen = self.query * (self.context - (self.query - 1) / 2)
+        return 4.0 * self.requests * self.heads[0] * self.heads[2] * seen
+
+
+LLAMA, QWEN = (32, 8, 128), (40, 8, 128)
+LOADS = (
+    *(Load(heads=LLAMA, requests=requests, query=1, context=1024) for requests in (32, 256, 8, 1, 128)),
+    Load(heads=LLAMA, requests=1, query=2048, context=2048),
+    Load(heads=QWEN, requests=32, query=1, context=1024),
+    Load(heads=LLAMA, requests=8, query=1, context=16384),
+    Load(heads=LLAMA, requests=1, query=8192, context=8192),
+    Load(heads=LLAMA, requests=8, query=64, context=1024),
+    Load(heads=QWEN, requests=1, query=2048, context=8192),
+)
+DRY_LOADS = (Load(heads=(4, 2, 16), requests=1, query=1, context=20),)
+
+
+def _tile(best: Tuning, **changes: int) -> Tuning:
+    (tile,) = best.tiles
+    return dataclasses.replace(best, tiles=(dataclasses.replace(tile, **changes),))
+
+
+SETTINGS: dict[str, tuple[tuple[int, ...], Callable[[Tuning, int], Tuning]]] = {
+    "rows": ((16, 32, 64, 128), lambda best, value: _tile(best, block_m=value)),
+    "warps": ((2, 4, 8), lambda best, value: _tile(best, num_warps=value)),
+    "stages": ((2, 3, 4, 5, 6), lambda best, value: _tile(best, num_stages=value)),
+    "KiB of keys": ((8, 16, 32), lambda best, value: dataclasses.replace(best, key_tile_bytes=value << 10)),
+    "programs": ((132, 264, 396, 528, 792), lambda best, value: dataclasses.replace(best, target_programs=value)),
+}
+"""What is tried, one after the other, each from the best so far: values, and how a tuning with one tile gets them."""
+
+
+class Case:
+    """A load's tensors on the device.
+
+    Args:
+        load: What they are of.
+        device: Where.
+        calls: Launches that are timed together.
+    """
+
+    def __init__(self, load: Load, device: torch.device, *, calls: int = _CALLS) -> None:
+        num_heads, kv_heads, head_size = load.heads
+        blocks = -(-load.context // _BLOCK)
+        self.load, self._device = load, device
+
+        def rows(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+        self._q = rows(load.requests * load.query, num_heads, head_size)
+        shape = (calls * load.requests * blocks, kv_heads, _BLOCK, head_size)
+        self._k, self._v = rows(*shape), rows(*shape)
+        table = torch.randperm(shape[0], device=device).int()
+        self._tables = table.view(calls, load.requests, blocks).unbind(0)
+        self._starts = torch.arange(load.requests + 1, device=device, dtype=torch.int32) * load.query
+        self._lens = torch.full((load.requests,), load.context, device=device, dtype=torch.int32)
+
+    def attend(self, tuning: Tuning, call: int = 0) -> Tensor:
+        """Launch once."""
+        return paged_attention(
+            self._q, self._k, self._v, self._tables[call], self._starts, self._lens, scale=0.1,
+            one_query_each=self.load.query == 1, tuning=tuning,
+        )  # fmt: skip
+
+    def seconds(self, tuning: Tuning, repeats: int) -> float:
+        """Return the seconds of a launch, in a graph of several."""
+        run = graph_of(lambda: [self.attend(tuning, call) for call in range(len(self._tables))], self._device)
+        return median_seconds(run, self._device, repeats=repeats) / len(self._tables)
+
+
+def default_tuning(case: Case, repeats: int) -> tuple[float, Tuning]:
+    """Return what the default takes, and the one of its tiles that is fastest, as a tuning of its own."""
+    default_s = case.seconds(HOPPER, repeats)
+    alone = [
+        (case.seconds(one, repeats), one) for one in (dataclasses.replace(HOPPER, tiles=(t,)) for t in HOPPER.tiles)
+    ]
+    return default_s, min(alone, key=lambda pair: pair[0])[1]
+
+
+def tune(case: Case, *, ends_s: float, repeats: int, few: bool) -> tuple[float, float, Tuning]:
+    """Return the seconds of the default, of the best, and the best.
+
+    Args:
+        case: What is attended.
+        ends_s: No further variant is tried then, on the monotonic clock.
+        repeats: Samples of each.
+        few: Try two variants.
+    """
+    default_s, best = default_tuning(case, repeats)
+    best_s = case.seconds(best, repeats)
+    expected = case.attend(HOPPER)
+    for name, (values, changed) in SETTINGS.items():
+        for tuning in [changed(best, value) for value in (values[:2] if few else values)]:
+            if tuning == best or time.monotonic() > ends_s:
+                continue
+            try:
+                taken_s = case.seconds(tuning, repeats)
+            except (OutOfResources, CompilationError) as error:  # it does not fit an SM: no candidate
+                logger.info("%s, other %s: %s", case.load, name, type(error).__name__)
+                continue
+            # bf16, summed in another order
+            torch.testing.assert_close(case.attend(tuning), expected, rtol=0.05, atol=0.02)
+            if taken_s < best_s:
+                best_s, best = taken_s, tuning
+    return default_s, best_s, best
+
+
+def rows_of(load: Load, default_s: float, best_s: float, best: Tuning, limits: Limits) -> list[Row]:
+    """Return a load's rows: the default, and the best beside it."""
+    read_s, compute_s = load.kv_bytes / limits.copy_bytes_per_s, load.flops / limits.matmul_flops
+    floor_us = 1e6 * max(read_s, compute_s)
+    (tile,) = best.tiles
+    note = f"{tile}, {best.key_tile_bytes >> 10} KiB of keys, {best.target_programs} programs"
+    return [
+        Row(case=f"{load}: default", unit="us", measured=1e6 * default_s, floor=floor_us),
+        Row(
+            case=f"{load}: best", unit="us", measured=1e6 * best_s, floor=floor_us, note=note,
+            details={"tuning": dataclasses.asdict(best)},
+        ),
+    ]  # fmt: skip
+
+
+@torch.inference_mode()
+def run(loads: Sequence[Load], device: torch.device, *, seconds: float, dry: bool) -> list[Row]:
+    """Tune for each load in an equal part of the time that is left.
+
+    Args:
+        loads: The most important first.
+        device: Where the kernel runs.
+        seconds: For all.
+        dry: Two variants of each setting, on a device without limits worth a name.
+    """
+    ends_s = time.monotonic() + seconds
+    limits = Limits(device, dry=dry)
+    rows: list[Row] = []
+    for number, load in enumerate(loads):
+        left_s = ends_s - time.monotonic()
+        if left_s <= 0:
+            rows.append(Row(case=f"{load}: default", unit="us", note="not measured: out of time"))
+            continue
+        until_s = time.monotonic() + left_s / (len(loads) - number)
+        case = Case(load, device, calls=1 if dry else _CALLS)
+        default_s, best_s, best = tune(case, ends_s=until_s, repeats=1 if dry else 10, few=dry)
+        rows += rows_of(load, default_s, best_s, best, limits)
+        print(markdown(rows[-2:]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=4.0)
+    parser.add_argument("--dry", action="store_true", help="tiny sizes; without a GPU with TRITON_INTERPRET=1")
+    parser.add_argument("--record", type=Path, help="default: gpu_tune_attention.json in $OUT, or beside the others")
+    args = parser.parse_args()
+    logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
+    record = args.record or Path(os.environ.get("OUT") or ROOT / "benchmarks/results/gpu") / "gpu_tune_attention.json"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = run(DRY_LOADS if args.dry else LOADS, device, seconds=60 * args.minutes, dry=args.dry)
+    print(f"\n{markdown(rows)}\n\nrecord: {record}")
+    config = {"minutes": args.minutes, "dry": args.dry, "default": dataclasses.asdict(HOPPER)}
+    results = {"rows": [row.as_record() for row in rows]}
+    write_record(record, name="gpu_tune_attention", config=config, seed=0, results=results)
+
+
+if __name__ == "__main__":
+    main()
