@@ -101,10 +101,10 @@ class Times:
 def warm_up(engine: Engine, args: argparse.Namespace) -> None:
     """Serve requests of both kinds; their steps are left between two layers, and go on."""
     rng = random.Random(77)
-    ask, left = engine.runner.safepoint, iter([True, False, False] * 4)
-    engine.runner.safepoint = lambda: next(left, False)
+    ask, left = engine.runner.loop.safepoint, iter([True, False, False] * 4)
+    engine.runner.loop.safepoint = lambda: next(left, False)
     engine.generate([*(be_request(rng, args.be_prompt, 4) for _ in range(3)), ls_request(rng, args)])
-    engine.runner.safepoint = ask
+    engine.runner.loop.safepoint = ask
 
 
 def measure_stream(model: Any, config: EngineConfig, args: argparse.Namespace, mode: str, seed: int) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def measure_overhead(model: Any, config: EngineConfig, args: argparse.Namespace)
     with Engine(model, config, profile=find_or_make_profile(model, config)) as engine:
         warm_up(engine, args)
         engine.on_safepoint = Stream(engine, [(1e9, ls_request(rng, args))]).announce
-        ask, asked = engine.runner.safepoint, True
+        ask, asked = engine.runner.loop.safepoint, True
         for _ in range(args.be):
             engine.add(be_request(rng, 32, 2 * args.steps + 50))
         while not engine.step():  # prompts
@@ -188,7 +188,7 @@ def measure_overhead(model: Any, config: EngineConfig, args: argparse.Namespace)
         engine.on_step = lambda plan, host_works, taken_s: seconds[asked].append(taken_s)
         for step in range(2 * args.steps):
             asked = step % 2 == 0
-            engine.runner.safepoint = ask if asked else None
+            engine.runner.loop.safepoint = ask if asked else None
             engine.step()
         assert ask is not None
         began_s = time.perf_counter()

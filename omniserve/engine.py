@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -140,6 +141,7 @@ class Engine:
             max_model_len=self.max_model_len,
             has_host_tier=self.host_tier is not None,
         )
+        this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
         self.runner = ModelRunner(
             model=patched,
             storage=storage,
@@ -154,7 +156,7 @@ class Engine:
                 host_threads=host_threads if self.host_tier else 0,
             ),
             keep_halted=config.keep_halted,
-            safepoint=self._ask_whether_to_leave,
+            safepoint=lambda: this()._ask_whether_to_leave(),
         )
         if constant is not None:
             constant.record_all()

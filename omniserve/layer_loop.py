@@ -58,7 +58,7 @@ class LayerLoop:
         rows: Who changes tiers.
         halted: Takes rows that leave a step between two layers, and has them when they go on.
         pending: Knows tokens that the host does not know yet.
-        safepoint: Asked between the layers of a step with preemptible rows: must they leave?
+        safepoint: Asked between the layers of a step with preemptible rows: must they leave? None: they never do.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LayerLoop:
         rows: PiggybackRows,
         halted: HaltedRows,
         pending: PendingTokens,
-        safepoint: Callable[[], bool],
+        safepoint: Callable[[], bool] | None,
     ) -> None:
         self._model = model
         self._storage = storage
@@ -78,7 +78,8 @@ class LayerLoop:
         self._rows = rows
         self._halted = halted
         self._pending = pending
-        self._safepoint = safepoint
+        self.safepoint = safepoint
+        """See the class."""
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         return make_step_inputs(
@@ -145,10 +146,11 @@ class LayerLoop:
     # -- rows that leave between layers, and go on there later (conserve 4.3) ------------------------------------------
 
     def _must_leave(self, plan: StepPlan, pace: LayerPace) -> bool:
-        if not any(chunk.request_id in plan.preemptible for chunk in plan.chunks):
+        is_there = any(chunk.request_id in plan.preemptible for chunk in plan.chunks)
+        if not is_there or self.safepoint is None:
             return False
         pace.keep()
-        return self._safepoint()
+        return self.safepoint()
 
     def _leave(
         self, plan: StepPlan, inputs: StepInputs, layer: int, hidden_TD: Tensor, halted: dict[str, int]

@@ -81,16 +81,15 @@ class ModelRunner:
         self._early_events: list[HostEvent] = []
         self.halted = HaltedRows(keep=keep_halted)
         """Rows that left a step between two layers."""
-        self.safepoint = safepoint
-        """Asked between the layers of a step with preemptible rows: must they leave?"""
         self._rows = rows
         self._pending = PendingTokens(model.device)
         self.constant = constant
         """Runs the steps that fit a recorded shape."""
-        self._loop = LayerLoop(
+        self.loop = LayerLoop(
             model=model, storage=storage, attend=attend, rows=rows, halted=self.halted, pending=self._pending,
-            safepoint=lambda: self.safepoint is not None and self.safepoint(),
+            safepoint=safepoint,
         )  # fmt: skip
+        """Runs the others."""
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one step to its end."""
@@ -140,7 +139,7 @@ class ModelRunner:
     def _run_layers(self, plan: StepPlan, second: SecondBatch | None) -> LayersOutput:
         shape = self.constant.shape_for(plan) if self.constant is not None else None
         if self.constant is None or shape is None:
-            return self._loop.run(plan, second)
+            return self.loop.run(plan, second)
         return self.constant.run(plan, shape, self._pending)
 
     def take_events(self) -> list[HostEvent]:

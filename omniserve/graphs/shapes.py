@@ -6,7 +6,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_ROWS = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# Decodes; 0: best-effort requests on the host tier may be all there are.
+DECODE_ROWS = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# Longer chunks. Up to about 256 rows a step of a large model takes the time of reading its weights.
+CHUNK_ROWS = (16, 64, 128, 256, 320, 384, 448, 512)
 _SEATS = (0, 4, 16, 64)
 
 
@@ -32,16 +35,15 @@ class ShapeTable:
     """Piggyback seats, ascending from 0."""
 
     @classmethod
-    def of(cls, *, min_rows: int = 0, max_rows: int, max_seats: int) -> ShapeTable:
+    def of(cls, usual_rows: Sequence[int], *, max_rows: int, max_seats: int) -> ShapeTable:
         """Return the usual table.
 
         Args:
-            min_rows: Steps with fewer device rows are padded to so many; 0: best-effort requests on the host tier may
-                be all there are.
+            usual_rows: ``DECODE_ROWS`` or ``CHUNK_ROWS``, as far as they are needed.
             max_rows: Most device rows of a step that is recorded.
             max_seats: Most piggyback seats; 0: there is no host tier.
         """
-        rows = (*(n for n in _ROWS if min_rows <= n < max_rows), max_rows)
+        rows = (*(n for n in usual_rows if n < max_rows), max_rows)
         return cls(rows, (*(n for n in _SEATS if n < max_seats), max_seats))
 
     def fitting(self, num_rows: int, num_seats: int) -> StepShape | None:

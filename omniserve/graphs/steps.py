@@ -23,7 +23,7 @@ from omniserve.device_copies import upload
 from omniserve.graphs.inputs import ConstantInputs, InputMemory
 from omniserve.graphs.layers import ChunkTensors, ConstantLayers
 from omniserve.graphs.recorder import Attend, GraphRecorder, PlainRecorder, Recorder
-from omniserve.graphs.shapes import ShapeTable, StepShape
+from omniserve.graphs.shapes import CHUNK_ROWS, DECODE_ROWS, ShapeTable, StepShape
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layer_loop import LayersOutput
 from omniserve.ops.attention import DeviceAttention, is_graph_safe
@@ -34,10 +34,6 @@ from omniserve.plan import StepPlan
 from omniserve.step_inputs import make_device_rows, prompt_scores, sampling_rows
 
 logger = logging.getLogger(__name__)
-
-_FEWEST_CHUNK_ROWS = 16
-_MOST_CHUNK_ROWS = 512
-"""Beyond it, launching the pieces of a layer takes less time than running them, recorded or not."""
 
 
 class ConstantSteps:
@@ -107,9 +103,11 @@ class ConstantSteps:
             )
         seats = config.max_piggyback_slots if has_host_tier else 0
         # A best-effort request may be admitted beside as many latency-sensitive ones.
-        decodes = ShapeTable.of(max_rows=min(2 * config.max_num_requests, config.max_step_tokens), max_seats=seats)
-        most = min(config.max_step_tokens, _MOST_CHUNK_ROWS)
-        chunks = ShapeTable.of(min_rows=_FEWEST_CHUNK_ROWS, max_rows=most, max_seats=seats)
+        most = min(2 * config.max_num_requests, config.max_step_tokens)
+        decodes = ShapeTable.of(DECODE_ROWS, max_rows=most, max_seats=seats)
+        # Beyond that, launching the pieces of a layer takes less time than running them, recorded or not.
+        most = min(config.max_step_tokens, CHUNK_ROWS[-1])
+        chunks = ShapeTable.of(CHUNK_ROWS, max_rows=most, max_seats=seats)
         largest = StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats)
         memory = InputMemory(
             largest, num_layers=spec.num_layers, max_blocks=-(-max_model_len // config.block_size), device=device

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -255,3 +257,18 @@ def test_a_manager_that_uses_no_host_memory_has_no_host_tier(model: PreTrainedMo
 def test_a_host_pool_of_less_than_a_block_is_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="host_kv_bytes is 7, less than one KV block"):
         Engine(model, EngineConfig(host_kv_bytes=7, compile=False))
+
+
+def test_a_closed_engine_gives_its_memory_back_at_once(model: PreTrainedModel) -> None:
+    config = EngineConfig(block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, compile=False, step_graphs="on")
+    engine = Engine(model, config)
+    engine.generate([request()])
+    gc.collect()
+    gc.disable()
+    try:
+        held = [weakref.ref(engine), weakref.ref(engine.runner), weakref.ref(engine.host_tier)]
+        engine.close()
+        del engine
+        assert [ref() for ref in held] == [None, None, None], "a cycle keeps the KV until a garbage collection"
+    finally:
+        gc.enable()

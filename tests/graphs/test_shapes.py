@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omniserve.graphs.shapes import ShapeTable, StepShape
+from omniserve.graphs.shapes import CHUNK_ROWS, DECODE_ROWS, ShapeTable, StepShape
 
 
 def test_smallest_shape_that_holds_a_step() -> None:
-    table = ShapeTable.of(max_rows=100, max_seats=9)
+    table = ShapeTable.of(DECODE_ROWS, max_rows=100, max_seats=9)
     assert table.rows == (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100) and table.seats == (0, 4, 9)
     assert table.fitting(5, 0) == StepShape(8, 0)
     assert table.fitting(97, 5) == StepShape(100, 9)
@@ -20,14 +20,14 @@ def test_smallest_shape_that_holds_a_step() -> None:
 
 
 def test_steps_of_chunks_have_a_smallest_shape() -> None:
-    table = ShapeTable.of(min_rows=16, max_rows=64, max_seats=0)
+    table = ShapeTable.of(CHUNK_ROWS, max_rows=64, max_seats=0)
     assert table.fitting(2, 0) == StepShape(16, 0)
-    assert ShapeTable.of(min_rows=16, max_rows=3, max_seats=0).rows == (3,)
+    assert ShapeTable.of(CHUNK_ROWS, max_rows=3, max_seats=0).rows == (3,)
 
 
 @given(st.integers(1, 600), st.integers(0, 70), st.integers(0, 600), st.integers(0, 70))
 def test_every_fitting_shape_is_recorded(max_rows: int, max_seats: int, rows: int, seats: int) -> None:
-    table = ShapeTable.of(max_rows=max_rows, max_seats=max_seats)
+    table = ShapeTable.of(DECODE_ROWS, max_rows=max_rows, max_seats=max_seats)
     shape = table.fitting(rows, seats)
     fits = rows <= max_rows and seats <= max_seats and rows + seats > 0
     assert (shape is not None) == fits
@@ -38,13 +38,14 @@ def test_every_fitting_shape_is_recorded(max_rows: int, max_seats: int, rows: in
 
 
 def test_largest_shapes_are_recorded_first() -> None:
-    shapes = list(ShapeTable.of(max_rows=4, max_seats=2))
+    shapes = list(ShapeTable.of(DECODE_ROWS, max_rows=4, max_seats=2))
     assert shapes[0] == StepShape(4, 2)
     assert shapes == sorted(shapes, reverse=True)
     assert StepShape(0, 0) not in shapes
 
 
 @pytest.mark.parametrize("name", ["rows", "seats"])
-def test_sizes_ascend(name: str) -> None:
-    sizes = getattr(ShapeTable.of(max_rows=512, max_seats=64), name)
+@pytest.mark.parametrize("usual", [DECODE_ROWS, CHUNK_ROWS])
+def test_sizes_ascend(usual: tuple[int, ...], name: str) -> None:
+    sizes = getattr(ShapeTable.of(usual, max_rows=512, max_seats=64), name)
     assert list(sizes) == sorted(set(sizes))

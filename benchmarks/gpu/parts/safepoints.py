@@ -38,7 +38,7 @@ def _take_cost(bench: Bench, model: Any) -> None:
         def measure() -> Measured:
             for number in range(2 * steps + 10):
                 looks = number % 2 == 0
-                engine.runner.safepoint = _stay if looks else None
+                engine.runner.loop.safepoint = _stay if looks else None
                 began_s = time.perf_counter()
                 engine.step()
                 if number >= 10:
@@ -85,7 +85,7 @@ def _prompt_step_s(engine: Engine, prompt: int, signal_after_s: float | None) ->
     before = engine.stats().layer_preemptions
     began_s = time.perf_counter()
     signal_s = began_s + signal_after_s if signal_after_s is not None else float("inf")
-    engine.runner.safepoint = lambda: time.perf_counter() >= signal_s
+    engine.runner.loop.safepoint = lambda: time.perf_counter() >= signal_s
     engine.step()
     wait_for(engine.model.device)
     ended_s = time.perf_counter()
