@@ -72,7 +72,7 @@ def _piggyback_concat_kernel(
     else:
         source = tl.load(rows + (row - num_rows))
         tl.device_assert(source < num_results, "piggyback_concat: rows are out of range")
-        values = tl.load(results + source * results_stride + column, mask=inside & (source >= 0), other=0)
+        values = tl.load(results + source * results_stride + column, mask=column < tl.where(source >= 0, D, 0), other=0)
     tl.store(out + row * D + column, values, mask=inside)
 
 
@@ -115,7 +115,7 @@ def _fetch_kernel(
     tl.device_assert(slot < num_slots, "residual_fetch: slots are out of range")
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < D
-    values = tl.load(store + slot * store_stride + column, mask=inside & (slot >= 0), other=0)
+    values = tl.load(store + slot * store_stride + column, mask=column < tl.where(slot >= 0, D, 0), other=0)
     tl.store(destination + seat * destination_stride + column, values, mask=inside)
 
 
