@@ -128,7 +128,7 @@ class Sampler:
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
             counts = torch.zeros(self._vocab_size, device=self._device)
             in_prompt = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-            in_prompt[upload(torch.tensor(list(prompt_token_ids)), self._device)] = True
+            in_prompt.index_fill_(0, upload(torch.tensor(list(prompt_token_ids)), self._device), True)
         bias = None
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
@@ -271,7 +271,8 @@ def _filtered_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
         sorted_V, order_V = probs_V.sort(descending=True)
         # A token stays if those before it do not reach top_p yet, so the likeliest always stays.
         beyond_V = sorted_V.cumsum(dim=-1) - sorted_V >= params.top_p
-        beyond_V[0] = False  # also where float32 has top_p as 0
+        # Also where float32 has top_p as 0. Not an assignment, which would wait for a GPU.
+        beyond_V[:1].fill_(False)
         probs_V = probs_V.masked_fill(beyond_V.scatter(0, order_V, beyond_V), 0.0)
     if params.min_p > 0.0:
         probs_V = probs_V.masked_fill(probs_V < params.min_p * probs_V.max(), 0.0)

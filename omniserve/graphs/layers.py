@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Self
 
 import torch
@@ -92,6 +93,30 @@ class ConstantLayers:
             hidden_TD = model.post_attention(layer, attn_TD, hidden_TD)
         return hidden_TD
 
+    def warm_up_attention(self, num_rows: int, max_blocks: int) -> None:
+        """Attend to chunks of different lengths once, so that no step has to wait for a kernel to be compiled.
+
+        Args:
+            num_rows: Rows of all chunks together.
+            max_blocks: Blocks of the longest request.
+        """
+        device, spec = self._model.device, self._model.spec
+        q_TNH = torch.zeros(num_rows, spec.num_heads, spec.head_size, dtype=self._model.dtype, device=device)
+        layers = {spec.attention[layer]: layer for layer in range(spec.num_layers)}  # one of each kind
+        for num_requests in sorted({1, max(1, num_rows // 16), num_rows}):
+            bounds = torch.linspace(0, num_rows, num_requests + 1).long()
+            lengths = HostLengths(query_lens=tuple(bounds.diff().tolist()), seq_lens=tuple(bounds.diff().tolist()))
+            for num_blocks in {-(-num_rows // self._storage.block_size), max_blocks}:
+                chunks = ChunkTensors(
+                    num_rows,
+                    torch.zeros(num_requests, num_blocks, dtype=torch.int32, device=device),
+                    upload(bounds.int(), device),
+                    upload(bounds.diff().int(), device),
+                    lengths,
+                )
+                for layer in layers.values():
+                    self.attend_chunks(layer, q_TNH, chunks)
+
     def attend_chunks(self, layer: int, q_TNH: Tensor, chunks: ChunkTensors) -> Tensor:
         """Attend for the rows of chunks, the first n of T; the padding's rows are zeros."""
         n = chunks.num_rows
@@ -128,15 +153,16 @@ class ConstantLayers:
 
     def _rotary_per_layer(self, inputs: ConstantInputs) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield (cos, sin) ``[T + P, H]`` for each layer: device rows keep theirs, seats change hands."""
-        rows, seats = inputs.shape.rows, inputs.shape.seats
+        rows, seats, num_layers = inputs.shape.rows, inputs.shape.seats, self._model.num_layers
         rotary = self._model.rotary(torch.cat([inputs.positions_T[:rows], inputs.seat_positions]))
-        for layer in range(self._model.num_layers):
-            if rotary is None or not seats:
-                yield (None, None) if rotary is None else rotary
-                continue
-            first = rows + layer * seats
-            cos, sin = (torch.cat([table[:rows], table[first : first + seats]]) for table in rotary)
-            yield cos, sin
+        if rotary is None or not seats:
+            yield from repeat((None, None) if rotary is None else rotary, num_layers)
+            return
+        device = inputs.positions_T.device
+        of_seats = rows + torch.arange(num_layers * seats, device=device).view(num_layers, seats)
+        index = torch.cat([torch.arange(rows, device=device).expand(num_layers, rows), of_seats], dim=1)
+        cos_LTH, sin_LTH = (table[index] for table in rotary)
+        yield from zip(cos_LTH, sin_LTH, strict=True)
 
 
 def finish(pieces: Pieces, attend: Callable[[int, Tensor], Tensor]) -> Tensor:

@@ -5,6 +5,8 @@ Legend: T device rows, P piggyback seats, N query heads, H head size, D hidden.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -70,7 +72,7 @@ class DeviceWorkRecorder(ABC):
         return replay
 
     def in_pieces(self, start: Callable[[], Pieces]) -> Callable[[Attend], Tensor]:
-        finish(start(), lambda layer, q_TNH: self._attn_TD[: len(q_TNH)])
+        finish(start(), lambda layer, q_TNH: self._attn_TD[: len(self._keep(q_TNH))])
         pieces = start()
         recorded: list[tuple[Callable[[], None], int, Tensor]] = []
         before: Tensor | None = None  # what the piece begins with
@@ -97,10 +99,13 @@ class DeviceWorkRecorder(ABC):
         except StopIteration as end:
             hidden_TD: Tensor = end.value
             return hidden_TD
-        # Queries wait here for their attention: where they were made, a later piece makes something else.
+        return layer, self._keep(q_TNH)
+
+    def _keep(self, q_TNH: Tensor) -> Tensor:
+        """Let queries wait for their attention: where they were made, a later piece makes something else."""
         waiting_TNH = self._q_TNH[: len(q_TNH)]
         waiting_TNH.copy_(q_TNH)
-        return layer, waiting_TNH
+        return waiting_TNH
 
 
 class GraphRecorder(DeviceWorkRecorder):
@@ -109,7 +114,7 @@ class GraphRecorder(DeviceWorkRecorder):
     def __init__(self, attention_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(attention_shape, dtype, device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _capture_stream(device)
 
     def _record(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         graph = torch.cuda.CUDAGraph()
@@ -119,6 +124,15 @@ class GraphRecorder(DeviceWorkRecorder):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 result = run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it says that the capture failed, not why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay, result
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream that graphs are captured on: cuBLAS keeps a workspace for each, for good."""
+    return torch.cuda.Stream(device)

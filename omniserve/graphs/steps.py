@@ -142,6 +142,8 @@ class ConstantSteps:
                 self._decodes[shape] = inputs, self._recorder.whole(partial(self._layers.whole, inputs))
             else:
                 self._chunks[shape] = inputs, self._recorder.in_pieces(partial(self._layers.pieces, inputs))
+                if self._memory.device.type == "cuda" and not shape.seats:
+                    self._layers.warm_up_attention(shape.rows, self._memory.max_blocks)
 
     def shape_for(self, plan: StepPlan) -> StepShape | None:
         """Return the shape that a plan's step is padded to; None: it fits none, or its rows may come and go."""

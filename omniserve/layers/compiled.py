@@ -86,13 +86,17 @@ class CompiledHalf:
     def _compile(self, layer: nn.Module, tensors: Sequence[Tensor | None]) -> Half:
         started_s = time.perf_counter()
         # Floats of a module (a norm's epsilon) become constants; structure() has compared them.
-        with torch.inference_mode(), torch._dynamo.config.patch(specialize_float=True):
+        # torch 2.11 has aot_compile behind a setting that later versions have on.
+        settings = {"specialize_float": True, "enable_aot_compile": True}
+        with torch.inference_mode(), torch._dynamo.config.patch(settings):
             examples = [None if t is None else t.new_zeros((3, *t.shape[1:])) for t in tensors]
             for example in examples:
                 if example is not None:
                     # Unbacked: one graph for every count, 1 included, where dynamic=True makes two.
                     mark_unbacked(example, 0)
-            lazy: Any = torch.compile(self._half, fullgraph=True, options={"guard_filter_fn": _no_guards})
+            # Without a known size the compiler would index in 64 bits; no half has 2^31 elements.
+            options: dict[str, Any] = {"guard_filter_fn": _no_guards, "assume_32bit_indexing": True}
+            lazy: Any = torch.compile(self._half, fullgraph=True, options=options)
             compiled = lazy.aot_compile(((layer, *examples), {}))
         compiled.disable_guard_check()
         logger.info("compiled %s in %.1f s", self._name, time.perf_counter() - started_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from omniserve import Engine, EngineConfig
 from omniserve.graphs import steps
 from omniserve.sched import SCHEDULERS
 from tests.graphs.tape import TapeRecorder
@@ -58,3 +59,18 @@ def test_recordings_do_what_the_code_did(scheduler: str, monkeypatch: pytest.Mon
         step_graphs="on", async_steps=True, attention="tests.graphs.tape:attend", max_step_tokens=16,
         max_num_requests=8,
     )  # fmt: skip
+
+
+def test_warming_attention_up_writes_no_kv() -> None:
+    model, _ = model_and_reference("gemma2", "cpu")
+    config = EngineConfig(
+        block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=0, max_model_len=64, compile=False, step_graphs="on"
+    )
+    with Engine(model, config) as engine, torch.inference_mode():
+        constant = engine.runner.constant
+        assert constant is not None
+        engine.runner._storage.k_LBKSH.normal_()
+        before = engine.runner._storage.k_LBKSH.clone()
+        for num_rows in (1, 16, 40):
+            constant._layers.warm_up_attention(num_rows, 8)
+        assert torch.equal(engine.runner._storage.k_LBKSH, before)

@@ -236,6 +236,7 @@ def test_a_graph_replays_with_what_its_tensors_hold_by_then() -> None:
     store, hidden = torch.zeros(6, 4096, device="cuda"), torch.zeros(8, 4096, device="cuda")
     slots = torch.full((4,), -1, device="cuda")
     rows.residual_store(hidden, store, slots)  # compiles
+    rows.piggyback_concat(hidden, store, slots)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         rows.residual_store(hidden, store, slots)
