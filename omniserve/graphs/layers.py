@@ -161,7 +161,9 @@ class ConstantLayers:
         device = inputs.positions_T.device
         of_seats = rows + torch.arange(num_layers * seats, device=device).view(num_layers, seats)
         index = torch.cat([torch.arange(rows, device=device).expand(num_layers, rows), of_seats], dim=1)
-        cos_LTH, sin_LTH = (table[index] for table in rotary)
+        cos_LTH, sin_LTH = (
+            table.index_select(0, index.flatten()).view(num_layers, rows + seats, -1) for table in rotary
+        )
         yield from zip(cos_LTH, sin_LTH, strict=True)
 
 

@@ -53,14 +53,15 @@ class Tuning:
     """In order of block_m: the first that holds a request's mean number of rows is taken, else the last."""
     key_tile_bytes: int = 16 << 10
     """Bytes of a tile of K: 64 keys of 128 bf16. A decode program then takes 108 KiB of shared memory as compiled, so
-    two fit an SM, with 128 KiB on their way; an SM's share of the bandwidth, 36 GB/s, times a latency of 1 us is 36 KiB."""
+    two fit an SM, with 128 KiB on their way; an SM's share of the bandwidth, 36 GB/s, times 1 us of latency is 36 KiB.
+    """
     max_block_n: int = 128
     """Most keys of a tile, however small the heads: scores are BLOCK_M x BLOCK_N registers."""
     max_fp32_block_m: int = 16
     """fp32 is multiplied without tensor cores, for exactness; with more rows its operands do not fit the registers."""
     target_programs: int = 2 * 132
-    """Split until about so many programs run: the two that fit on each of an H200's 132 SMs. Splits are rounded down to a
-    power of two, so that all run at once: a third would be a second wave, half of it idle."""
+    """Split until about so many programs run: the two that fit on each of an H200's 132 SMs. Splits are rounded down to
+    a power of two, so that all run at once: a third would be a second wave, half of it idle."""
     chunk_splits: tuple[int, ...] = (8, 1)
     """Parts where chunks are among the requests, most first: each number is a kernel to compile."""
     max_splits: int = 64
