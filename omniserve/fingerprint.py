@@ -43,7 +43,13 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
         torch=torch.__version__,
         extension=f"{omniserve.__version__} {_extension_hash()}",
         kernels=os.environ.get("OMNISERVE_ISA", ""),
+        constant_steps=has_constant_steps(config, device),
     )
+
+
+def has_constant_steps(config: EngineConfig, device: torch.device) -> bool:
+    """Tell whether an engine with these settings runs steps in constant shapes, if its device attention can."""
+    return config.step_graphs == "on" or (config.step_graphs == "auto" and device.type == "cuda")
 
 
 def _device_name(device: torch.device) -> str:

@@ -36,7 +36,8 @@ ALLOWED = {
     "tracing": set(),
     "explain": {"latency", "tracing"},
     "profiling": {
-        "engine", "capacity", "cores", "fingerprint", "host", "kv", "latency", "ops", "patching", "step_inputs",
+        "engine", "capacity", "cores", "fingerprint", "graphs", "host", "kv", "latency", "ops", "patching",
+        "piggyback_rows", "step_inputs",
     },
     "server": {
         "engine", "detokenizer", "grammar", "patching", "layers", "sched", "kv", "ops", "latency", "profiling",

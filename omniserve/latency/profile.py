@@ -77,6 +77,8 @@ class Fingerprint:
     """Version of OmniServe and hash of its compiled extension."""
     kernels: str
     """The instruction set asked for by OMNISERVE_ISA; empty: the best."""
+    constant_steps: bool = False
+    """Modules were measured as they run in steps of constant shapes, on a GPU as CUDA graphs."""
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Return ``field: mine, not other's`` for each field that differs."""
@@ -94,7 +96,10 @@ class Fingerprint:
     @property
     def key(self) -> str:
         """A short hash of all fields."""
-        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        fields = dataclasses.asdict(self)
+        if not self.constant_steps:
+            del fields["constant_steps"]  # profiles of earlier versions, which had no such field, are still found
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 _MOST_SPREAD, _MOST_WAITED, _MOST_OTHERS_CORES = 0.5, 0.1, 0.25
@@ -136,7 +141,7 @@ class Profile:
     fingerprint: Fingerprint
     shape: ModelShape
     seconds: float
-    """How long measuring took."""
+    """How long measuring took, without what does not count against the time limit (see ``profile_model``)."""
     dense: Mapping[str, Points]
     """State -> (rows, seconds) of pre- and post-attention of a layer (Algorithm 1's points)."""
     head: Mapping[str, Points]

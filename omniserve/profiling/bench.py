@@ -1,4 +1,4 @@
-"""ModuleBench: the engine's modules alone.
+"""ModuleBench: the engine's modules alone, launched as an engine launches them (see ``served``).
 
 Legend: T rows, D hidden, N query heads, K KV heads, H head size, R rows of the head.
 """
@@ -9,12 +9,14 @@ import random
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from omniserve.config import EngineConfig
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.ops.attention import resolve_attention
 from omniserve.patching import PatchedModel
 from omniserve.plan import DeviceChunk, StepPlan
+from omniserve.profiling.served import Served
 from omniserve.step_inputs import make_step_inputs
 
 
@@ -25,9 +27,12 @@ class ModuleBench:
         model: The model.
         config: Says block size, attention and most rows of a step.
         max_tokens: Most tokens of KV.
+        served: How modules are launched; None: as the configuration says.
     """
 
-    def __init__(self, model: PatchedModel, config: EngineConfig, max_tokens: int) -> None:
+    def __init__(
+        self, model: PatchedModel, config: EngineConfig, max_tokens: int, *, served: Served | None = None
+    ) -> None:
         self.model, self.config = model, config
         self.num_blocks = -(-max_tokens // config.block_size)
         self.storage = DeviceKVStorage(
@@ -39,24 +44,29 @@ class ModuleBench:
         )
         self.storage.k_LBKSH.zero_()
         self.storage.v_LBKSH.zero_()
-        self._attend = resolve_attention(config.attention, model.device)
+        self._served = served or Served(model, config)
         # Scattered like those of an engine that has been running for a while.
         self._blocks = random.Random(0).sample(range(self.num_blocks), self.num_blocks)
 
     def dense(self, num_rows: int) -> Callable[[], object]:
-        """Return a pass through pre- and post-attention of all layers; queries stand in for attention's result."""
+        """Return a pass through pre- and post-attention of all layers; queries stand in for attention's result.
+
+        In constant shapes it is one recording, as in a decode step; that of a step with longer chunks is in pieces, of
+        which a launch each is a layer's.
+        """
         ids = torch.arange(num_rows, device=self.model.device) % self.model.spec.vocab_size
         positions = torch.arange(num_rows, device=self.model.device) % self.model.spec.max_model_len
         embedded = self.model.embed(ids, positions)
         cos, sin = self.model.rotary(positions) or (None, None)
 
-        def run() -> None:
+        def run() -> Tensor:
             hidden_TD = embedded
             for layer in range(self.model.num_layers):
                 q_TNH, _, _ = self.model.pre_attention(layer, hidden_TD, cos, sin)
                 hidden_TD = self.model.post_attention(layer, q_TNH.reshape(num_rows, -1), hidden_TD)
+            return hidden_TD
 
-        return run
+        return self._served.launched(run, num_rows=num_rows)
 
     def head(self, num_rows: int) -> Callable[[], object]:
         """Return final norm, logits and greedy choice of some rows."""
@@ -64,7 +74,11 @@ class ModuleBench:
         return lambda: self.model.logits(hidden_RD).max(dim=-1)[1].tolist()
 
     def attention(self, chunks: list[tuple[int, int]]) -> Callable[[], object]:
-        """Return storing K and V and attending in all layers, for chunks of (rows, context before them)."""
+        """Return storing K and V and attending in all layers, for chunks of (rows, context before them).
+
+        In constant shapes, decodes (chunks of one row) attend with ``one_query_each`` and the block table of the
+        longest request, and are recorded; longer chunks are not.
+        """
         plan_chunks, first = [], 0
         for i, (count, start) in enumerate(chunks):
             blocks = -(-(start + count) // self.config.block_size)
@@ -91,13 +105,20 @@ class ModuleBench:
             for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         )
 
-        def run() -> None:
+        decodes = self._served.constant and all(count == 1 for count, _ in chunks)
+        block_table_RM = inputs.block_table_RM
+        if decodes:
+            block_table_RM = pad(block_table_RM, (0, self._served.max_blocks - block_table_RM.shape[1]))
+
+        def run() -> Tensor:
+            out_TNH = q_TNH
             for layer in range(spec.num_layers):
                 k_cache, v_cache = self.storage.k_layers[layer], self.storage.v_layers[layer]
                 torch.ops.omniserve.store_kv.default(k_TKH, v_TKH, k_cache, v_cache, inputs.slot_mapping)
-                self._attend(
-                    q_TNH, k_cache, v_cache, inputs.block_table_RM, inputs.query_start_R1, inputs.seq_lens_R,
-                    spec.attention[layer], lengths=inputs.lengths,
+                out_TNH = self._served.attend(
+                    q_TNH, k_cache, v_cache, block_table_RM, inputs.query_start_R1, inputs.seq_lens_R,
+                    spec.attention[layer], lengths=None if decodes else inputs.lengths, one_query_each=decodes,
                 )  # fmt: skip
+            return out_TNH
 
-        return run
+        return self._served.launched(run, num_rows=rows) if decodes else run

@@ -6,11 +6,12 @@ Legend: T device rows, P seats, D hidden, N query heads, K KV heads, H head size
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from omniserve.config import EngineConfig
 from omniserve.cores import CoreSplit
@@ -19,7 +20,9 @@ from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency.profile import AlphaBeta, Fingerprint, Table
 from omniserve.latency.regression import fit_terms
 from omniserve.patching import PatchedModel
+from omniserve.piggyback_rows import PiggybackRows
 from omniserve.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.profiling.served import Served
 from omniserve.profiling.timer import Progress, Timer
 
 _HOST_END = 0.62  # share of the time limit at which this is over
@@ -41,10 +44,13 @@ class HostTimes:
 
 
 class _HostBench:
-    """A host tier that nobody else uses."""
+    """A host tier that nobody else uses, with a mailbox if an engine's has one."""
 
-    def __init__(self, model: PatchedModel, config: EngineConfig, threads: int) -> None:
+    def __init__(
+        self, model: PatchedModel, config: EngineConfig, threads: int, *, served: Served | None = None
+    ) -> None:
         self.model, self.config = model, config
+        self._served = served or Served(model, config)
         self.spec = model.spec
         self.tier = HostTier.of(
             config,
@@ -53,9 +59,14 @@ class _HostBench:
             device=model.device,
             num_threads=threads,
             kv_bytes=min(config.host_kv_bytes, _MAX_POOL_BYTES),
+            mailbox=self._served.mailbox,
         )
         self.tier.pool_LBK2SH.zero_()  # pages that nobody has written are all one page, in every cache
         self._epoch = 0
+        self._sending: PiggybackRows | None = None
+        if self._served.mailbox:
+            self._sending = PiggybackRows(model, self.tier, config.max_host_requests)
+        self._passes: dict[tuple[int, int], Callable[[], object]] = {}
 
     def rows(self, count: int, heads: int) -> torch.Tensor:
         """Return random rows ``[count, heads, H]``."""
@@ -113,28 +124,63 @@ class _HostBench:
 
     def piggyback(self, num_seats: int, num_rows: int, timer: Timer) -> float:
         """Return the seconds of a layer's work for piggyback rows, besides the halves."""
+        if self._sending is None:
+            return self._by_call(num_seats, num_rows, timer)
+        key = num_seats, num_rows
+        if key not in self._passes:
+            with timer.preparing():
+                run = self._through_mailbox(self._sending, num_seats, num_rows)
+                self._passes[key] = self._served.launched(run)
+                self._passes[key]()
+        return timer.time(self._passes[key]) / self.spec.num_layers
+
+    def _through_mailbox(self, sending: PiggybackRows, num_seats: int, num_rows: int) -> Callable[[], Tensor]:
+        """Return the device's work of all layers: sending rows to the mailbox, and results and residuals that join.
+
+        In constant shapes every layer looks at every seat, whether rows leave it or not. The tier expects nobody: it
+        attends beside the device, and what the host does for a step (``bring``, ``announce``) is a step's overhead.
+        """
         device, dtype, spec = self.model.device, self.model.dtype, self.spec
+        slots_P = sending.empty_seats(num_seats)
+        slots_P[:num_rows] = torch.arange(num_rows, device=device)
+        attn_TD = torch.zeros(_DEVICE_ROWS, spec.num_heads * spec.head_size, dtype=dtype, device=device)
+        rows = _DEVICE_ROWS + num_seats
+        hidden_TD = torch.zeros(rows, spec.hidden_size, dtype=dtype, device=device)
+        q_TNH, k_TKH, v_TKH = (
+            self.rows(rows, heads).to(device) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        )
+        leave = num_rows > 0 or self._served.constant
+
+        def run() -> Tensor:
+            ops = torch.ops.omniserve
+            for _ in range(spec.num_layers):
+                if leave:
+                    sending.post(slots_P, hidden_TD, q_TNH, k_TKH, v_TKH)
+                ops.piggyback_concat.default(attn_TD, sending.results_SD, slots_P)
+                ops.residual_fetch.default(sending.residuals_SD, slots_P, hidden_TD)
+            return hidden_TD
+
+        return run
+
+    def _by_call(self, num_seats: int, num_rows: int, timer: Timer) -> float:
+        """Return the seconds of a layer's work where both tiers share the memory, handing over included."""
+        dtype, spec = self.model.dtype, self.spec
         slots = self.bind(num_rows, 1)
         seats_P = torch.full((num_seats,), -1, dtype=torch.int64)
         seats_P[:num_rows] = slots
-        on_device_P = seats_P.to(device)
-        width = spec.num_heads * spec.head_size
-        attn_TD = torch.zeros(_DEVICE_ROWS, width, dtype=dtype, device=device)
-        hidden_TD = torch.zeros(_DEVICE_ROWS + num_seats, spec.hidden_size, dtype=dtype, device=device)
-        store_SD = torch.zeros(self.config.max_host_requests, spec.hidden_size, dtype=dtype, device=device)
-        results_SD = self.tier.results_SD.to(device)
-        q, k, v = (
-            self.rows(num_seats, heads).to(device) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        )
+        attn_TD = torch.zeros(_DEVICE_ROWS, spec.num_heads * spec.head_size, dtype=dtype)
+        hidden_TD = torch.zeros(_DEVICE_ROWS + num_seats, spec.hidden_size, dtype=dtype)
+        store_SD = torch.zeros(self.config.max_host_requests, spec.hidden_size, dtype=dtype)
+        q, k, v = (self.rows(num_seats, heads) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
 
         def run() -> None:
             ops = torch.ops.omniserve
-            rows_P = on_device_P if num_rows else torch.full((num_seats,), -1, dtype=torch.int64, device=device)
-            ops.piggyback_concat.default(attn_TD, results_SD, rows_P)
+            rows_P = seats_P if num_rows else torch.full((num_seats,), -1, dtype=torch.int64)
+            ops.piggyback_concat.default(attn_TD, self.tier.results_SD, rows_P)
             ops.residual_fetch.default(store_SD, rows_P, hidden_TD)
             if num_rows:
-                ops.residual_store.default(hidden_TD, store_SD, on_device_P)
-                self.tier.submit(0, seats_P, q.cpu(), k.cpu(), v.cpu())
+                ops.residual_store.default(hidden_TD, store_SD, seats_P)
+                self.tier.submit(0, seats_P, q, k, v)
 
         seconds = timer.time(run)
         self.wait_for(num_rows, HostEventKind.ATTENTION_DONE)
@@ -151,8 +197,9 @@ class _HostBench:
 
 
 @contextmanager
-def _host_bench(model: PatchedModel, config: EngineConfig, threads: int) -> Iterator[_HostBench]:
-    bench = _HostBench(model, config, threads)
+def _host_bench(model: PatchedModel, config: EngineConfig, threads: int, timer: Timer) -> Iterator[_HostBench]:
+    with timer.preparing():  # page-locks memory for a GPU
+        bench = _HostBench(model, config, threads)
     try:
         yield bench
     finally:
@@ -178,7 +225,7 @@ def measure_host(
     began = timer.spent
     for number, threads in enumerate(counts):
         end = began + (_HOST_END - 0.06 - began) * (number + 1) / len(counts)
-        with _host_bench(model, config, threads) as bench:
+        with _host_bench(model, config, threads, timer) as bench:
             kind = f"host attention, {threads} threads"
             for _ in _rounds(timer, end):
                 for requests, context in bench.grid():
@@ -227,6 +274,11 @@ def _measure_moves(bench: _HostBench, timer: Timer) -> tuple[AlphaBeta, AlphaBet
     storage.k_LBKSH.zero_()
     storage.v_LBKSH.zero_()
     move_id = 0
+    if not timer.counts_preparing:
+        with timer.preparing():
+            for direction in MoveDirection:
+                bench.move(storage, num_blocks, direction, move_id)
+                move_id += 1
     for _ in _rounds(timer, _HOST_END, least=2, most=7):
         for direction in MoveDirection:
             for blocks in sorted({1, max(1, num_blocks // 4), num_blocks}):

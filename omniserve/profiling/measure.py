@@ -30,7 +30,8 @@ def profile_model(
         model: A Hugging Face causal language model; it is patched in place if it is not yet.
         config: The settings it will be served with.
         time_limit_s: Measuring ends about so long after compiling. The smallest set of points is measured however
-            long it takes.
+            long it takes. On a GPU first calls, which choose and compile kernels, recording of CUDA graphs and starts
+            of engines do not count: they take minutes at times, and samples of a few milliseconds are to be had after.
         progress: Told what goes on.
 
     Raises:
@@ -46,10 +47,10 @@ def profile_model(
     fingerprint = fingerprint_of(model, config)
     progress("compiling", 0.0)
     patched.warm_up()
-    timer = Timer(patched.device, time_limit_s)
     on_cpu = patched.device.type == "cpu"  # on a GPU one thread waits for it
     most_threads = max(fingerprint.device_threads, fingerprint.shared_threads + fingerprint.host_threads)
     surroundings = Surroundings(most_threads if on_cpu else 1 + fingerprint.host_threads)
+    timer = Timer(patched.device, time_limit_s, counts_preparing=on_cpu, while_preparing=surroundings.left_out)
     threads_before = torch.get_num_threads()
     try:
         with torch.inference_mode():

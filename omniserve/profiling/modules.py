@@ -46,8 +46,9 @@ class _Sampler:
         """Take one sample."""
         self._cores.apply(host_works=state == "shared")
         if (module, point) not in self._runs:
-            self._runs[module, point] = self._make(module, point)
-            self._runs[module, point]()  # the first call pays for memory and, on a GPU, for choosing kernels
+            with self._timer.preparing():
+                self._runs[module, point] = self._make(module, point)
+                self._runs[module, point]()  # pays for memory and, on a GPU, for choosing and compiling kernels
         self._timer.add(f"{module}, {state}", point, self._timer.time(self._runs[module, point]))
 
     def _make(self, module: str, point: Point) -> Callable[[], object]:

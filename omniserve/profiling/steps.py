@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import PreTrainedModel
 
@@ -19,6 +20,7 @@ from omniserve.profiling.timer import Progress, Timer
 from omniserve.request import Request, SamplingParams, ServiceClass
 
 _IDLE_WAIT_S = 0.02
+_FIRST_STEPS, _FIRST_SEED = 40, 100  # of loads that are not measured, where first calls do not count
 _LEAST_SAMPLES = 16  # of either kind, however little time is left: no model can be fitted to none
 _MAX_SAMPLES, _WANTED_SAMPLES = 200, 100  # of each of the two loads
 _LEAST_MAX_PROMPT, _MAX_PROMPT, _MAX_OUTPUT = 64, 1024, 64
@@ -148,6 +150,9 @@ def measure_mixed_steps(
     The pools are small, so that best-effort requests do move to the host. On a slow device prompts are short, so that
     there is time for enough steps.
 
+    On a GPU the start of an engine, which records its steps' graphs, does not count against the time limit, nor do its
+    first steps, which compile what no module needed; and one engine is gone before the next is made.
+
     Args:
         model: The model.
         config: Its settings.
@@ -177,20 +182,34 @@ def measure_mixed_steps(
         small = dataclasses.replace(config, device_kv_bytes=device_bytes, host_kv_bytes=host_bytes)
         if not host_bytes:  # a manager that keeps copies on the host cannot do without
             small = dataclasses.replace(small, kv="paged", checkpoint_kv=False)
-        load = mixed_load(
-            number,
+        load = partial(
+            mixed_load,
             num_steps=4 * _MAX_SAMPLES,
             vocab_size=spec.vocab_size,
             max_prompt=min(max_prompt, device_bytes // block_bytes * config.block_size // 2),
             max_output=max_output,
         )
-        with Engine(model, small) as engine:
-            samples += measure_steps(
-                engine,
-                load,
-                max_samples=_MAX_SAMPLES,
-                least=_LEAST_SAMPLES,
-                go_on=lambda end=end: timer.spent < end,  # type: ignore[misc]
-                on_sample=lambda: progress("whole steps", timer.spent),
-            )
+        progress("whole steps", timer.spent)
+        samples += _measure_engine(model, small, load, timer, progress, number=number, end=end)
     return tuple(samples)
+
+
+def _measure_engine(
+    model: PreTrainedModel, config: EngineConfig, load: Callable[[int], list[Arrival]], timer: Timer,
+    progress: Progress, *, number: int, end: float,
+) -> list[StepSample]:  # fmt: skip
+    """Measure steps of an engine of its own until a share of the time limit is over."""
+    with timer.preparing():
+        engine = Engine(model, config)
+    with engine:
+        if not timer.counts_preparing:
+            with timer.preparing():
+                measure_steps(engine, load(_FIRST_SEED + number), max_samples=_FIRST_STEPS)
+        return measure_steps(
+            engine,
+            load(number),
+            max_samples=_MAX_SAMPLES,
+            least=_LEAST_SAMPLES,
+            go_on=lambda: timer.spent < end,
+            on_sample=lambda: progress("whole steps", timer.spent),
+        )

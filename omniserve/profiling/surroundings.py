@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from omniserve.latency.profile import Conditions
@@ -23,6 +25,18 @@ class Surroundings:
         self._num_threads = num_threads
         self._began_s = time.perf_counter()
         self._busy_s, self._own_s, self._waited_s = self._read()
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """See nothing of what goes on in here: compiling in other processes, say."""
+        before = (time.perf_counter(), *self._read())
+        try:
+            yield
+        finally:
+            now = (time.perf_counter(), *self._read())
+            began = (self._began_s, self._busy_s, self._own_s, self._waited_s)
+            moved = (start + end - first for start, first, end in zip(began, before, now, strict=True))
+            self._began_s, self._busy_s, self._own_s, self._waited_s = moved
 
     def conditions(self, spread: float) -> Conditions:
         """Return what the machine was like since the construction.

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -21,18 +22,31 @@ class Timer:
     Args:
         device: A GPU is waited for before and after each call.
         limit_s: The time limit of the whole measurement, which begins now.
+        counts_preparing: What runs under ``preparing`` counts against the limit.
+        while_preparing: Entered for what does not.
     """
 
-    def __init__(self, device: torch.device, limit_s: float) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        limit_s: float,
+        *,
+        counts_preparing: bool = True,
+        while_preparing: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._device = device
         self._limit_s = limit_s
+        self.counts_preparing = counts_preparing
+        self._while_preparing = while_preparing
         self._began_s = time.perf_counter()
+        self._paused_at_s: float | None = None
         self._samples: defaultdict[tuple[str, Point], list[float]] = defaultdict(list)
 
     @property
     def seconds(self) -> float:
-        """How long it has been."""
-        return time.perf_counter() - self._began_s
+        """How long it has been, as far as it counts."""
+        now_s = self._paused_at_s if self._paused_at_s is not None else time.perf_counter()
+        return now_s - self._began_s
 
     @property
     def spent(self) -> float:
@@ -43,6 +57,21 @@ class Timer:
     def left_s(self) -> float:
         """Seconds until the limit; 0 after it."""
         return max(0.0, self._limit_s - self.seconds)
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Do here what is done once before something can be timed: choosing, compiling and recording kernels."""
+        if self.counts_preparing:
+            yield
+            return
+        self._paused_at_s = time.perf_counter()
+        try:
+            with self._while_preparing():
+                yield
+                self._wait_for_device()
+        finally:
+            self._began_s += time.perf_counter() - self._paused_at_s
+            self._paused_at_s = None
 
     def time(self, run: Callable[[], object]) -> float:
         """Return the seconds of one call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 # Share of the time limit of measuring after which progress is told again.
 _TELL_EACH = 0.1
+# And after so many seconds: on a GPU compiling and recording do not count against the limit.
+_TELL_EACH_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +38,7 @@ class EngineLoader:
         device: One of DEVICES; ``auto`` takes a GPU if there is one.
         config: The engine's settings.
         profile: Latency profile to read; None takes the cached one, or measures.
-        profile_time_limit_s: Of measuring.
+        profile_time_limit_s: Of measuring; what a GPU compiles and records first does not count.
         with_profile: False makes an engine without a latency model.
     """
 
@@ -108,12 +111,13 @@ class EngineLoader:
             return None
         from omniserve.profiling import find_or_make_profile
 
-        told_at = -_TELL_EACH
+        told_at, told_s = -_TELL_EACH, time.monotonic()
 
         def tell(what: str, spent: float) -> None:
-            nonlocal told_at
-            if min(spent, 1.0) >= told_at + _TELL_EACH:
-                told_at = min(spent, 1.0)
+            nonlocal told_at, told_s
+            now_s = time.monotonic()
+            if min(spent, 1.0) >= told_at + _TELL_EACH or now_s >= told_s + _TELL_EACH_S:
+                told_at, told_s = min(spent, 1.0), now_s
                 progress(f"measuring latencies, {told_at:.0%} of the time limit: {what}")
 
         return find_or_make_profile(

@@ -145,6 +145,17 @@ def test_a_process_that_takes_our_cores_is_seen() -> None:
     assert seen.others_cores * seconds > 0.45 and seen.spare_cores == 0
 
 
+def test_what_is_left_out_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Busy, own and waited seconds: at the start, before and after compilers that ran for 7 s of others, and in the end.
+    read = iter([(0.0, 0.0, 0.0), (1.0, 1.0, 0.0), (9.0, 2.0, 3.0), (10.0, 3.0, 3.0)])
+    monkeypatch.setattr(Surroundings, "_read", lambda self: next(read))
+    surroundings = Surroundings(num_threads=1)
+    with surroundings.left_out():
+        pass
+    seen = surroundings.conditions(spread=0.0)
+    assert seen.others_cores == seen.waited == 0.0
+
+
 def test_a_thread_that_finds_no_core_waits() -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})

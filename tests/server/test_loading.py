@@ -8,6 +8,7 @@ import pytest
 
 import omniserve.engine
 import omniserve.profiling
+import omniserve.server.loading
 from omniserve.config import EngineConfig
 from omniserve.server.loading import EngineLoader
 
@@ -45,6 +46,12 @@ def test_profile_is_found_or_made_and_each_tenth_of_it_told(load):
         "measuring latencies, 50% of the time limit: head",
         "measuring latencies, 100% of the time limit: head",
     ]
+
+
+def test_what_is_prepared_is_told_although_it_does_not_count(load, monkeypatch):
+    monkeypatch.setattr(omniserve.server.loading, "_TELL_EACH_S", 0.0)
+    _, _, told = load()
+    assert len(told) == 5
 
 
 def test_named_profile_is_used_whatever_the_scheduler(load):

@@ -1,0 +1,68 @@
+"""Served: how an engine launches what is measured, so that it is measured as it will run.
+
+By default (``step_graphs="auto"``) an engine on a GPU runs steps in constant shapes: rows pass the dense halves in CUDA
+graphs, decodes attend in them, too, and rows reach the host tier through its mailbox. So these are measured as replays
+of a recording of all layers, in which launching costs what it costs there: nothing for each kernel. What is launched
+one by one there is so here: attention to longer chunks, the head, and more rows than any recorded shape has. Padding to
+a shape is not measured: it is part of what measured steps add to their modules.
+
+Without a GPU nothing is recorded; with ``step_graphs="on"`` the same code runs there without recordings.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+from torch import Tensor
+
+from omniserve.capacity import max_model_len
+from omniserve.config import EngineConfig
+from omniserve.fingerprint import has_constant_steps
+from omniserve.graphs.recorder import GraphRecorder, PlainRecorder, Recorder
+from omniserve.graphs.shapes import CHUNK_ROWS
+from omniserve.ops.attention import is_graph_safe, resolve_attention
+from omniserve.patching import PatchedModel
+
+
+class Served:
+    """Says what an engine with these settings records, and records it.
+
+    Args:
+        model: The model.
+        config: The settings it will be served with.
+        recorder: Makes the recordings; None: CUDA graphs on a GPU, else nothing is recorded.
+    """
+
+    def __init__(self, model: PatchedModel, config: EngineConfig, *, recorder: Recorder | None = None) -> None:
+        spec, on_cuda = model.spec, model.device.type == "cuda"
+        self.attend = resolve_attention(config.attention, model.device)
+        """Device attention."""
+        self.constant = has_constant_steps(config, model.device) and (not on_cuda or is_graph_safe(self.attend))
+        """Steps run in constant shapes."""
+        self.mailbox = on_cuda or config.step_graphs == "on"
+        """Rows reach the host tier through its mailbox; else they are handed over by a call."""
+        self.max_blocks = -(-max_model_len(config, spec) // config.block_size)
+        """Width of the block table in constant shapes; attention is launched for it, whatever the lengths are."""
+        device_rows = min(max(2 * config.max_num_requests, CHUNK_ROWS[-1]), config.max_step_tokens)
+        self._most_rows = device_rows + config.max_piggyback_slots
+        if recorder is None and self.constant and on_cuda:
+            recorder = GraphRecorder((0, spec.num_heads, spec.head_size), model.dtype, model.device)
+        self._recorder: Recorder = recorder or PlainRecorder()
+
+    def launched(self, run: Callable[[], Tensor], *, num_rows: int = 0) -> Callable[[], Tensor]:
+        """Return what does a pass's device work as an engine does: a replay where such rows are recorded.
+
+        Args:
+            run: The pass, over tensors that stay where they are. It runs at least once if it is recorded.
+            num_rows: Rows of the step, seats included.
+        """
+        if not self.constant or num_rows > self._most_rows:
+            return run
+        was_enabled = gc.isenabled()
+        gc.disable()  # to free a graph while another is being recorded is an error
+        try:
+            return self._recorder.whole(run)
+        finally:
+            if was_enabled:
+                gc.enable()
