@@ -235,3 +235,16 @@ def test_a_profile_of_constant_steps_has_everything(
     assert profile.host_attention and profile.decode_attention["alone"]
     assert profile.copy_to_host.beta_s + profile.copy_to_host.alpha_s > 0
     assert {step.features.host_works for step in profile.steps} == {False, True}
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured_through_graphs_and_serves_with_the_profile() -> None:
+    model = patch(tiny_model("llama").to("cuda"), compile=False)
+    pool = 64 * model.omniserve.spec.kv_block_bytes(16)
+    config = EngineConfig(device_kv_bytes=pool, host_kv_bytes=pool, max_step_tokens=64, compile=False, host_threads=2)
+    profile = profile_model(model, config, time_limit_s=3.0)
+    assert profile.fingerprint.constant_steps and profile.seconds < 30
+    assert profile.piggyback and profile.host_attention and len(profile.dense["alone"]) > 5
+    assert {step.features.host_works for step in profile.steps} == {False, True}
+    with Engine(model, config, profile=profile) as engine:
+        assert engine.runner.constant is not None
