@@ -29,7 +29,7 @@ class RunningServer:
     """A server subprocess that has said where it listens."""
 
     def __init__(self, command: list[str], *, own_group: bool = False, **environment: str) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | environment
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=own_group
         )
@@ -89,7 +89,13 @@ class RunningServer:
         return self.wait()
 
     def wait(self) -> int:
-        status = self.process.wait(START_TIMEOUT_S)
+        try:
+            status = self.process.wait(START_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)  # has it say where its threads are
+            self.process.wait(10)
+            self._reader.join(10)
+            raise AssertionError(f"the server did not end:\n{''.join(self.log)}") from None
         self._reader.join(10)
         return status
 
