@@ -94,8 +94,9 @@ class CompiledHalf:
                 if example is not None:
                     # Unbacked: one graph for every count, 1 included, where dynamic=True makes two.
                     mark_unbacked(example, 0)
-            # Without a known size the compiler would index in 64 bits; no half has 2^31 elements.
-            options: dict[str, Any] = {"guard_filter_fn": _no_guards, "assume_32bit_indexing": True}
+            # Without a known size a GPU's kernels would index in 64 bits; no half has 2^31 elements.
+            on_gpu = any(t is not None and t.device.type == "cuda" for t in tensors)
+            options: dict[str, Any] = {"guard_filter_fn": _no_guards, "assume_32bit_indexing": on_gpu}
             lazy: Any = torch.compile(self._half, fullgraph=True, options=options)
             compiled = lazy.aot_compile(((layer, *examples), {}))
         compiled.disable_guard_check()
