@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu import tune_attention
 from benchmarks.gpu.tune_attention import DRY_LOADS, LLAMA, SETTINGS, Case, Load, run, tune
-from omniserve.ops.kernels.attention import HOPPER, Tuning
+from omniserve.ops.kernels.attention_launch import HOPPER, Tuning
 
 CPU = torch.device("cpu")
 

@@ -3,8 +3,8 @@
 For each shape of attention (heads of Llama-3.1-8B and Qwen2.5-32B; decodes, and chunks of prompts) it times launches
 with other tiles, warps, stages, sizes of a tile of keys and numbers of programs than ``Tuning`` has, one setting
 after the other from the best so far, and prints the default, the best, and the time that reading K and V takes.
-What is best for most goes into ``omniserve/ops/kernels/attention.py`` by hand. About four minutes; shapes that there is
-no time for are not measured.
+What is best for most goes into ``omniserve/ops/kernels/attention_launch.py`` by hand. About four minutes; shapes that
+there is no time for are not measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from benchmarks.common.record import ROOT, write_record
 from benchmarks.gpu.clock import graph_of, median_seconds
 from benchmarks.gpu.limits import Limits
 from benchmarks.gpu.table import Row, markdown
-from omniserve.ops.kernels.attention import HOPPER, Tuning, paged_attention
+from omniserve.ops.kernels.attention import paged_attention
+from omniserve.ops.kernels.attention_launch import HOPPER, Tuning
 
 logger = logging.getLogger(__name__)
 

@@ -60,9 +60,10 @@ def spilled_bytes(compiled: Any) -> int:
 def compile_shape(dtype: str, num_tokens: int, head_size: int, group: int, block_size: int, **features: Any) -> None:
     """Compile what `paged_attention` would launch for 8 requests of up to 8192 tokens on 8 KV heads, and print it."""
     from omniserve.ops.kernels import attention
+    from omniserve.ops.kernels.attention_launch import choose_launch
 
     one_query_each = num_tokens == 8
-    launch = attention.choose_launch(
+    launch = choose_launch(
         num_tokens=num_tokens, num_requests=8, num_heads=8 * group, kv_heads=8, head_size=head_size,
         block_size=block_size, table_width=8192 // block_size, itemsize=DTYPE_BYTES[dtype],
         one_query_each=one_query_each,

@@ -23,7 +23,8 @@ from tests.ops.tolerances import TORCH_HALF_ATTENTION
 pytest.importorskip("triton")
 
 from omniserve.ops.kernels import attention
-from omniserve.ops.kernels.attention import HOPPER, Tile, choose_launch, paged_attention
+from omniserve.ops.kernels.attention import paged_attention
+from omniserve.ops.kernels.attention_launch import HOPPER, Tile, choose_launch
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are not interpreted")
 
