@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from omniserve.host.mover import Mover, end_of
+from omniserve.host.mover import Mover, end_of, sides
 from omniserve.ops.cuda import kernels
 from omniserve.plan import HostEvent, KVMove, MoveDirection
 
@@ -100,10 +100,9 @@ class DirectMover(Mover):
     def _launch(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> Callable[[], bool]:
         """Put a copy on the side stream; return what tells when it is done."""
         to_host = move.direction is MoveDirection.TO_HOST
-        ids = (move.src_block_ids, move.dst_block_ids) if to_host else (move.dst_block_ids, move.src_block_ids)
         with torch.cuda.stream(self._stream):  # None, without CUDA: no stream
             # From pinned memory: a blocking copy of the ids would wait for all that the side stream waits for.
-            ids_2M = torch.tensor(ids, dtype=torch.int64, pin_memory=self._stream is not None)
+            ids_2M = torch.tensor(sides(move), dtype=torch.int64, pin_memory=self._stream is not None)
             device_ids_M, pool_ids_M = ids_2M.to(device_k_LBKSH.device, non_blocking=True)
             self._copy_blocks(
                 device_k_LBKSH, device_v_LBKSH, self._pool_LBK2SH, device_ids_M, pool_ids_M,

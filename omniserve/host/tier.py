@@ -22,7 +22,7 @@ import omniserve.ops  # noqa: F401 - loads the extension
 from omniserve.config import EngineConfig
 from omniserve.host.direct import DirectMover
 from omniserve.host.memory import allocate_pool
-from omniserve.host.mover import Mover
+from omniserve.host.mover import Mover, check_move, sides
 from omniserve.host.staging import StagedMover
 from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection
 from omniserve.spec import ModelSpec
@@ -303,26 +303,10 @@ class HostTier:
         """
         if move.move_id < 0 or move.move_id in self._moving:
             raise ValueError(f"move_id must be >= 0 and not in use, got {move.move_id}")
-        num_layers, *row_shape = self._cache_shape
         device = (device_k_LBKSH, device_v_LBKSH)
-        for name, cache in zip(("device_k_LBKSH", "device_v_LBKSH"), device, strict=True):
-            fits = cache.dim() == 5 and cache.dtype == self._dtype and cache.is_contiguous()
-            if not fits or cache.shape[0] != num_layers or list(cache.shape[2:]) != row_shape:
-                raise ValueError(
-                    f"{name} must be contiguous {self._dtype} of shape {[num_layers, 'blocks', *row_shape]}, "
-                    f"got {cache.dtype} {list(cache.shape)} with strides {cache.stride()}"
-                )
-        if device_v_LBKSH.shape != device_k_LBKSH.shape:
-            raise ValueError(f"K and V differ in shape: {list(device_k_LBKSH.shape)}, {list(device_v_LBKSH.shape)}")
-        if len(move.src_block_ids) != len(move.dst_block_ids):
-            raise ValueError(f"a move needs as many targets as sources: {move}")
+        check_move(move, *device, cache_shape=self._cache_shape, dtype=self._dtype, num_pool_blocks=self.num_blocks)
         to_host = move.direction is MoveDirection.TO_HOST
-        device_ids, pool_ids = move.src_block_ids, move.dst_block_ids
-        if not to_host:
-            device_ids, pool_ids = pool_ids, device_ids
-        for ids, num_blocks in ((device_ids, device_k_LBKSH.shape[1]), (pool_ids, self.num_blocks)):
-            if ids and not (0 <= min(ids) and max(ids) < num_blocks):
-                raise ValueError(f"block ids must be in [0, {num_blocks}), got {min(ids)} to {max(ids)}")
+        device_ids, pool_ids = sides(move)
         if device_k_LBKSH.device.type == "cpu":
             _host.start_move(self._handle, move.move_id, to_host, *device, device_ids, pool_ids, move.is_reversed)
         else:
