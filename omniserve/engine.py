@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tqdm import tqdm
@@ -30,31 +28,18 @@ from omniserve.ops.attention import resolve_attention
 from omniserve.outputs import OutputCollector
 from omniserve.patching import PatchedModel, patch
 from omniserve.piggyback_rows import PiggybackRows
-from omniserve.plan import HostEvent, HostEventKind, StepPlan
+from omniserve.plan import StepPlan
 from omniserve.request import Completion, Request, RequestOutput, ServiceClass
-from omniserve.runner import LaunchedStep, ModelRunner
+from omniserve.runner import ModelRunner
 from omniserve.sampling import Sampler
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.spec import ModelSpec
 from omniserve.stats import EngineStats
 from omniserve.step_log import OpenRequest, StepLog
+from omniserve.stepping import Stepper
 from omniserve.tracing import StepTracer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step that was launched and not collected yet."""
-
-    plan: StepPlan
-    launched: LaunchedStep
-    scheduled_s: float
-    host_works: bool
-    requests: Mapping[str, OpenRequest]
-    """At least those of its outputs, and if steps are traced those of the plan."""
-    is_advanced: bool
-    """The scheduler has booked of it what is certain."""
 
 
 class Engine:
@@ -91,8 +76,6 @@ class Engine:
         """The patched model."""
         self._clock = clock
         self._outputs = OutputCollector(tokenizer)
-        self._open: dict[str, OpenRequest] = {}
-        """Unfinished requests, and those that ended in the step under way."""
         self._ids = itertools.count()
         self._closed = False
         self.spec: ModelSpec = patched.spec
@@ -170,17 +153,19 @@ class Engine:
         self.on_safepoint: Callable[[], None] | None = None
         """Called between the layers of a step whose best-effort rows may leave it; it looks for requests that have come
         and tells ``arriving`` of them."""
-        self._host_was_healthy = True
-        self.last_plan_was_empty = False
-        """The last step had nothing to compute or collect: everybody waits for the host tier (see ``wait``)."""
-        self.on_step: Callable[[StepPlan, bool, float], None] | None = None
-        """Called as each step that computed something is collected: its plan, whether the host tier worked, its seconds
-        (see ``_collect``; without a GPU and with ``async_steps`` those of the step launched meanwhile)."""
         tracer = StepTracer(config.trace_steps, classes=config.classes) if config.trace_steps is not None else None
         self._log = StepLog(shape, latency=self._latency, tracer=tracer)
-        self._last_end_s: float | None = None
-        self._overlaps = config.async_steps if config.async_steps is not None else patched.device.type == "cuda"
-        self._in_flight: _Flight | None = None
+        self._stepper = Stepper(
+            scheduler=self.scheduler,
+            runner=self.runner,
+            sampler=self._sampler,
+            outputs=self._outputs,
+            host_tier=self.host_tier,
+            log=self._log,
+            clock=clock,
+            overlaps=config.async_steps if config.async_steps is not None else patched.device.type == "cuda",
+            keeps_names=tracer is not None,
+        )
 
     def _limits(self) -> SchedulerLimits:
         return SchedulerLimits.of(
@@ -219,7 +204,7 @@ class Engine:
         now_s = self._clock()
         arrival_s = now_s if arrival_s is None else min(arrival_s, now_s)
         predicted_s = self.scheduler.add(request_id, request, slo, now_s, arrival_s=arrival_s)
-        self._open[request_id] = OpenRequest(request.service_class, slo, predicted_s)
+        self._stepper.requests[request_id] = OpenRequest(request.service_class, slo, predicted_s)
         self._sampler.add(request_id, request.sampling, request.prompt_token_ids, grammar)
         self._outputs.open(request_id, request)
         return request_id
@@ -241,13 +226,7 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request now and free what it holds; False if it is unknown or has finished."""
-        if self.scheduler.abort(request_id, self._clock()) is None:
-            return False
-        self._sampler.remove(request_id)
-        self.runner.halted.forget([request_id])
-        self._outputs.close(request_id)
-        del self._open[request_id]
-        return True
+        return self._stepper.abort(request_id)
 
     def arriving(self, request: Request, *, arrival_s: float | None = None) -> None:
         """Say that a request has come while a step runs; ``add`` follows after the step. Called by ``on_safepoint``.
@@ -278,12 +257,12 @@ class Engine:
         Raises:
             KeyError: There is no such request.
         """
-        return self._open[request_id].predicted_ttft_s
+        return self._stepper.requests[request_id].predicted_ttft_s
 
     @property
     def has_unfinished(self) -> bool:
         """True while a step may have something to do, be it to collect what another one launched."""
-        return self._in_flight is not None or self.scheduler.has_unfinished
+        return self._stepper.has_unfinished
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -297,85 +276,26 @@ class Engine:
             EngineStopped: The engine was closed.
         """
         self._require_open()
-        scheduled_s = self._clock()
-        self.scheduler.notify(self._host_events())
-        plan = self.scheduler.schedule(scheduled_s)
         self._must_preempt = False  # what came too late for the last step is in this one
-        before, self._in_flight = self._in_flight, None
-        self.last_plan_was_empty = plan.is_empty and before is None
-        overlaps = self._overlaps and not plan.is_empty and self.scheduler.is_certain(plan)
-        # The trace names all requests of a step, also those that end while it runs.
-        requests = dict(self._open) if self._overlaps and self.config.trace_steps is not None else self._open
-        outputs: list[RequestOutput] = []
-        if before is not None and not overlaps:
-            outputs += self._collect(before)
-            before, plan = None, self.scheduler.refresh(plan)
-        launched = self.runner.launch(plan)
-        flight = _Flight(plan, launched, scheduled_s, self.runner.host_works, requests, is_advanced=overlaps)
-        if overlaps:
-            self.scheduler.advance(plan)
-            self._in_flight = flight
-            if before is not None:
-                outputs += self._collect(before)
-            self.scheduler.busy_until_s = self._expected_end_s(flight)
-        else:
-            outputs += self._collect(flight)
-            self.scheduler.busy_until_s = -math.inf
-        return outputs
+        return self._stepper.step()
 
-    def _collect(self, flight: _Flight) -> list[RequestOutput]:
-        """Wait for a step's tokens, book them, and return what requests get from it.
+    @property
+    def last_plan_was_empty(self) -> bool:
+        """The last step had nothing to compute or collect: everybody waits for the host tier (see ``wait``)."""
+        return self._stepper.last_plan_was_empty
 
-        Its seconds run from the end of the step before, or from its own planning after a pause: they are what it adds
-        to the time of everybody who decodes, which is also what the device takes for it if the host keeps ahead.
+    @property
+    def on_step(self) -> Callable[[StepPlan, bool, float], None] | None:
+        """Called, unless None, with each step that computed something: plan, whether the host tier worked, seconds.
+
+        The step was just collected. Its seconds run from the end of the step before it, or from its own planning after
+        a pause; without a GPU and with ``async_steps`` they are those of the step launched meanwhile.
         """
-        plan = flight.plan
-        # Steps that follow one another: what is between them (outputs, new requests) belongs to the step's period.
-        started_s = self._last_end_s if self._last_end_s is not None else flight.scheduled_s
-        result = self.runner.collect(flight.launched)
-        now_s = self._clock()
-        book = self.scheduler.settle if flight.is_advanced else self.scheduler.update
-        outputs = [self._finish(output, now_s) for output in book(plan, result, now_s)]
-        ended_s = self._clock()
-        self._last_end_s = ended_s if self.has_unfinished and not plan.is_empty else None
-        if not plan.is_empty:
-            seconds = ended_s - started_s
-            self._log.record(
-                plan, result, outputs, host_works=flight.host_works, started_s=started_s, seconds=seconds,
-                requests=flight.requests,
-            )  # fmt: skip
-            if self.on_step is not None:
-                self.on_step(plan, flight.host_works, seconds)
-        for output in outputs:
-            if output.finished:
-                del self._open[output.request_id]
-        return outputs
+        return self._stepper.on_step
 
-    def _expected_end_s(self, flight: _Flight) -> float:
-        """Return when a step in flight will have ended, as predicted; -inf: nothing is predicted."""
-        decision = flight.plan.decision
-        if decision is None or decision.predicted_s is None:
-            return -math.inf
-        began_s = flight.scheduled_s if self._last_end_s is None else max(flight.scheduled_s, self._last_end_s)
-        return began_s + decision.predicted_s
-
-    def _finish(self, output: RequestOutput, now_s: float) -> RequestOutput:
-        """Look for stop strings, and forget a request that ended."""
-        output = self._outputs.push(output, now_s)
-        if output.finished:
-            self._sampler.remove(output.request_id)
-            self.runner.halted.forget([output.request_id])
-            self.scheduler.abort(output.request_id, now_s)  # no-op unless a stop string ended it
-        return output
-
-    def _host_events(self) -> list[HostEvent]:
-        if self.host_tier is None:
-            return []
-        events = self.runner.take_events() + self.host_tier.poll()
-        if self._host_was_healthy and not self.host_tier.healthy:
-            self._host_was_healthy = False
-            events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
-        return events
+    @on_step.setter
+    def on_step(self, call: Callable[[StepPlan, bool, float], None] | None) -> None:
+        self._stepper.on_step = call
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until the host tier reports something or the time is over; for use after an empty step."""
@@ -410,7 +330,7 @@ class Engine:
                             bar.update()
                     if self.last_plan_was_empty:
                         self.wait(0.05)
-            if not self.scheduler.has_unfinished and self._in_flight is not None:
+            if not self.scheduler.has_unfinished and self._stepper.is_in_flight:
                 self.step()  # it was launched for requests that then ended
         except BaseException:
             for request_id in ids:
@@ -463,8 +383,7 @@ class Engine:
             self._closed = True
             self._log.close()
             try:
-                if self._in_flight is not None:
-                    self.runner.collect(self._in_flight.launched)  # until then it uses the host tier's memory
+                self._stepper.close()
             finally:
                 if self.host_tier is not None:
                     self.host_tier.close()
