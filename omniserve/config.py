@@ -37,8 +37,7 @@ class EngineConfig:
     device_kv_bytes: int = 1 * GIB
     """Memory for the device tier's KV pool; without a GPU it is taken from main memory, all of it, at the start."""
     host_kv_bytes: int = 1 * GIB
-    """Memory for the host tier's KV pool; 0 switches the host tier off. With a GPU it is page-locked, and torch rounds
-    such memory up to a power of two: give one."""
+    """Memory for the host tier's KV pool; 0 switches the host tier off. With a GPU it is page-locked."""
     host_kv_dtype: str = "auto"
     """``auto``: the host pool is in the model's dtype, and its outputs are the device tier's. ``int8``: half the bytes
     or less (a scale per token and KV head included), so that about twice the tokens fit. Its

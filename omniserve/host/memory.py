@@ -1,9 +1,10 @@
-"""Memory for the host pool: huge pages, spread over the NUMA nodes whose cores read it."""
+"""Memory for the host pool: huge pages, spread over the NUMA nodes whose cores read it, page-locked for a GPU."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -15,13 +16,25 @@ import omniserve.ops  # noqa: F401 - loads the extension
 _HUGE_PAGE_BYTES = 2 << 20
 
 
+class _Region(mmap.mmap):
+    """Anonymous memory; whoever views it keeps it alive. CUDA lets go of it before it is unmapped."""
+
+    locked_at: int | None = None
+    """The address from which on CUDA has page-locked it."""
+
+    def __del__(self) -> None:
+        if self.locked_at is not None and not sys.is_finalizing():  # a process that ends gives all back
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.locked_at))
+
+
 def allocate_pool(
     shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = False, cores: Iterable[int] | None = None
 ) -> Tensor:
     """Return an uninitialised CPU tensor for random reads at full speed.
 
-    Page-locked memory is CUDA's. Otherwise the memory starts at a huge page, asks for huge pages (with 4 KiB ones a
-    read of the pool runs at 0.85 to 0.9 of the speed), and is not backed by any before somebody touches it.
+    The memory starts at a huge page, asks for huge pages (with 4 KiB ones a read of the pool runs at 0.85 to 0.9 of the
+    speed), and is not backed by any before somebody touches it; page-locked memory is there at once. torch's own
+    page-locked memory would be up to twice as much as is asked for: it is rounded up to a power of two.
 
     Args:
         shape: Of the tensor.
@@ -31,12 +44,10 @@ def allocate_pool(
             NUMA nodes, pages are spread over these in turn; else they come from wherever they are first touched.
 
     Raises:
-        RuntimeError: The kernel refuses to spread the pages.
+        RuntimeError: The kernel refuses to spread the pages, or CUDA to page-lock them.
     """
-    if pin_memory:
-        return torch.empty(*shape, dtype=dtype, pin_memory=True)
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    region = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region = _Region(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(region, dtype=torch.uint8)  # the tensor keeps the region alive
@@ -44,6 +55,15 @@ def allocate_pool(
     nodes = _numa_nodes(cores if cores is not None else os.sched_getaffinity(0))
     if len(nodes) > 1:
         torch.ops.omniserve_host.interleave(memory, torch.tensor(sorted(nodes)))
+    if pin_memory:
+        memory.zero_()  # on all cores; page-locking would touch its pages on one
+        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        if error != 0:
+            raise RuntimeError(
+                f"CUDA cannot page-lock {num_bytes / (1 << 30):.2f} GiB for the host pool (error {error}); "
+                "give a smaller host_kv_bytes, or allow more locked memory (ulimit -l)"
+            )
+        region.locked_at = memory.data_ptr()
     return memory.view(dtype).view(*shape)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -92,6 +94,66 @@ def test_pool_memory_starts_at_a_huge_page() -> None:
     assert pool.data_ptr() % (2 << 20) == 0
     pool.fill_(1.5)
     assert pool.sum() == 1.5 * pool.numel()
+
+
+class _CudaRuntime:
+    """What `allocate_pool` calls of CUDA."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.locked: dict[int, int] = {}
+        self.calls = 0
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert ctypes.string_at(address, num_bytes) == bytes(num_bytes), "all pages were touched"
+        self.locked[address] = num_bytes
+        self.calls += 1
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        ctypes.string_at(address, self.locked.pop(address))  # still mapped, or this process ends here
+        return 0
+
+
+@pytest.fixture
+def cuda_runtime(monkeypatch: pytest.MonkeyPatch) -> _CudaRuntime:
+    runtime = _CudaRuntime()
+    monkeypatch.setattr("torch.cuda.cudart", lambda: runtime)
+    monkeypatch.setattr("torch.cuda.check_error", lambda error: None)
+    return runtime
+
+
+def test_page_locked_memory_is_as_much_as_asked_for_and_locked_until_its_last_view_is_gone(
+    cuda_runtime: _CudaRuntime,
+) -> None:
+    pool = allocate_pool((3, 1 << 20, 7), torch.bfloat16, pin_memory=True)
+    assert cuda_runtime.locked == {pool.data_ptr(): 42 << 20} and pool.data_ptr() % (2 << 20) == 0
+    view = pool[1:, 5]
+    del pool
+    assert cuda_runtime.locked
+    view.fill_(1.5)
+    del view
+    assert not cuda_runtime.locked
+    allocate_pool((1,), torch.float32)
+    assert cuda_runtime.calls == 1
+
+
+def test_memory_that_cuda_does_not_lock_is_refused_with_what_to_do(cuda_runtime: _CudaRuntime) -> None:
+    cuda_runtime.error = 2
+    with pytest.raises(RuntimeError, match=r"cannot page-lock 0\.25 GiB .*error 2.*smaller host_kv_bytes"):
+        allocate_pool((1 << 28,), torch.uint8, pin_memory=True)
+    assert cuda_runtime.locked, "what was not locked is not unlocked"
+
+
+@pytest.mark.gpu
+def test_cuda_copies_to_and_from_page_locked_memory_beside_the_host() -> None:
+    pool = allocate_pool((3, 1000, 77), torch.bfloat16, pin_memory=True)
+    assert pool.is_pinned() and pool[2:, 5:].is_pinned()
+    source = torch.randn(3, 1000, 77, dtype=torch.bfloat16, device="cuda")
+    pool.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(pool, source.cpu())
+    assert torch.equal(pool.to("cuda", non_blocking=True), source)
 
 
 def test_pages_are_spread_over_existing_nodes_only() -> None:
