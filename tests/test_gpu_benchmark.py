@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.record import ROOT
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.bench import Bench, Measured, NotHere
 from benchmarks.gpu.engines import config_of, drain, kv_token_bytes, open_engine, request, step_times, weight_bytes
 from benchmarks.gpu.limits import Limits
 from benchmarks.gpu.models import LLAMA_8B, QWEN_32B, TINY, ModelShelf, random_model
 from benchmarks.gpu.outcome_log import VARIABLE
-from benchmarks.gpu.parts import PARTS, limit_of
+from benchmarks.gpu.parts import PARTS, exactness, limit_of
 from benchmarks.gpu.parts.exactness import run_for, summary
 from benchmarks.gpu.primed import PRIMED
 from benchmarks.gpu.supervise import Supervisor
@@ -89,6 +90,12 @@ def test_part_runs_dry(part: str, runner: PartRunner, events: list[dict[str, Any
         assert row.unit == unit and row.measured is not None, row
         # A difference of two steps may be below 0; nothing else may, and only counts of faults should be 0.
         assert row.measured > 0 or "longer than" in case or row.unit in ("tests", ""), row
+
+
+def test_every_test_marked_gpu_is_run_there(request: pytest.FixtureRequest) -> None:
+    assert all((ROOT / path).exists() for path in (*exactness.SUITE, *exactness.DRY_SUITE))
+    marked = {item.path.relative_to(ROOT) for item in request.session.items if item.get_closest_marker("gpu")}
+    assert not {path for path in marked if path.parts[1] not in {Path(folder).name for folder in exactness.SUITE}}
 
 
 def test_the_host_tier_works_in_the_parts_that_are_about_it(runner: PartRunner, events: list[dict[str, Any]]) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import logging
 import sys
-from pathlib import Path
 
-from fake_engine import FakeLoader
+sys.modules["torch"] = None  # type: ignore[assignment]  # as in serve_fake.py
 
-from omniserve.config import EngineConfig
-from omniserve.server.batches.offline import OfflineJob, run_offline
-from omniserve.server.batches.settings import BatchSettings
-from omniserve.server.server_flags import ServerOptions
 
-if __name__ == "__main__":
+def main() -> int:
+    """Run the batch to its end."""
+    import argparse
+    import asyncio
+    import logging
+    from pathlib import Path
+
+    from fake_engine import FakeLoader
+
+    from omniserve.config import EngineConfig
+    from omniserve.server.batches.offline import OfflineJob, run_offline
+    from omniserve.server.batches.settings import BatchSettings
+    from omniserve.server.server_flags import ServerOptions
+
     parser = argparse.ArgumentParser()
     parser.add_argument("input", type=Path)
     parser.add_argument("output", type=Path)
@@ -27,4 +32,8 @@ if __name__ == "__main__":
     errors = args.output.with_suffix(".errors.jsonl")
     job = OfflineJob(input=args.input, output=args.output, errors=errors, endpoint="/v1/completions")
     config = EngineConfig(device_kv_bytes=4 << 20, block_size=16)
-    sys.exit(asyncio.run(run_offline(job, options, FakeLoader(config=config, work_log=args.work_log))))
+    return asyncio.run(run_offline(job, options, FakeLoader(config=config, work_log=args.work_log)))
+
+
+if __name__ == "__main__":  # the engine process imports this module too, under another name
+    sys.exit(main())
