@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 Half = Callable[..., Any]
 
+# Tokens of a step, for the compiler. Without a number it sees no gain in joining a norm's two loops, and makes two
+# kernels of it. With 64 it would split the sums of wide rows between programs; with this one it never does.
+_USUAL_TOKENS = 512
+
 # Attributes that differ between layers and that no half reads.
 _PER_LAYER_ATTRIBUTES = frozenset({"layer_idx", "layer_type", "attention_type", "sliding_window"})
 
@@ -93,7 +97,7 @@ class CompiledHalf:
             for example in examples:
                 if example is not None:
                     # Unbacked: one graph for every count, 1 included, where dynamic=True makes two.
-                    mark_unbacked(example, 0)
+                    mark_unbacked(example, 0, hint_override=_USUAL_TOKENS)
             # Without a known size a GPU's kernels would index in 64 bits; no half has 2^31 elements.
             on_gpu = any(t is not None and t.device.type == "cuda" for t in tensors)
             options: dict[str, Any] = {"guard_filter_fn": _no_guards, "assume_32bit_indexing": on_gpu}
