@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from itertools import pairwise
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -18,7 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from omniserve.layers import LayerFamily, family_of
 from omniserve.layers.compiled import Half, compile_halves
-from omniserve.layers.packed import groups_of, pack, packable, unpack
+from omniserve.layers.groups import groups_of
+from omniserve.layers.merged import merge, mergeable, unmerge
+from omniserve.layers.packed import pack, packable, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -46,21 +49,32 @@ class PatchedModel:
         self.rotary = family.rotary
         self.logits = family.logits
         self._layers = family.layers
-        self._pre: list[Half] = [family.pre_attention] * self.num_layers
-        self._post: list[Half] = [family.post_attention] * self.num_layers
+
+        # Plain functions: aot_compile loses the self of a bound method.
+        def pre(layer: nn.Module, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> Any:
+            for table in (cos, sin):
+                torch._check(table is None or table.shape[0] == hidden_TD.shape[0])
+            return family.pre_attention(layer, hidden_TD, cos, sin)
+
+        def post(layer: nn.Module, attn: Tensor, hidden_TD: Tensor) -> Tensor:
+            torch._check(attn.shape[0] == hidden_TD.shape[0])
+            return family.post_attention(layer, attn, hidden_TD)
+
+        def seam(
+            layer: nn.Module, after: nn.Module, attn: Tensor, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
+        ) -> Any:
+            hidden_TD = post(layer, attn, hidden_TD)
+            return hidden_TD, *pre(after, hidden_TD, cos, sin)
+
+        alone = [(layer,) for layer in self._layers]
+        pairs = [*pairwise(self._layers)]
+        self._pre: list[Half] = [pre] * len(alone)
+        self._post: list[Half] = [post] * len(alone)
+        self._seam: list[Half] = [seam] * len(pairs)
         if compile:
-            # Plain functions: aot_compile loses the self of a bound method.
-            def pre(layer: nn.Module, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> Any:
-                for table in (cos, sin):
-                    torch._check(table is None or table.shape[0] == hidden_TD.shape[0])
-                return family.pre_attention(layer, hidden_TD, cos, sin)
-
-            def post(layer: nn.Module, attn: Tensor, hidden_TD: Tensor) -> Tensor:
-                torch._check(attn.shape[0] == hidden_TD.shape[0])
-                return family.post_attention(layer, attn, hidden_TD)
-
-            self._pre = compile_halves(pre, self._layers, "pre-attention")
-            self._post = compile_halves(post, self._layers, "post-attention")
+            self._pre = compile_halves(pre, alone, "pre-attention")
+            self._post = compile_halves(post, alone, "post-attention")
+            self._seam = compile_halves(seam, pairs, "post-attention with the next pre-attention")
 
     def pre_attention(
         self, layer: int, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
@@ -71,6 +85,18 @@ class PatchedModel:
     def post_attention(self, layer: int, attn: Tensor, hidden_TD: Tensor) -> Tensor:
         """Return the layer's output ``[T, D]`` from attention rows ``[T, N * H]`` and the layer's input, contiguous."""
         return self._post[layer](self._layers[layer], attn, hidden_TD)
+
+    def between_attentions(
+        self, layer: int, attn: Tensor, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what ``post_attention`` of ``layer`` does, and what ``pre_attention`` of the next one makes of it.
+
+        One graph: where nobody comes or goes between two layers, a sum and the norm of it need one kernel.
+        """
+        hidden_TD, q_TNH, k_TKH, v_TKH = self._seam[layer](
+            self._layers[layer], self._layers[layer + 1], attn, hidden_TD, cos, sin
+        )
+        return hidden_TD, q_TNH, k_TKH, v_TKH
 
     def warm_up(self) -> None:
         """Run every half once on one token, so that compiling does not fall into the first request."""
@@ -92,8 +118,9 @@ def patch(model: PreTrainedModel, *, compile: bool = True, prepack: Prepack = "a
     Args:
         model: A causal language model in eval mode, on one device.
         compile: Compile the halves with ``torch.compile(fullgraph=True)``, at their first use.
-        prepack: Hold the linears' weights in oneDNN's blocked layout instead of the dense one; ``"auto"`` does so
-            where it was measured to pay: bf16 on a CPU.
+        prepack: Hold the linears' weights as the device wants them. On a CPU: in oneDNN's blocked layout instead of the
+            dense one. On a GPU: those of projections that read the same rows in one tensor, each a view. ``"auto"``
+            does so where it pays: bf16 on a CPU, as measured, and any dtype on a GPU, which is not measured yet.
 
     Returns:
         The same model.
@@ -146,6 +173,7 @@ class _Patch:
         self._model = model
         self._layers = family.layers
         self._packed: list[tuple[nn.Linear, ...]] = []  # as given to pack
+        self._merged: list[tuple[nn.Linear, ...]] = []  # as given to merge
         self._prepack(family, options[1])
         patched = PatchedModel(family, compile=options[0])
         self._replaced: list[tuple[nn.Module, Any]] = []  # (layer, its own "forward" entry or None)
@@ -157,17 +185,27 @@ class _Patch:
         if prepack is False:
             return
         candidates = [module for layer in family.layers for module in layer.modules()]
-        linears = packable(self._model, [*candidates, family.lm_head])
-        if prepack is True and not linears:
-            raise ValueError("prepack=True, but the model has no bf16 linear on a CPU that supports bf16; use 'auto'")
         groups = [group for layer in family.layers for group in family.linear_groups(layer)]
-        self._packed = groups_of(linears, groups)
+        self._packed = groups_of(packable(self._model, [*candidates, family.lm_head]), groups)
         for group in self._packed:
             pack(*group)
-        if self._packed:
-            # A packed linear refuses by itself, but only when half of the model has been converted.
+        self._merged = [group for group in groups_of(mergeable(self._model, candidates), groups) if len(group) > 1]
+        for group in self._merged:
+            merge(*group)
+        if prepack is True and not self._packed and not self._merged:
+            raise ValueError(
+                "prepack=True, but the model has no bf16 linear on a CPU that supports bf16, and no projections of one "
+                "input on a GPU; use 'auto'"
+            )
+        if self._packed or self._merged:
+            # Such a linear refuses by itself, but only when half of the model has been converted.
             self._model.__dict__["_apply"] = _refuse_conversion
-        logger.info("prepacked %d linears as %d weights", len(linears), len(self._packed))
+        if self._merged and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # what the weights took before serves nobody in pieces of that size
+        logger.info(
+            "prepacked %d linears as %d weights, merged %d as %d", sum(map(len, self._packed)), len(self._packed),
+            sum(map(len, self._merged)), len(self._merged),
+        )  # fmt: skip
 
     def _replace_forwards(self, patched: PatchedModel) -> None:
         for index, layer in enumerate(self._layers):
@@ -187,7 +225,10 @@ class _Patch:
         self._model.__dict__.pop("_apply", None)
         for group in self._packed:
             unpack(*group)
-        logger.info("restored %d layers and %d linears", len(self._replaced), sum(map(len, self._packed)))
+        for group in self._merged:
+            unmerge(*group)
+        linears = sum(map(len, [*self._packed, *self._merged]))
+        logger.info("restored %d layers and %d linears", len(self._replaced), linears)
 
 
 def _refuse_conversion(*args: Any, **kwargs: Any) -> NoReturn:

@@ -78,8 +78,8 @@ class ConstantLayers:
         hidden_TD = model.embed(inputs.token_ids_T, inputs.positions_T)
         rotary = self._rotary_per_layer(inputs)
         attn_TD = self._rows.no_results
+        q_TNH, k_TKH, v_TKH = model.pre_attention(0, hidden_TD, *next(rotary))
         for layer in range(model.num_layers):
-            q_TNH, k_TKH, v_TKH = model.pre_attention(layer, hidden_TD, *next(rotary))
             if num_seats:
                 self._rows.post(inputs.slots_leaving(layer), hidden_TD, q_TNH, k_TKH, v_TKH)
             if num_rows:
@@ -90,8 +90,9 @@ class ConstantLayers:
                 slots_P = inputs.slots_joining(layer)
                 attn_TD = _piggyback_concat(attn_TD[:num_rows], self._rows.results_SD, slots_P)
                 _residual_fetch(self._rows.residuals_SD, slots_P, hidden_TD)
-            hidden_TD = model.post_attention(layer, attn_TD, hidden_TD)
-        return hidden_TD
+            if layer + 1 < model.num_layers:
+                hidden_TD, q_TNH, k_TKH, v_TKH = model.between_attentions(layer, attn_TD, hidden_TD, *next(rotary))
+        return model.post_attention(model.num_layers - 1, attn_TD, hidden_TD)
 
     def warm_up_attention(self, num_rows: int, max_blocks: int) -> None:
         """Attend to chunks of different lengths once, so that no step has to wait for a kernel to be compiled.
@@ -120,7 +121,7 @@ class ConstantLayers:
     def attend_chunks(self, layer: int, q_TNH: Tensor, chunks: ChunkTensors) -> Tensor:
         """Attend for the rows of chunks, the first n of T; the padding's rows are zeros."""
         n = chunks.num_rows
-        out_TNH = torch.zeros_like(q_TNH)
+        out_TNH = torch.zeros_like(q_TNH, memory_format=torch.contiguous_format)
         out_TNH[:n] = self._attend(
             q_TNH[:n],
             self._storage.k_layers[layer],

@@ -72,7 +72,7 @@ class CompiledHalf:
     """One half, compiled at its first call.
 
     Args:
-        half: ``half(layer, *tensors)``, a plain function. Every tensor has the packed tokens as its first dimension,
+        half: ``half(*layers, *tensors)``, a plain function. Every tensor has the packed tokens as its first dimension,
             and the function checks with ``torch._check`` that they agree; None is passed on.
         name: For the log.
     """
@@ -82,38 +82,40 @@ class CompiledHalf:
         self._name = name
         self._compiled: Half | None = None
 
-    def __call__(self, layer: nn.Module, *tensors: Tensor | None) -> Any:
+    def __call__(self, *arguments: nn.Module | Tensor | None) -> Any:
         if self._compiled is None:
-            self._compiled = self._compile(layer, tensors)
-        return self._compiled(layer, *tensors)
+            self._compiled = self._compile(arguments)
+        return self._compiled(*arguments)
 
-    def _compile(self, layer: nn.Module, tensors: Sequence[Tensor | None]) -> Half:
+    def _compile(self, arguments: Sequence[nn.Module | Tensor | None]) -> Half:
         started_s = time.perf_counter()
         # Floats of a module (a norm's epsilon) become constants; structure() has compared them.
         # torch 2.11 has aot_compile behind a setting that later versions have on.
         settings = {"specialize_float": True, "enable_aot_compile": True}
         with torch.inference_mode(), torch._dynamo.config.patch(settings):
-            examples = [None if t is None else t.new_zeros((3, *t.shape[1:])) for t in tensors]
-            for example in examples:
-                if example is not None:
-                    # Unbacked: one graph for every count, 1 included, where dynamic=True makes two.
-                    mark_unbacked(example, 0, hint_override=_USUAL_TOKENS)
+            examples = [
+                each.new_zeros((3, *each.shape[1:])) if isinstance(each, Tensor) else each for each in arguments
+            ]
+            tensors = [each for each in examples if isinstance(each, Tensor)]
+            for tensor in tensors:
+                # Unbacked: one graph for every count, 1 included, where dynamic=True makes two.
+                mark_unbacked(tensor, 0, hint_override=_USUAL_TOKENS)
             # Without a known size a GPU's kernels would index in 64 bits; no half has 2^31 elements.
-            on_gpu = any(t is not None and t.device.type == "cuda" for t in tensors)
+            on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
             options: dict[str, Any] = {"guard_filter_fn": _no_guards, "assume_32bit_indexing": on_gpu}
             lazy: Any = torch.compile(self._half, fullgraph=True, options=options)
-            compiled = lazy.aot_compile(((layer, *examples), {}))
+            compiled = lazy.aot_compile((tuple(examples), {}))
         compiled.disable_guard_check()
         logger.info("compiled %s in %.1f s", self._name, time.perf_counter() - started_s)
         return compiled
 
 
-def compile_halves(half: Half, layers: Sequence[nn.Module], name: str) -> list[Half]:
-    """Return one callable per layer; layers of the same structure share one graph."""
+def compile_halves(half: Half, places: Sequence[tuple[nn.Module, ...]], name: str) -> list[Half]:
+    """Return one callable per place, which is a layer, or several; places of the same structure share one graph."""
     by_structure: dict[tuple[Any, ...], CompiledHalf] = {}
     halves: list[Half] = []
-    for layer in layers:
-        key = structure(layer)
+    for layers in places:
+        key = tuple(map(structure, layers))
         if key not in by_structure:
             by_structure[key] = CompiledHalf(half, f"{name} (structure {len(by_structure)})")
         halves.append(by_structure[key])

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from omniserve.layers.base import LAYER_FAMILIES, LayerFamily, split_heads
-from omniserve.layers.packed import fused, project
+from omniserve.layers.groups import fused, project
+from omniserve.layers.merged import is_merged
 
 # HF's modules with the forward ``down(act(gate(x)) * up(x))``.
 _GATED = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma2MLP"})
@@ -22,16 +23,33 @@ _GATED = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma2MLP
 class LlamaFamily(LayerFamily):
     """Llama (Yi, TinyLlama, SmolLM), Mistral (sliding window), Qwen2 (bias on q, k, v)."""
 
+    norms_heads = False
+    """Queries and keys are normalised before rotary, each in its way."""
+
     def pre_attention(
         self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         normed = layer.input_layernorm(hidden_TD)
         attention = layer.self_attn
-        rows = project(normed, attention.q_proj, attention.k_proj, attention.v_proj)
-        q_TNH, k_TKH, v_TKH = (split_heads(each, attention.head_dim) for each in rows)
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        if is_merged(*projections) and fused(*projections) and not self.norms_heads:
+            return self._rotate_together(attention, attention.q_proj.group_product(normed), cos, sin)
+        q_TNH, k_TKH, v_TKH = (split_heads(each, attention.head_dim) for each in project(normed, *projections))
         q_TNH, k_TKH = self.norm_heads(attention, q_TNH, k_TKH)
         q_TNH, k_TKH = self.modeling.apply_rotary_pos_emb(q_TNH, k_TKH, cos, sin)
         return q_TNH, k_TKH, v_TKH.contiguous()  # a view where the projections are fused
+
+    def _rotate_together(
+        self, attention: Any, rows: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Cut q, k and v, all views, from one product, with one rotation, which is one kernel, for q and k."""
+        qkv = split_heads(rows, attention.head_dim)
+        num_heads = attention.q_proj.out_features // attention.head_dim
+        num_kv_heads = attention.k_proj.out_features // attention.head_dim
+        qk, v_TKH = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+        qk, _ = self.modeling.apply_rotary_pos_emb(qk, qk[:, :0], cos, sin)
+        q_TNH, k_TKH = qk.split([num_heads, num_kv_heads], dim=1)
+        return q_TNH, k_TKH, v_TKH
 
     def post_attention(self, layer: Any, attn: Tensor, hidden_TD: Tensor) -> Tensor:
         hidden_TD = hidden_TD + layer.self_attn.o_proj(attn)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from omniserve.layers.base import LAYER_FAMILIES, LayerFamily, split_heads
-from omniserve.layers.packed import project
+from omniserve.layers.groups import project
 from omniserve.spec import AttentionSpec
 
 

@@ -14,5 +14,7 @@ from omniserve.layers.llama import LlamaFamily
 class Qwen3Family(LlamaFamily):
     """Qwen3 dense."""
 
+    norms_heads = True
+
     def norm_heads(self, attention: Any, q_TNH: Tensor, k_TKH: Tensor) -> tuple[Tensor, Tensor]:
         return attention.q_norm(q_TNH), attention.k_norm(k_TKH)

@@ -49,22 +49,29 @@ class ModuleBench:
         self._blocks = random.Random(0).sample(range(self.num_blocks), self.num_blocks)
 
     def dense(self, num_rows: int) -> Callable[[], object]:
-        """Return a pass through pre- and post-attention of all layers; queries stand in for attention's result.
+        """Return a pass through pre- and post-attention of all layers; queries stand in for attention's results.
 
-        In constant shapes it is one recording, as in a decode step; that of a step with longer chunks is in pieces, of
-        which a launch each is a layer's.
+        In constant shapes it is one recording, as in a decode step, of one compiled function between two attentions;
+        that of a step with longer chunks is in pieces, of which a launch each is a layer's.
         """
         ids = torch.arange(num_rows, device=self.model.device) % self.model.spec.vocab_size
         positions = torch.arange(num_rows, device=self.model.device) % self.model.spec.max_model_len
         embedded = self.model.embed(ids, positions)
         cos, sin = self.model.rotary(positions) or (None, None)
 
+        q_TNH, _, _ = self.model.pre_attention(0, embedded, cos, sin)
+        attn_TD = q_TNH.flatten(1).contiguous()
+
         def run() -> Tensor:
-            hidden_TD = embedded
-            for layer in range(self.model.num_layers):
-                q_TNH, _, _ = self.model.pre_attention(layer, hidden_TD, cos, sin)
-                hidden_TD = self.model.post_attention(layer, q_TNH.reshape(num_rows, -1), hidden_TD)
-            return hidden_TD
+            hidden_TD, last = embedded, self.model.num_layers - 1
+            self.model.pre_attention(0, hidden_TD, cos, sin)
+            for layer in range(last):
+                if self._served.constant:
+                    hidden_TD, *_ = self.model.between_attentions(layer, attn_TD, hidden_TD, cos, sin)
+                else:
+                    hidden_TD = self.model.post_attention(layer, attn_TD, hidden_TD)
+                    self.model.pre_attention(layer + 1, hidden_TD, cos, sin)
+            return self.model.post_attention(last, attn_TD, hidden_TD)
 
         return self._served.launched(run, num_rows=num_rows)
 

@@ -7,6 +7,7 @@ import torch
 
 from omniserve import Engine, EngineConfig
 from omniserve.graphs import steps
+from omniserve.layers.merged import MergedLinear
 from omniserve.sched import SCHEDULERS
 from tests.graphs.tape import TapeRecorder
 from tests.parity.engine_histories import Tally, run_histories, run_history
@@ -35,6 +36,19 @@ def test_piggybacked_tokens(family: str, device: str) -> None:
         model, reference, range(710, 713), reach=("host_tokens", "swaps_out", "constant_decodes", "constant_chunks"),
         has_profile=False, host_kv_bytes=1 << 20, max_host_requests=16, step_graphs="on", async_steps=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_merged_projections(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: queries, keys and values are views of one product."""
+    monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})
+    model, reference = model_and_reference.__wrapped__(family, "cpu")
+    assert sum(isinstance(module, MergedLinear) for module in model.modules()) == 5 * len(model.model.layers)
+    for step_graphs in ("on", "off"):
+        run_histories(
+            model, reference, range(760, 762), reach=("host_tokens", "swaps_out"), has_profile=False,
+            host_kv_bytes=1 << 20, max_host_requests=16, step_graphs=step_graphs, async_steps=True,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from omniserve.layers import packed
 from omniserve.layers.compiled import compile_halves, structure
-from omniserve.layers.packed import PackedLinear, fused, groups_of, pack, packable, project, unpack
+from omniserve.layers.groups import fused, groups_of, project
+from omniserve.layers.packed import PackedLinear, pack, packable, unpack
 from omniserve.patching import patch
 from tests.parity.models import tiny_model
 
@@ -42,7 +43,7 @@ def test_op_is_registered_soundly(bias: bool) -> None:
     pack(linear)
     x = torch.randn(5, 40, dtype=torch.bfloat16)
     torch.library.opcheck(
-        torch.ops.omniserve.packed_linear.default, (x, linear.packed_handle, linear.bias, linear.out_features)
+        torch.ops.omniserve.packed_linear.default, (x, linear.group_weight, linear.bias, linear.out_features)
     )
 
 
@@ -74,7 +75,7 @@ def test_unpack_restores_the_object_and_the_bits() -> None:
 def test_a_dropped_module_takes_its_packed_weight_along() -> None:
     linear = _linear()
     pack(linear)
-    handle = int(linear.packed_handle)
+    handle = int(linear.group_weight)
     assert handle in packed._TABLE
     del linear
     gc.collect()
@@ -240,7 +241,7 @@ def test_an_adapter_around_a_member_is_called() -> None:
 def test_a_group_lives_as_long_as_any_member() -> None:
     members = list(_group())
     pack(*members)
-    handle = int(members[0].packed_handle)
+    handle = int(members[0].group_weight)
     del members[:2]
     gc.collect()
     x = torch.randn(2, 40, dtype=torch.bfloat16)
@@ -276,7 +277,9 @@ def test_layers_whose_linears_are_grouped_differently_get_graphs_of_their_own() 
 
     layers = [grouped, other, singles]
     with torch.inference_mode():
-        for layer, compiled in zip(layers, compile_halves(half, layers, "project"), strict=True):
+        for layer, compiled in zip(
+            layers, compile_halves(half, [(layer,) for layer in layers], "project"), strict=True
+        ):
             for result, linear in zip(compiled(layer, x), layer, strict=True):
                 assert torch.equal(result, linear(x))
 

@@ -25,6 +25,14 @@ FP32_TOLERANCE = 1e-4
 BF16_LOGPROB_TOLERANCE = 0.25
 
 
+@pytest.fixture(params=[False, True], ids=["apart", "merged"])
+def merged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether ``patch`` merges projections of one input, as it does on a GPU."""
+    if request.param:
+        monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})
+    return bool(request.param)
+
+
 def _prompts() -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(1, 160, (length,), generator=generator) for length in PROMPT_LENGTHS]
@@ -78,7 +86,7 @@ def _packed_logits(patched: PatchedModel, sequences: Sequence[Tensor], chunk: in
         cos, sin = patched.rotary(positions) or (None, None)
         for layer in range(patched.num_layers):
             q, k, v = patched.pre_attention(layer, hidden, cos, sin)
-            assert k.is_contiguous() and v.is_contiguous()
+            assert all(each.stride(-1) == 1 for each in (q, k, v))
             rows = []
             for index, (q_rows, k_rows, v_rows) in enumerate(
                 zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
@@ -105,7 +113,7 @@ def _bits(state: dict[str, Tensor]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_generate_is_unchanged_by_patch_and_unpatch(name: str) -> None:
+def test_generate_is_unchanged_by_patch_and_unpatch(name: str, merged: bool) -> None:
     model = tiny_model(name)
     tokens, logits = _generate(model)
     assert len(set(tokens[:, max(PROMPT_LENGTHS) :].flatten().tolist())) > 8, "a constant output would prove nothing"
@@ -121,7 +129,7 @@ def test_generate_is_unchanged_by_patch_and_unpatch(name: str) -> None:
 
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_halves_give_the_logits_of_hugging_face(name: str, chunk: int | None) -> None:
+def test_packed_halves_give_the_logits_of_hugging_face(name: str, chunk: int | None, merged: bool) -> None:
     model = tiny_model(name, seed=1)
     expected = _hf_logits(model, _prompts())
     actual = _packed_logits(patch(model, compile=False).omniserve, _prompts(), chunk)
@@ -143,7 +151,7 @@ def test_bf16_log_probs_stay_close_with_prepacked_linears(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_unpatch_restores_every_object_and_bit(name: str, dtype: torch.dtype) -> None:
+def test_unpatch_restores_every_object_and_bit(name: str, dtype: torch.dtype, merged: bool) -> None:
     model = tiny_model(name, dtype)
     _generate(model)  # HF itself leaves attributes behind at the first call
 
@@ -185,7 +193,7 @@ def test_halves_trace_as_one_graph_and_no_layer_recompiles(name: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FP32_TOLERANCE), (torch.bfloat16, 0.5)])
-def test_two_graphs_serve_any_depth_and_token_count(dtype: torch.dtype, tolerance: float) -> None:
+def test_three_graphs_serve_any_depth_and_token_count(dtype: torch.dtype, tolerance: float, merged: bool) -> None:
     # bf16: fused code rounds at other places than eager; hidden states here are of order 10, one ulp is 0.06.
     for num_layers in (2, 24):
         model = tiny_model("llama", dtype, num_layers=num_layers)
@@ -193,7 +201,7 @@ def test_two_graphs_serve_any_depth_and_token_count(dtype: torch.dtype, toleranc
         unpatch(model)
         counters.clear()
         compiled = _probe(patch(model, compile=True).omniserve)
-        assert counters["stats"]["unique_graphs"] == 2  # one a half
+        assert counters["stats"]["unique_graphs"] == 3  # one a half, and one of both
         for got, want in zip(compiled, eager, strict=True):
             torch.testing.assert_close(got, want, atol=tolerance, rtol=0.02)
 
@@ -208,8 +216,27 @@ def _probe(patched: PatchedModel) -> list[Tensor]:
             cos, sin = patched.rotary(torch.arange(num_tokens)) or (None, None)
             for layer in range(patched.num_layers):
                 q, k, v = patched.pre_attention(layer, hidden, cos, sin)
-                results += [q, k, v, patched.post_attention(layer, q.flatten(1), hidden)]
+                attn = q.flatten(1).contiguous()
+                results += [q, k, v, patched.post_attention(layer, attn, hidden)]
+                if layer + 1 < patched.num_layers:
+                    between = patched.between_attentions(layer, attn, hidden, cos, sin)
+                    results += [each.clone() for each in between]
     return results
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_between_two_attentions_is_the_two_halves(name: str, merged: bool) -> None:
+    patched = patch(tiny_model(name), compile=False).omniserve
+    with torch.inference_mode():
+        positions = torch.arange(5)
+        hidden, rotary = patched.embed(positions, positions), patched.rotary(positions) or (None, None)
+        for layer in range(patched.num_layers - 1):
+            attn = patched.pre_attention(layer, hidden, *rotary)[0].flatten(1)
+            after = patched.post_attention(layer, attn, hidden)
+            expected = (after, *patched.pre_attention(layer + 1, after, *rotary))
+            for got, want in zip(patched.between_attentions(layer, attn, hidden, *rotary), expected, strict=True):
+                assert torch.equal(got, want)
+            hidden = after
 
 
 def test_compiled_halves_serve_generate_and_mixed_structures() -> None:
