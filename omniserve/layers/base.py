@@ -62,7 +62,7 @@ class LayerFamily(ABC):
     def pre_attention(
         self, layer: nn.Module, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm, QKV projection, q/k norm and rotary: ``(q_TNH, k_TKH, v_TKH)``, model dtype."""
+        """Norm, QKV projection, q/k norm and rotary: ``(q_TNH, k_TKH, v_TKH)``, model dtype; views will do."""
 
     @abstractmethod
     def post_attention(self, layer: nn.Module, attn: Tensor, hidden_TD: Tensor) -> Tensor:

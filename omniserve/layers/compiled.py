@@ -26,7 +26,7 @@ Half = Callable[..., Any]
 
 # Tokens of a step, for the compiler. Without a number it sees no gain in joining a norm's two loops, and makes two
 # kernels of it. With 64 it would split the sums of wide rows between programs; with this one it never does.
-_USUAL_TOKENS = 512
+USUAL_TOKENS = 512
 
 # Attributes that differ between layers and that no half reads.
 _PER_LAYER_ATTRIBUTES = frozenset({"layer_idx", "layer_type", "attention_type", "sliding_window"})
@@ -99,7 +99,7 @@ class CompiledHalf:
             tensors = [each for each in examples if isinstance(each, Tensor)]
             for tensor in tensors:
                 # Unbacked: one graph for every count, 1 included, where dynamic=True makes two.
-                mark_unbacked(tensor, 0, hint_override=_USUAL_TOKENS)
+                mark_unbacked(tensor, 0, hint_override=USUAL_TOKENS)
             # Without a known size a GPU's kernels would index in 64 bits; no half has 2^31 elements.
             on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
             options: dict[str, Any] = {"guard_filter_fn": _no_guards, "assume_32bit_indexing": on_gpu}

@@ -5,13 +5,13 @@ Copy this file to add an architecture. Tensor legend: T packed tokens, D hidden,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from omniserve.layers.base import LAYER_FAMILIES, LayerFamily, split_heads
 from omniserve.layers.groups import fused, project
-from omniserve.layers.merged import is_merged
 
 # HF's modules with the forward ``down(act(gate(x)) * up(x))``.
 _GATED = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Gemma2MLP"})
@@ -32,23 +32,22 @@ class LlamaFamily(LayerFamily):
         normed = layer.input_layernorm(hidden_TD)
         attention = layer.self_attn
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        if is_merged(*projections) and fused(*projections) and not self.norms_heads:
-            return self._rotate_together(attention, attention.q_proj.group_product(normed), cos, sin)
+        if fused(*projections) and not self.norms_heads:
+            counts = [projection.out_features // attention.head_dim for projection in projections]
+            return self.cut_and_rotate(attention, attention.q_proj.group_product(normed), counts, cos, sin)
         q_TNH, k_TKH, v_TKH = (split_heads(each, attention.head_dim) for each in project(normed, *projections))
         q_TNH, k_TKH = self.norm_heads(attention, q_TNH, k_TKH)
         q_TNH, k_TKH = self.modeling.apply_rotary_pos_emb(q_TNH, k_TKH, cos, sin)
-        return q_TNH, k_TKH, v_TKH.contiguous()  # a view where the projections are fused
+        return q_TNH, k_TKH, v_TKH
 
-    def _rotate_together(
-        self, attention: Any, rows: Tensor, cos: Tensor | None, sin: Tensor | None
+    def cut_and_rotate(
+        self, attention: Any, rows: Tensor, num_heads: Sequence[int], cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Cut q, k and v, all views, from one product, with one rotation, which is one kernel, for q and k."""
-        qkv = split_heads(rows, attention.head_dim)
-        num_heads = attention.q_proj.out_features // attention.head_dim
-        num_kv_heads = attention.k_proj.out_features // attention.head_dim
-        qk, v_TKH = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+        """Cut q, k and v from one product of so many heads each; one rotation, which is one kernel, for q and k."""
+        num_q, num_k, num_v = num_heads
+        qk, v_TKH = split_heads(rows, attention.head_dim).split((num_q + num_k, num_v), dim=1)
         qk, _ = self.modeling.apply_rotary_pos_emb(qk, qk[:, :0], cos, sin)
-        q_TNH, k_TKH = qk.split([num_heads, num_kv_heads], dim=1)
+        q_TNH, k_TKH = qk.split((num_q, num_k), dim=1)
         return q_TNH, k_TKH, v_TKH
 
     def post_attention(self, layer: Any, attn: Tensor, hidden_TD: Tensor) -> Tensor:

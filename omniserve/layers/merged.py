@@ -47,11 +47,6 @@ def unmerge(*linears: nn.Linear) -> None:
         part(linears, torch.cat([linear.weight.data for linear in linears]))
 
 
-def is_merged(*linears: nn.Module) -> bool:
-    """Tell whether the first of some linears is a member of a merged group."""
-    return isinstance(linears[0], MergedLinear)
-
-
 def mergeable(model: nn.Module, candidates: Iterable[nn.Module]) -> list[nn.Linear]:
     """Return those candidates that can be merged: plain CUDA linears whose weight nobody else reads."""
     uses = Counter(parameter.data_ptr() for _, parameter in model.named_parameters(remove_duplicate=False))

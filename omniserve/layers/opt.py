@@ -36,8 +36,7 @@ class OPTFamily(LayerFamily):
         attention = layer.self_attn
         rows = project(hidden_TD, attention.q_proj, attention.k_proj, attention.v_proj)
         q_TNH, k_TKH, v_TKH = (split_heads(each, attention.head_dim) for each in rows)
-        # Views where the projections are fused.
-        return q_TNH * attention.scaling, k_TKH.contiguous(), v_TKH.contiguous()
+        return q_TNH * attention.scaling, k_TKH, v_TKH
 
     def linear_groups(self, layer: Any) -> list[tuple[nn.Module, ...]]:
         attention = layer.self_attn

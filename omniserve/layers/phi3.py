@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from omniserve.layers.base import LAYER_FAMILIES, split_heads
+from omniserve.layers.base import LAYER_FAMILIES
 from omniserve.layers.llama import LlamaFamily
 
 
@@ -18,12 +18,9 @@ class Phi3Family(LlamaFamily):
         self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         attention = layer.self_attn
-        qkv_TNH = split_heads(attention.qkv_proj(layer.input_layernorm(hidden_TD)), attention.head_dim)
         num_kv_heads = attention.num_key_value_heads
-        num_heads = num_kv_heads * attention.num_key_value_groups
-        q_TNH, k_TKH, v_TKH = qkv_TNH.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        q_TNH, k_TKH = self.modeling.apply_rotary_pos_emb(q_TNH, k_TKH, cos, sin)
-        return q_TNH, k_TKH, v_TKH.contiguous()
+        num_heads = num_kv_heads * attention.num_key_value_groups, num_kv_heads, num_kv_heads
+        return self.cut_and_rotate(attention, attention.qkv_proj(layer.input_layernorm(hidden_TD)), num_heads, cos, sin)
 
     def linear_groups(self, layer: nn.Module) -> list[tuple[nn.Module, ...]]:
         return []  # they are fused in the checkpoint
