@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 sys.modules["torch"] = None  # type: ignore[assignment]  # as in serve_fake.py
+os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
 
 def main() -> int:
