@@ -38,7 +38,7 @@ def step(model: PatchedModel, num_tokens: int) -> None:
     cos, sin = model.rotary(ids) or (None, None)
     for layer in range(model.num_layers):
         q, _, _ = model.pre_attention(layer, hidden, cos, sin)
-        hidden = model.post_attention(layer, q.flatten(1), hidden)
+        hidden = model.post_attention(layer, q.flatten(1).contiguous(), hidden)
     model.logits(hidden[-MAX_LOGIT_ROWS:])
 
 
