@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 Half = Callable[..., Any]
 
 # Tokens of a step, for the compiler. Without a number it sees no gain in joining a norm's two loops, and makes two
-# kernels of it. With 64 it would split the sums of wide rows between programs; with this one it never does.
+# kernels of it (tests/layers/cuda_launches.py counts them); with a small one it splits the sums of wide rows as well.
 USUAL_TOKENS = 512
 
 # Attributes that differ between layers and that no half reads.

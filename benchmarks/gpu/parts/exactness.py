@@ -108,7 +108,7 @@ def _sanitizer(bench: Bench, tool: str, limit_s: float) -> Measured:
         raise NotHere(f"not over after {limit_s:.0f} s")
     found = re.search(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", output)
     if "Device not supported" in output:
-        raise NotHere("compute-sanitizer does not support this device, or how it is lent to this machine")
+        raise NotHere("compute-sanitizer does not support this device, or how it is virtualised")
     if found is None:
         raise RuntimeError(f"no summary, status {status}: {output[-300:]}")
     if status != 0 and not int(found[1] or found[2]):
