@@ -98,15 +98,22 @@ class PatchedModel:
         )
         return hidden_TD, q_TNH, k_TKH, v_TKH
 
-    def warm_up(self) -> None:
-        """Run every half once on one token, so that compiling does not fall into the first request."""
+    def warm_up(self, *, constant: bool = False) -> None:
+        """Run every half once on one token, so that compiling does not fall into the first request.
+
+        Args:
+            constant: Also what is between two attentions as one, which steps in constant shapes run.
+        """
         with torch.inference_mode():
             position = torch.zeros(1, dtype=torch.int64, device=self.device)
             hidden_TD = self.embed(position, position)
             cos, sin = self.rotary(position) or (None, None)
             for layer in range(self.num_layers):
                 q_TNH, _, _ = self.pre_attention(layer, hidden_TD, cos, sin)
-                hidden_TD = self.post_attention(layer, q_TNH.reshape(1, -1), hidden_TD)
+                attn = q_TNH.reshape(1, -1)
+                if constant and layer + 1 < self.num_layers:
+                    self.between_attentions(layer, attn, hidden_TD, cos, sin)
+                hidden_TD = self.post_attention(layer, attn, hidden_TD)
             self.logits(hidden_TD)
 
 

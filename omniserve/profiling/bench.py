@@ -61,12 +61,13 @@ class ModuleBench:
 
         q_TNH, _, _ = self.model.pre_attention(0, embedded, cos, sin)
         attn_TD = q_TNH.flatten(1).contiguous()
+        is_constant = self._served.is_constant(num_rows)
 
         def run() -> Tensor:
             hidden_TD, last = embedded, self.model.num_layers - 1
             self.model.pre_attention(0, hidden_TD, cos, sin)
             for layer in range(last):
-                if self._served.constant:
+                if is_constant:
                     hidden_TD, *_ = self.model.between_attentions(layer, attn_TD, hidden_TD, cos, sin)
                 else:
                     hidden_TD = self.model.post_attention(layer, attn_TD, hidden_TD)

@@ -50,6 +50,10 @@ class Served:
             recorder = GraphRecorder((0, spec.num_heads, spec.head_size), model.dtype, model.device)
         self._recorder: Recorder = recorder or PlainRecorder()
 
+    def is_constant(self, num_rows: int) -> bool:
+        """Whether a step of so many rows, seats included, runs in a constant shape."""
+        return self.constant and num_rows <= self._most_rows
+
     def launched(self, run: Callable[[], Tensor], *, num_rows: int = 0) -> Callable[[], Tensor]:
         """Return what does a pass's device work as an engine does: a replay where such rows are recorded.
 
@@ -57,7 +61,7 @@ class Served:
             run: The pass, over tensors that stay where they are. It runs at least once if it is recorded.
             num_rows: Rows of the step, seats included.
         """
-        if not self.constant or num_rows > self._most_rows:
+        if not self.is_constant(num_rows):
             return run
         was_enabled = gc.isenabled()
         gc.disable()  # to free a graph while another is being recorded is an error
