@@ -87,39 +87,3 @@ def sides(move: KVMove) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if move.direction is MoveDirection.TO_HOST:
         return move.src_block_ids, move.dst_block_ids
     return move.dst_block_ids, move.src_block_ids
-
-
-def check_move(
-    move: KVMove,
-    device_k_LBKSH: Tensor,
-    device_v_LBKSH: Tensor,
-    *,
-    cache_shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    num_pool_blocks: int,
-) -> None:
-    """Raise ValueError unless a move's blocks exist and its device cache fits the pool.
-
-    Args:
-        move: It.
-        device_k_LBKSH: The device cache.
-        device_v_LBKSH: Likewise.
-        cache_shape: L, K, S and H of a cache that fits.
-        dtype: Of a cache that fits.
-        num_pool_blocks: Of the pool.
-    """
-    num_layers, *row_shape = cache_shape
-    for name, cache in (("device_k_LBKSH", device_k_LBKSH), ("device_v_LBKSH", device_v_LBKSH)):
-        fits = cache.dim() == 5 and cache.dtype == dtype and cache.is_contiguous()
-        if not fits or cache.shape[0] != num_layers or list(cache.shape[2:]) != row_shape:
-            raise ValueError(
-                f"{name} must be contiguous {dtype} of shape {[num_layers, 'blocks', *row_shape]}, "
-                f"got {cache.dtype} {list(cache.shape)} with strides {cache.stride()}"
-            )
-    if device_v_LBKSH.shape != device_k_LBKSH.shape:
-        raise ValueError(f"K and V differ in shape: {list(device_k_LBKSH.shape)}, {list(device_v_LBKSH.shape)}")
-    if len(move.src_block_ids) != len(move.dst_block_ids):
-        raise ValueError(f"a move needs as many targets as sources: {move}")
-    for ids, num_blocks in zip(sides(move), (device_k_LBKSH.shape[1], num_pool_blocks), strict=True):
-        if ids and not (0 <= min(ids) and max(ids) < num_blocks):
-            raise ValueError(f"block ids must be in [0, {num_blocks}), got {min(ids)} to {max(ids)}")

@@ -12,7 +12,6 @@ import logging
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -20,11 +19,10 @@ from torch import Tensor
 
 import omniserve.ops  # noqa: F401 - loads the extension
 from omniserve.config import EngineConfig
-from omniserve.host.direct import DirectMover
 from omniserve.host.memory import allocate_pool
-from omniserve.host.mover import Mover, check_move, sides
-from omniserve.host.staging import StagedMover
-from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection
+from omniserve.host.moves import HostMoves
+from omniserve.host.stats import HostTierStats
+from omniserve.plan import HostEvent, HostEventKind, KVMove
 from omniserve.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -47,31 +45,6 @@ _KINDS = (
 )
 _ATTENTION_FAILED = 1
 _MOVER_POLL_S = 0.0005
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostTierStats:
-    """A snapshot. Counters run from the tier's start."""
-
-    tasks_done: int
-    """Counter: attention tasks that gave a result."""
-    failures: int
-    """Counter: attention tasks and moves that failed; cancelled tasks do not count."""
-    threads_alive: int
-    tasks_in_hand: int
-    """Gauge: attention tasks expected, queued or running."""
-    moves_in_hand: int
-    busy_seconds: float
-    """Counter: time that threads spent computing and copying, summed over threads."""
-    kv_bytes_read: int
-    """Counter: K and V bytes that attention went through."""
-    bytes_moved: int
-    """Counter: bytes that were copied for moves, in the model's dtype."""
-    bytes_prefaulted: int
-    """Counter, up to `pool_bytes`: bytes of the pool whose pages an idle-priority thread has touched, ahead of work.
-    Stays 0 where there is nothing to do: page-locked memory is touched when it is allocated."""
-    pool_bytes: int
-    """K and V of the whole pool, scales not counted."""
 
 
 class HostTier:
@@ -140,8 +113,6 @@ class HostTier:
         """K and V of all blocks; `omniserve.ops.host_layout` reads and writes them."""
         self.scales_LBK2S = allocate_pool(shape[:-1], torch.float32, cores=cores) if is_int8 else None
         """What the int8 values are multiples of; None if they are none."""
-        self._cache_shape = (spec.num_layers, spec.num_kv_heads, block_size, spec.head_size)
-        self._dtype = dtype
         self.results_SD = torch.zeros(num_slots, spec.num_heads * spec.head_size, dtype=dtype, pin_memory=pin_memory)
         """Attention rows; row = slot, valid from the slot's ATTENTION_DONE event until its next task."""
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
@@ -167,14 +138,9 @@ class HostTier:
         )
         # Also at interpreter exit: no thread may outlive the memory it works on.
         self._destroy = weakref.finalize(self, _host.destroy, self._handle)
-        self._mover: Mover  # for CUDA caches; the worker threads move to and from CPU ones
-        if pin_memory and not is_int8:
-            self._mover = DirectMover(self.pool_LBK2SH)
-        else:
-            # A partial, not a method: a cycle through `self` would keep the threads until the next garbage collection.
-            host_copy = functools.partial(_host.start_move, self._handle)
-            self._mover = StagedMover(self._cache_shape, dtype, self.num_blocks, host_copy, pin_memory=pin_memory)
-        self._moving: dict[int, tuple[Tensor, ...]] = {}  # what the threads copy from or to must stay alive
+        # A partial, not a method: a cycle through `self` would keep the threads until the next garbage collection.
+        host_copy = functools.partial(_host.start_move, self._handle)
+        self._moves = HostMoves(self.pool_LBK2SH, dtype, host_copy, pin_memory=pin_memory)
         self._logged: set[str] = set()
 
     @classmethod
@@ -301,17 +267,7 @@ class HostTier:
                 does not fit the pool.
         Paper: omniserve 3.2.4 (swapping without interrupting the step).
         """
-        if move.move_id < 0 or move.move_id in self._moving:
-            raise ValueError(f"move_id must be >= 0 and not in use, got {move.move_id}")
-        device = (device_k_LBKSH, device_v_LBKSH)
-        check_move(move, *device, cache_shape=self._cache_shape, dtype=self._dtype, num_pool_blocks=self.num_blocks)
-        to_host = move.direction is MoveDirection.TO_HOST
-        device_ids, pool_ids = sides(move)
-        if device_k_LBKSH.device.type == "cpu":
-            _host.start_move(self._handle, move.move_id, to_host, *device, device_ids, pool_ids, move.is_reversed)
-        else:
-            self._mover.start(move, device_k_LBKSH, device_v_LBKSH)
-        self._moving[move.move_id] = device
+        self._moves.start(move, device_k_LBKSH, device_v_LBKSH)
 
     def poll(self) -> list[HostEvent]:
         """Return what has finished since the last call. Never blocks."""
@@ -320,7 +276,7 @@ class HostTier:
         for (kind, slot, epoch, layer, position, move_id), message in zip(rows.tolist(), messages, strict=True):
             if kind == _ATTENTION_FAILED:
                 self._log_failure(message)
-            if self._mover.takes(move_id, message):
+            if self._moves.mover.takes(move_id, message):
                 continue
             events.append(
                 HostEvent(
@@ -333,22 +289,22 @@ class HostTier:
                     message=message,
                 )
             )
-        if self._mover.busy:
-            events += self._mover.advance()
+        if self._moves.mover.busy:
+            events += self._moves.mover.advance()
         for event in events:
             if event.kind is HostEventKind.MOVE_FAILED:
                 self._log_failure(event.message)
-            self._moving.pop(event.move_id, None)
+            self._moves.end(event)
         return events
 
     def wait(self, timeout_s: float) -> None:
         """Sleep, without the GIL, until `poll` has something to do or the timeout is over."""
-        if not self._mover.busy:
+        if not self._moves.mover.busy:
             _wait(self._handle, timeout_s)
             return
         # Nothing wakes a thread when a CUDA event is done, short of a callback in the stream: look again and again.
         deadline_s = time.monotonic() + timeout_s
-        while not _wait(self._handle, _MOVER_POLL_S) and not self._mover.can_advance:
+        while not _wait(self._handle, _MOVER_POLL_S) and not self._moves.mover.can_advance:
             if time.monotonic() >= deadline_s:
                 return
 
@@ -378,13 +334,13 @@ class HostTier:
         done, failures, alive, tasks, moves, busy_ns, bytes_read, bytes_moved, prefaulted = _host.stats(self._handle)
         return HostTierStats(
             tasks_done=done,
-            failures=failures + self._mover.num_failures,
+            failures=failures + self._moves.mover.num_failures,
             threads_alive=alive,
             tasks_in_hand=tasks,
-            moves_in_hand=moves + self._mover.num_moves,
+            moves_in_hand=moves + self._moves.mover.num_moves,
             busy_seconds=busy_ns * 1e-9,
             kv_bytes_read=bytes_read,
-            bytes_moved=bytes_moved + self._mover.bytes_moved,
+            bytes_moved=bytes_moved + self._moves.mover.bytes_moved,
             bytes_prefaulted=prefaulted,
             pool_bytes=self.pool_LBK2SH.nbytes,
         )
@@ -412,7 +368,7 @@ class HostTier:
     def close(self) -> None:
         """Stop the threads, also with work expected or queued: its failure can still be polled. Once is enough."""
         _host.close(self._handle)
-        self._mover.close()
+        self._moves.mover.close()
 
     def _log_failure(self, message: str) -> None:
         # Once per message: a dead thread must not fill the log with every task that it failed.

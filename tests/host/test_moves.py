@@ -196,7 +196,7 @@ class Staged:
             pin_memory=False,
             staging_bytes=staging_blocks * driver.spec.kv_block_bytes(BLOCK_SIZE),
         )
-        tier._mover = self.mover
+        tier._moves.mover = self.mover
 
 
 def test_staged_moves_go_through_the_buffer_in_chunks(open_driver: Callable[..., Driver]) -> None:
@@ -274,7 +274,7 @@ class Gated(DirectMover):
         super().__init__(tier.pool_LBK2SH)
         self.over: set[int] = set()
         self._num_launched = 0
-        tier._mover = self
+        tier._moves.mover = self
 
     def _launch(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> Callable[[], bool]:
         super()._launch(move, device_k_LBKSH, device_v_LBKSH)
@@ -292,7 +292,7 @@ def test_direct_moves_are_exact_both_ways(
 ) -> None:
     driver = open_driver(make_spec(dtype), dtype=dtype, block_size=block_size, num_blocks=60)
     tier = driver.tier
-    tier._mover = DirectMover(tier.pool_LBK2SH)
+    tier._moves.mover = DirectMover(tier.pool_LBK2SH)
     device = [random_cache(driver, 40), random_cache(driver, 40)]
     expected_host = read_pool(tier)
     src, dst = torch.randperm(40).tolist()[:11], torch.randperm(60).tolist()[:11]
@@ -305,7 +305,7 @@ def test_direct_moves_are_exact_both_ways(
         ((TO_HOST, (src, dst), device), (TO_DEVICE, (dst, src), back), (TO_HOST, ([], []), device))
     ):
         move = dataclasses.replace(make_move(move_id, direction, *ids), is_reversed=is_reversed)
-        tier._mover.start(move, *cache)
+        tier._moves.mover.start(move, *cache)
         assert [(event.kind, event.move_id) for event in collect(tier, 1)] == [(HostEventKind.MOVE_DONE, move_id)]
     for side, wanted in zip((*read_pool(tier), *back), (*expected_host, *expected), strict=True):
         assert_same_bits(side, wanted)
@@ -361,7 +361,7 @@ def test_cuda_moves_to_an_int8_pool_go_over_the_staging_buffer() -> None:
     device = [random_cache(driver, 40).cuda(), random_cache(driver, 40).cuda()]
     tier.start_move(make_move(0, TO_HOST, list(range(40)), list(range(40))), *device)
     assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
-    assert isinstance(tier._mover, StagedMover)
+    assert isinstance(tier._moves.mover, StagedMover)
     for side, held in zip(device, read_pool(tier), strict=True):
         assert torch.equal(held[:, :40], rounded(tier, side.cpu()))
     tier.close()
@@ -393,7 +393,7 @@ def test_cuda_moves_are_exact_beside_steps_that_write_the_same_blocks_later() ->
 def test_cuda_moves_are_exact_in_both_directions() -> None:
     spec = make_spec(torch.bfloat16)
     tier = make_tier(spec, dtype=torch.bfloat16, num_blocks=60, pin_memory=True)
-    assert isinstance(tier._mover, DirectMover)
+    assert isinstance(tier._moves.mover, DirectMover)
     driver = Driver(tier, spec)
     device = [random_cache(driver, 40).cuda(), random_cache(driver, 40).cuda()]
     back = [torch.full_like(side, float("nan")) for side in device]
