@@ -5,9 +5,11 @@ Legend: T device rows, P piggyback seats, L layers, M blocks per request, all of
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from omniserve.device_copies import upload
 from omniserve.graphs.shapes import StepShape
 from omniserve.plan import StepPlan
 from omniserve.step_inputs import DeviceRows, joins_by_layer
@@ -28,7 +30,8 @@ class InputMemory:
         self.max_blocks = max_blocks
         self.device = device
         self.longs = torch.zeros(sum(_long_sizes(largest, num_layers)), dtype=torch.int64, device=device)
-        self.ints = torch.zeros(largest.rows * (1 + max_blocks), dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(largest.rows, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(largest.rows, max_blocks, dtype=torch.int32, device=device)
         self.query_start = torch.arange(largest.rows + 1, dtype=torch.int32, device=device)
 
 
@@ -53,9 +56,8 @@ class ConstantInputs:
         self._seat_slots = seat_slots.view(num_layers + 1, seats)
         self.seat_positions: Tensor = seat_positions
         """``[L * P]``: positions of those in the seats before the attention of each layer."""
-        self._ints = memory.ints[: rows * (1 + memory.max_blocks)]
-        self.seq_lens_T: Tensor = self._ints[:rows]
-        self.block_table_TM: Tensor = self._ints[rows:].view(rows, memory.max_blocks)
+        self.seq_lens_T: Tensor = memory.seq_lens[:rows]
+        self.block_table_TM: Tensor = memory.block_table[:rows]
         self.query_start_T1: Tensor = memory.query_start[: rows + 1]
 
     def slots_leaving(self, layer: int) -> Tensor:
@@ -96,14 +98,19 @@ class ConstantInputs:
                     positions_LP[layer + 1, : len(joins)] = [join.position for join in joins]
         self._longs.copy_(longs, non_blocking=True)
         if decodes and self.shape.rows:
-            ints = self._host_buffer(self._ints)
-            lengths, table = (part.numpy() for part in ints.split([self.shape.rows, self.block_table_TM.numel()]))
-            lengths[:num_rows], lengths[num_rows:] = rows.seq_lens, 0
-            # What is behind a request's last block is never read, so it may be anything.
-            table = table.reshape(self.shape.rows, -1)
-            table[:num_rows, : rows.block_table.shape[1]] = rows.block_table
-            table[num_rows:, 0] = 0
-            self._ints.copy_(ints, non_blocking=True)
+            self._fill_tables(rows)
+
+    def _fill_tables(self, rows: DeviceRows) -> None:
+        num_rows, num_blocks = rows.block_table.shape
+        width = max(1, num_blocks)
+        # In one copy, and no wider than the step needs: the longest request that may come has thousands of blocks. What
+        # is behind a request's last block is never read, so it may be anything.
+        table = np.zeros((self.shape.rows, 1 + width), np.int32)
+        table[:num_rows, 0] = rows.seq_lens
+        table[:num_rows, 1 : 1 + num_blocks] = rows.block_table
+        on_device = upload(torch.from_numpy(table), self._memory.device)
+        self.seq_lens_T.copy_(on_device[:, 0])
+        self.block_table_TM[:, :width].copy_(on_device[:, 1:])
 
     def _host_buffer(self, target: Tensor) -> Tensor:
         # torch hands out a page-locked buffer again only when the copies from it are over.

@@ -27,7 +27,7 @@ def memory() -> InputMemory:
 def test_decodes_entries_and_joins_are_in_their_places() -> None:
     shared = memory()
     inputs = ConstantInputs(StepShape(4, 2), shared)
-    for tensor in (shared.longs, shared.ints):
+    for tensor in (shared.longs, shared.seq_lens, shared.block_table):
         tensor.fill_(77)  # what the last step left
     plan = StepPlan(
         step_id=0,
@@ -47,6 +47,7 @@ def test_decodes_entries_and_joins_are_in_their_places() -> None:
     assert inputs.seq_lens_T.tolist() == [7, 1, 0, 0]
     assert inputs.block_table_TM[0, :2].tolist() == [3, 1] and inputs.block_table_TM[1, 0] == 2
     assert inputs.block_table_TM[2:, 0].tolist() == [0, 0], "padding names a block that exists"
+    assert (inputs.block_table_TM[:, 2:] == 77).all(), "no wider than the longest request of the step"
     assert inputs.query_start_T1.tolist() == [0, 1, 2, 3, 4]
     leaving = [inputs.slots_leaving(layer).tolist() for layer in range(LAYERS)]
     joining = [inputs.slots_joining(layer).tolist() for layer in range(LAYERS)]
