@@ -42,7 +42,7 @@ def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str, headr
             first token + i TPOT, so that a request ahead of its schedule lends its lead, and one behind gets it back.
         headroom: Share of the TPOT that is kept.
     """
-    bound = TimeBound()
+    tightest_s, whose = math.inf, ""
     for state in decoding:
         tpot_s = state.slo.tpot_s
         if tpot_s is None:
@@ -51,8 +51,9 @@ def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str, headr
         if slack == "deadline" and state.first_token_s is not None:
             due_s = state.first_token_s + state.num_output_tokens * tpot_s
             seconds = min(max(due_s - now_s, 0.0), MAX_LENT_STEPS * tpot_s)
-        bound = bound.or_tighter(seconds, f"tpot of {state.request_id}")
-    return bound
+        if seconds < tightest_s:
+            tightest_s, whose = seconds, state.request_id
+    return TimeBound(tightest_s, f"tpot of {whose}") if tightest_s < math.inf else TimeBound()
 
 
 def ttft_left_s(state: RequestState, now_s: float) -> float:
