@@ -86,21 +86,16 @@ class ConstantSteps:
         """Return an engine's, nothing recorded yet; None: its steps all run in their own shapes.
 
         Raises:
-            ValueError: The settings ask for constant shapes, which the device attention cannot have.
+            ValueError: The settings ask for constant shapes, which the device attention or the model cannot have.
         """
         device, spec = model.device, model.spec
         if config.step_graphs == "off" or (config.step_graphs == "auto" and device.type != "cuda"):
             return None
-        if device.type == "cuda" and not is_graph_safe(attention):
+        if reason := why_not_recorded(model, attention, config):
             if config.step_graphs == "auto":
-                logger.warning(
-                    "steps are not recorded: device attention %r reads lengths on the host", config.attention
-                )
+                logger.warning("steps are not recorded: %s", reason)
                 return None
-            raise ValueError(
-                f"step_graphs={config.step_graphs!r} needs a device attention whose launches do not depend on lengths; "
-                f"set attention='triton' or 'flex', not {config.attention!r}"
-            )
+            raise ValueError(f"step_graphs={config.step_graphs!r} is not possible: {reason}")
         seats = config.max_piggyback_slots if has_host_tier else 0
         # A best-effort request may be admitted beside as many latency-sensitive ones.
         most = min(2 * config.max_num_requests, config.max_step_tokens)
@@ -185,6 +180,18 @@ class ConstantSteps:
             scores=prompt_scores(plan, rows),
             halted={},
         )
+
+
+def why_not_recorded(model: PatchedModel, attention: DeviceAttention, config: EngineConfig) -> str:
+    """Return why a CUDA graph cannot hold a model's steps, and what to do about it; empty: nothing is in its way."""
+    if model.device.type != "cuda":
+        return ""
+    if not is_graph_safe(attention):
+        return (
+            f"device attention {config.attention!r} launches what lengths on the host say; set attention='triton' or "
+            "'flex'"
+        )
+    return model.family.why_not_recorded()
 
 
 def decodes_only(plan: StepPlan) -> bool:

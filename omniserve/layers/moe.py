@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from omniserve.errors import UnsupportedModelError
@@ -11,6 +12,9 @@ from omniserve.layers.qwen3 import Qwen3Family
 
 # The eager experts of HF loop over the experts that were hit, which no single graph can hold.
 _GRAPH_EXPERTS = ("grouped_mm", "batched_mm")
+# Compute capabilities (major) on which torch's grouped product of bf16 stays on the device. Elsewhere, and in other
+# dtypes, the host waits to read how many rows each expert has.
+_GROUPED_ON_DEVICE = (9, 10)
 
 
 class _SparseFeedForward(LlamaFamily):
@@ -27,6 +31,18 @@ class _SparseFeedForward(LlamaFamily):
                 f"{type(self.model).__name__}: experts implementation {implementation!r} cannot be compiled as one "
                 f"graph; call model.set_experts_implementation() with one of {', '.join(_GRAPH_EXPERTS)}"
             )
+
+    def why_not_recorded(self) -> str:
+        if self._probe.device.type != "cuda" or self.config._experts_implementation != "grouped_mm":
+            return ""
+        major, minor = torch.cuda.get_device_capability(self._probe.device)
+        if self._probe.dtype is torch.bfloat16 and major in _GROUPED_ON_DEVICE:
+            return ""
+        return (
+            f"experts implementation 'grouped_mm' waits for the device in {self._probe.dtype} on compute capability "
+            f"{major}.{minor}; call model.set_experts_implementation('batched_mm'), or load the model in bfloat16 on a "
+            f"GPU of capability {' or '.join(f'{one}.x' for one in _GROUPED_ON_DEVICE)}"
+        )
 
 
 @LAYER_FAMILIES.register("mixtral")

@@ -21,7 +21,8 @@ from omniserve.config import EngineConfig
 from omniserve.fingerprint import has_constant_steps
 from omniserve.graphs.recorder import GraphRecorder, PlainRecorder, Recorder
 from omniserve.graphs.shapes import CHUNK_ROWS
-from omniserve.ops.attention import is_graph_safe, resolve_attention
+from omniserve.graphs.steps import why_not_recorded
+from omniserve.ops.attention import resolve_attention
 from omniserve.patching import PatchedModel
 
 
@@ -38,7 +39,7 @@ class Served:
         spec, on_cuda = model.spec, model.device.type == "cuda"
         self.attend = resolve_attention(config.attention, model.device)
         """Device attention."""
-        self.constant = has_constant_steps(config, model.device) and (not on_cuda or is_graph_safe(self.attend))
+        self.constant = has_constant_steps(config, model.device) and not why_not_recorded(model, self.attend, config)
         """Steps run in constant shapes."""
         self.mailbox = on_cuda or config.step_graphs == "on"
         """Rows reach the host tier through its mailbox; else they are handed over by a call."""

@@ -76,6 +76,10 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],  # one dense layer among the sparse ones
         },
     ),
+    "mixtral_batched": (
+        "mixtral",
+        {**_MOE, "num_local_experts": 4, "sliding_window": None, "experts_implementation": "batched_mm"},
+    ),
 }
 
 
@@ -92,10 +96,12 @@ def tiny_model(
         **overrides: Config fields that differ from the table's.
     """
     model_type, settings = MODELS[family]
-    config = AutoConfig.for_model(model_type, **{**settings, "num_hidden_layers": num_layers, **overrides})
+    fields = {**settings, "num_hidden_layers": num_layers, **overrides}
+    experts = {name: fields.pop(name) for name in ("experts_implementation",) if name in fields}
+    config = AutoConfig.for_model(model_type, **fields)
     # Older transformers give Gemma-2 SDPA by default, which leaves the soft-cap out.
     attention = {"attn_implementation": "eager"} if model_type == "gemma2" else {}
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention, **experts)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
