@@ -8,10 +8,13 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.record import ROOT
 from benchmarks.gpu import __main__ as command
@@ -21,22 +24,26 @@ from benchmarks.gpu.limits import Limits
 from benchmarks.gpu.models import LLAMA_8B, QWEN_32B, TINY, ModelShelf, random_model
 from benchmarks.gpu.outcome_log import VARIABLE
 from benchmarks.gpu.parts import PARTS, exactness, limit_of
-from benchmarks.gpu.parts.exactness import run_for, summary
+from benchmarks.gpu.parts.exactness import summary
+from benchmarks.gpu.parts.transformers_beside import token_s
 from benchmarks.gpu.primed import PRIMED
+from benchmarks.gpu.program import Program
 from benchmarks.gpu.supervise import Supervisor
 from benchmarks.gpu.table import Goal, Row, markdown, row_of
-from benchmarks.gpu.trace import covered
+from benchmarks.gpu.trace import covered, spans_on
 from benchmarks.gpu.worker import PartRunner
 from omniserve.patching import patch
+from tests.host.helpers import wait_until
 
 CPU = torch.device("cpu")
 MEASURED = {
     "exactness": {"tests, failed": "tests", "every kernel once: status": ""},
-    "decode": {"tiny, batch 4, 40 tokens": "ms", "tiny, batch 1, 40 tokens, attention cpu": "ms"},
+    "decode": {"tiny, batch 4, 40 tokens": "ms", "tiny, batch 1, 40 tokens": "ms"},
+    "attention": {"cpu, 4 decodes at 40 tokens: a layer": "us", "sdpa, 1 chunks of 32 at 40 tokens: a layer": "us"},
     "prefill": {"tiny, prompt of 64 tokens": "TFLOP/s", "tiny, prompt of 64 tokens in steps of 32": "TFLOP/s"},
     "piggyback": {
         "operators of 1 seats beside 4 rows, a layer": "us",
-        "step of 4 LS rows, 4 BE requests on the host": "ms",
+        "step of 4 LS rows, 8 BE requests on the host": "ms",
         "2 residents: a layer longer than with no seat": "us",
     },
     "moves": {
@@ -54,6 +61,7 @@ MEASURED = {
     },
     "safepoints": {
         "step of 2 BE rows that looks who has come": "ms",
+        "step of 2 BE rows that looks who has come, over steps that nobody may leave": "ms",
         "from a signal to the end of a step of 64 BE rows": "ms",
     },
     "qwen": {"tiny, batch 4, 40 tokens": "ms", "tiny, prompt of 32 tokens": "TFLOP/s"},
@@ -171,6 +179,25 @@ def test_table_says_what_was_missed_and_what_was_not_measured() -> None:
     assert len({len(line) for line in lines}) == 1
 
 
+def test_what_the_profiler_saw_is_found_by_the_kind_of_device() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        torch.ones(1000).sum()
+    spans = spans_on(DeviceType.CPU, trace)
+    assert spans and all(start <= end for start, end in spans)
+    assert not spans_on(DeviceType.CUDA, trace)
+
+
+def test_gaps_between_tokens_count_while_all_requests_decode() -> None:
+    def output(stamps: list[float]) -> SimpleNamespace:
+        return SimpleNamespace(timestamps=stamps, generated_tokens=list(range(len(stamps))))
+
+    early = output([0.0, *(10.0 + 2.0 * i for i in range(31))])  # waits for the other's prompt at first
+    late = output([11.0 + 2.0 * i for i in range(32)])
+    assert token_s([early, late], 2) == 2.0
+    with pytest.raises(RuntimeError, match="1 of 2 requests did not get their 32 tokens"):
+        token_s([late, output([1.0, 2.0])], 2)
+
+
 def test_covered_time_counts_overlaps_once() -> None:
     assert covered([]) == 0
     assert covered([(5, 7), (0, 2), (1, 3), (1, 2), (7, 8)]) == 6
@@ -268,11 +295,31 @@ def test_a_worker_that_cannot_begin_is_not_started_again(tmp_path: Path) -> None
 
 
 def test_a_program_is_cut_after_its_time() -> None:
-    status, output, was_cut = run_for(
-        [sys.executable, "-c", "print('seen', flush=True); import time; time.sleep(60)"], 2
-    )
+    with Program([sys.executable, "-c", "print('seen', flush=True); import time; time.sleep(60)"]) as program:
+        status, output, was_cut = program.wait(2)
     assert was_cut and status != 0 and "seen" in output
-    assert run_for([sys.executable, "-c", "raise SystemExit(3)"], 60)[::2] == (3, False)
+    with Program([sys.executable, "-c", "raise SystemExit(3)"]) as program:
+        assert program.wait(60)[::2] == (3, False)
+
+
+def test_a_program_ends_with_those_that_it_started(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(f'{{child.pid}} ')\n"
+        "time.sleep(60)"
+    )
+    with pytest.raises(KeyboardInterrupt), Program([sys.executable, "-c", code]):
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith(" "))
+        pid = int((tmp_path / "pid").read_text())
+        assert is_running(pid)
+        raise KeyboardInterrupt
+    wait_until(lambda: not is_running(pid))
+
+
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_summary_of_tests_names_those_that_failed(tmp_path: Path) -> None:
@@ -282,6 +329,10 @@ def test_summary_of_tests_names_those_that_failed(tmp_path: Path) -> None:
     counted = summary(log, was_cut=True)
     assert counted.value == 2 and counted.details["failed"] == ["b", "d"]
     assert counted.note == "1 passed, 2 failed, 1 skipped, cut: out of time"
+    log.write_text(json.dumps({"test": "a", "outcome": "passed"}) + "\n")
+    assert summary(log, was_cut=False).value == 0
+    with pytest.raises(NotHere, match="1 passed, 0 failed, 0 skipped, cut: out of time"):
+        summary(log, was_cut=True)  # the others might have failed
     log.write_text("")
     with pytest.raises(NotHere, match="no test ran"):
         summary(log, was_cut=False)
@@ -306,9 +357,8 @@ def test_outcomes_are_written_as_they_come(tmp_path: Path) -> None:
         "benchmarks.gpu.outcome_log",
         str(tmp_path),
     ]
-    status, output, was_cut = run_for(
-        [*command, "--continue-on-collection-errors"], 60, os.environ | {VARIABLE: str(log)}
-    )
+    with Program([*command, "--continue-on-collection-errors"], os.environ | {VARIABLE: str(log)}) as program:
+        status, output, was_cut = program.wait(60)
     assert status == 9 and not was_cut, output
     counted = summary(log, was_cut=was_cut)
     assert counted.note == "1 passed, 3 failed, 1 skipped"

@@ -32,8 +32,14 @@ PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Return commit, dirty flag, package versions and hardware of this run."""
-    return {"git": _git(), "python": platform.python_version(), "versions": _versions(), "hardware": _hardware()}
+    """Return commit, dirty flag, a hash of the code, package versions and hardware of this run."""
+    return {
+        "git": _git(),
+        "code": _code_hash(),
+        "python": platform.python_version(),
+        "versions": _versions(),
+        "hardware": _hardware(),
+    }
 
 
 def write_record(path: Path, *, name: str, config: Mapping[str, Any], seed: int, results: Mapping[str, Any]) -> None:
@@ -59,7 +65,10 @@ def write_record(path: Path, *, name: str, config: Mapping[str, Any], seed: int,
         "results": dict(results),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, default=_plain) + "\n")
+    text = json.dumps(record, indent=1, default=_plain) + "\n"
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)  # a record that is there stays whole, whatever ends this program
 
 
 def portable(value: Any) -> Any:
@@ -91,13 +100,27 @@ def _plain(value: object) -> object:
 
 def _git() -> dict[str, Any]:
     def run(*arguments: str) -> str | None:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+        except OSError:  # there is no git
+            return None
         return done.stdout.strip() if done.returncode == 0 else None
 
     # Records of earlier runs do not change what is measured.
     status = run("status", "--porcelain", "--", ".", ":!benchmarks/results")
     # None, not False, outside of a repository: nothing is known about the code then.
     return {"commit": run("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
+
+
+def _code_hash() -> str:
+    """Return a hash of the project's sources: it tells records apart where a tree was copied without its repository."""
+    kinds = {".py", ".cpp", ".h", ".inl", ".sh", ".toml"}
+    folders = (ROOT / "omniserve", ROOT / "benchmarks", ROOT / "tests")
+    paths = sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in kinds)
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _versions() -> dict[str, str]:

@@ -26,8 +26,6 @@ from omniserve.spec import ModelSpec
 NEVER_S = float(1 << 30)
 _PACKAGES = {"xformers": "xformers", "triton": "triton"}
 """What an implementation of attention needs that may be missing."""
-_READS_LENGTHS = ("sdpa", "xformers")
-"""Attention that needs the lengths on the host, and so cannot be recorded in a graph."""
 _FIELDS = {field.name for field in dataclasses.fields(EngineConfig)}
 MODES: dict[str, dict[str, Any]] = {
     "as configured": {},
@@ -41,12 +39,6 @@ MODES: dict[str, dict[str, Any]] = {
 def modes() -> list[str]:
     """Return the modes that this version's settings can tell apart, the default one first."""
     return [name for name, settings in MODES.items() if settings.keys() <= _FIELDS]
-
-
-def mode_of(attention: str) -> str:
-    """Return the mode that shows an implementation of attention at its best: some cannot be in a step's graph."""
-    plain = "no step graphs"
-    return plain if attention in _READS_LENGTHS and plain in modes() else modes()[0]
 
 
 def attentions(device: torch.device) -> dict[str, str]:
@@ -84,14 +76,12 @@ def config_of(model: Any, *, mode: str = "as configured", **settings: Any) -> En
 
 @contextmanager
 def open_engine(model: Any, config: EngineConfig, profile: Profile | None = None) -> Iterator[Engine]:
-    """Give an engine whose device KV is random and whose host KV is 0: who did not compute it can still read it."""
+    """Give an engine whose device KV is random, and whose host KV is 0: who did not compute it can still read it."""
     reclaim_memory(model.device)
     with Engine(model, config, profile=profile) as engine:
         storage = engine.runner._storage
         for pool in (storage.k_LBKSH, storage.v_LBKSH):
             pool.normal_()
-        if engine.host_tier is not None:
-            engine.host_tier.pool_LBK2SH.zero_()
         yield engine
 
 
@@ -108,9 +98,21 @@ def open_decoding(
         "max_num_requests": max(batch, 1), "max_step_tokens": max(batch, 512), "swap_in_delay_s": NEVER_S,
     }  # fmt: skip
     with open_engine(model, config_of(model, mode=mode, **defaults | settings)) as engine:
-        for i in range(batch):
-            engine.add(request(f"ls{i}", context, output, spec.vocab_size))
+        add_decoding(engine, batch, context, output)
         yield engine
+
+
+def add_decoding(engine: Engine, batch: int, context: int, output: int) -> None:
+    """Add LS requests ``ls0`` and so on to an engine of primed ones."""
+    for i in range(batch):
+        engine.add(request(f"ls{i}", context, output, engine.spec.vocab_size))
+
+
+def renew(engine: Engine, batch: int, context: int, output: int) -> None:
+    """Begin anew with these requests: what is compared is measured at the same contexts."""
+    for i in range(batch):
+        engine.abort(f"ls{i}")
+    add_decoding(engine, batch, context, output)
 
 
 def request(name: str, prompt: int, output: int, vocab_size: int, **more: Any) -> Request:

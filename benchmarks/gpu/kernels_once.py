@@ -23,6 +23,8 @@ from omniserve.spec import AttentionSpec, ModelSpec
 _FEW = 2
 _BLOCK = 16
 _PATIENCE_S = 60.0
+_LEFT_OUT = ("flex",)
+"""Attention that torch compiles anew for each sample, out of its own kernels."""
 
 
 def operators(device: torch.device) -> list[str]:
@@ -49,10 +51,10 @@ def run_operators(device: torch.device, *, few: bool) -> list[str]:
 
 
 def run_attention(device: torch.device, *, few: bool) -> list[str]:
-    """Run every implementation of device attention on the samples that it takes, and return what ran."""
+    """Run implementations of device attention on the samples that they take, and return what ran."""
     ran = []
     for name, reason in attentions(device).items():
-        if reason:
+        if reason or name in _LEFT_OUT:
             continue
         attend = resolve_attention(name, device)
         for sample in samples_of("paged_attention", device, few=few):

@@ -32,17 +32,18 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
-    "floors": Part(module="floors", about="what the hardware allows", share=20),
-    "exactness": Part(module="exactness", about="tests marked gpu; kernels under compute-sanitizer", share=120),
-    "decode": Part(module="decode", about="decode steps of Llama-3.1-8B's shape, context 1k", share=100),
-    "prefill": Part(module="prefill", about="prompts of Llama-3.1-8B's shape", share=25),
-    "piggyback": Part(module="piggyback", about="what piggyback rows cost a step", share=50),
-    "moves": Part(module="moves", about="KV between device and host, alone and beside decode steps", share=30),
-    "host": Part(module="host", about="host attention, sustained, and LS steps beside it", share=60),
-    "coserving": Part(module="coserving", about="policies on one load, device KV short", share=110),
-    "safepoints": Part(module="safepoints", about="rows that leave between two layers", share=20),
-    "qwen": Part(module="qwen", about="decode steps and prompts of Qwen2.5-32B's shape", share=45),
-    "transformers": Part(module="transformers_beside", about="transformers on the shapes of decode", share=60),
+    "floors": Part(module="floors", about="what the hardware allows", share=12),
+    "exactness": Part(module="exactness", about="tests marked gpu; kernels under compute-sanitizer", share=85),
+    "decode": Part(module="decode", about="decode steps of Llama-3.1-8B's shape, context 1k", share=60),
+    "prefill": Part(module="prefill", about="prompts of Llama-3.1-8B's shape", share=18),
+    "attention": Part(module="attention", about="device attention, implementation by implementation", share=25),
+    "piggyback": Part(module="piggyback", about="what piggyback rows cost a step", share=30),
+    "moves": Part(module="moves", about="KV between device and host, alone and beside decode steps", share=15),
+    "host": Part(module="host", about="host attention, sustained, and LS steps beside it", share=90),
+    "coserving": Part(module="coserving", about="policies on one load, device KV short", share=95),
+    "safepoints": Part(module="safepoints", about="rows that leave between two layers", share=15),
+    "qwen": Part(module="qwen", about="decode steps and prompts of Qwen2.5-32B's shape", share=30),
+    "transformers": Part(module="transformers_beside", about="transformers on the shapes of decode", share=35),
 }
 """In this order."""
 

@@ -12,10 +12,8 @@ import torch
 from benchmarks.gpu.bench import Bench, Measured
 from benchmarks.gpu.clock import reclaim_memory, wait_for
 from benchmarks.gpu.engines import (
-    attentions,
     drain,
     kv_token_bytes,
-    mode_of,
     modes,
     open_decoding,
     step_times,
@@ -32,26 +30,18 @@ DRY_BATCHES = (4, 1)
 GOAL = Goal(at_most=1.25)
 IDLE_GOAL = Goal(at_most=0.03, of="measured")
 _MEMORY_SHARE = 0.92
+_MODE_NEEDS_S = 15.0
 
 
 def run(bench: Bench) -> None:
-    """Time all batches as configured, then other modes and other attention at two of them."""
+    """Time all batches as configured, then other modes at two of them."""
     model = bench.shelf.patched(LLAMA_8B)
     batches = DRY_BATCHES if bench.dry else BATCHES
     first, *other_modes = modes()
     time_batches(bench, model, LLAMA_8B, batches, mode=first)
     some = DRY_BATCHES if bench.dry else (32, 8)
     for mode in other_modes:
-        time_batches(bench, model, LLAMA_8B, some, mode=mode, label=f", {mode}")
-    for name, reason in attentions(bench.device).items():
-        if reason:
-            bench.skip(f"{bench.name_of(LLAMA_8B)}, attention {name}", "ms", reason, GOAL)
-            continue
-        # sdpa launches kernels request by request: a small batch shows it.
-        these = some[-1:] if name == "sdpa" else some
-        mode = mode_of(name)
-        label = f", attention {name}" + (f", {mode}" if mode != first else "")
-        time_batches(bench, model, LLAMA_8B, these, mode=mode, label=label, attention=name)
+        time_batches(bench, model, LLAMA_8B, some, mode=mode, label=f", {mode}", needs_s=_MODE_NEEDS_S)
 
 
 def time_batches(
@@ -62,7 +52,7 @@ def time_batches(
     *,
     mode: str,
     label: str = "",
-    attention: str = "auto",
+    needs_s: float = 0.0,
 ) -> None:
     """Put a row for each batch into the table; the largest that fits first, and the GPU's idle share at the last two.
 
@@ -73,11 +63,15 @@ def time_batches(
         batches: Largest first.
         mode: Of the engine.
         label: What it is called in the table.
-        attention: On the device.
+        needs_s: No engine is made with less time left: its start alone takes seconds.
     """
     context, steps = (40, 5) if bench.dry else (1024, 40)
     output = (len(batches) + 1) * (steps + 16)
     names = {batch: f"{bench.name_of(shape)}, batch {batch}, {context} tokens{label}" for batch in batches}
+    if bench.left_s < needs_s:
+        for batch in batches:
+            bench.skip(names[batch], "ms", "out of time", GOAL)
+        return
     bench.limits.copy_bytes_per_s  # noqa: B018 - it takes memory: measured before the engine has it
     reclaim_memory(bench.device)
     fitting = [b for b in batches if _fits(bench, model, b, context + output)]
@@ -88,10 +82,7 @@ def time_batches(
         return
     began_s = time.perf_counter()
     try:
-        engine_of = open_decoding(
-            model, batch=fitting[0], context=context, output=output, mode=mode, attention=attention
-        )
-        with engine_of as engine:
+        with open_decoding(model, batch=fitting[0], context=context, output=output, mode=mode) as engine:
             if not label:  # weights are there; compiling comes with the first step, graphs may be recorded now
                 engine.step()
                 wait_for(bench.device)
@@ -105,7 +96,7 @@ def time_batches(
                         engine.abort(f"ls{i}")
                 _time_batch(bench, engine, model, names[batch], batch, context, steps, with_idle=not label)
             drain(engine, [f"ls{i}" for i in range(fitting[-1])])
-    except (ValueError, RuntimeError, ImportError) as error:  # no such attention for this model; the others go on
+    except (ValueError, RuntimeError, ImportError) as error:  # the other modes go on
         bench.fail(f"{bench.name_of(shape)}{label or ', decode'}", "ms", error, GOAL)
 
 

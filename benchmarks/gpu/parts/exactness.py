@@ -8,69 +8,80 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.common.record import ROOT
 from benchmarks.gpu.bench import Bench, Measured, NotHere
 from benchmarks.gpu.outcome_log import VARIABLE
+from benchmarks.gpu.program import Program
 from benchmarks.gpu.table import Goal
 
-SUITE = ("tests/ops", "tests/host", "tests/graphs", "tests/latency", "tests/engine", "tests/parity")
-"""Every folder with a test marked ``gpu``."""
+Start = Callable[..., Program]
+
+SUITE = ("tests/parity", "tests/graphs", "tests/ops", "tests/host", "tests/engine", "tests/latency")
+"""Every folder with a test marked ``gpu``; what matters most first, for the time may be too short."""
 DRY_SUITE = ("tests/ops/test_linear.py",)
 TOOLS = ("memcheck", "racecheck")
 _KERNELS = ("-m", "benchmarks.gpu.kernels_once")
 _WORKERS = "8"
-_SANITIZERS_SHARE = 0.35
+_TO_REPORT_S = 3.0
 
 
 def run(bench: Bench) -> None:
-    """Run the tests, then the kernels alone, then these under each sanitizer in what is left."""
-    bench.take(
-        "tests, failed", "tests", functools.partial(_tests, bench, (1 - _SANITIZERS_SHARE) * bench.left_s),
-        goal=Goal(at_most=0, of="measured"), needs_s=5.0,
-    )  # fmt: skip
-    bench.take(
-        "every kernel once: status", "", lambda: _status([sys.executable, *_KERNELS], bench.left_s / 2),
-        goal=Goal(at_most=0, of="measured"), needs_s=5.0,
-    )  # fmt: skip
-    for number, tool in enumerate(TOOLS):
-        limit_s = bench.left_s / (len(TOOLS) - number)
-        bench.take(
-            f"compute-sanitizer {tool}: errors", "errors",
-            functools.partial(_sanitizer, bench, tool, limit_s),
-            goal=Goal(at_most=0, of="measured"), needs_s=5.0,
-        )  # fmt: skip
+    """Run the tests, the kernels alone, and these under each sanitizer, all at once: nothing here is timed."""
+    goal = Goal(at_most=0, of="measured")
+    with ExitStack() as stack:
+
+        def start(command: list[str], environment: dict[str, str] | None = None) -> Program:
+            return stack.enter_context(Program(command, environment))
+
+        log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "outcomes"
+        log.touch()
+        tests = _start_tests(bench, start, log)
+        kernels = start([sys.executable, *_KERNELS])
+        checked = {tool: _start_sanitizer(bench, tool, start) for tool in TOOLS}
+        bench.take("tests, failed", "tests", lambda: _failed(tests, log, _left_s(bench)), goal=goal)
+        bench.take("every kernel once: status", "", lambda: _status(kernels, _left_s(bench)), goal=goal)
+        for tool, program in checked.items():
+            bench.take(
+                f"compute-sanitizer {tool}: errors", "errors",
+                functools.partial(_errors, program, bench), goal=goal,
+            )  # fmt: skip
 
 
-def _tests(bench: Bench, limit_s: float) -> Measured:
-    """Return how many tests failed or could not run, and what ran."""
+def _left_s(bench: Bench) -> float:
+    return bench.left_s - _TO_REPORT_S
+
+
+def _start_tests(bench: Bench, start: Start, log: Path) -> Program:
+    """Return the tests under way; ``log`` gets their outcomes."""
     paths = DRY_SUITE if bench.dry else SUITE
     options = ["-q", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.outcome_log", "--continue-on-collection-errors"]
     if bench.on_gpu:
         options += ["-m", "gpu"]
         if importlib.util.find_spec("xdist") is not None:
             options += ["-n", _WORKERS]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "outcomes"
-        log.touch()
-        command = [sys.executable, "-m", "pytest", *options, *paths]
-        status, output, was_cut = run_for(command, limit_s, os.environ | {VARIABLE: str(log)})
-        if status not in (0, 1) and not was_cut:
-            raise RuntimeError(f"pytest ended with status {status}: {output[-300:]}")
-        return summary(log, was_cut=was_cut)
+    return start([sys.executable, "-m", "pytest", *options, *paths], os.environ | {VARIABLE: str(log)})
+
+
+def _failed(tests: Program, log: Path, limit_s: float) -> Measured:
+    """Return how many tests failed or could not run, and what ran."""
+    status, output, was_cut = tests.wait(limit_s)
+    if status not in (0, 1) and not was_cut:
+        raise RuntimeError(f"pytest ended with status {status}: {output[-300:]}")
+    return summary(log, was_cut=was_cut)
 
 
 def summary(log: Path, *, was_cut: bool) -> Measured:
     """Return how many tests failed, from what ``outcome_log`` wrote.
 
     Raises:
-        NotHere: No test ran.
+        NotHere: No test ran, or none failed of those that did before the time was over.
     """
     outcomes: dict[str, str] = {}
     for line in log.read_text().splitlines():
@@ -84,28 +95,36 @@ def summary(log: Path, *, was_cut: bool) -> Measured:
     if not counts["passed"] and not counts["failed"]:
         raise NotHere(f"no test ran: {note}")
     failed = [test for test, outcome in outcomes.items() if outcome == "failed"]
+    if was_cut and not failed:
+        raise NotHere(note)
     return Measured(value=float(len(failed)), note=note, details={"failed": failed, "cut": was_cut})
 
 
-def _status(command: list[str], limit_s: float) -> Measured:
-    status, output, was_cut = run_for(command, limit_s)
+def _status(program: Program, limit_s: float) -> Measured:
+    status, output, was_cut = program.wait(limit_s)
     if was_cut:
-        raise NotHere(f"not over after {limit_s:.0f} s")
+        raise NotHere(f"not over after {time.monotonic() - program.began_s:.0f} s")
     return Measured(value=float(status), note=(output.strip().splitlines() or [""])[-1])
 
 
-def _sanitizer(bench: Bench, tool: str, limit_s: float) -> Measured:
+def _start_sanitizer(bench: Bench, tool: str, start: Start) -> Program | str:
+    """Return the kernels under way under a sanitizer, or why there is none."""
     if not bench.on_gpu:
-        raise NotHere("needs a GPU")
+        return "needs a GPU"
     program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if program is None:
-        raise NotHere("there is no compute-sanitizer here")
+        return "there is no compute-sanitizer here"
     # The caching allocator hides reads behind the end of a tensor.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [program, "--tool", tool, "--print-limit", "5", sys.executable, *_KERNELS, "--few"]
-    status, output, was_cut = run_for(command, limit_s, environment)
+    return start([program, "--tool", tool, "--print-limit", "5", sys.executable, *_KERNELS, "--few"], environment)
+
+
+def _errors(program: Program | str, bench: Bench) -> Measured:
+    if isinstance(program, str):
+        raise NotHere(program)
+    status, output, was_cut = program.wait(_left_s(bench))
     if was_cut:
-        raise NotHere(f"not over after {limit_s:.0f} s")
+        raise NotHere(f"not over after {time.monotonic() - program.began_s:.0f} s")
     found = re.search(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", output)
     if "Device not supported" in output:
         raise NotHere("compute-sanitizer does not support this device, or how it is virtualised")
@@ -114,29 +133,3 @@ def _sanitizer(bench: Bench, tool: str, limit_s: float) -> Measured:
     if status != 0 and not int(found[1] or found[2]):
         raise RuntimeError(f"the program ended with status {status}: {output[-300:]}")
     return Measured(value=float(found[1] or found[2]), note=found[0], details={"end_of_output": output[-2000:]})
-
-
-def run_for(command: list[str], limit_s: float, environment: dict[str, str] | None = None) -> tuple[int, str, bool]:
-    """Run a program for so long; return its status, its output, and whether it, and what it had started, was killed.
-
-    Args:
-        command: The program and its arguments.
-        limit_s: How long.
-        environment: None: this process's own.
-    """
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    was_cut = False
-    try:
-        output, _ = process.communicate(timeout=max(1.0, limit_s))
-    except subprocess.TimeoutExpired:
-        was_cut = True
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-    finally:  # also if this process is interrupted
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return process.returncode, output, was_cut

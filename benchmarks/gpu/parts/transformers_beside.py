@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import time
+from collections.abc import Iterable
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -26,13 +27,13 @@ def run(bench: Bench) -> None:
     for batch in batches:
         name = f"transformers, batch {batch}, {context} tokens"
         bench.take(
+            f"{name}: generate_batch", "ms", functools.partial(_generate_batch, bench, model, batch, context),
+            needs_s=0.0 if bench.dry else 10.0,
+        )  # fmt: skip
+        bench.take(
             f"{name}: generate, static cache, compiled", "ms",
             functools.partial(_generate, bench, model, batch, context),
             needs_s=0.0 if bench.dry else _COMPILES_S / 2,
-        )  # fmt: skip
-        bench.take(
-            f"{name}: generate_batch", "ms", functools.partial(_generate_batch, bench, model, batch, context),
-            needs_s=0.0 if bench.dry else 10.0,
         )  # fmt: skip
 
 
@@ -65,14 +66,24 @@ def _generate_batch(bench: Bench, model: Any, batch: int, context: int) -> Measu
         raise NotHere("this transformers has no generate_batch")
     if not bench.on_gpu:
         raise NotHere("generate_batch needs a GPU")
-    prompts = _prompts(model, batch, context)
+    config = GenerationConfig(max_new_tokens=_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    outputs = model.generate_batch(
+        inputs=_prompts(model, batch, context), generation_config=config, record_timestamps=True, progress_bar=False
+    )
+    return Measured(value=1e3 * token_s(outputs.values(), batch), note="median of the gaps between tokens")
 
-    def generate(count: int) -> float:
-        config = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=-1)
-        began_s = time.perf_counter()
-        model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
-        return time.perf_counter() - began_s
 
-    generate(_FEW)
-    long_s, short_s = generate(_TOKENS), generate(_FEW)
-    return Measured(value=1e3 * (long_s - short_s) / (_TOKENS - _FEW), details={"seconds": [long_s, short_s]})
+def token_s(outputs: Iterable[Any], batch: int) -> float:
+    """Return the median seconds from one token to the next while all requests decode, from ``GenerationOutput``.
+
+    Raises:
+        RuntimeError: A request failed or came short, which ``generate_batch`` only logs.
+    """
+    times = [output.timestamps for output in outputs if len(output.generated_tokens) == _TOKENS]
+    if len(times) < batch:
+        raise RuntimeError(f"{batch - len(times)} of {batch} requests did not get their {_TOKENS} tokens; see the log")
+    decoding_s = max(stamps[0] for stamps in times)  # from the last first token on
+    gaps = [after - before for stamps in times for before, after in pairwise(stamps) if before >= decoding_s]
+    if not gaps:
+        raise RuntimeError("no two tokens of a request came while all of them decoded")
+    return median(gaps)
