@@ -1,4 +1,4 @@
-"""Copies between the host and the device that neither of them waits for."""
+"""Copies between the host and the device that neither of them waits for, and marks to wait for later."""
 
 from __future__ import annotations
 
@@ -45,3 +45,22 @@ class Download:
             (part.view(torch.float64) if t.is_floating_point() else part).view(t.shape)
             for part, t in zip(parts, self._tensors, strict=True)
         ]
+
+
+class Mark:
+    """A place in what the current stream is given, that the host can wait for.
+
+    Args:
+        device: The stream's; where it is no GPU, all has happened already.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait for what the stream was given before, and for no more."""
+        if self._event is not None:
+            self._event.synchronize()

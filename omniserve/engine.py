@@ -142,6 +142,7 @@ class Engine:
             safepoint=lambda: this()._ask_whether_to_leave(),
         )
         if constant is not None:
+            patched.warm_up(constant=True)  # also the layers that no recording calls by themselves
             constant.record_all()
         self._request_limits = RequestLimits(
             vocab_size=self.spec.vocab_size,

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from omniserve.layers import LayerFamily, family_of
-from omniserve.layers.compiled import Half, compile_halves
+from omniserve.layers.compiled import USUAL_TOKENS, Half, compile_halves
 from omniserve.layers.groups import groups_of
 from omniserve.layers.merged import merge, mergeable, unmerge
 from omniserve.layers.packed import pack, packable, unpack
@@ -99,18 +99,21 @@ class PatchedModel:
         return hidden_TD, q_TNH, k_TKH, v_TKH
 
     def warm_up(self, *, constant: bool = False) -> None:
-        """Run every half once on one token, so that compiling does not fall into the first request.
+        """Run every half once, so that compiling does not fall into the first request.
+
+        On one row; on a GPU on a usual number of them, as kernels are tuned to the first that they see.
 
         Args:
             constant: Also what is between two attentions as one, which steps in constant shapes run.
         """
         with torch.inference_mode():
-            position = torch.zeros(1, dtype=torch.int64, device=self.device)
-            hidden_TD = self.embed(position, position)
-            cos, sin = self.rotary(position) or (None, None)
+            num_rows = USUAL_TOKENS if self.device.type == "cuda" else 1
+            positions_T = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+            hidden_TD = self.embed(positions_T, positions_T)
+            cos, sin = self.rotary(positions_T) or (None, None)
             for layer in range(self.num_layers):
                 q_TNH, _, _ = self.pre_attention(layer, hidden_TD, cos, sin)
-                attn = q_TNH.reshape(1, -1)
+                attn = q_TNH.reshape(num_rows, -1)
                 if constant and layer + 1 < self.num_layers:
                     self.between_attentions(layer, attn, hidden_TD, cos, sin)
                 hidden_TD = self.post_attention(layer, attn, hidden_TD)

@@ -51,6 +51,7 @@ class PiggybackRows:
         if tier is not None and device.type == "cuda":
             self.results_SD = torch.zeros(num_slots, width, dtype=model.dtype, device=device)
             self._stream = torch.cuda.Stream(device)
+            self._gather(torch.tensor([-1]))  # compiles the kernel: no recording has it
         elif tier is not None:
             self.results_SD = tier.results_SD
 
@@ -58,14 +59,16 @@ class PiggybackRows:
         """Let the results that join a step come to the device; the layers that follow wait for them there."""
         if self._stream is None or not plan.joins:
             return
+        self._gather(torch.tensor([join.slot for join in plan.joins]))
+        torch.cuda.current_stream(self._model.device).wait_stream(self._stream)
+
+    def _gather(self, slots: Tensor) -> None:
         from omniserve.ops.kernels.rows import gather_rows
 
         assert self._tier is not None
         with torch.cuda.stream(self._stream):
             # Beside the step before: none of these rows is in use there, as a slot's result joins one step only.
-            slots_R = upload(torch.tensor([join.slot for join in plan.joins]), self._model.device)
-            gather_rows(self._tier.results_SD, slots_R, self.results_SD)
-        torch.cuda.current_stream(self._model.device).wait_stream(self._stream)
+            gather_rows(self._tier.results_SD, upload(slots, self._model.device), self.results_SD)
 
     def announce(self, plan: StepPlan) -> None:
         """Tell the host tier who will leave this step for it, and where."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from omniserve.cores import CoreSplit
+from omniserve.device_copies import Mark
 from omniserve.graphs.steps import ConstantSteps
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
@@ -38,6 +39,8 @@ class LaunchedStep:
     """What is known of it already: all but the tokens."""
     sample: PendingSample | None
     """None: it samples nothing."""
+    end: Mark | None = None
+    """Of one that computes something and samples nothing: where it ends."""
 
 
 class ModelRunner:
@@ -95,8 +98,18 @@ class ModelRunner:
         """Run one step to its end."""
         return self.collect(self.launch(plan))
 
+    def wait(self) -> None:
+        """Wait for all that was launched."""
+        Mark(self._model.device).wait()
+
     def collect(self, step: LaunchedStep) -> StepOutput:
-        """Wait for a launched step's tokens, and for nothing that was launched after it; to be called once."""
+        """Wait for a launched step's end or tokens, and for nothing that was launched after it; to be called once.
+
+        A step without tokens is waited for, too, or the host would run ahead of the device by any number of them, and
+        who comes then would wait for all.
+        """
+        if step.end is not None:
+            step.end.wait()
         if step.sample is None:
             return step.output
         tokens, failed = step.sample.result()
@@ -131,7 +144,7 @@ class ModelRunner:
             hidden_TD, request_ids = torch.cat([hidden_TD, second_TD]), request_ids + second_ids
         output = StepOutput(prompt_logprobs=scores, failed=unscored, halted=halted, lost=lost)
         if not request_ids:
-            return LaunchedStep(output, None)
+            return LaunchedStep(output, None, end=Mark(self._model.device))
         sample = self._sampler.launch(self._model.logits(hidden_TD), request_ids)
         self._pending.note(request_ids, sample.tokens_R)
         return LaunchedStep(output, sample)

@@ -124,9 +124,8 @@ class Stepper:
         return True
 
     def close(self) -> None:
-        """Wait for a step in flight, whose outputs nobody gets: until then it uses the host tier's memory."""
-        if self._in_flight is not None:
-            self._runner.collect(self._in_flight.launched)
+        """Wait for what was launched, whose outputs nobody gets: until then it uses the host tier's memory."""
+        self._runner.wait()
 
     def _host_events(self) -> list[HostEvent]:
         if self._host_tier is None:

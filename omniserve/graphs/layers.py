@@ -51,6 +51,10 @@ class ChunkTensors:
         )
 
 
+_FEW_ROWS = 4
+"""Rows of a first prompt that is short, whose attention is split over the keys."""
+
+
 class ConstantLayers:
     """Runs the layers of steps whose shapes do not depend on who is in them.
 
@@ -104,12 +108,13 @@ class ConstantLayers:
         device, spec = self._model.device, self._model.spec
         q_TNH = torch.zeros(num_rows, spec.num_heads, spec.head_size, dtype=self._model.dtype, device=device)
         layers = {spec.attention[layer]: layer for layer in range(spec.num_layers)}  # one of each kind
-        for num_requests in sorted({1, max(1, num_rows // 16), num_rows}):
-            bounds = torch.linspace(0, num_rows, num_requests + 1).long()
+        chunks_of = {(min(num_rows, _FEW_ROWS), 1), *((num_rows, n) for n in (1, max(1, num_rows // 16), num_rows))}
+        for rows, num_requests in sorted(chunks_of):
+            bounds = torch.linspace(0, rows, num_requests + 1).long()
             lengths = HostLengths(query_lens=tuple(bounds.diff().tolist()), seq_lens=tuple(bounds.diff().tolist()))
-            for num_blocks in {-(-num_rows // self._storage.block_size), max_blocks}:
+            for num_blocks in {-(-rows // self._storage.block_size), max_blocks}:
                 chunks = ChunkTensors(
-                    num_rows,
+                    rows,
                     torch.zeros(num_requests, num_blocks, dtype=torch.int32, device=device),
                     upload(bounds.int(), device),
                     upload(bounds.diff().int(), device),

@@ -65,7 +65,7 @@ class DeviceWorkRecorder(ABC):
         run()  # compiles kernels, which a recording may not
         work, hidden_TD = self._record(run)
 
-        def replay() -> Tensor:
+        def replay(keeps: object = run) -> Tensor:  # a recording has addresses: what it reads must live as long
             work()
             return hidden_TD
 
@@ -84,7 +84,7 @@ class DeviceWorkRecorder(ABC):
             before = self._attn_TD[: len(result[1])]
         last, hidden_TD = work, result
 
-        def replay(attend: Attend) -> Tensor:
+        def replay(attend: Attend, keeps: object = start) -> Tensor:
             for work, layer, q_TNH in recorded:
                 work()
                 self._attn_TD[: len(q_TNH)] = attend(layer, q_TNH)

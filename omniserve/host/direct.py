@@ -25,6 +25,8 @@ class _Copy:
     is_over: Callable[[], bool]
     num_bytes: int = 0
     error: str = ""
+    ids_2M: Tensor | None = None
+    """What the copy reads on the device, beside the tensors of its move."""
 
 
 class DirectMover(Mover):
@@ -66,13 +68,18 @@ class DirectMover(Mover):
             self._fail(move, "the host tier was closed")
             return
         try:
-            self._follow_current_stream(device_k_LBKSH.device)
-            is_over = self._launch(move, device_k_LBKSH, device_v_LBKSH)
+            # Before the side stream: a page-locked buffer whose copy waited there would keep all others from being used
+            # again until the move is over.
+            device = device_k_LBKSH.device
+            ids_2M = torch.tensor(sides(move), dtype=torch.int64, pin_memory=device.type == "cuda")
+            ids_2M = ids_2M.to(device, non_blocking=True)
+            self._follow_current_stream(device)
+            is_over = self._launch(move, device_k_LBKSH, device_v_LBKSH, ids_2M)
         except RuntimeError as error:  # out of memory, a CUDA error: this move's problem, not the step's
             self._fail(move, f"a move failed on the device: {error}")
             return
         num_bytes = len(move.src_block_ids) * self._pool_LBK2SH[:, 0].nbytes
-        self._copies.append(_Copy(move, is_over, num_bytes))
+        self._copies.append(_Copy(move, is_over, num_bytes, ids_2M=ids_2M))
 
     def advance(self) -> list[HostEvent]:
         """Return the events of moves that are over."""
@@ -97,13 +104,13 @@ class DirectMover(Mover):
         self.num_failures += 1
         self._copies.append(_Copy(move, lambda: True, error=error))
 
-    def _launch(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> Callable[[], bool]:
+    def _launch(
+        self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor, ids_2M: Tensor
+    ) -> Callable[[], bool]:
         """Put a copy on the side stream; return what tells when it is done."""
         to_host = move.direction is MoveDirection.TO_HOST
+        device_ids_M, pool_ids_M = ids_2M
         with torch.cuda.stream(self._stream):  # None, without CUDA: no stream
-            # From pinned memory: a blocking copy of the ids would wait for all that the side stream waits for.
-            ids_2M = torch.tensor(sides(move), dtype=torch.int64, pin_memory=self._stream is not None)
-            device_ids_M, pool_ids_M = ids_2M.to(device_k_LBKSH.device, non_blocking=True)
             self._copy_blocks(
                 device_k_LBKSH, device_v_LBKSH, self._pool_LBK2SH, device_ids_M, pool_ids_M,
                 to_host=to_host, is_reversed=move.is_reversed,

@@ -68,6 +68,51 @@ def test_a_step_is_launched_before_the_one_before_it_is_collected(make_async: Ma
     )
 
 
+@pytest.mark.parametrize("async_steps", [False, True])
+def test_a_step_without_tokens_is_waited_for_like_any_other(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, async_steps: bool
+) -> None:
+    """Or the host would launch all of a long prompt's steps at once, and who comes then would wait for them."""
+    calls: list[str] = []
+
+    class NotedMark:
+        def __init__(self, device: torch.device) -> None:
+            self.number = sum(call.startswith("mark") for call in calls)
+            calls.append(f"mark {self.number}")
+
+        def wait(self) -> None:
+            calls.append(f"wait {self.number}")
+
+    monkeypatch.setattr("omniserve.runner.Mark", NotedMark)
+    engine = make_engine(async_steps=async_steps, max_step_tokens=4)
+    engine.add(request(18, 2))  # 5 steps, the last of which samples
+    assert [token for output in run(engine) for token in output.new_token_ids] == hf_tokens(18, 2)
+    if async_steps:  # one step ahead, no more
+        expected = ["mark 0", "mark 1", "wait 0", "mark 2", "wait 1", "mark 3", "wait 2", "wait 3"]
+    else:
+        expected = [f"{word} {step}" for step in range(4) for word in ("mark", "wait")]
+    assert calls == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("async_steps", [False, True])
+def test_no_more_than_a_step_is_ahead_of_a_gpu(async_steps: bool) -> None:
+    model = tiny_model("llama").cuda()
+    config = EngineConfig(
+        block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=0, max_step_tokens=4, compile=False,
+        async_steps=async_steps,
+    )  # fmt: skip
+    with Engine(patch(model, compile=False), config) as engine:
+        ends: list[torch.cuda.Event] = []
+        engine.add(request(40, 2))
+        while engine.has_unfinished:
+            engine.step()
+            assert all(end.query() for end in (ends[:-1] if async_steps else ends))
+            torch.cuda._sleep(10_000_000)  # the next step begins late
+            ends.append(torch.cuda.Event())
+            ends[-1].record()
+
+
 @pytest.mark.parametrize("output", [1, 2, 9])
 def test_generate_gives_hugging_faces_tokens(make_async: MakeEngine, output: int) -> None:
     engine = make_async()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from omniserve.graphs.recorder import GraphRecorder, PlainRecorder
+from omniserve.graphs.recorder import DeviceWorkRecorder, GraphRecorder, PlainRecorder, Result
 from tests.graphs.tape import TapeRecorder
 
 SHAPE = (4, 2, 3)  # T, N, H
@@ -49,3 +53,30 @@ def test_replays_follow_their_inputs(which: str) -> None:
             toy.x.copy_(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)))
             torch.testing.assert_close(whole(), plain.whole(toy.whole)())
             torch.testing.assert_close(in_pieces(attend), plain.in_pieces(toy.pieces)(attend))
+
+
+class Forgetful(DeviceWorkRecorder):
+    """Keeps nothing of what it recorded: a CUDA graph keeps addresses."""
+
+    def _record(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+        return (lambda: None), run()
+
+
+def test_what_a_recording_reads_lives_as_long_as_it() -> None:
+    recorder = Forgetful(SHAPE, torch.float32, torch.device("cpu"))
+
+    def recorded() -> tuple[Callable[..., torch.Tensor], weakref.ref[Toy]]:
+        toy = Toy("cpu")
+        return recorder.whole(lambda: toy.whole()), weakref.ref(toy)
+
+    def recorded_in_pieces() -> tuple[Callable[..., torch.Tensor], weakref.ref[Toy]]:
+        toy = Toy("cpu")
+        return recorder.in_pieces(lambda: toy.pieces()), weakref.ref(toy)
+
+    for record in (recorded, recorded_in_pieces):
+        replay, inputs = record()
+        gc.collect()
+        assert inputs() is not None, "its memory would be somebody else's at the next replay"
+        del replay
+        gc.collect()
+        assert inputs() is None

@@ -276,8 +276,10 @@ class Gated(DirectMover):
         self._num_launched = 0
         tier._moves.mover = self
 
-    def _launch(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> Callable[[], bool]:
-        super()._launch(move, device_k_LBKSH, device_v_LBKSH)
+    def _launch(
+        self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor, ids_2M: Tensor
+    ) -> Callable[[], bool]:
+        super()._launch(move, device_k_LBKSH, device_v_LBKSH, ids_2M)
         number = self._num_launched
         self._num_launched += 1
         return lambda: number in self.over
