@@ -23,7 +23,7 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
     from triton.compiler import ASTSource
 
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    loose = ("num_requests", "scale", "table_stride", "reversed_stride")
+    loose = ("num_requests", "full_splits", "max_split_keys", "scale", "table_stride", "reversed_stride")
     divisible = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
@@ -40,7 +40,8 @@ def attend_types(dtype: str, out_dtype: str) -> dict[str, str]:
     pointers |= {"out_ptr": f"*{out_dtype}", "lse_ptr": "*fp32", "table_ptr": "*i32", "reversed_ptr": "*u8"}
     pointers |= {"query_start_ptr": "*i32", "seq_lens_ptr": "*i32"}
     strides = ("q_stride_t", "q_stride_n", "stride_b", "stride_k", "stride_s", "table_stride", "reversed_stride")
-    return pointers | dict.fromkeys(("num_requests", *strides), "i32") | {"scale": "fp32"}
+    counts = ("num_requests", "full_splits", "max_split_keys")
+    return pointers | dict.fromkeys((*counts, *strides), "i32") | {"scale": "fp32"}
 
 
 def spilled_bytes(compiled: Any) -> int:

@@ -201,6 +201,38 @@ def test_few_decodes_are_split_until_the_device_is_full_and_many_are_not() -> No
     assert num_splits(64, table_width=2048) == 8  # one of them may be long
 
 
+def test_only_what_the_device_is_full_with_is_cut_however_short_it_is() -> None:
+    def full_splits(requests: int, table_width: int) -> tuple[int, int]:
+        shapes = LLAMA_8B | {"num_tokens": requests, "num_requests": requests, "table_width": table_width}
+        launch = choose_launch(**shapes)
+        return launch.full_splits, launch.num_splits
+
+    assert [full_splits(n, 2048) for n in (1, 8, 16, 64, 256)] == [(32, 32), (4, 8), (2, 8), (1, 8), (1, 8)]
+    assert full_splits(1, 4) == (4, 4)
+
+
+@interpreted
+def test_parts_that_stay_empty_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+
+    def empty(*args: Any, **settings: Any) -> Tensor:
+        made.append(torch.full(*args, float("nan"), **settings))
+        return made[-1]
+
+    monkeypatch.setattr(attention.torch, "empty", empty)
+    shape = AttentionShape(label="", chunks=((1, 15), (1, 99), (1, 299), (1, 0)), heads=(2, 1, 16), block_size=16)
+    args = attention_args(shape, CPU, torch.float32)
+    # One part of up to 64 keys, as the device is full: 4 parts only of what is longer than 4 * 64.
+    tuning = replace(HOPPER, target_programs=1, max_split_keys=64, max_skew_splits=4, max_block_n=16)
+    out = attend(args, one_query_each=True, tuning=tuning)
+    partial, lse = made
+    assert partial.shape == (4, 2, 4, 16)
+    used = (lse != float("-inf"))[:, 0].tolist()
+    assert used == [[True, False, False, False], [True, True, False, False], [True] * 4, [True, False, False, False]]
+    assert partial[:, 0].isfinite().all(-1).tolist() == used, "nothing is written for an empty part"
+    torch.testing.assert_close(out, reference.paged_attention(*args))
+
+
 def test_chunks_take_larger_tiles_and_a_tile_of_keys_lies_in_one_block() -> None:
     shapes = LLAMA_8B | {"num_requests": 4, "table_width": 128, "one_query_each": False}
     rows = [choose_launch(num_tokens=n, **shapes).tile.block_m for n in (4, 40, 2048)]

@@ -4,7 +4,7 @@ One program attends one tile: BLOCK_M rows, which are (query, head of the group)
 so a group reads K and V once. The grid follows from shapes alone. Tile i belongs to the request r with the largest
 ``query_start[r] // BLOCK_Q + r <= i`` (BLOCK_Q queries a tile): that leaves each request enough tiles, and some unused
 ones, which return at once. With splits, program (tile, head, s) takes the s-th part of *its* tile's keys, and a second
-kernel adds the parts (flash-decoding).
+kernel adds the parts (flash-decoding). Keys that are too few for all parts leave the last ones empty.
 
 No row of the cache is read but those that some query of the tile sees: what else a block holds may be NaN.
 
@@ -78,6 +78,7 @@ def paged_attention(
         block_size=block_size, table_width=table_width, itemsize=q_TNH.element_size(), one_query_each=one_query_each,
         tuning=tuning,
     )  # fmt: skip
+    full_splits = num_splits or launch.full_splits
     num_splits = num_splits or launch.num_splits
     partial = lse = out_TNH
     if num_splits > 1:
@@ -89,7 +90,8 @@ def paged_attention(
     padded_head = max(16, triton.next_power_of_2(head_size))
     _attend[(*launch.grid[:2], num_splits)](
         q_TNH, k_cache_BKSH, v_cache_BKSH, partial, lse, table, directions, query_start_R1, seq_lens_R,
-        num_requests, scale, *q_TNH.stride()[:2], *k_cache_BKSH.stride()[:3], table.stride(0), directions.stride(0),
+        num_requests, full_splits, launch.max_split_keys, scale,
+        *q_TNH.stride()[:2], *k_cache_BKSH.stride()[:3], table.stride(0), directions.stride(0),
         H=head_size, H_PAD=padded_head, S=block_size, GROUP=num_heads // kv_heads,
         BLOCK_M=launch.tile.block_m, BLOCK_N=launch.block_n, NUM_SPLITS=num_splits,
         WINDOW=window, SOFTCAP=softcap, IS_DIRECTED=reversed_RM is not None, ONE_QUERY_EACH=one_query_each,
@@ -139,7 +141,8 @@ def _check(
         raise ValueError(f"reversed is {reversed_RM.dtype} {tuple(reversed_RM.shape)}; expected bool, as block_table")
 
 
-@triton.jit(do_not_specialize=["num_requests", "table_stride", "reversed_stride"])  # else they compile again and again
+# What varies between launches is not specialized: else they compile again and again.
+@triton.jit(do_not_specialize=["num_requests", "full_splits", "max_split_keys", "table_stride", "reversed_stride"])
 def _attend(  # type: ignore[no-untyped-def]  # triton gives the arguments their types
     q_ptr,
     k_ptr,
@@ -151,6 +154,8 @@ def _attend(  # type: ignore[no-untyped-def]  # triton gives the arguments their
     query_start_ptr,
     seq_lens_ptr,
     num_requests,
+    full_splits,
+    max_split_keys,
     scale,
     q_stride_t,
     q_stride_n,
@@ -223,7 +228,9 @@ def _attend(  # type: ignore[no-untyped-def]  # triton gives the arguments their
     begin = first_key // BLOCK_N * BLOCK_N
     end = end_key
     if NUM_SPLITS > 1:
-        part = tl.cdiv(tl.cdiv(end_key - begin, BLOCK_N), NUM_SPLITS) * BLOCK_N
+        num_tiles = tl.cdiv(end_key - begin, BLOCK_N)
+        few_parts = tl.minimum(tl.cdiv(num_tiles, full_splits), tl.cdiv(max_split_keys, BLOCK_N))
+        part = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), few_parts) * BLOCK_N
         begin += split * part
         end = tl.minimum(end_key, begin + part)
         if begin >= end:

@@ -57,7 +57,8 @@ class Tuning:
     """Decodes are split further when the table is wide enough for longer parts: one long context among many short ones
     would otherwise be read by one SM alone, at 1/132 of the bandwidth, while the others are done."""
     max_skew_splits: int = 8
-    """But no further than this for that reason: each part costs each short request a program that returns at once."""
+    """But no further than this for that reason: each part costs each short request a program that returns at once. Only
+    requests with more keys than ``max_split_keys`` are cut further: parts that are not empty are written and read."""
     max_partial_bytes: int = 64 << 20
     """Most memory for the parts' results."""
 
@@ -74,6 +75,11 @@ class Launch:
     tile: Tile
     block_n: int
     """Keys of a tile."""
+
+    full_splits: int
+    """Parts that keys are cut into however few they are, at most P: as many as the device is full with."""
+    max_split_keys: int
+    """Keys of a part, until there would be more than P of them."""
 
     @property
     def num_splits(self) -> int:
@@ -108,7 +114,7 @@ def choose_launch(
     num_tiles = num_requests if one_query_each else num_tokens // (tile.block_m // group) + num_requests
 
     max_keys = table_width * block_size
-    splits = tuning.target_programs // max(1, num_tiles * kv_heads)
+    full_splits = splits = tuning.target_programs // max(1, num_tiles * kv_heads)
     if num_tokens == num_requests:
         splits = max(splits, min(tuning.max_skew_splits, max_keys // tuning.max_split_keys))
     part_bytes = num_tokens * num_heads * head_size * 4
@@ -118,4 +124,7 @@ def choose_launch(
     num_splits = 1 << max(0, splits.bit_length() - 1)
     if not one_query_each:
         num_splits = next((n for n in tuning.chunk_splits if n <= num_splits), 1)
-    return Launch(grid=(num_tiles, kv_heads, num_splits), tile=tile, block_n=block_n)
+    return Launch(
+        grid=(num_tiles, kv_heads, num_splits), tile=tile, block_n=block_n,
+        full_splits=max(1, min(full_splits, num_splits)), max_split_keys=tuning.max_split_keys,
+    )  # fmt: skip
