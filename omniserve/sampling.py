@@ -10,24 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 
 import torch
 from torch import Tensor
 
 from omniserve.device_copies import Download, upload
+from omniserve.draws import draw
 from omniserve.grammar import GrammarFailed, GrammarState
 from omniserve.plan import SampledToken
 from omniserve.prompt_scores import logprobs_of, told_logprobs
 from omniserve.request import SamplingParams, TokenLogprob
 
-# Below it quotients overflow float32, and all probabilities are nan; at it, sampling is greedy but for ties.
-_MIN_TEMPERATURE = 1e-6
+_DRAW_BITS = 52
 
 
 @dataclass(slots=True)
 class _RequestSampling:
     params: SamplingParams
-    generator: torch.Generator | None
+    random: Random | None
+    """One number a token; None: greedy."""
     output_counts_V: Tensor | None
     """Occurrences of each token in the output; only for requests with penalties."""
     in_prompt_V: Tensor | None
@@ -36,8 +38,8 @@ class _RequestSampling:
     grammar: GrammarState | None
     is_plain: bool
     """Greedy, logits as they are, no log-probabilities: the argmax is all it needs."""
-    only_draws: bool
-    """Its token is drawn from the logits over its temperature, and nothing else changes them."""
+    changes_logits: bool
+    """By a bias, penalties or a grammar."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +108,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._requests: dict[str, _RequestSampling] = {}
-        self._seeds = torch.Generator().manual_seed(seed)
+        self._seeds = Random(seed)
         self._one = torch.ones(1, device=device)
         self._shifts = torch.arange(8, dtype=torch.uint8, device=device)
 
@@ -118,12 +120,10 @@ class Sampler:
         grammar: GrammarState | None = None,
     ) -> None:
         """Begin to sample for a request; ``grammar`` is the beginning of that of ``params``, if it has one."""
-        generator = None
+        random = None
         if params.temperature > 0:
-            seed = params.seed
-            if seed is None:
-                seed = int(torch.randint(2**62, (), generator=self._seeds))
-            generator = torch.Generator(self._device).manual_seed(seed & (2**64 - 1))
+            seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+            random = Random(seed & (2**64 - 1))
         counts = in_prompt = None
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
             counts = torch.zeros(self._vocab_size, device=self._device)
@@ -136,11 +136,10 @@ class Sampler:
                 upload(torch.tensor(ids), self._device),
                 upload(torch.tensor(values, dtype=torch.float32), self._device),
             )
-        is_plain = params.logprobs is None and all(x is None for x in (generator, counts, bias, grammar))
-        is_filtered = 0 < params.top_k < self._vocab_size or params.top_p < 1.0 or params.min_p > 0.0
-        only_draws = generator is not None and not is_filtered and all(x is None for x in (counts, bias, grammar))
+        changes_logits = any(x is not None for x in (counts, bias, grammar))
+        is_plain = params.logprobs is None and random is None and not changes_logits
         self._requests[request_id] = _RequestSampling(
-            params, generator, counts, in_prompt, bias, grammar, is_plain, only_draws
+            params, random, counts, in_prompt, bias, grammar, is_plain, changes_logits
         )
 
     def remove(self, request_id: str) -> None:
@@ -188,50 +187,44 @@ class Sampler:
         self, logits_RV: Tensor, tokens_R: Tensor, others: Sequence[tuple[int, _RequestSampling]]
     ) -> dict[int, str]:
         """Replace the likeliest tokens by what rows with parameters pick; return messages by row that cannot."""
-        rows: list[int] = []
-        picked: list[Tensor] = []
         failed: dict[int, str] = {}
-        drawn = [(row, request) for row, request in others if request.only_draws]
-        if drawn:
-            rows += [row for row, _ in drawn]
-            picked += self._draw_rows(logits_RV, drawn).unbind(0)
+        picked: list[tuple[list[int], Tensor]] = []
+        as_they_are = [(row, request) for row, request in others if request.random and not request.changes_logits]
+        if as_they_are:
+            picked.append(_draw(self._rows_of(logits_RV, as_they_are), as_they_are))
+        changed: list[tuple[int, _RequestSampling]] = []
+        changed_logits: list[Tensor] = []
         for row, request in others:
-            if request.only_draws:
+            if not request.changes_logits:
                 continue
             try:
-                token = self._sample_row(logits_RV[row].float(), request)
+                adjusted_V = self._adjusted(logits_RV[row].float(), request)
             except GrammarFailed as error:
                 failed[row] = str(error)
                 continue
-            if token is not None:
-                rows.append(row)
-                picked.append(token)
-        if rows:
-            tokens_R.index_copy_(0, upload(torch.tensor(rows), self._device), torch.stack(picked))
+            if request.random is None:
+                picked.append(([row], adjusted_V.argmax()[None]))
+            else:
+                changed.append((row, request))
+                changed_logits.append(adjusted_V)
+        if changed:
+            picked.append(_draw(torch.stack(changed_logits), changed))
+        if picked:
+            rows = [row for some, _ in picked for row in some]
+            tokens_R.index_copy_(0, upload(torch.tensor(rows), self._device), torch.cat([some for _, some in picked]))
         for row, request in others:
             if request.output_counts_V is not None:
                 request.output_counts_V.index_add_(0, tokens_R[row : row + 1], self._one)
         return failed
 
-    def _draw_rows(self, logits_RV: Tensor, drawn: Sequence[tuple[int, _RequestSampling]]) -> Tensor:
-        """Draw for rows that have a temperature and no other parameter, together; each from its own stream."""
-        if len(drawn) < len(logits_RV):
-            logits_RV = logits_RV[upload(torch.tensor([row for row, _ in drawn]), self._device)]
-        temperatures = [max(request.params.temperature, _MIN_TEMPERATURE) for _, request in drawn]
-        temperatures_R = upload(torch.tensor(temperatures, dtype=torch.float32), self._device)
-        probs_RV = (logits_RV.float() / temperatures_R[:, None]).softmax(dim=-1)
-        race_RV = torch.empty_like(probs_RV)
-        for race_V, (_, request) in zip(race_RV.unbind(0), drawn, strict=True):
-            race_V.exponential_(generator=request.generator)
-        return _winner(probs_RV, race_RV)
+    def _rows_of(self, logits_RV: Tensor, requests: Sequence[tuple[int, _RequestSampling]]) -> Tensor:
+        if len(requests) == len(logits_RV):
+            return logits_RV
+        return logits_RV[upload(torch.tensor([row for row, _ in requests]), self._device)]
 
-    def _sample_row(self, logits_V: Tensor, request: _RequestSampling) -> Tensor | None:
-        """Return a row's token, ``[]`` int64; None: the likeliest one."""
-        adjusted_V = self._constrain(_penalise(_biased(logits_V, request), request), request.grammar)
-        if request.generator is not None:
-            probs_V = _filtered_probs(adjusted_V, request.params)
-            return _winner(probs_V, torch.empty_like(probs_V).exponential_(generator=request.generator))
-        return None if adjusted_V is logits_V else adjusted_V.argmax()
+    def _adjusted(self, logits_V: Tensor, request: _RequestSampling) -> Tensor:
+        """Apply bias, penalties and grammar, in this order."""
+        return self._constrain(_penalise(_biased(logits_V, request), request), request.grammar)
 
     def _constrain(self, logits_V: Tensor, grammar: GrammarState | None) -> Tensor:
         """Leave only the tokens that may come next."""
@@ -260,25 +253,7 @@ def _penalise(logits_V: Tensor, request: _RequestSampling) -> Tensor:
     return penalised_V - params.presence_penalty * seen_V - params.frequency_penalty * counts_V
 
 
-def _filtered_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Temperature, then top-k, top-p and min-p, each on what the one before left (Hugging Face's order)."""
-    logits_V = logits_V / max(params.temperature, _MIN_TEMPERATURE)
-    if 0 < params.top_k < logits_V.numel():
-        kth = logits_V.topk(params.top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < kth, -math.inf)
-    probs_V = logits_V.softmax(dim=-1)
-    if params.top_p < 1.0:
-        sorted_V, order_V = probs_V.sort(descending=True)
-        # A token stays if those before it do not reach top_p yet, so the likeliest always stays.
-        beyond_V = sorted_V.cumsum(dim=-1) - sorted_V >= params.top_p
-        # Also where float32 has top_p as 0. Not an assignment, which would wait for a GPU.
-        beyond_V[:1].fill_(False)
-        probs_V = probs_V.masked_fill(beyond_V.scatter(0, order_V, beyond_V), 0.0)
-    if params.min_p > 0.0:
-        probs_V = probs_V.masked_fill(probs_V < params.min_p * probs_V.max(), 0.0)
-    return probs_V
-
-
-def _winner(probs: Tensor, race: Tensor) -> Tensor:
-    """Draw from unnormalised probabilities: the argmax of p / Exp(1) (an exponential race)."""
-    return (probs / race).argmax(dim=-1)
+def _draw(logits_DV: Tensor, drawn: Sequence[tuple[int, _RequestSampling]]) -> tuple[list[int], Tensor]:
+    """Return the rows of requests with a temperature, and a token for each, int64."""
+    numbers = [request.random.getrandbits(_DRAW_BITS) / (1 << _DRAW_BITS) for _, request in drawn if request.random]
+    return [row for row, _ in drawn], draw(logits_DV, [request.params for _, request in drawn], numbers)

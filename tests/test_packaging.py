@@ -22,7 +22,7 @@ LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats"}
 ENGINE = {
     "engine", "capacity", "runner", "piggyback_rows", "pipelining", "safepoint", "sampling", "outputs",
     "step_inputs", "layer_loop", "graphs", "device_copies", "pending_tokens", "detokenizer", "cores", "fingerprint",
-    "step_log", "stepping", "prompt_scores", "grammar",
+    "draws", "step_log", "stepping", "prompt_scores", "grammar",
 }  # fmt: skip
 ALLOWED = {
     "ops": set(),
