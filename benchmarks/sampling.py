@@ -2,8 +2,8 @@
 
     python -m benchmarks.sampling --record benchmarks/results/sampling.json
 
-Milliseconds from logits to tokens on this machine's CPU; bf16 logits, normal with a standard deviation of 3. The rows of
-all cases take turns, so that a change of the machine's speed is in all of them.
+Milliseconds from logits to tokens on this machine's CPU; bf16 logits, normal with a standard deviation of 3. All cases
+take turns, so that a change of the machine's speed is in each of them.
 """
 
 from __future__ import annotations

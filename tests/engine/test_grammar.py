@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,14 +115,23 @@ def test_outputs_are_values_of_their_schemas(make_engine, temperature: float) ->
 def test_what_happens_to_a_request_changes_nothing_of_its_output(make_engine, scheduler: str) -> None:
     """On the device alone, and then with little memory: host rows, moves, preemption and recomputation."""
     rng = random.Random(1)
-    drawn = [random_schema(rng, depth=3) for _ in range(16)]
+    drawn = [random_schema(rng, depth=3) for _ in range(32)]
     requests = [
         constrained(json_grammar(schema), prompt=rng.randint(1, 30), service_class=rng.choice(["LS", "BE", "BE"]))
         for schema, _ in drawn
     ]
     # Seeded: each output depends on the model, the seed and the grammar alone.
     alone = make_engine(device_blocks=2000).generate(requests)
-    engine = make_engine(device_blocks=42, host_blocks=200, max_step_tokens=24, scheduler=scheduler)
+    # No more than each needs, so that the pool can be small: the longest alone, and a little.
+    ends = [len(completion.token_ids) + 1 for completion in alone]
+    requests = [
+        replace(request, sampling=replace(request.sampling, max_tokens=end))
+        for request, end in zip(requests, ends, strict=True)
+    ]
+    longest = max(len(request.prompt_token_ids) + end for request, end in zip(requests, ends, strict=True))
+    engine = make_engine(
+        device_blocks=-(-longest // BLOCK) + 3, host_blocks=200, max_step_tokens=24, scheduler=scheduler
+    )
     which = {engine.add(request): i for i, request in enumerate(requests)}
     got: dict[int, list[int]] = {i: [] for i in range(len(requests))}
     while engine.has_unfinished:
