@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 Prepack = bool | Literal["auto"]
 
+_WARM_UP_ROWS = {"cuda": USUAL_TOKENS}
+
 
 class PatchedModel:
     """What an engine calls: a model without its attention. Call everything under ``torch.inference_mode()``.
@@ -107,13 +109,13 @@ class PatchedModel:
             constant: Also what is between two attentions as one, which steps in constant shapes run.
         """
         with torch.inference_mode():
-            num_rows = USUAL_TOKENS if self.device.type == "cuda" else 1
+            num_rows = _WARM_UP_ROWS.get(self.device.type, 1)
             positions_T = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
             hidden_TD = self.embed(positions_T, positions_T)
             cos, sin = self.rotary(positions_T) or (None, None)
             for layer in range(self.num_layers):
                 q_TNH, _, _ = self.pre_attention(layer, hidden_TD, cos, sin)
-                attn = q_TNH.reshape(num_rows, -1)
+                attn = q_TNH.flatten(1).contiguous()
                 if constant and layer + 1 < self.num_layers:
                     self.between_attentions(layer, attn, hidden_TD, cos, sin)
                 hidden_TD = self.post_attention(layer, attn, hidden_TD)

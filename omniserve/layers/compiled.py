@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.decorators import mark_dynamic, mark_unbacked
+from torch.fx.experimental import _config as fx_config
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ Half = Callable[..., Any]
 # Tokens of a step, for the compiler. Without a number it sees no gain in joining a norm's two loops, and makes two
 # kernels of it (tests/layers/cuda_launches.py counts them); with a small one it splits the sums of wide rows as well.
 USUAL_TOKENS = 512
+# The first torch that looks at that number where a count has no example. On a GPU, earlier ones are given an example.
+_HEEDS_HINTS = (2, 13)
 
 # Attributes that differ between layers and that no half reads.
 _PER_LAYER_ATTRIBUTES = frozenset({"layer_idx", "layer_type", "attention_type", "sliding_window"})
@@ -68,6 +71,15 @@ def _no_guards(guards: Sequence[Any]) -> list[bool]:
     return [False] * len(guards)
 
 
+def needs_example(on_gpu: bool) -> bool:
+    """Tell whether the compiler must see a usual number of tokens, not only hear of it.
+
+    It then assumes nothing of that number but what holds for every other (``backed_size_oblivious``).
+    """
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return on_gpu and version < _HEEDS_HINTS
+
+
 class CompiledHalf:
     """One half, compiled at its first call.
 
@@ -93,18 +105,25 @@ class CompiledHalf:
         # torch 2.11 has aot_compile behind a setting that later versions have on.
         settings = {"specialize_float": True, "enable_aot_compile": True}
         with torch.inference_mode(), torch._dynamo.config.patch(settings):
+            on_gpu = any(isinstance(each, Tensor) and each.device.type == "cuda" for each in arguments)
+            is_backed = needs_example(on_gpu)
+            num_tokens = USUAL_TOKENS if is_backed else 3
             examples = [
-                each.new_zeros((3, *each.shape[1:])) if isinstance(each, Tensor) else each for each in arguments
+                each.new_zeros((num_tokens, *each.shape[1:])) if isinstance(each, Tensor) else each
+                for each in arguments
             ]
-            tensors = [each for each in examples if isinstance(each, Tensor)]
-            for tensor in tensors:
-                # Unbacked: one graph for every count, 1 included, where dynamic=True makes two.
-                mark_unbacked(tensor, 0, hint_override=USUAL_TOKENS)
+            for tensor in (each for each in examples if isinstance(each, Tensor)):
+                # One graph for every count, 1 included, where dynamic=True makes two.
+                if is_backed:
+                    mark_dynamic(tensor, 0)
+                else:
+                    mark_unbacked(tensor, 0, hint_override=USUAL_TOKENS)
             # Without a known size a GPU's kernels would index in 64 bits; no half has 2^31 elements.
-            on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
             options: dict[str, Any] = {"guard_filter_fn": _no_guards, "assume_32bit_indexing": on_gpu}
             lazy: Any = torch.compile(self._half, fullgraph=True, options=options)
-            compiled = lazy.aot_compile((tuple(examples), {}))
+            # An example of 512 says nothing about 1.
+            with fx_config.patch(backed_size_oblivious=is_backed):  # type: ignore[attr-defined]
+                compiled = lazy.aot_compile((tuple(examples), {}))
         compiled.disable_guard_check()
         logger.info("compiled %s in %.1f s", self._name, time.perf_counter() - started_s)
         return compiled

@@ -46,7 +46,7 @@ class LlamaFamily(LayerFamily):
         """Cut q, k and v from one product of so many heads each; one rotation, which is one kernel, for q and k."""
         num_q, num_k, num_v = num_heads
         qk, v_TKH = split_heads(rows, attention.head_dim).split((num_q + num_k, num_v), dim=1)
-        qk, _ = self.modeling.apply_rotary_pos_emb(qk, qk[:, :0], cos, sin)
+        qk, _ = self.modeling.apply_rotary_pos_emb(qk, qk.narrow(1, 0, 0), cos, sin)
         q_TNH, k_TKH = qk.split((num_q, num_k), dim=1)
         return q_TNH, k_TKH, v_TKH
 

@@ -1,8 +1,9 @@
 """Print what the compiler would launch on an H200 between two attentions, a line for each model; needs no GPU.
 
-python -m tests.layers.cuda_launches llama qwen3 llama/apart
+python -m tests.layers.cuda_launches llama qwen3 llama/example llama/apart
 
-Apart: each projection by itself, and the two halves each by itself.
+Example: the compiler sees a usual number of tokens, as where torch is older than 2.13. Apart: each projection by
+itself, and the two halves each by itself.
 
 The layers are traced as ``omniserve.patching`` compiles them, with fake tensors; only the device is put in by hand, and
 what torch would ask the driver. It changes torch for the whole process: nothing else belongs into it.
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental import _config as fx_config
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from omniserve.layers import family_of
@@ -90,6 +92,7 @@ def launches(graph: torch.fx.GraphModule, inputs: list[Tensor], mode: FakeTensor
     with ExitStack() as stack:
         for context in (mode, torch.no_grad(), V.set_fake_mode(mode), config.patch({"assume_32bit_indexing": True})):
             stack.enter_context(context)
+        stack.enter_context(fx_config.patch(backed_size_oblivious=True))  # nothing is said of sizes with an example
         on_gpu = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda") for each in inputs]
         FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*on_gpu)
         lowering = GraphLowering(graph, example_inputs=on_gpu, shape_env=mode.shape_env, is_inference=True)
@@ -101,7 +104,7 @@ def launches(graph: torch.fx.GraphModule, inputs: list[Tensor], mode: FakeTensor
     return [found[1] or found[2] for found in _LAUNCH.finditer(body)]
 
 
-def between_attentions(model_type: str, *, is_apart: bool) -> list[str]:
+def between_attentions(model_type: str, *, is_apart: bool, has_example: bool) -> list[str]:
     """Return the launches from one layer's attention to the next one's."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -116,11 +119,16 @@ def between_attentions(model_type: str, *, is_apart: bool) -> list[str]:
         for layer in () if is_apart else family.layers:
             for group in family.linear_groups(layer):
                 merge(*group)  # type: ignore[arg-type]
-        with shapes.ignore_fresh_unbacked_symbols():
-            num_tokens: Any = shapes.create_unbacked_symint()
-        torch._check(num_tokens >= 1)
-        if not is_apart:
-            shapes.var_to_hint_override[num_tokens.node.expr] = USUAL_TOKENS
+        num_tokens: Any
+        if has_example:
+            dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+            num_tokens = mode.from_tensor(torch.empty(USUAL_TOKENS, device="cpu"), symbolic_context=dynamic).shape[0]
+        else:
+            with shapes.ignore_fresh_unbacked_symbols():
+                num_tokens = shapes.create_unbacked_symint()
+            torch._check(num_tokens >= 1)
+            if not is_apart:
+                shapes.var_to_hint_override[num_tokens.node.expr] = USUAL_TOKENS
         hidden, attn = torch.empty(num_tokens, 4096), torch.empty(num_tokens, 4096)
         cos, sin = torch.empty(num_tokens, 128), torch.empty(num_tokens, 128)
 
@@ -146,4 +154,4 @@ if __name__ == "__main__":
     pretend_to_have_a_gpu()
     for name in sys.argv[1:]:
         model_type, _, how = name.partition("/")
-        print(name, *between_attentions(model_type, is_apart=how == "apart"))
+        print(name, *between_attentions(model_type, is_apart=how == "apart", has_example=how == "example"))

@@ -200,7 +200,7 @@ std::tuple<Tensor, std::vector<std::string>> poll(int64_t tier) {
   std::vector<HostEvent> events = find(tier)->tier->poll();
   const int64_t sizes[] = {static_cast<int64_t>(events.size()), 6}, strides[] = {6, 1};
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(2, sizes, strides, aoti_torch_dtype_int64(),
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(2, sizes, strides, aoti_torch_dtype_int64(),
                                                          aoti_torch_device_type_cpu(), 0, &handle));
   Tensor rows(handle);
   std::vector<std::string> messages;

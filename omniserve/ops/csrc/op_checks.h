@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <cstdint>
 #include <cstring>
@@ -77,10 +78,10 @@ inline Tensor empty_cpu(std::initializer_list<int64_t> sizes, const Tensor& like
     stride *= sizes.begin()[i] > 0 ? sizes.begin()[i] : 1;
   }
   int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides,
-                                                         dtype, aoti_torch_device_type_cpu(), 0, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides,
+                                                  dtype, aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
 
