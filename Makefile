@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= server,dev
+# Versions that are installed; constraints-oldest.txt has the oldest that pyproject.toml admits.
+CONSTRAINTS ?= constraints.txt
 # Where torch comes from when not from pip's own index; https://download.pytorch.org/whl/cpu has builds without CUDA.
 TORCH_INDEX ?=
 ARGS ?=
@@ -63,19 +65,19 @@ clean: ## Remove the virtual environment and everything that was built or cached
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone: the extension is built against the torch that is installed, and nothing may replace it.
-$(VENV)/.torch: constraints.txt
+$(VENV)/.torch: $(CONSTRAINTS)
 	@command -v $(PYTHON) >/dev/null || { echo "make: no '$(PYTHON)' here. Install Python 3.11 or newer, or name it: make setup PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: OmniServe needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Install one and name it: make setup PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: this Python cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@$(PYTHON) -c 'import os, sysconfig; open(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null || { echo "make: Python.h is missing; torch.compile needs it. On Debian and Ubuntu: apt-get install python3-dev" >&2; exit 1; }
 	@command -v $${CXX:-c++} >/dev/null || { echo "make: no C++ compiler ('$${CXX:-c++}'). On Debian and Ubuntu: apt-get install g++; on Fedora: dnf install gcc-c++; or set CXX" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep '^torch==' constraints.txt)
-	$(PIP) install -q -c constraints.txt 'setuptools>=77' wheel ninja
+	$(PIP) install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep "^torch==" $(CONSTRAINTS))
+	$(PIP) install -q -c $(CONSTRAINTS) 'setuptools>=77' wheel ninja
 	@touch $@
 
 # A changed C++ source rebuilds the extension and installs nothing else.
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py $(CSRC)
 	rm -f omniserve/_C*.so
-	$(PIP) install -q -c constraints.txt --no-build-isolation $(if $(filter-out $(CSRC),$?),,--no-deps) -e '.[$(EXTRAS)$(CUDA_EXTRA)]'
+	$(PIP) install -q -c $(CONSTRAINTS) --no-build-isolation $(if $(filter-out $(CSRC),$?),,--no-deps) -e '.[$(EXTRAS)$(CUDA_EXTRA)]'
 	@touch $@
