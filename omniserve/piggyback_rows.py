@@ -11,6 +11,7 @@ beside the step before, and a row that leaves is written to page-locked memory, 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -75,13 +76,13 @@ class PiggybackRows:
         if self._tier is None or self._tier.mailbox_SW is None:
             return
         last = self._model.num_layers - 1
-        leaving = [(0, entry.slot) for entry in plan.entries]
-        leaving += sorted((join.layer + 1, join.slot) for join in plan.joins if join.layer < last)
+        joins = sorted((join for join in plan.joins if join.layer < last), key=attrgetter("layer"))
         self._step += 1
         self._step_1.fill_(self._step)
-        if leaving:
-            layers_R, slots_R = torch.tensor(leaving, dtype=torch.int64).t().contiguous()
-            self._tier.expect(self._step, layers_R, slots_R)
+        if plan.entries or joins:
+            layers = [0] * len(plan.entries) + [join.layer + 1 for join in joins]
+            slots = [entry.slot for entry in plan.entries] + [join.slot for join in joins]
+            self._tier.expect(self._step, torch.tensor(layers), torch.tensor(slots))
 
     def leave(
         self, layer: int, seats: SeatRows, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor

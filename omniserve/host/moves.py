@@ -56,7 +56,7 @@ class HostMoves:
         self._caches[move.move_id] = (device_k_LBKSH, device_v_LBKSH)
 
     def end(self, event: HostEvent) -> None:
-        """Let go of a move's caches, if the event is of one."""
+        """Let go of a move's caches: the event says that it is over."""
         self._caches.pop(event.move_id, None)
 
     def _check(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> None:

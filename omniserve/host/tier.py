@@ -44,6 +44,7 @@ _KINDS = (
     HostEventKind.ATTENTION_FAILED,
 )
 _ATTENTION_FAILED = 1
+_NO_MOVE = -1  # of an attention event
 _MOVER_POLL_S = 0.0005
 
 
@@ -273,10 +274,11 @@ class HostTier:
         """Return what has finished since the last call. Never blocks."""
         rows, messages = _poll(self._handle)
         events: list[HostEvent] = []
+        moves = self._moves
         for (kind, slot, epoch, layer, position, move_id), message in zip(rows.tolist(), messages, strict=True):
             if kind == _ATTENTION_FAILED:
                 self._log_failure(message)
-            if self._moves.mover.takes(move_id, message):
+            if move_id != _NO_MOVE and moves.mover.takes(move_id, message):
                 continue
             events.append(
                 HostEvent(
@@ -289,12 +291,13 @@ class HostTier:
                     message=message,
                 )
             )
-        if self._moves.mover.busy:
-            events += self._moves.mover.advance()
+        if moves.mover.busy:
+            events += moves.mover.advance()
         for event in events:
-            if event.kind is HostEventKind.MOVE_FAILED:
-                self._log_failure(event.message)
-            self._moves.end(event)
+            if event.move_id != _NO_MOVE:
+                if event.kind is HostEventKind.MOVE_FAILED:
+                    self._log_failure(event.message)
+                moves.end(event)
         return events
 
     def wait(self, timeout_s: float) -> None:

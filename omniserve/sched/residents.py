@@ -158,10 +158,12 @@ class HostResidents:
 
     def advance(self, state: RequestState) -> bool:
         """Book that a token joined at its layer; return True if that was the last one."""
-        assert state.away is not None and state.away.ready
-        self._ready[state.away.layer].remove(state)
-        if state.away.layer == self.num_layers - 1:
+        away = state.away
+        assert away is not None and away.ready
+        self._ready[away.layer].remove(state)
+        if away.layer == self.num_layers - 1:
             state.away = None
             return True
-        state.away = AwayToken(position=state.away.position, layer=state.away.layer + 1)
+        away.layer += 1
+        away.ready = False
         return False

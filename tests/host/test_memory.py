@@ -70,7 +70,8 @@ def test_blocks_packed_in_python_read_back(dtype: torch.dtype, block_size: int) 
     if dtype == torch.int8:
         values, scales = quantize_blocks(k, v)
         for side, want in zip(read_blocks(values, scales), (k, v), strict=True):
-            assert ((side - want).abs() <= want.abs().amax(-1, keepdim=True) / 254 * (1 + 1e-5)).all()
+            # Half a step, and what float32 rounds of quotients up to 127: three times 127 / 2^24 of a step.
+            assert ((side - want).abs() <= want.abs().amax(-1, keepdim=True) / 254 * (1 + 6 * 127 / 2**24)).all()
     else:
         for side, want in zip(read_blocks(pack_blocks(k.to(dtype), v.to(dtype))), (k, v), strict=True):
             assert torch.equal(side, want.to(dtype))
