@@ -22,7 +22,7 @@ _MIN_TEMPERATURE = 1e-6
 _CPU_ROWS = 4
 """Rows at a time on a CPU: in memory that its allocator keeps."""
 _GPU_ROWS = 32
-"""Rows at a time elsewhere: with a vocabulary of 152,000 sorting them takes 100 MB."""
+"""Rows at a time elsewhere: with a vocabulary of 152,000 sorting them takes some 200 MB."""
 
 
 def draw(logits_RV: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
@@ -74,8 +74,7 @@ def _kept_probs(logits_RV: Tensor, params: Sequence[SamplingParams], settings_RS
     probs_RV = logits_RV.softmax(dim=-1)
     rows = [row for row, p in enumerate(params) if p.top_p < 1.0]
     if rows:
-        least = 1.0 - max(params[row].top_p for row in rows)
-        probs_RV = _change(probs_RV, rows, lambda some, own: _top_p(some, own(top_p_R1), least))
+        probs_RV = _change(probs_RV, rows, lambda some, own: _top_p(some, own(top_p_R1)))
     rows = [row for row, p in enumerate(params) if p.min_p > 0.0]
     if rows:
         probs_RV = _change(probs_RV, rows, lambda some, own: _min_p(some, own(min_p_R1)))
@@ -103,18 +102,19 @@ def _top_k(logits_RV: Tensor, top_k_R1: Tensor, most: int) -> Tensor:
     return logits_RV.masked_fill(logits_RV < kth_R1, -math.inf)
 
 
-def _top_p(probs_RV: Tensor, top_p_R1: Tensor, least_left: float) -> Tensor:
+def _top_p(probs_RV: Tensor, top_p_R1: Tensor) -> Tensor:
     """Keep the likeliest tokens up to the one with which they reach top-p; the first one in any case.
 
     Args:
         probs_RV: They add up to 1.
         top_p_R1: float64.
-        least_left: 1 less the largest top-p of all rows.
     """
-    sorted_RC = _likeliest(probs_RV, least_left)
-    before_RC = sorted_RC.cumsum(dim=-1) - sorted_RC
-    is_kept_RC = before_RC < top_p_R1.float()
-    is_kept_RC[:, :1].fill_(True)  # also where float32 has top-p as 0; not an assignment, which would wait for a GPU
+    sorted_RC, num_needed_R1 = _likeliest(probs_RV, top_p_R1)
+    before_RC = sorted_RC.cumsum(dim=-1, dtype=torch.float64) - sorted_RC  # float32's sums depend on how many rows
+    is_kept_RC = before_RC < top_p_R1
+    if num_needed_R1 is not None:
+        is_kept_RC &= torch.arange(sorted_RC.shape[1]) < num_needed_R1
+    is_kept_RC[:, :1].fill_(True)  # also where top-p is next to 0; not an assignment, which would wait for a GPU
     last_R1 = sorted_RC.gather(1, is_kept_RC.sum(dim=1, keepdim=True) - 1)
     num_equal_R1 = (is_kept_RC & (sorted_RC == last_R1)).sum(dim=1, keepdim=True)
     is_equal_RV = probs_RV == last_R1
@@ -122,14 +122,14 @@ def _top_p(probs_RV: Tensor, top_p_R1: Tensor, least_left: float) -> Tensor:
     return probs_RV.masked_fill((is_kept_RV | (probs_RV > last_R1)).logical_not_(), 0.0)
 
 
-def _likeliest(probs_RV: Tensor, least_left: float) -> Tensor:
-    """Return enough of the largest probabilities for top-p, in descending order."""
-    vocab_size = probs_RV.shape[1]
+def _likeliest(probs_RV: Tensor, top_p_R1: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return enough of the largest probabilities for top-p, in descending order, and of how many each row is sure."""
     if probs_RV.device.type != "cpu":  # how many that are is not known on the host
-        return probs_RV.sort(dim=-1, descending=True).values
+        return probs_RV.sort(dim=-1, descending=True).values, None
     # All tokens below have less than what top-p leaves out, together, even if float32 has a tenth of that wrong.
-    count = int((probs_RV >= 0.9 * least_left / vocab_size).sum(dim=1).max())
-    return probs_RV.topk(max(1, count)).values
+    enough_R1 = (0.9 * (1.0 - top_p_R1) / probs_RV.shape[1]).float()
+    num_needed_R1 = (probs_RV >= enough_R1).sum(dim=1, keepdim=True)
+    return probs_RV.topk(max(1, int(num_needed_R1.max()))).values, num_needed_R1
 
 
 def _min_p(probs_RV: Tensor, min_p_R1: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class PatchedModel:
                 if constant and layer + 1 < self.num_layers:
                     self.between_attentions(layer, attn, hidden_TD, cos, sin)
                 hidden_TD = self.post_attention(layer, attn, hidden_TD)
-            self.logits(hidden_TD)
+            self.logits(hidden_TD[:1])  # the head is not compiled, and of many rows it takes memory
 
 
 def patch(model: PreTrainedModel, *, compile: bool = True, prepack: Prepack = "auto") -> PreTrainedModel:

@@ -23,6 +23,8 @@ from omniserve.prompt_scores import logprobs_of, told_logprobs
 from omniserve.request import SamplingParams, TokenLogprob
 
 _DRAW_BITS = 52
+# Logits of so many rows that bias, penalties or a grammar changed are held at a time, in float32.
+_MOST_CHANGED = 32
 
 
 @dataclass(slots=True)
@@ -204,9 +206,12 @@ class Sampler:
                 continue
             if request.random is None:
                 picked.append(([row], adjusted_V.argmax()[None]))
-            else:
-                changed.append((row, request))
-                changed_logits.append(adjusted_V)
+                continue
+            changed.append((row, request))
+            changed_logits.append(adjusted_V)
+            if len(changed) == _MOST_CHANGED:
+                picked.append(_draw(torch.stack(changed_logits), changed))
+                changed, changed_logits = [], []
         if changed:
             picked.append(_draw(torch.stack(changed_logits), changed))
         if picked:

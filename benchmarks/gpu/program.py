@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -35,7 +36,7 @@ class Program:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._kill()
+        self._end()
         self._output.close()
 
     def wait(self, limit_s: float) -> tuple[int, str, bool]:
@@ -45,11 +46,15 @@ class Program:
             self._process.wait(max(1.0, limit_s))
         except subprocess.TimeoutExpired:
             was_cut = True
-            self._kill()
+            self._end()
         self._output.seek(0)
         return self._process.returncode, self._output.read(), was_cut
 
-    def _kill(self) -> None:
-        if self._process.poll() is None:
+    def kill(self) -> None:
+        """Kill it, and all that it started and that still runs; waits for nothing."""
+        with contextlib.suppress(ProcessLookupError):  # they all ended by themselves
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+
+    def _end(self) -> None:
+        self.kill()
+        self._process.wait()

@@ -36,7 +36,7 @@ class InputMemory:
 
 
 class ConstantInputs:
-    """The inputs of one shape: views of the memory, which ``fill`` writes in two copies.
+    """The inputs of one shape: views of the memory, which ``fill`` writes; two copies come from the host.
 
     A device row that nobody has is token 0 at position 0, is stored nowhere (slot -1) and attends to nothing (length
     0); a seat that nobody has is slot -1.

@@ -40,8 +40,9 @@ class _SparseFeedForward(LlamaFamily):
             return ""
         return (
             f"experts implementation 'grouped_mm' waits for the device in {self._probe.dtype} on compute capability "
-            f"{major}.{minor}; call model.set_experts_implementation('batched_mm'), or load the model in bfloat16 on a "
-            f"GPU of capability {' or '.join(f'{one}.x' for one in _GROUPED_ON_DEVICE)}"
+            f"{major}.{minor}; load the model in bfloat16 on a GPU of capability "
+            f"{' or '.join(f'{one}.x' for one in _GROUPED_ON_DEVICE)}, or set step_graphs='off' (for a small model, "
+            "set_experts_implementation('batched_mm') does as well, which copies an expert's weights for every row)"
         )
 
 

@@ -86,6 +86,14 @@ def test_no_row_depends_on_those_beside_it(dtype: torch.dtype, device: str) -> N
     assert [shuffled[order.index(i)] for i in range(70)] == together
 
 
+def test_a_row_that_keeps_nearly_all_keeps_no_more_beside_a_flat_one() -> None:
+    for seed in range(6):
+        rows_RV = logits_of(seed, 2, 50_000, spread=8.0, dtype=torch.float32)
+        rows_RV[1] = 0.0
+        params = [SamplingParams(temperature=1.0, top_p=1 - 1e-9)] * 2
+        assert torch.equal(kept_probs(rows_RV, params)[0], kept_probs(rows_RV[:1], params[:1])[0])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_tokens_are_drawn_by_their_shares(device: str) -> None:
     shares = [0.0, 0.25, 0.0, 0.5, 0.25, 0.0]
@@ -113,6 +121,9 @@ def test_logits_that_are_not_finite_give_some_token(device: str) -> None:
 
 
 def test_given_logits_are_not_changed() -> None:
-    logits_RV = torch.zeros(2, 9)
-    draw(logits_RV, [SamplingParams(temperature=1.0, top_k=3), SamplingParams(temperature=1.0)], [0.5] * 2)
-    assert not logits_RV.any()
+    logits_RV = torch.arange(18.0).view(2, 9)
+    before = logits_RV.clone()
+    for params in (SamplingParams(temperature=0.5, top_k=3), SamplingParams(temperature=2.0, top_p=0.5, min_p=0.1)):
+        draw(logits_RV, [params, SamplingParams(temperature=0.7)], [0.5] * 2)
+        draw(logits_RV, [params] * 2, [0.5] * 2)
+    assert torch.equal(logits_RV, before)

@@ -37,7 +37,7 @@ def test_experts_whose_products_wait_for_the_device(
     layers._probe = SimpleNamespace(device=CUDA, dtype=dtype)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     reason = layers.why_not_recorded()
-    assert not reason if is_recorded else "set_experts_implementation('batched_mm')" in reason
+    assert not reason if is_recorded else "set step_graphs='off'" in reason
 
 
 def model_on(device: torch.device, reason: str) -> SimpleNamespace:

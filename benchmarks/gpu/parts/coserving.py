@@ -40,6 +40,9 @@ def run(bench: Bench) -> None:
     figures: dict[tuple[str, float], dict[str, Any]] = {}
     with ExitStack() as stack:
         engines = {policy: stack.enter_context(_engine(bench, model, policy)) for policy in POLICIES}
+        warm_up = _load(bench, model, seconds=1.0).warm_up((60.0, 60.0))
+        for policy in POLICIES:  # kernels for the sizes of this load
+            InProcessLoad(engines[policy], warm_up).run(least_s=0.0, cutoff_s=10.0)
         rates = _rates(bench)
         if not rates:
             reason = f"{bench.left_s:.0f} s left after profile and engines, each window takes {_LEAST_S:.0f}"
@@ -47,8 +50,6 @@ def run(bench: Bench) -> None:
             return
         each_s = 1.0 if bench.dry else bench.left_s / (len(rates) * len(POLICIES)) - _OVERHEAD_S
         load = _load(bench, model, seconds=min(20.0, each_s))
-        for policy in POLICIES:  # kernels for the sizes of this load
-            InProcessLoad(engines[policy], load.warm_up((60.0, 60.0))).run(least_s=0.0, cutoff_s=10.0)
         for rate in rates:
             for policy in POLICIES:
                 bench.take(
@@ -79,7 +80,7 @@ def _engine(bench: Bench, model: Any, policy: str) -> Any:
         "device_kv_bytes": 256 << 10 if bench.dry else 8 << 30, "max_model_len": 512 if bench.dry else 8192,
         "max_step_tokens": _step_tokens(bench, model, policy), "kv": "tiered" if has_host else "paged",
         "host_kv_bytes": (8 << 20 if bench.dry else 12 << 30) if has_host else 0,
-        "max_num_requests": 32,  # more than there is memory for; of fewer rows there are fewer shapes to record
+        "max_num_requests": 64,  # as many as there is memory for; of fewer rows there are fewer shapes to record
     }  # fmt: skip
     config = config_of(model, scheduler=policy, **sizes)
     profile = None

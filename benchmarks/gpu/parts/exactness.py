@@ -35,16 +35,20 @@ _TO_REPORT_S = 3.0
 def run(bench: Bench) -> None:
     """Run the tests, the kernels alone, and these under each sanitizer, all at once: nothing here is timed."""
     goal = Goal(at_most=0, of="measured")
+    started: list[Program] = []
     with ExitStack() as stack:
 
         def start(command: list[str], environment: dict[str, str] | None = None) -> Program:
-            return stack.enter_context(Program(command, environment))
+            program = stack.enter_context(Program(command, environment))
+            started.append(program)
+            return program
 
         log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "outcomes"
         log.touch()
         tests = _start_tests(bench, start, log)
         kernels = start([sys.executable, *_KERNELS])
         checked = {tool: _start_sanitizer(bench, tool, start) for tool in TOOLS}
+        stack.callback(_kill, started)  # all of them, before any is waited for
         bench.take("tests, failed", "tests", lambda: _failed(tests, log, _left_s(bench)), goal=goal)
         bench.take("every kernel once: status", "", lambda: _status(kernels, _left_s(bench)), goal=goal)
         for tool, program in checked.items():
@@ -52,6 +56,11 @@ def run(bench: Bench) -> None:
                 f"compute-sanitizer {tool}: errors", "errors",
                 functools.partial(_errors, program, bench), goal=goal,
             )  # fmt: skip
+
+
+def _kill(programs: list[Program]) -> None:
+    for program in programs:
+        program.kill()
 
 
 def _left_s(bench: Bench) -> float:
