@@ -36,7 +36,12 @@ loads() {
 }
 if ! loads; then
     rm -f omniserve/_C*.so
-    "$python" setup.py -q build_ext --inplace >"$cache/build.log" 2>&1 || { cat "$cache/build.log" >&2; exit 1; }
+    # Beside pyproject.toml, which a setuptools older than 77 cannot read; what it says is not needed here.
+    mkdir -p "$cache/build"
+    cp setup.py "$cache/build"
+    ln -sfn "$PWD/omniserve" "$cache/build/omniserve"
+    (cd "$cache/build" && "$python" setup.py -q build_ext --inplace) >"$cache/build.log" 2>&1 ||
+        { cat "$cache/build.log" >&2; exit 1; }
     loads || { cat "$cache/extension.log" >&2; exit 1; }
 fi
 
