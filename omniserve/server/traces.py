@@ -1,15 +1,11 @@
-"""Traces of calls: what is known of a call when it is over, who is told of it, and where that sends it."""
+"""Traces of calls: what is known of a call when it is over, and who is told of it."""
 
 from __future__ import annotations
 
-import importlib
-import logging
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,13 +14,8 @@ from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.generation import Generation
 from omniserve.server.logs import request_id
 
-logger = logging.getLogger(__name__)
-
 TRACED_PATHS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 """Path -> what OpenTelemetry calls the operation."""
-# Where OpenTelemetry's exporter looks when nobody tells it where to send.
-_ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_INSTALL = "the OpenTelemetry SDK and its OTLP exporter: pip install 'omniserve[otel]'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,39 +105,3 @@ class TraceCalls:
                     generation=state.get("generation"),
                 )
             )
-
-
-def checked_endpoint(url: str) -> str:
-    """Return where to send traces, after making sure that they can be sent.
-
-    Raises:
-        ValueError: It is no URL of a collector, or the packages for it are not installed.
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"--otlp-endpoint must be the URL of a collector, such as http://127.0.0.1:4318, got {url!r}")
-    try:
-        importlib.import_module("omniserve.server.otlp")
-    except ImportError as error:
-        raise ValueError(f"--otlp-endpoint needs {_INSTALL} ({error})") from None
-    return url
-
-
-def open_traces(endpoint: str | None, *, model_name: str) -> Traces | None:
-    """Return what sends traces, to ``endpoint`` or where the environment says; None if neither asks for traces.
-
-    That the environment asks for what is not installed is a warning: it may mean other programs.
-
-    Args:
-        endpoint: A collector's base URL, checked.
-        model_name: The name that the model is served under.
-    """
-    if endpoint is None and not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):
-        return None
-    try:
-        from omniserve.server.otlp import OtlpTraces
-    except ImportError as error:
-        logger.warning("%s asks for traces, but there will be none without %s (%s)",
-                       next(name for name in _ENDPOINT_VARIABLES if os.environ.get(name)), _INSTALL, error)  # fmt: skip
-        return None
-    return OtlpTraces(endpoint, model_name=model_name)
