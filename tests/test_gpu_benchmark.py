@@ -294,9 +294,11 @@ def test_a_worker_that_cannot_begin_is_not_started_again(tmp_path: Path) -> None
     assert outcomes["host"].status == "not measured" and not outcomes["host"].failed
 
 
-def test_a_program_is_cut_after_its_time() -> None:
-    with Program([sys.executable, "-c", "print('seen', flush=True); import time; time.sleep(60)"]) as program:
-        status, output, was_cut = program.wait(10)
+def test_a_program_is_cut_after_its_time(tmp_path: Path) -> None:
+    code = f"import time; print('seen', flush=True); open({str(tmp_path / 'ready')!r}, 'w'); time.sleep(60)"
+    with Program([sys.executable, "-c", code]) as program:
+        wait_until((tmp_path / "ready").exists)
+        status, output, was_cut = program.wait(1)
     assert was_cut and status != 0 and "seen" in output
     with Program([sys.executable, "-c", "raise SystemExit(3)"]) as program:
         assert program.wait(60)[::2] == (3, False)
