@@ -34,21 +34,14 @@ def draw(logits_RV: Tensor, params: Sequence[SamplingParams], numbers: Sequence[
         numbers: Of each row, in [0, 1 - 2^-52]: the share of the probability that is left, in the order of the tokens,
             at which its token lies.
     """
-    device = logits_RV.device
-    settings = [
-        (max(p.temperature, _MIN_TEMPERATURE), p.top_k, p.top_p, p.min_p, number)
-        for p, number in zip(params, numbers, strict=True)
-    ]
-    settings_R5 = upload(torch.tensor(settings, dtype=torch.float64), device)
+    numbers_R1 = upload(torch.tensor(numbers, dtype=torch.float64), logits_RV.device)[:, None]
     tokens: list[Tensor] = []
-    rows_at_a_time = _CPU_ROWS if device.type == "cpu" else _GPU_ROWS
+    rows_at_a_time = _CPU_ROWS if logits_RV.device.type == "cpu" else _GPU_ROWS
     for begin in range(0, len(params), rows_at_a_time):
         rows = slice(begin, begin + rows_at_a_time)
-        probs_RV = _kept_probs(logits_RV[rows], params[rows], settings_R5[rows])
-        reached_RV = probs_RV.cumsum(dim=-1, dtype=torch.float64)
-        aim_R1 = settings_R5[rows, 4:] * reached_RV[:, -1:]
+        reached_RV = kept_probs(logits_RV[rows], params[rows]).cumsum(dim=-1, dtype=torch.float64)
         # The first that reaches beyond: its own probability is not 0. Behind the last only where logits are nan.
-        found_R1 = torch.searchsorted(reached_RV, aim_R1, right=True)
+        found_R1 = torch.searchsorted(reached_RV, numbers_R1[rows] * reached_RV[:, -1:], right=True)
         tokens.append(found_R1[:, 0].clamp_(max=logits_RV.shape[1] - 1))
     return torch.cat(tokens)
 
@@ -60,11 +53,8 @@ def kept_probs(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     tokens that are equal, top-k takes all or none, and top-p the first ones.
     """
     settings = [(max(p.temperature, _MIN_TEMPERATURE), p.top_k, p.top_p, p.min_p) for p in params]
-    return _kept_probs(logits_RV, params, upload(torch.tensor(settings, dtype=torch.float64), logits_RV.device))
-
-
-def _kept_probs(logits_RV: Tensor, params: Sequence[SamplingParams], settings_RS: Tensor) -> Tensor:
-    temperature_R1, top_k_R1, top_p_R1, min_p_R1 = settings_RS[:, :4].split(1, dim=1)
+    settings_R4 = upload(torch.tensor(settings, dtype=torch.float64), logits_RV.device)
+    temperature_R1, top_k_R1, top_p_R1, min_p_R1 = settings_R4.split(1, dim=1)
     logits_RV = logits_RV.float() / temperature_R1.float()
     vocab_size = logits_RV.shape[1]
     rows = [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size]

@@ -43,6 +43,11 @@ class _RequestSampling:
     changes_logits: bool
     """By a bias, penalties or a grammar."""
 
+    def next_number(self) -> float:
+        """Return the next number of a request with a temperature, in [0, 1 - 2^-52]."""
+        assert self.random is not None
+        return self.random.getrandbits(_DRAW_BITS) / (1 << _DRAW_BITS)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingSample:
@@ -260,5 +265,5 @@ def _penalise(logits_V: Tensor, request: _RequestSampling) -> Tensor:
 
 def _draw(logits_DV: Tensor, drawn: Sequence[tuple[int, _RequestSampling]]) -> tuple[list[int], Tensor]:
     """Return the rows of requests with a temperature, and a token for each, int64."""
-    numbers = [request.random.getrandbits(_DRAW_BITS) / (1 << _DRAW_BITS) for _, request in drawn if request.random]
-    return [row for row, _ in drawn], draw(logits_DV, [request.params for _, request in drawn], numbers)
+    params, numbers = [request.params for _, request in drawn], [request.next_number() for _, request in drawn]
+    return [row for row, _ in drawn], draw(logits_DV, params, numbers)

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import demo
 from benchmarks.common.client import LoadRequest, RequestRecord, Wire, body_of, run_load
-from benchmarks.common.record import ROOT, portable, write_record
+from benchmarks.common.record import ROOT, environment, portable, write_record
 from benchmarks.common.server import ServerFailed, ServerProcess
 from benchmarks.common.step_loads import trace_load
 from benchmarks.common.summary import LatencySummary, summarize
@@ -114,9 +114,27 @@ def test_record_says_what_ran_where(tmp_path: Path) -> None:
     assert record["results"]["requests"][0]["send_at_s"] == 0.5
     assert record["seed"] == 7 and record["config"] == {"a": 1}
     assert {"commit", "dirty"} == record["environment"]["git"].keys()
+    assert len(record["environment"]["code"]) == 16
     assert "torch" in record["environment"]["versions"] and record["environment"]["hardware"]["cores"] >= 1
     write_record(path, name="x", config={"a": 2}, seed=7, results={})
     assert json.loads(path.read_text())["workload_hash"] != record["workload_hash"]
+
+
+def test_record_without_git_still_tells_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_git = environment()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    without = environment()
+    assert without["git"] == {"commit": None, "dirty": None} and without["code"] == with_git["code"]
+
+
+def test_a_record_that_is_there_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record.json"
+    write_record(path, name="x", config={}, seed=0, results={"figure": 1})
+    before = path.read_text()
+    monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("killed here"))
+    with pytest.raises(pytest.fail.Exception):
+        write_record(path, name="x", config={}, seed=0, results={"figure": 2})
+    assert path.read_text() == before
 
 
 def test_record_keeps_of_paths_what_other_machines_know(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def any_params(rng: random.Random, vocab_size: int) -> SamplingParams:
 
 
 def hugging_faces(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Return the probabilities that `generate` draws from, times what was kept of the last ones but min-p's."""
+    """Return the probabilities that `generate` draws from."""
     ids, scores = torch.zeros(1, 1, dtype=torch.int64), logits_V[None].clone()
     scores = TemperatureLogitsWarper(params.temperature)(ids, scores)
     if params.top_k:

@@ -33,7 +33,7 @@ def test_experts_whose_products_wait_for_the_device(
     family: str, dtype: torch.dtype, capability: tuple[int, int], is_recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = family_of(tiny_model(family))
-    assert not layers.why_not_recorded(), "there is no GPU"
+    assert not layers.why_not_recorded(), "it is not on a GPU"
     layers._probe = SimpleNamespace(device=CUDA, dtype=dtype)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     reason = layers.why_not_recorded()
