@@ -56,10 +56,19 @@ def test_filters_are_hugging_faces(vocab_size: int, spread: float, device: str) 
     for kept_V, logits_V, own in zip(kept_RV, logits_RV, params, strict=True):
         theirs_V = hugging_faces(logits_V, own)
         differing = (kept_V > 0) != (theirs_V > 0)
-        # They add up from the least likely token on, so a token at the very boundary may fall to either side.
+        # They add up from the least likely token on, in float32: a token at the very boundary may fall to either side.
         assert int(differing.sum()) <= (1 if own.top_p < 1.0 else 0), own
-        if not differing.any():
+        if differing.any():
+            assert abs(likelier_than(differing, logits_V, own) - own.top_p) < 3e-6, own
+        else:
             torch.testing.assert_close(kept_V / kept_V.sum(), theirs_V, msg=lambda m, own=own: f"{own}: {m}")
+
+
+def likelier_than(one_V: Tensor, logits_V: Tensor, params: SamplingParams) -> float:
+    """Return the probability of all tokens before one, top-k applied, in float64."""
+    kept_V = kept_probs(logits_V[None], [SamplingParams(temperature=params.temperature, top_k=params.top_k)])[0] > 0
+    probs_V = (logits_V.double() / params.temperature).masked_fill(~kept_V, -math.inf).softmax(-1)
+    return float(probs_V[probs_V > probs_V[one_V]].sum())
 
 
 @pytest.mark.parametrize("device", DEVICES)
