@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.attention import report
+from benchmarks.attention.bandwidth import available_bytes
 from benchmarks.attention.decode_rows import parse_row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,3 +82,15 @@ def test_plotting_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch
     with pytest.raises(RuntimeError, match=r"omniserve\[bench\]"):
         report.plot_shares(ROWS, tmp_path / "shares.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_memory_that_can_be_had_is_the_kernels_figure_within_the_groups_limit(tmp_path: Path) -> None:
+    lines = ["MemTotal: 900 kB", "MemAvailable: 500 kB"]
+    assert available_bytes(lines, group=tmp_path) == 500 * 1024, "no control group"
+    for name, text in (("memory.max", "max\n"), ("memory.current", "1000\n")):
+        (tmp_path / name).write_text(text)
+    assert available_bytes(lines, group=tmp_path) == 500 * 1024
+    (tmp_path / "memory.max").write_text("3000\n")
+    assert available_bytes(lines, group=tmp_path) == 2000
+    with pytest.raises(RuntimeError, match="no MemAvailable"):
+        available_bytes(lines[:1], group=tmp_path)

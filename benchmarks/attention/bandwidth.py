@@ -184,9 +184,15 @@ def allowed_cpus() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def available_bytes(lines: Iterable[str] | None = None) -> int:
-    """Return what the kernel says can be allocated without swapping."""
+def available_bytes(lines: Iterable[str] | None = None, *, group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return what the kernel says can be allocated without swapping, within the control group's limit if it has one."""
     for line in lines or Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable")
+            available = int(line.split()[1]) * 1024
+            break
+    else:
+        raise RuntimeError("/proc/meminfo has no MemAvailable")
+    limit, used = group / "memory.max", group / "memory.current"
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+        available = min(available, int(most) - int(used.read_text()))
+    return available

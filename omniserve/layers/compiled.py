@@ -28,8 +28,8 @@ Half = Callable[..., Any]
 # Tokens of a step, for the compiler. Without a number it sees no gain in joining a norm's two loops, and makes two
 # kernels of it (tests/layers/cuda_launches.py counts them); with a small one it splits the sums of wide rows as well.
 USUAL_TOKENS = 512
-# This torch looks at that number where a count has no example; 2.11 does not (2.12 was not tried). On a GPU, earlier ones
-# are given an example.
+# This torch looks at that number where a count has no example; 2.11 does not, 2.12 was not tried. On a GPU, earlier
+# ones are given an example.
 _HEEDS_HINTS = (2, 13)
 
 # Attributes that differ between layers and that no half reads.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks.attention.bandwidth import available_bytes
 from benchmarks.gpu.bench import Bench, Measured
 from benchmarks.gpu.engines import add_decoding, kv_token_bytes, open_decoding, request, step_times, weight_bytes
 from benchmarks.gpu.models import LLAMA_8B
@@ -72,16 +72,6 @@ def _context(bench: Bench, model: Any, residents: int, be_output: int) -> tuple[
     fitting = _MEMORY_SHARE * available_bytes() / (residents * token_bytes) - be_output - 64
     context = int(max(128, min(wanted, fitting)))
     return context, _OVERLOAD * context / wanted
-
-
-def available_bytes() -> int:
-    """Return the main memory that can be had: what the kernel says is available, within this control group's limit."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(lines["MemAvailable"].split()[0]) << 10
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
-        available = min(available, int(most) - int(used.read_text()))
-    return available
 
 
 def _until_each_has(engine: Engine, residents: int, tokens: int, bench: Bench) -> None:
