@@ -98,7 +98,8 @@ class Validation:
             learned = CorrectedModel(machine.device)
             warm_up(engine, learned)
             run = EngineRun(engine, load, seed)
-            return run.run(), run.steps, machine, ScaledModel(machine.device, learned.factors)
+            believed = [learned.pace * factor for factor in learned.factors]
+            return run.run(), run.steps, machine, ScaledModel(machine.device, believed)
 
     def _simulate(self, case: Case, machine: Machine, believed: Predictor, seconds: list[float]) -> None:
         if not case.twins:  # the profile never changes

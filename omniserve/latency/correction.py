@@ -1,4 +1,4 @@
-"""CorrectedModel: a latency model that learns from each measured step, slowly and within bounds."""
+"""CorrectedModel: a latency model that learns from each step: slowly what lasts, at once the machine's pace."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import math
 
 from omniserve.latency.base import Predictor
 from omniserve.latency.features import BatchFeatures
+from omniserve.latency.pace import Pace
 
 logger = logging.getLogger(__name__)
 
 BOUNDS = (0.7, 1.5)
-"""A term that is off by more than this is not drift: the profile is of another machine."""
+"""A term that is off by more than this is not drift: the machine is another one, or has other work."""
 
 
 class CorrectedModel(Predictor):
-    """Multiplies each term of a model by a factor that measured steps move.
+    """Multiplies each term of a model by a factor that measured steps move, and all of them by the machine's pace.
 
     A step's relative error, clipped, is shared among its terms in proportion to their part of the step (normalised
     least mean squares), so what the load consists of is what is corrected. One odd step moves a factor by at most
-    ``rate``.
+    ``rate``. What the factors leave is the pace, the median of the last few steps: others use the machine from now on,
+    or no longer.
 
     Args:
         model: What is corrected.
@@ -33,8 +35,8 @@ class CorrectedModel(Predictor):
     """The same for ``drift``: a step that compiled something took a hundred times its time."""
     MEMORY = 0.02
     """Weight of a new step in ``drift`` and ``error``."""
-    NEW = 50
-    """Steps before the first warning."""
+    LASTING = 1000
+    """Steps in a row with a ``drift`` out of bounds before that is said: a neighbour's work for a moment is none."""
 
     def __init__(self, model: Predictor, *, rate: float = 0.02, bounds: tuple[float, float] = BOUNDS) -> None:
         if not 0 < rate < 1:
@@ -48,16 +50,23 @@ class CorrectedModel(Predictor):
         self._low, self._high = bounds
         self._factors = [1.0] * len(model.term_names)
         self._log_ratio = 0.0
+        self._pace = Pace()
         self._num_steps = 0
+        self._num_beyond = 0
         self.error = 0.0
         """Running mean of |predicted - measured| / measured, with the correction."""
         self.has_drifted = False
-        """``drift`` has left the bounds, which was logged."""
+        """``drift`` has been out of bounds for long, which was logged."""
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """One for each of ``term_names``."""
+        """One for each of ``term_names``; the pace not included."""
         return tuple(self._factors)
+
+    @property
+    def pace(self) -> float:
+        """What steps take at this moment, over what the factors say."""
+        return self._pace.value
 
     @property
     def drift(self) -> float:
@@ -66,7 +75,10 @@ class CorrectedModel(Predictor):
 
     def terms(self, features: BatchFeatures) -> tuple[float, ...]:
         """Return the corrected terms, seconds."""
-        return tuple([factor * term for factor, term in zip(self._factors, self.model.terms(features), strict=True)])
+        pace = self._pace.value
+        return tuple(
+            [pace * factor * term for factor, term in zip(self._factors, self.model.terms(features), strict=True)]
+        )
 
     def observe(self, features: BatchFeatures, seconds: float) -> None:
         """Learn from a measured step.
@@ -81,6 +93,8 @@ class CorrectedModel(Predictor):
             return
         corrected = [factor * term for factor, term in zip(self._factors, raw, strict=True)]
         predicted = sum(corrected)
+        off = abs(self._pace.value * predicted - seconds) / seconds
+        self._pace.observe(seconds / predicted)
         error = max(-self.MAX_ERROR, min(self.MAX_ERROR, (seconds - predicted) / predicted))
         shares = [term / predicted for term in corrected]
         gain = self._rate * error / sum(share * share for share in shares)
@@ -89,17 +103,18 @@ class CorrectedModel(Predictor):
             self._factors[i] = max(self._low, min(self._high, moved))
         self._num_steps += 1
         weight = max(self.MEMORY, 1.0 / self._num_steps)
-        self.error += weight * (min(1.0, abs(seconds - predicted) / seconds) - self.error)
+        self.error += weight * (min(1.0, off) - self.error)
         ratio = max(-self.MAX_LOG_RATIO, min(self.MAX_LOG_RATIO, math.log(seconds / total)))
         self._log_ratio += weight * (ratio - self._log_ratio)
         self._watch()
 
     def _watch(self) -> None:
-        if self._num_steps < self.NEW or self.has_drifted or self._low <= self.drift <= self._high:
+        self._num_beyond = 0 if self._low <= self.drift <= self._high else self._num_beyond + 1
+        if self._num_beyond < self.LASTING or self.has_drifted:
             return
         self.has_drifted = True
         logger.warning(
-            "steps take %.2f times what the latency profile says, beyond the %.2f to %.2f that is corrected; "
-            "make a new profile with `python -m omniserve.profile`",
-            self.drift, self._low, self._high,
+            "steps take %.2f times what the latency profile says, for the last %d steps: predictions follow, but less "
+            "exactly; if nothing else uses the machine, make a new profile with `python -m omniserve.profile`",
+            self.drift, self.LASTING,
         )  # fmt: skip

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import statistics
 
 import pytest
 
 from omniserve.latency import BatchFeatures, CorrectedModel, accuracy_of
 from omniserve.latency.conserve import ConServeModel
 from omniserve.latency.omniserve import OmniServeModel
+from omniserve.latency.pace import Pace
 from tests.latency.samples import draw_steps, make_profile
 
 MODEL = OmniServeModel(make_profile())
@@ -46,12 +48,32 @@ def test_what_slowed_down_is_what_is_corrected() -> None:
     assert model.factors[attention] < model.factors[dense]
 
 
-def test_factors_stay_within_their_bounds() -> None:
+def test_factors_and_pace_stay_within_their_bounds() -> None:
     model = CorrectedModel(MODEL, rate=0.2)
     observe(model, draw_steps(1, 500, drifted(30.0)))
     assert max(model.factors) == 1.5
+    assert model.pace == 16
     observe(model, draw_steps(2, 1000, drifted(0.01)))
     assert min(model.factors) == 0.7
+    assert model.pace == 1 / 16
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.4, 6.0])
+def test_a_machine_that_others_begin_and_cease_to_use_is_followed_at_once(factor: float) -> None:
+    model = CorrectedModel(MODEL)
+    observe(model, draw_steps(1, 300, drifted(1.0), noise=0.05))
+    for seed, now in ((2, factor), (4, 1.0)):
+        observe(model, draw_steps(seed, 6, drifted(now), noise=0.05))
+        assert accuracy_of(model, draw_steps(seed + 1, 50, drifted(now))).mean > 0.9
+        observe(model, draw_steps(seed, 500, drifted(now), noise=0.05))
+
+
+def test_the_pace_is_the_median_of_the_last_nine() -> None:
+    rng, pace, ratios = random.Random(3), Pace(), [1.0] * 9
+    for _ in range(500):
+        ratios.append(rng.choice([1.0, rng.uniform(0.5, 4)]))
+        pace.observe(ratios[-1])
+        assert pace.value == pytest.approx(statistics.median(ratios[-9:]))
 
 
 def test_one_odd_step_moves_little() -> None:
@@ -71,12 +93,14 @@ def test_rare_outliers_do_not_raise_the_predictions_much() -> None:
     assert accuracy_of(model, draw_steps(2, 200, drifted(1.0))).mean > 0.95
 
 
-def test_leaving_the_bounds_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drift_that_lasts_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     model = CorrectedModel(MODEL)
-    steps = draw_steps(1, 400, drifted(3.0))
-    observe(model, steps[:40])
-    assert not caplog.records, "too early to tell"
-    observe(model, steps[40:])
+    usual, slow = (draw_steps(seed, 1200, drifted(factor)) for seed, factor in ((1, 1.0), (2, 3.0)))
+    for _ in range(3):  # a neighbour that comes and goes
+        observe(model, slow[:900] + usual[:200])
+    assert not caplog.records
+    assert not model.has_drifted
+    observe(model, slow + slow)
     assert model.has_drifted
     assert len(caplog.records) == 1
     assert "omniserve.profile" in caplog.text
@@ -91,14 +115,16 @@ def test_steps_without_time_or_work_are_left_out() -> None:
     idle.observe(BatchFeatures(), 1.0)
     for corrected in (model, idle):
         assert corrected.factors == (1.0,) * len(corrected.term_names)
-        assert (corrected.error, corrected.drift) == (0.0, 1.0)
+        assert (corrected.error, corrected.drift, corrected.pace) == (0.0, 1.0, 1.0)
 
 
-def test_its_terms_are_the_models_times_the_factors() -> None:
+def test_its_terms_are_the_models_times_the_factors_and_the_pace() -> None:
     model = CorrectedModel(MODEL)
-    observe(model, draw_steps(1, 200, drifted(1.2)))
+    observe(model, draw_steps(1, 20, drifted(1.2)))
+    assert model.pace > 1.05
+    assert max(model.factors) > 1.01
     features = draw_steps(3, 1, drifted(1.0))[0].features
-    expected = [f * t for f, t in zip(model.factors, MODEL.terms(features), strict=True)]
+    expected = [model.pace * f * t for f, t in zip(model.factors, MODEL.terms(features), strict=True)]
     assert list(model.terms(features)) == pytest.approx(expected)
     assert model.step_s(features) == pytest.approx(sum(expected))
     assert model.layer_s(features) == pytest.approx(sum(expected[MODEL.layer_terms]) / MODEL.num_layers)
