@@ -18,7 +18,7 @@ PACKAGE = ROOT / "omniserve"
 
 # Which rooms a room may import from (server -> engine -> {sched, runner} -> {latency, kv, layers, host} -> ops).
 # Leaves are plain data that everybody may use; `plain` rooms must stay free of torch, models and ops.
-LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats"}
+LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats", "core_use"}
 ENGINE = {
     "engine", "capacity", "runner", "piggyback_rows", "pipelining", "safepoint", "sampling", "outputs",
     "step_inputs", "layer_loop", "graphs", "device_copies", "pending_tokens", "detokenizer", "cores", "fingerprint",

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from omniserve.capacity import has_host_tier
 from omniserve.config import EngineConfig
+from omniserve.cores import available_cores
 from omniserve.engine import Engine
 from omniserve.latency import BatchFeatures, ModelShape, StepSample, features_of
 from omniserve.patching import PatchedModel
@@ -177,9 +178,12 @@ def measure_mixed_steps(
     pools = [(roomy, 0), (tight, host_bytes)] if has_tier else [(roomy, 0)]
     samples: list[StepSample] = []
     began = timer.spent
+    device_threads = config.device_threads or available_cores()  # asked for, none is left to other processes
     for number, (device_bytes, host_bytes) in enumerate(pools):
         end = began + (1.0 - began) * (number + 1) / len(pools)
-        small = dataclasses.replace(config, device_kv_bytes=device_bytes, host_kv_bytes=host_bytes)
+        small = dataclasses.replace(
+            config, device_kv_bytes=device_bytes, host_kv_bytes=host_bytes, device_threads=device_threads
+        )
         if not host_bytes:  # a manager that keeps copies on the host cannot do without
             small = dataclasses.replace(small, kv="paged", checkpoint_kv=False)
         load = partial(
