@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -21,7 +22,7 @@ from omniserve.config import EngineConfig
 from omniserve.errors import OmniServeError, RequestRejected
 from omniserve.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.server import wire
-from omniserve.server.garbage import exempt_what_is_loaded
+from omniserve.server.garbage import Collector
 from omniserve.server.logs import RequestNames, set_up_logs
 from omniserve.spec import ModelSpec
 from omniserve.stats import EngineStats
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 # How long to sleep when every request waits for the host tier. A command that arrives meanwhile waits as long.
 _HOST_WAIT_S = 0.001
 _WARM_UP_TOKENS = 16
+# Commands are taken between two steps for as long as this share of the last step took, and for so long in any case.
+_TAKING, _LEAST_TAKING_S = 0.5, 0.005
 _LINGER_MS = 2000
 
 
@@ -98,11 +101,12 @@ def _run(make_engine: EngineMaker, command_address: str, output_address: str, na
     outputs.connect(output_address)
     link = _Link(commands, outputs)
     try:
-        engine = _start(make_engine, link)
-        if engine is None:
+        started = _start(make_engine, link)
+        if started is None:
             return 1
+        engine, collector = started
         try:
-            _serve(engine, link, names)
+            _serve(engine, link, names, collector)
             return 0
         except Exception as error:
             logger.exception("the engine's step failed")
@@ -144,12 +148,12 @@ class _Link:
         return new
 
 
-def _start(make_engine: EngineMaker, link: _Link) -> EngineLike | None:
+def _start(make_engine: EngineMaker, link: _Link) -> tuple[EngineLike, Collector] | None:
     try:
         engine = make_engine(lambda text: link.send("progress", text))
         link.send("progress", "warming up")
         _warm_up(engine)
-        exempt_what_is_loaded()
+        collector = Collector()
     except Exception as error:
         logger.debug("the engine could not start", exc_info=True)
         expected = isinstance(error, (ValueError, OSError, OmniServeError, ImportError))
@@ -164,7 +168,7 @@ def _start(make_engine: EngineMaker, link: _Link) -> EngineLike | None:
         classes=config.classes,
     )
     link.send("ready", wire.encode_info(info))
-    return engine
+    return engine, collector
 
 
 def _warm_up(engine: EngineLike) -> None:
@@ -187,17 +191,23 @@ def _warm_up(engine: EngineLike) -> None:
             engine.wait(_HOST_WAIT_S)
 
 
-def _serve(engine: EngineLike, link: _Link, names: RequestNames) -> None:
+def _serve(engine: EngineLike, link: _Link, names: RequestNames, collector: Collector) -> None:
     engine.on_safepoint = functools.partial(_announce, engine, link)
+    step_s = 0.0
     while True:
         accepted: list[_Accepted] = []
+        collector.collect(is_idle=not engine.has_unfinished)
         command = link.receive(block=not engine.has_unfinished)
+        # However many come, those that were taken get on.
+        until_s = time.monotonic() + max(_LEAST_TAKING_S, _TAKING * step_s)
         while command is not None:
             if command[0] == "close":
                 return
             _obey(engine, link, command, accepted, names)
-            command = link.receive(block=False)
+            command = link.receive(block=False) if time.monotonic() < until_s else None
+        begun_s = time.monotonic()
         outputs = engine.step() if engine.has_unfinished else []
+        step_s = time.monotonic() - begun_s
         if outputs or accepted:
             link.send("step", accepted, wire.encode_outputs(outputs))
         for output in outputs:

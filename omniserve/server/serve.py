@@ -23,7 +23,7 @@ from omniserve.server.batches.serving import BatchServing
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
-from omniserve.server.garbage import exempt_what_is_loaded
+from omniserve.server.garbage import Collector
 from omniserve.server.logs import set_up_logs
 from omniserve.server.server_flags import ServerOptions
 from omniserve.server.service import Service
@@ -149,8 +149,7 @@ class _Main:
             timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
             backlog=ACCEPTED_AT_ONCE,  # asyncio accepts as many in a row
         )
-        server = _UvicornServer(config, self._connections)
-        exempt_what_is_loaded()
+        server = _UvicornServer(config, self._connections, Collector(), service)
         listener.listen(_BACKLOG)  # now, so that whoever reads the next line can connect
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()[:2]
@@ -182,9 +181,13 @@ class _Main:
 class _UvicornServer(uvicorn.Server):
     """Leaves signals to us: uvicorn would cut connections where we finish what runs."""
 
-    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+    def __init__(
+        self, config: uvicorn.Config, connections: Connections, collector: Collector, service: Service
+    ) -> None:
         super().__init__(config)
         self._connections = connections
+        self._collector = collector
+        self._service = service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to serve."""
@@ -195,6 +198,7 @@ class _UvicornServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Do what is to be done each tenth of a second."""
         self._connections.close_idle()
+        self._collector.collect(is_idle=self._service.is_idle)
         return await super().on_tick(counter)
 
     @contextlib.contextmanager

@@ -66,6 +66,11 @@ class Service:
         """The engine process that there is now; after its death there may be another."""
         return self.engine.client
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call runs."""
+        return not self._running
+
     def check_open(self) -> None:
         """Raise ApiError unless new calls are taken."""
         if self._draining:
