@@ -87,8 +87,8 @@ class EngineConfig:
     """File that gets one JSON line a step, for ``python -m omniserve.explain``."""
 
     device_threads: int | None = None
-    """CPU threads of the device tier while the host tier is idle; None: all cores, less those that other processes use (no
-    effect on a GPU's kernels)."""
+    """CPU threads of the device tier while the host tier is idle; None: all cores, less those that other processes use
+    (no effect on a GPU's kernels)."""
     host_threads: int | None = None
     """Host tier threads; None: half the cores without a GPU, all but two with one."""
     host_cores: tuple[int, ...] | None = None
