@@ -38,6 +38,8 @@ class Job:
     """Text of each prompt, which its answers begin with; None: they do not."""
     num_kept: int | None = None
     """Of each prompt's outputs, so many are in the answer: the likeliest; None: all."""
+    at_once: bool = False
+    """The answer is read when it is complete."""
     calls_tools: bool = False
     """Tool calls are told from the text."""
     max_unread_tokens: int | None = None
@@ -94,7 +96,7 @@ class Generation:
                 echo = None if job.echoes is None else job.echoes[i]
                 parser = ToolCallParser() if job.calls_tools else None
                 self._choices[f"{job.call_id}-{index}"] = Choice(
-                    index, request, codec, sampling.stop, job.arrival_s, echo=echo, parser=parser
+                    index, request, codec, sampling.stop, job.arrival_s, echo=echo, parser=parser, at_once=job.at_once
                 )  # fmt: skip
         self._num_unaccepted = self._num_running = len(self._choices)
         try:
@@ -160,7 +162,6 @@ class Generation:
             elif not self._num_running:
                 return
             else:
-                self._num_unread_tokens = 0  # whose text a parser holds back is not left unread by anybody
                 await self._wait_for_news()
 
     def put_nowait(self, event: Event) -> None:
@@ -173,8 +174,8 @@ class Generation:
         elif isinstance(item, Accepted):
             self._num_unaccepted -= 1
             self._choices[request_id].predicted_ttft_s = item.predicted_ttft_s
-        else:
-            self._advance(request_id, item)
+        elif not self._advance(request_id, item):
+            return  # to wake the reader costs more than all else that is done for a token
         self._news.set()
 
     def best(self, deltas: Sequence[Delta]) -> list[Delta]:
@@ -218,10 +219,11 @@ class Generation:
         self._error = error
         self.close()
 
-    def _advance(self, request_id: str, output: RequestOutput) -> None:
+    def _advance(self, request_id: str, output: RequestOutput) -> bool:
+        """Take an output; return whether the reader has something to hear."""
         choice = self._choices[request_id]
         if choice.finish_reason is not None:
-            return  # steps go on for a moment after a stop string was found here
+            return False  # steps go on for a moment after a stop string was found here
         before_s = choice.times.last_token_s
         delta = choice.advance(output)
         self.usage.num_output_tokens += len(output.new_token_ids)
@@ -232,6 +234,8 @@ class Generation:
                 self._metrics.gap(self._job.service_class, choice.times.last_token_s - before_s)
         if delta is not None:
             self._keep(delta)
+        elif not self._unread:
+            self._num_unread_tokens = 0  # whose text is held back is not left unread by anybody
         if choice.finish_reason is not None:
             self._finish(request_id, choice, output)
         limit = self._job.max_unread_tokens
@@ -244,6 +248,7 @@ class Generation:
                     code="slow_reader",
                 )
             )
+        return bool(self._unread) or not self._num_running or self._error is not None
 
     def _finish(self, request_id: str, choice: Choice, output: RequestOutput) -> None:
         self._num_running -= 1

@@ -153,6 +153,7 @@ class Service:
                 slo=request.slo_or_none or spec.slo,
                 echoes=echoes,
                 num_kept=request.n,
+                at_once=not request.stream,
                 calls_tools=bool(request.offered_tools),
                 max_unread_tokens=self.limits.max_unread_tokens if request.stream else None,
             ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -15,17 +16,28 @@ from omniserve.server.errors import ApiError
 from omniserve.server.generation import Generation
 
 T = TypeVar("T")
+# Within a stall timeout it is looked so often whether the client takes nothing.
+_LOOKS = 8
 
 
 class ClientGone(Exception):
     """The client closed the connection before it had its answer."""
 
 
-async def or_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def or_disconnect(
+    receive: Receive,
+    work: Coroutine[Any, Any, T],
+    *,
+    is_gone: Callable[[], bool] = lambda: False,
+    look_every_s: float | None = None,
+) -> T:
     """Do ``work`` while the client is there.
 
     Args:
         receive: The ASGI channel; the request's body has been read.
+        work: What to do.
+        is_gone: The client is to be taken for gone although the connection stands.
+        look_every_s: So often that is asked; None: never.
 
     Raises:
         ClientGone: The client went away; the work was cancelled.
@@ -34,10 +46,11 @@ async def or_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     watch = asyncio.ensure_future(_disconnected(receive))
     both: set[asyncio.Future[Any]] = {task, watch}
     try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
+        while not task.done():
+            await asyncio.wait(both, timeout=look_every_s, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and (watch.done() or is_gone()):
+                raise ClientGone
+        return task.result()
     finally:
         for future in both:
             future.cancel()
@@ -80,10 +93,16 @@ class EventStream(Response):
         self._include_usage = include_usage
         self._stall_timeout_s = stall_timeout_s
         self._on_close = on_close
+        self._sending_since_s: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await or_disconnect(receive, self._stream(send))
+            await or_disconnect(
+                receive,
+                self._stream(send),
+                is_gone=self._has_stalled,
+                look_every_s=self._stall_timeout_s / _LOOKS,
+            )
         except ClientGone:
             pass  # nobody is left to tell; on_close frees the request
         finally:
@@ -109,8 +128,10 @@ class EventStream(Response):
         await self._send(send, {"type": "http.response.body", "body": last.encode(), "more_body": False})
 
     async def _send(self, send: Send, message: Message) -> None:
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await send(message)
-        except TimeoutError:
-            raise ClientGone from None
+        self._sending_since_s = time.monotonic()  # a timer for each message would cost as much as sending it
+        await send(message)
+        self._sending_since_s = None
+
+    def _has_stalled(self) -> bool:
+        since_s = self._sending_since_s
+        return since_s is not None and time.monotonic() - since_s >= self._stall_timeout_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -29,6 +30,7 @@ Message = tuple[Any, ...]
 
 _SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))
 _TIMES_FIELDS = tuple(f.name for f in dataclasses.fields(RequestTimes))
+_times_of = attrgetter(*_TIMES_FIELDS)  # a fifth of what dataclasses.astuple takes, once a token
 _STATS_FIELDS = tuple(f.name for f in dataclasses.fields(EngineStats))
 
 
@@ -91,7 +93,7 @@ def encode_outputs(outputs: Iterable[RequestOutput]) -> list[Message]:
             out.num_prompt_tokens,
             out.num_output_tokens,
             out.num_host_tokens,
-            None if out.times is None else dataclasses.astuple(out.times),
+            None if out.times is None else _times_of(out.times),
             out.host_stays,
         )
         for out in outputs
@@ -113,8 +115,22 @@ def decode_output(data: Message) -> RequestOutput:
         num_prompt_tokens=prompt,
         num_output_tokens=output,
         num_host_tokens=host,
-        times=None if times is None else RequestTimes(**dict(zip(_TIMES_FIELDS, times, strict=True))),
+        times=None if times is None else _decode_times(*times),
         host_stays=host_stays,
+    )
+
+
+def _decode_times(
+    arrival_s: float, first_scheduled_s: float | None, first_token_s: float | None, finished_s: float | None,
+    predicted_ttft_s: float | None, host_since_s: float | None,
+) -> RequestTimes:  # fmt: skip
+    return RequestTimes(
+        arrival_s=arrival_s,
+        first_scheduled_s=first_scheduled_s,
+        first_token_s=first_token_s,
+        finished_s=finished_s,
+        predicted_ttft_s=predicted_ttft_s,
+        host_since_s=host_since_s,
     )
 
 

@@ -45,7 +45,7 @@ class RecordingClient:
         self.aborted.append(request_id)
 
 
-def started(num_choices=1, *, max_unread_tokens=None, stop=(), calls_tools=False):
+def started(num_choices=1, *, max_unread_tokens=None, stop=(), calls_tools=False, at_once=False):
     """Return a generation, its client and its backlog."""
     client, backlog = RecordingClient(), Backlog(["LS"], 100)
     job = Job(
@@ -56,6 +56,7 @@ def started(num_choices=1, *, max_unread_tokens=None, stop=(), calls_tools=False
         service_class="LS",
         slo=SLO(),
         calls_tools=calls_tools,
+        at_once=at_once,
         max_unread_tokens=max_unread_tokens,
     )
     generation = Generation(
@@ -94,6 +95,68 @@ def test_what_is_unread_is_coalesced_and_not_lost():
         mine = [delta for delta in deltas if delta.index == index]
         assert "".join(delta.text for delta in mine) == letter * 400 + "a"
         assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + ["length"]
+
+
+@pytest.mark.parametrize("stop", [(), ("cb",)])
+def test_an_answer_that_is_read_at_once_is_made_once(stop):
+    """Its reader is not woken for each token, and its text is complete; a stop string is found in time all the same."""
+
+    async def scenario():
+        generation, client, _ = started(num_choices=2, at_once=True, stop=stop)
+        await generation.start()
+        told, wakes = [], 0
+
+        async def reader():
+            nonlocal wakes
+            async for deltas in generation.deltas():
+                wakes += 1
+                told.extend(deltas)
+
+        task = asyncio.create_task(reader())
+        for i in range(300):
+            put(generation, ABC[i % 3])
+            put(generation, ABC[0], index=1)
+            await asyncio.sleep(0)
+        assert generation.usage.num_output_tokens == 600
+        assert (wakes == 0) == (not stop)
+        put(generation, ABC[2], finish_reason=FinishReason.LENGTH)
+        put(generation, ABC[1], index=1, finish_reason=FinishReason.LENGTH)
+        await task
+        assert not client.aborted
+        return ["".join(delta.text for delta in told if delta.index == i) for i in range(2)], wakes
+
+    texts, wakes = asyncio.run(scenario())
+    assert texts == ["abc" * 100 + "c", "a" * 300 + "b"]
+    if not stop:
+        assert wakes <= 2
+
+
+def test_a_stop_string_ends_an_answer_that_is_read_at_once():
+    async def scenario():
+        generation, client, _ = started(at_once=True, stop=("ca",))
+        await generation.start()
+        for i in range(5):
+            put(generation, ABC[i % 3])
+        assert client.aborted == ["c-0"]
+        return await read(generation)
+
+    assert "".join(delta.text for delta in asyncio.run(scenario())) == "ab"
+
+
+def test_what_a_parser_holds_back_is_not_left_unread():
+    async def scenario():
+        generation, client, _ = started(max_unread_tokens=10, calls_tools=True)
+        await generation.start()
+        task = asyncio.create_task(read(generation))
+        ids = byte_level_tokenizer()('<tool_call>\n{"name": "f", "arguments": {"text": "' + "a" * 100).input_ids
+        for token_id in ids:
+            put(generation, token_id)
+            await asyncio.sleep(0)
+        assert not client.aborted
+        put(generation, finish_reason=FinishReason.LENGTH)
+        return await task
+
+    assert asyncio.run(scenario())
 
 
 def test_reader_who_falls_too_far_behind_is_given_up():
