@@ -26,6 +26,11 @@ class Predictor(ABC):
     num_layers: int
     """Of the model."""
 
+    @property
+    def pace(self) -> float:
+        """How many times longer steps take at this moment than as a rule; predictions contain it."""
+        return 1.0
+
     @abstractmethod
     def terms(self, features: BatchFeatures) -> tuple[float, ...]:
         """Return the terms of a step in seconds, one for each of ``term_names``."""

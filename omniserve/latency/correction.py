@@ -65,7 +65,7 @@ class CorrectedModel(Predictor):
 
     @property
     def pace(self) -> float:
-        """What steps take at this moment, over what the factors say."""
+        """How many times longer steps take at this moment than the factors say."""
         return self._pace.value
 
     @property

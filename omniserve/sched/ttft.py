@@ -292,7 +292,8 @@ class TTFTForecast:
         if not self._recent:
             return max(ttft_s / 2 - busy_s, _NEWCOMER_FLOOR * ttft_s)
         num_tokens = max(count for count, _ in self._recent)
-        key = (num_tokens, len(decoding), round(bound_s, 3) if bound_s < math.inf else None)
+        pace = round(math.log2(self._forecast.predictor.pace), 1)
+        key = (num_tokens, len(decoding), round(bound_s, 3) if bound_s < math.inf else None, pace)
         if self._newcomer[0] != key:
             max_tokens = max(1, self._limits.max_step_tokens - len(decoding))
             seconds, _ = prefill_time(

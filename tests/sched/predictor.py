@@ -25,9 +25,14 @@ class LinearPredictor(Predictor):
     ) -> None:  # fmt: skip
         self.base, self.row, self.key, self.shared, self.num_layers = base, row, key, shared, num_layers
         self.wait, self.sample = wait, sample
+        self.slowdown = 1.0
+
+    @property
+    def pace(self) -> float:
+        return self.slowdown
 
     def terms(self, features: BatchFeatures) -> tuple[float, ...]:
-        scale = 1e-3 * (self.shared if features.host_works else 1.0)
+        scale = 1e-3 * self.slowdown * (self.shared if features.host_works else 1.0)
         rows = features.rows * features.dense_layers / self.num_layers
         rows += features.pipelined_rows * features.pipelined_layers / self.num_layers
         keys = features.prefill_load + features.decode_load + features.pipelined_load

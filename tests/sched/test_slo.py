@@ -16,6 +16,7 @@ from omniserve.request import SLO, ClassSpec, ServiceClass
 from omniserve.sched.load import largest
 from omniserve.sched.ttft import steps_until_memory
 from tests.sched.benches import Clock
+from tests.sched.predictor import LinearPredictor
 
 LS, BE = ServiceClass.LS, ServiceClass.BE
 
@@ -89,6 +90,11 @@ def test_without_ls_work_a_step_leaves_room_for_a_newcomer() -> None:
     plan = bench.step()
     assert plan.decision is not None
     assert plan.decision.bound_s == pytest.approx(0.32 - 0.155, abs=0.005)  # now prompts of 100 tokens are known
+    assert bench.forecast is not None and isinstance(bench.forecast.predictor, LinearPredictor)
+    bench.forecast.predictor.slowdown = 1.5  # the machine's pace
+    plan = bench.step()
+    assert plan.decision is not None
+    assert plan.decision.bound_s == pytest.approx(0.32 - 1.5 * 0.155, abs=0.005)
 
 
 def test_an_idle_machine_works_whatever_the_bound() -> None:
