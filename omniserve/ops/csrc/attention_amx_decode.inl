@@ -53,8 +53,8 @@ class Prefetcher {
     while (2 * tiles_ < kPrefetchStreams && 4 * tiles_ * plane <= kPrefetchStreams * kPrefetchPage) tiles_ *= 2;
     plane_streams_ = kPrefetchStreams / (2 * tiles_);
     stream_bytes_ = round_up((plane + plane_streams_ - 1) / plane_streams_, kPrefetchRow);
-    const int64_t rows = kPrefetchStreams * stream_bytes_ / kPrefetchRow;
-    rows_a_slot_ = (rows + tiles_ * slots - 1) / (tiles_ * slots);
+    rows_ = kPrefetchStreams * stream_bytes_ / kPrefetchRow;
+    slots_ = tiles_ * slots;
   }
 
   // Before the work on tile i, for each i in turn.
@@ -77,8 +77,10 @@ class Prefetcher {
     }
   }
 
+  // As evenly as it goes: where all of a window was asked for after four fifths of the work, memory idled for the rest,
+  // which cost 3 to 5 % of the speed.
   inline __attribute__((always_inline)) void next() {
-    for (int64_t n = 0; n < rows_a_slot_; ++n, stream_ = (stream_ + 1) % kPrefetchStreams) {
+    for (due_ += rows_; due_ >= slots_; due_ -= slots_, stream_ = (stream_ + 1) % kPrefetchStreams) {
       const uintptr_t row = at_[stream_];
       if (row >= end_[stream_]) continue;
       at_[stream_] = row + kPrefetchRow;
@@ -93,7 +95,9 @@ class Prefetcher {
   int64_t tiles_ = 1;  // of a window
   int64_t plane_streams_;
   int64_t stream_bytes_;
-  int64_t rows_a_slot_;
+  int64_t rows_;   // of a window
+  int64_t slots_;  // over which they are spread
+  int64_t due_ = 0;
   uint64_t stream_ = 0;  // the next to be asked for
   uintptr_t at_[kPrefetchStreams] = {};
   uintptr_t end_[kPrefetchStreams] = {};
