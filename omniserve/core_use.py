@@ -15,10 +15,14 @@ def cores_allowed() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def read_core_seconds() -> tuple[float, float]:
-    """Return the seconds that these cores were busy or stolen so far, and those of this process; both 0 if unknown."""
+def read_core_seconds(*, with_niced: bool = True) -> tuple[float, float]:
+    """Return the seconds that these cores were busy or stolen so far, and those of this process; both 0 if unknown.
+
+    Args:
+        with_niced: Processes that let others go first (``nice``) count, too.
+    """
     cores = cores_allowed()
-    busy_s = sum(_busy_s(line.split()) for line in lines_of("/proc/stat") if _core(line) in cores)
+    busy_s = sum(_busy_s(line.split(), with_niced) for line in lines_of("/proc/stat") if _core(line) in cores)
     return busy_s, time.process_time() if busy_s else 0.0
 
 
@@ -29,7 +33,7 @@ def lines_of(path: str) -> list[str]:
 
 
 class OtherUsers:
-    """How many cores other processes use, and hypervisors take.
+    """How many cores other processes use, and hypervisors take; those that give way themselves (``nice``) do not count.
 
     Args:
         read: Returns seconds that the cores were busy, and those of them that were this process's.
@@ -38,7 +42,7 @@ class OtherUsers:
 
     def __init__(
         self,
-        read: Callable[[], tuple[float, float]] = read_core_seconds,
+        read: Callable[[], tuple[float, float]] = lambda: read_core_seconds(with_niced=False),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._read = read
@@ -64,6 +68,6 @@ def _core(line: str) -> int | None:
     return int(name[3:]) if name.startswith("cpu") and name[3:].isdecimal() else None
 
 
-def _busy_s(fields: list[str]) -> float:
+def _busy_s(fields: list[str], with_niced: bool) -> float:
     _, user, nice, system, _, _, irq, softirq, steal, *_ = fields
-    return sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, (user, nice if with_niced else 0, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")

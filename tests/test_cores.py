@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from omniserve import core_use
 from omniserve.core_use import OtherUsers, read_core_seconds
 from omniserve.cores import CoreSplit, available_cores
 
@@ -133,6 +134,20 @@ def test_a_process_that_takes_a_core_is_seen() -> None:
         program.kill()
         program.wait()
     assert time.process_time() - own < 5
+
+
+def test_what_counts_of_the_systems_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cores of this process alone; idle and waiting times do not count, niced ones only if asked for."""
+    tick, mine = os.sysconf("SC_CLK_TCK"), min(os.sched_getaffinity(0))
+    times = [10, 20, 30, 1000, 2000, 40, 50, 60, 5, 6]  # user nice system idle iowait irq softirq steal guest...
+    rows = {"cpu": [9 * t for t in times], f"cpu{mine}": times, "cpu9999": times}
+    lines = [f"{name} {' '.join(str(tick * t) for t in row)}" for name, row in rows.items()]
+    monkeypatch.setattr(core_use, "lines_of", lambda path: [*lines, "intr 5 5", "", "ctxt 7"])
+    assert read_core_seconds()[0] == 10 + 20 + 30 + 40 + 50 + 60
+    assert read_core_seconds(with_niced=False)[0] == 10 + 30 + 40 + 50 + 60
+    monkeypatch.setattr(core_use, "lines_of", lambda path: [])
+    assert read_core_seconds() == (0.0, 0.0)
+    assert OtherUsers().cores() == 0.0
 
 
 def test_this_process_is_not_among_the_others() -> None:
