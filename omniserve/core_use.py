@@ -32,8 +32,13 @@ def lines_of(path: str) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
+def read_competition() -> tuple[float, float]:
+    """Return the same without niced processes, which give way to this one, unless it is niced itself."""
+    return read_core_seconds(with_niced=os.getpriority(os.PRIO_PROCESS, 0) > 0)
+
+
 class OtherUsers:
-    """How many cores other processes use, and hypervisors take; those that give way themselves (``nice``) do not count.
+    """How many cores other processes use, and hypervisors take.
 
     Args:
         read: Returns seconds that the cores were busy, and those of them that were this process's.
@@ -42,7 +47,7 @@ class OtherUsers:
 
     def __init__(
         self,
-        read: Callable[[], tuple[float, float]] = lambda: read_core_seconds(with_niced=False),
+        read: Callable[[], tuple[float, float]] = read_competition,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._read = read

@@ -18,11 +18,11 @@ PACKAGE = ROOT / "omniserve"
 
 # Which rooms a room may import from (server -> engine -> {sched, runner} -> {latency, kv, layers, host} -> ops).
 # Leaves are plain data that everybody may use; `plain` rooms must stay free of torch, models and ops.
-LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats", "core_use"}
+LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats"}
 ENGINE = {
     "engine", "capacity", "runner", "piggyback_rows", "pipelining", "safepoint", "sampling", "outputs",
-    "step_inputs", "layer_loop", "graphs", "device_copies", "pending_tokens", "detokenizer", "cores", "fingerprint",
-    "draws", "step_log", "stepping", "prompt_scores", "grammar",
+    "step_inputs", "layer_loop", "graphs", "device_copies", "pending_tokens", "detokenizer", "cores", "core_use",
+    "fingerprint", "draws", "step_log", "stepping", "prompt_scores", "grammar",
 }  # fmt: skip
 ALLOWED = {
     "ops": set(),
@@ -36,7 +36,7 @@ ALLOWED = {
     "tracing": set(),
     "explain": {"latency", "tracing"},
     "profiling": {
-        "engine", "capacity", "cores", "fingerprint", "graphs", "host", "kv", "latency", "ops", "patching",
+        "engine", "capacity", "cores", "core_use", "fingerprint", "graphs", "host", "kv", "latency", "ops", "patching",
         "piggyback_rows", "step_inputs",
     },
     "server": {

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections import deque
 
 WINDOW = 9
-"""Steps whose median is the pace, odd: so many less than half may be odd ones, and in half as many it has changed."""
+"""Steps whose median is the pace. It follows after five like ones, and four odd ones do not move it."""
 BOUNDS = (1 / 16, 16.0)
 
 
@@ -15,7 +15,7 @@ class Pace:
     """The median of the last steps' ratios, measured over predicted.
 
     A neighbour that takes a core makes steps several times as long from one to the next, and is gone again as soon: too
-    much for a correction that is slow on purpose. A median follows in half its window, and never follows a single step.
+    much for a correction that is slow on purpose.
     """
 
     def __init__(self) -> None:

@@ -10,6 +10,9 @@ from omniserve.request import FinishReason, Request, RequestOutput, RequestTimes
 from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ParsedCall, ToolCallParser
 
+# Tokens that become text together where nobody waits for it; more would keep others waiting.
+_WAITING_TOKENS = 1024
+
 
 @dataclass(slots=True)
 class Delta:
@@ -84,7 +87,7 @@ class Choice:
         arrival_s: When the HTTP request came.
         echo: Text of the prompt, which the answer begins with; None: it does not.
         parser: Tells tool calls from the text; None: it is all text.
-        at_once: Nobody reads the text before it is complete.
+        at_once: Nobody reads the text before it is complete: it comes in large parts.
     """
 
     def __init__(
@@ -108,9 +111,9 @@ class Choice:
         self._echo = echo
         self._parser = parser
         self._total_logprob, self._num_logprobs = 0.0, 0
-        # A stop string has to be found when it is there. Else text is made once, in a tenth of the time.
+        # A stop string has to be found when it is there.
         self._can_wait = at_once and not stop
-        self._waiting: tuple[int, ...] = ()
+        self._waiting: list[int] = []
 
     def advance(self, output: RequestOutput) -> Delta | None:
         """Take what a step produced; return the text that is certain by now, if any or if the choice is complete."""
@@ -130,9 +133,10 @@ class Choice:
             self._logprobs += logprobs
         if self._can_wait:
             self._waiting += token_ids
-            if output.finish_reason is None and self._echo is None:
+            if output.finish_reason is None and self._echo is None and len(self._waiting) < _WAITING_TOKENS:
                 return None
-            token_ids, self._waiting = self._waiting, ()
+            token_ids = tuple(self._waiting)
+            self._waiting.clear()
         text = self._detokenizer.push(token_ids)
         if output.finish_reason is not None:
             text += self._detokenizer.flush()

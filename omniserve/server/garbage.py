@@ -22,8 +22,8 @@ class Collector:
     takes a third of a second in which nobody gets a token. They stay until the process ends, so there is nothing to be
     found. (Then they are let go: some libraries print what is left of them.)
 
-    Of the rest, Python would look at all of it each time that it grew by a quarter. With thousands of connections that
-    is a second's work, and in a flood of requests half of all.
+    Of the rest, Python would look at all of it each time that it grew by a quarter: in a flood, with thousands of
+    connections, again and again.
 
     Args:
         clock: Seconds.

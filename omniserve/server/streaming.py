@@ -16,8 +16,6 @@ from omniserve.server.errors import ApiError
 from omniserve.server.generation import Generation
 
 T = TypeVar("T")
-# Within a stall timeout it is looked so often whether the client takes nothing.
-_LOOKS = 8
 
 
 class ClientGone(Exception):
@@ -28,16 +26,15 @@ async def or_disconnect(
     receive: Receive,
     work: Coroutine[Any, Any, T],
     *,
-    is_gone: Callable[[], bool] = lambda: False,
-    look_every_s: float | None = None,
+    patience_s: Callable[[], float | None] = lambda: None,
 ) -> T:
     """Do ``work`` while the client is there.
 
     Args:
         receive: The ASGI channel; the request's body has been read.
         work: What to do.
-        is_gone: The client is to be taken for gone although the connection stands.
-        look_every_s: So often that is asked; None: never.
+        patience_s: Returns how long to wait for either before it is asked again; none is left (0 or less) for a client
+            that is to be taken for gone although the connection stands. None: as long as it takes.
 
     Raises:
         ClientGone: The client went away; the work was cancelled.
@@ -47,9 +44,10 @@ async def or_disconnect(
     both: set[asyncio.Future[Any]] = {task, watch}
     try:
         while not task.done():
-            await asyncio.wait(both, timeout=look_every_s, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() and (watch.done() or is_gone()):
+            left_s = patience_s()
+            if watch.done() or (left_s is not None and left_s <= 0):
                 raise ClientGone
+            await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         return task.result()
     finally:
         for future in both:
@@ -97,12 +95,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await or_disconnect(
-                receive,
-                self._stream(send),
-                is_gone=self._has_stalled,
-                look_every_s=self._stall_timeout_s / _LOOKS,
-            )
+            await or_disconnect(receive, self._stream(send), patience_s=self._patience_s)
         except ClientGone:
             pass  # nobody is left to tell; on_close frees the request
         finally:
@@ -128,10 +121,11 @@ class EventStream(Response):
         await self._send(send, {"type": "http.response.body", "body": last.encode(), "more_body": False})
 
     async def _send(self, send: Send, message: Message) -> None:
-        self._sending_since_s = time.monotonic()  # a timer for each message would cost as much as sending it
+        self._sending_since_s = time.monotonic()  # which costs less than a timer for each message
         await send(message)
         self._sending_since_s = None
 
-    def _has_stalled(self) -> bool:
+    def _patience_s(self) -> float:
+        """Return the seconds until the client will have stalled, or could have at the soonest."""
         since_s = self._sending_since_s
-        return since_s is not None and time.monotonic() - since_s >= self._stall_timeout_s
+        return self._stall_timeout_s - (0.0 if since_s is None else time.monotonic() - since_s)

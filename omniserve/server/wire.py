@@ -30,7 +30,7 @@ Message = tuple[Any, ...]
 
 _SAMPLING_FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))
 _TIMES_FIELDS = tuple(f.name for f in dataclasses.fields(RequestTimes))
-_times_of = attrgetter(*_TIMES_FIELDS)  # a fifth of what dataclasses.astuple takes, once a token
+_times_of = attrgetter(*_TIMES_FIELDS)  # for each token; dataclasses.astuple would copy deeply
 _STATS_FIELDS = tuple(f.name for f in dataclasses.fields(EngineStats))
 
 
@@ -115,22 +115,8 @@ def decode_output(data: Message) -> RequestOutput:
         num_prompt_tokens=prompt,
         num_output_tokens=output,
         num_host_tokens=host,
-        times=None if times is None else _decode_times(*times),
+        times=None if times is None else RequestTimes(**dict(zip(_TIMES_FIELDS, times, strict=True))),
         host_stays=host_stays,
-    )
-
-
-def _decode_times(
-    arrival_s: float, first_scheduled_s: float | None, first_token_s: float | None, finished_s: float | None,
-    predicted_ttft_s: float | None, host_since_s: float | None,
-) -> RequestTimes:  # fmt: skip
-    return RequestTimes(
-        arrival_s=arrival_s,
-        first_scheduled_s=first_scheduled_s,
-        first_token_s=first_token_s,
-        finished_s=finished_s,
-        predicted_ttft_s=predicted_ttft_s,
-        host_since_s=host_since_s,
     )
 
 

@@ -63,7 +63,7 @@ def test_a_machine_that_others_begin_and_cease_to_use_is_followed_at_once(factor
     model = CorrectedModel(MODEL)
     observe(model, draw_steps(1, 300, drifted(1.0), noise=0.05))
     for seed, now in ((2, factor), (4, 1.0)):
-        observe(model, draw_steps(seed, 6, drifted(now), noise=0.05))
+        observe(model, draw_steps(seed, 5, drifted(now), noise=0.02))
         assert accuracy_of(model, draw_steps(seed + 1, 50, drifted(now))).mean > 0.9
         observe(model, draw_steps(seed, 500, drifted(now), noise=0.05))
 

@@ -72,7 +72,7 @@ def test_at_the_end_all_is_let_go() -> None:
 
 
 def test_growth_causes_no_full_collection_and_the_collector_does() -> None:
-    """Regression: in a flood of requests full collections took half of the API process's time."""
+    """Regression: in a flood of requests the API process spent much of its time on full collections."""
     num_full, told = run(FLOOD)
     assert num_full == "0"
     assert told == "False False True False True True True"

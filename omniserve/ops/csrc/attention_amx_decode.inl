@@ -77,8 +77,7 @@ class Prefetcher {
     }
   }
 
-  // As evenly as it goes: where all of a window was asked for after four fifths of the work, memory idled for the rest,
-  // which cost 3 to 5 % of the speed.
+  // As evenly as it goes: if all of a window is asked for after four fifths of the work, memory idles for the rest.
   inline __attribute__((always_inline)) void next() {
     for (due_ += rows_; due_ >= slots_; due_ -= slots_, stream_ = (stream_ + 1) % kPrefetchStreams) {
       const uintptr_t row = at_[stream_];
