@@ -5,8 +5,9 @@ and the other way round), so the device tier has all cores until the host tier a
 it does. Copies take a moment and have to do with what they get. The switch is made at a step's boundary.
 
 Nor does a step share a core with another process well: all its threads wait for the one that does, at each of its many
-parts. So a core that others use much is left to them: of 2 cores, steps of small models are faster on one from a fifth
-of the other on, of larger ones from two fifths; where both are in use, 2 threads take 1.3 to 2.6 times as long as 1.
+parts. So a core that others use much is left to them (``python -m benchmarks.shared_cores``): of 2 cores, 2 threads are
+slower than 1 where others use a fifth to two thirds of a core, by the model and the batch, and take 1.3 to 3.4 times as
+long where they use all of it.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ class Generation:
                     code="slow_reader",
                 )
             )
-        return bool(self._unread) or not self._num_running or self._error is not None
+        return bool(self._unread)  # as of the last output of each choice
 
     def _finish(self, request_id: str, choice: Choice, output: RequestOutput) -> None:
         self._num_running -= 1

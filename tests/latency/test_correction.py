@@ -66,6 +66,7 @@ def test_a_machine_that_others_begin_and_cease_to_use_is_followed_at_once(factor
         observe(model, draw_steps(seed, 5, drifted(now), noise=0.02))
         assert accuracy_of(model, draw_steps(seed + 1, 50, drifted(now))).mean > 0.9
         observe(model, draw_steps(seed, 500, drifted(now), noise=0.05))
+        assert model.error < 0.06, "of what was predicted, the pace included"
 
 
 def test_the_pace_is_the_median_of_the_last_nine() -> None:

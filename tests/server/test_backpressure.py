@@ -19,10 +19,12 @@ from omniserve.request import SLO, FinishReason, RequestOutput, SamplingParams, 
 from omniserve.server.backlog import Backlog
 from omniserve.server.body import BodyReader
 from omniserve.server.choice import Delta
+from omniserve.server.completions import CompletionShape
 from omniserve.server.engine_client import Accepted
 from omniserve.server.errors import ApiError
 from omniserve.server.generation import Generation, Job
 from omniserve.server.metrics import ServerMetrics
+from omniserve.server.streaming import EventStream
 from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ParsedCall
 from tests.server.attack.sockets import connect, head, read_all, send
@@ -97,6 +99,16 @@ def test_what_is_unread_is_coalesced_and_not_lost():
         assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + ["length"]
 
 
+class CountedNews(asyncio.Event):
+    """Counts how often the reader is woken."""
+
+    num_set = 0
+
+    def set(self):
+        self.num_set += 1
+        super().set()
+
+
 @pytest.mark.parametrize("stop", [(), ("cb",)])
 def test_an_answer_that_is_read_at_once_is_made_in_large_parts(stop):
     """Its reader is not woken for each token, and its text is complete; a stop string is looked for in each."""
@@ -113,12 +125,13 @@ def test_an_answer_that_is_read_at_once_is_made_in_large_parts(stop):
                 told.extend(deltas)
 
         task = asyncio.create_task(reader())
+        generation._news = CountedNews()
         for i in range(3000):
             put(generation, ABC[i % 3])
             put(generation, ABC[0], index=1)
             await asyncio.sleep(0)
             if i == 1000:
-                assert (wakes == 0) == (not stop)
+                assert (generation._news.num_set == 0) == (not stop)
         assert generation.usage.num_output_tokens == 6000
         put(generation, ABC[2], finish_reason=FinishReason.LENGTH)
         put(generation, ABC[1], index=1, finish_reason=FinishReason.LENGTH)
@@ -344,6 +357,42 @@ def test_stream_that_is_read_too_slowly_ends_with_an_error(start_server):
                 text += connection.recv(1 << 16)
     assert b'"code": "slow_reader"' in text
     assert server.client().completions.create(model="fake", prompt="a", max_tokens=2).usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("sending_s", "silence_s", "is_whole"), [(3600, 0.0, False), (0.4, 0.0, True), (0.0, 1.5, True)]
+)
+def test_a_client_is_gone_that_takes_no_message_for_so_long(sending_s, silence_s, is_whole):
+    """Not one that takes each in time, nor one for whom there is none. Without sockets: they have a limit of their own."""
+
+    async def scenario():
+        generation, _, _ = started()
+        await generation.start()
+        told, closed = b"", []
+
+        async def send(message):
+            nonlocal told
+            if told:
+                await asyncio.sleep(sending_s)
+            told += message.get("body", b"") or b"head"
+
+        shape = CompletionShape(call_id="c", model="m", service_tier="default", codec=None, with_logprobs=False)
+        stream = EventStream(
+            generation, shape, headers={}, include_usage=False, stall_timeout_s=1.0, on_close=lambda: closed.append(1)
+        )
+        began_s = time.monotonic()
+        task = asyncio.create_task(stream({"type": "http"}, asyncio.Event().wait, send))
+        for i in range(3):
+            await asyncio.sleep(silence_s if i == 2 else 0.01)
+            put(generation, ABC[i])
+        put(generation, finish_reason=FinishReason.LENGTH)
+        await asyncio.wait_for(task, 30)
+        assert closed == [1]
+        assert time.monotonic() - began_s >= 1.0
+        return told
+
+    told = asyncio.run(scenario())
+    assert told.endswith(b"data: [DONE]\n\n") == is_whole
 
 
 def test_stream_that_is_not_read_at_all_is_cut(start_server):
