@@ -363,7 +363,7 @@ def test_stream_that_is_read_too_slowly_ends_with_an_error(start_server):
     ("sending_s", "silence_s", "is_whole"), [(3600, 0.0, False), (0.4, 0.0, True), (0.0, 1.5, True)]
 )
 def test_a_client_is_gone_that_takes_no_message_for_so_long(sending_s, silence_s, is_whole):
-    """Not one that takes each in time, nor one for whom there is none. Without sockets: they have a limit of their own."""
+    """Not one that takes each in time, nor one for whom there is none; without sockets, which have such a limit."""
 
     async def scenario():
         generation, _, _ = started()
