@@ -12,9 +12,18 @@ if not torch.cuda.is_available():
     interpret_triton()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out the tests marked ``gpu`` on a machine without one; the summary counts them as skipped."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` on a machine without a GPU, and tests marked ``slow`` unless ``--slow`` is given."""
+    left_out = {}
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu") is not None:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        left_out["gpu"] = "needs a CUDA device"
+    if not config.getoption("--slow"):
+        left_out["slow"] = "takes minutes: give --slow"
+    for item in items:
+        for mark, reason in left_out.items():
+            if item.get_closest_marker(mark) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
