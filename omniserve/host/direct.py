@@ -67,6 +67,7 @@ class DirectMover(Mover):
         if self._closed:
             self._fail(move, "the host tier was closed")
             return
+        ids_2M: Tensor | None = None
         try:
             # Before the side stream: a page-locked buffer whose copy waited there would keep all others from being used
             # again until the move is over.
@@ -76,7 +77,8 @@ class DirectMover(Mover):
             self._follow_current_stream(device)
             is_over = self._launch(move, device_k_LBKSH, device_v_LBKSH, ids_2M)
         except RuntimeError as error:  # out of memory, a CUDA error: this move's problem, not the step's
-            self._fail(move, f"a move failed on the device: {error}")
+            # What was launched, if anything, still uses the move's blocks and reads its ids.
+            self._fail(move, f"a move failed on the device: {error}", self._when_done(), ids_2M)
             return
         num_bytes = len(move.src_block_ids) * self._pool_LBK2SH[:, 0].nbytes
         self._copies.append(_Copy(move, is_over, num_bytes, ids_2M=ids_2M))
@@ -100,9 +102,11 @@ class DirectMover(Mover):
             self._copy_blocks(cache, cache, pool, block, block, to_host=to_host, is_reversed=False)
         torch.cuda.synchronize()  # before `pool` is free
 
-    def _fail(self, move: KVMove, error: str) -> None:
+    def _fail(
+        self, move: KVMove, error: str, is_over: Callable[[], bool] = lambda: True, ids_2M: Tensor | None = None
+    ) -> None:
         self.num_failures += 1
-        self._copies.append(_Copy(move, lambda: True, error=error))
+        self._copies.append(_Copy(move, is_over, error=error, ids_2M=ids_2M))
 
     def _launch(
         self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor, ids_2M: Tensor
@@ -115,4 +119,4 @@ class DirectMover(Mover):
                 device_k_LBKSH, device_v_LBKSH, self._pool_LBK2SH, device_ids_M, pool_ids_M,
                 to_host=to_host, is_reversed=move.is_reversed,
             )  # fmt: skip
-            return self._stream.record_event().query if self._stream is not None else lambda: True
+            return self._when_done()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection
 
 
 class Mover(ABC):
-    """Runs moves, beside the steps, in the order in which they were started. Nothing but `close` waits for the device.
+    """Runs moves, beside the steps, in the order in which they were started. Nothing waits for the device.
 
     Each move ends with one event. Until then somebody may read or write its blocks on both sides.
     """
@@ -63,10 +64,8 @@ class Mover(ABC):
         return False
 
     def close(self) -> None:
-        """Wait for what the side stream still has in hand; moves that are started from here on fail."""
+        """Let moves that are started from here on fail; the caller waits for the device."""
         self._closed = True
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def _follow_current_stream(self, device: torch.device) -> None:
         """Let the side stream wait for what the current one has been given so far."""
@@ -74,6 +73,10 @@ class Mover(ABC):
             if self._stream is None:
                 self._stream = torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def _when_done(self) -> Callable[[], bool]:
+        """Return what tells when the side stream has done what it was given so far."""
+        return self._stream.record_event().query if self._stream is not None else lambda: True
 
 
 def end_of(move: KVMove, error: str) -> HostEvent:

@@ -103,8 +103,10 @@ class StagedMover(Mover):
                     if self._next_hop(move, device):
                         continue
                 except RuntimeError as error:  # out of memory, a CUDA error: this move's problem, not the step's
+                    self._hop_is_done = self._when_done()  # what of it was launched still uses the move's blocks
                     self._error = f"a move failed on the device: {error}"
                     self.num_failures += 1
+                    continue
             events.append(end_of(move, self._error))
             self._queue.popleft()
             self._first_block = self._hop = 0
@@ -129,8 +131,8 @@ class StagedMover(Mover):
             ids = src if to_host else dst
             self._hop_is_done = self._on_device(device, staging, ids, to_host, is_reversed=move.is_reversed)
         else:
-            self._copying_on_host = True
             self._host_copy(_COPY_ID, to_host, *staging, tuple(range(len(src))), dst if to_host else src)
+            self._copying_on_host = True
         self._hop += 1
         return True
 
@@ -154,7 +156,7 @@ class StagedMover(Mover):
                 else:
                     blocks = buffer.to(cache.device, non_blocking=True)
                     cache.index_copy_(1, index, blocks.flip(3) if is_reversed else blocks)
-            return self._stream.record_event().query if self._stream is not None else lambda: True
+            return self._when_done()
 
     def _new_staging(self) -> Tensor:
         """Return ``[2, numel of a chunk of K]``; a chunk of fewer blocks uses the start of each half."""
