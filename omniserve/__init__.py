@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from omniserve.config import EngineConfig
-from omniserve.errors import EngineStopped, OmniServeError, RequestRejected, UnsupportedModelError
+from omniserve.errors import EngineStopped, OmniServeError, RequestRejected, Stalled, UnsupportedModelError
 from omniserve.grammar import json_grammar
 from omniserve.request import (
     SLO,
@@ -48,6 +48,7 @@ __all__ = [
     "RequestTimes",
     "SamplingParams",
     "ServiceClass",
+    "Stalled",
     "TokenLogprob",
     "UnsupportedModelError",
     "json_grammar",

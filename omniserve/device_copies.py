@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from omniserve.waiting import wait_for
+
 
 def upload(host: Tensor, device: torch.device) -> Tensor:
     """Return a CPU tensor on a device; work that is launched from now on sees it.
@@ -36,10 +38,14 @@ class Download:
             self._done.record()
 
     def wait(self) -> list[Tensor]:
-        """Return them on the host, floats as float64; waits for this copy and what came before it, for no more."""
+        """Return them on the host, floats as float64; waits for this copy and what came before it, for no more.
+
+        Raises:
+            Stalled: The device did not get there in time.
+        """
         if self._packed is None:
             return self._tensors
-        self._done.synchronize()
+        wait_for(self._done, "a step's tokens")
         parts = self._packed.split([t.numel() for t in self._tensors])
         return [
             (part.view(torch.float64) if t.is_floating_point() else part).view(t.shape)
@@ -61,6 +67,10 @@ class Mark:
             self._event.record()
 
     def wait(self) -> None:
-        """Wait for what the stream was given before, and for no more."""
+        """Wait for what the stream was given before, and for no more.
+
+        Raises:
+            Stalled: The device did not get there in time.
+        """
         if self._event is not None:
-            self._event.synchronize()
+            wait_for(self._event, "a step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from omniserve.capacity import RequestLimits, max_model_len, num_blocks
 from omniserve.config import EngineConfig
 from omniserve.cores import CoreSplit, default_host_threads
-from omniserve.errors import EngineStopped
+from omniserve.errors import EngineStopped, Stalled
 from omniserve.fingerprint import fingerprint_of
 from omniserve.grammar import GrammarCompiler, GrammarState
 from omniserve.graphs.steps import ConstantSteps
@@ -78,6 +79,7 @@ class Engine:
         self._outputs = OutputCollector(tokenizer)
         self._ids = itertools.count()
         self._closed = False
+        self._process_id = os.getpid()
         self.spec: ModelSpec = patched.spec
         self._grammars: GrammarCompiler | None = None
         if tokenizer is not None:
@@ -299,9 +301,19 @@ class Engine:
         self._stepper.on_step = call
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until the host tier reports something or the time is over; for use after an empty step."""
-        if self.host_tier is not None:
-            self.host_tier.wait(timeout_s)
+        """Sleep until the host tier reports something or the time is over; for use after an empty step.
+
+        Raises:
+            Stalled: Requests wait for the host tier and for nothing else, and it is stalled.
+        """
+        if self.host_tier is None:
+            return
+        if self.host_tier.is_stalled and self.last_plan_was_empty and self._stepper.requests:
+            raise Stalled(
+                f"{len(self._stepper.requests)} requests wait for the host tier, which is stalled (see the log): start "
+                "the engine again"
+            )
+        self.host_tier.wait(timeout_s)
 
     def generate(self, requests: Iterable[Request], *, progress: bool = False) -> list[Completion]:
         """Run requests to their end and return their completions in the same order.
@@ -375,19 +387,23 @@ class Engine:
             rejected=sched.rejected,
             latency_error=self._latency.error if self._latency is not None else 0.0,
             latency_drift=self._latency.drift if self._latency is not None else 1.0,
-            host_healthy=tier is None or tier.threads_alive > 0,
+            host_healthy=self.host_tier is None or self.host_tier.healthy,
         )
 
     def close(self) -> None:
-        """Stop the host tier's threads; unfinished requests are dropped. A second call does nothing."""
-        if not self._closed:
+        """Wait for the device, then stop the host tier's threads; unfinished requests are dropped.
+
+        A second call does nothing, nor does one in a forked child: the engine is its parent's.
+
+        Raises:
+            Stalled: The device or a thread of the host tier does not end.
+            RuntimeError: The device has failed.
+        """
+        if not self._closed and os.getpid() == self._process_id:
             self._closed = True
             self._log.close()
-            try:
-                self._stepper.close()
-            finally:
-                if self.host_tier is not None:
-                    self.host_tier.close()
+            if self.host_tier is not None:
+                self.host_tier.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -398,3 +414,7 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise EngineStopped("the engine was closed")
+        if os.getpid() != self._process_id:
+            raise EngineStopped(
+                f"the engine is that of process {self._process_id}, which was forked: make another one in the child"
+            )

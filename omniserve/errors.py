@@ -34,5 +34,9 @@ class RequestRejected(OmniServeError):
         self.required_ttft_s = required_ttft_s
 
 
+class Stalled(OmniServeError):
+    """The device or the host tier did not finish in time what it was given; only a new process can go on."""
+
+
 class EngineStopped(OmniServeError):
     """The engine was closed, or its process died, while a request was still running."""

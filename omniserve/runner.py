@@ -98,10 +98,6 @@ class ModelRunner:
         """Run one step to its end."""
         return self.collect(self.launch(plan))
 
-    def wait(self) -> None:
-        """Wait for all that was launched."""
-        Mark(self._model.device).wait()
-
     def collect(self, step: LaunchedStep) -> StepOutput:
         """Wait for a launched step's end or tokens, and for nothing that was launched after it; to be called once.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from omniserve.plan import DeviceChunk, StepPlan
+from omniserve.waiting import wait_for
 
 
 class HaltedRows:
@@ -68,13 +69,17 @@ class LayerPace:
         self._last: torch.cuda.Event | None = None
 
     def keep(self) -> None:
-        """Wait until the device has done what it had been given at the last call. Without a GPU there is no waiting."""
+        """Wait until the device has done what it had been given at the last call. Without a GPU there is no waiting.
+
+        Raises:
+            Stalled: The device did not get there in time.
+        """
         if not self._is_ahead:
             return
         event = torch.cuda.Event()
         event.record()
         if self._last is not None:
-            self._last.synchronize()
+            wait_for(self._last, "a layer")
         self._last = event
 
 

@@ -123,10 +123,6 @@ class Stepper:
         del self.requests[request_id]
         return True
 
-    def close(self) -> None:
-        """Wait for what was launched, whose outputs nobody gets: until then it uses the host tier's memory."""
-        self._runner.wait()
-
     def _host_events(self) -> list[HostEvent]:
         if self._host_tier is None:
             return []

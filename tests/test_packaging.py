@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "omniserve"
 
 # Which rooms a room may import from (server -> engine -> {sched, runner} -> {latency, kv, layers, host} -> ops).
-# Leaves are plain data that everybody may use; `plain` rooms must stay free of torch, models and ops.
-LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats"}
+# Leaves are what everybody may use; `plain` rooms must stay free of torch, models and ops.
+LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats", "waiting"}
 ENGINE = {
     "engine", "capacity", "runner", "piggyback_rows", "pipelining", "safepoint", "sampling", "outputs",
     "step_inputs", "layer_loop", "graphs", "device_copies", "pending_tokens", "detokenizer", "cores", "core_use",

@@ -21,9 +21,12 @@ class _Region(mmap.mmap):
 
     locked_at: int | None = None
     """The address from which on CUDA has page-locked it."""
+    process_id: int | None = None
+    """Of the process that had it page-locked; CUDA does not work in its forked children."""
 
     def __del__(self) -> None:
-        if self.locked_at is not None and not sys.is_finalizing():  # a process that ends gives all back
+        is_over = sys.is_finalizing()  # a process that ends gives all back
+        if self.locked_at is not None and self.process_id == os.getpid() and not is_over:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.locked_at))
 
 
@@ -63,7 +66,7 @@ def allocate_pool(
                 f"CUDA cannot page-lock {num_bytes / (1 << 30):.2f} GiB for the host pool (error {error}); "
                 "give a smaller host_kv_bytes, or allow more locked memory (ulimit -l)"
             )
-        region.locked_at = memory.data_ptr()
+        region.locked_at, region.process_id = memory.data_ptr(), os.getpid()
     return memory.view(dtype).view(*shape)
 
 

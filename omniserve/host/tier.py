@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -19,11 +20,14 @@ from torch import Tensor
 
 import omniserve.ops  # noqa: F401 - loads the extension
 from omniserve.config import EngineConfig
+from omniserve.errors import Stalled
 from omniserve.host.memory import allocate_pool
 from omniserve.host.moves import HostMoves
+from omniserve.host.progress import Progress
 from omniserve.host.stats import HostTierStats
 from omniserve.plan import HostEvent, HostEventKind, KVMove
 from omniserve.spec import ModelSpec
+from omniserve.waiting import drain
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ _KINDS = (
 _ATTENTION_FAILED = 1
 _NO_MOVE = -1  # of an attention event
 _MOVER_POLL_S = 0.0005
+_CLOSE_S = 60.0  # a thread looks whether to end after each piece of work, of a few milliseconds
 
 
 class HostTier:
@@ -72,6 +77,9 @@ class HostTier:
         mailbox: Have `mailbox_SW` and `flags_S`, and a thread that watches the flags of what is expected.
         mailbox_spin_s: So long after the last flag, or the last `expect`, this thread looks without a rest.
         mailbox_sleep_s: From then on it sleeps so long between two looks. While nothing is expected it sleeps.
+        device: The device tier's, which uses the tier's memory: before the tier ends, its work is waited for. None: a
+            GPU's current one with `pin_memory`, else the CPU.
+        patience_s: If for so long `poll` finds that nothing got on, with work in hand, the tier is stalled.
 
     Raises:
         ValueError: A size is out of range, the dtype does not fit the spec, or a core does not exist here.
@@ -93,6 +101,8 @@ class HostTier:
         mailbox: bool = False,
         mailbox_spin_s: float = 200e-6,
         mailbox_sleep_s: float = 20e-6,
+        device: torch.device | None = None,
+        patience_s: float = 10.0,
     ) -> None:
         for name, value in (("block_size", block_size), ("num_slots", num_slots), ("num_threads", num_threads)):
             if value < 1:
@@ -137,12 +147,15 @@ class HostTier:
             mailbox_spin_s,
             mailbox_sleep_s,
         )
-        # Also at interpreter exit: no thread may outlive the memory it works on.
-        self._destroy = weakref.finalize(self, _host.destroy, self._handle)
+        self._process_id = os.getpid()
+        self._device = device if device is not None else torch.device("cuda" if pin_memory else "cpu")
+        # Also at interpreter exit: neither a thread nor the device may outlive the memory it works on.
+        self._end = weakref.finalize(self, _end, self._handle, self._process_id, self._device)
         # A partial, not a method: a cycle through `self` would keep the threads until the next garbage collection.
         host_copy = functools.partial(_host.start_move, self._handle)
         self._moves = HostMoves(self.pool_LBK2SH, dtype, host_copy, pin_memory=pin_memory)
         self._logged: set[str] = set()
+        self._progress = Progress(patience_s)
 
     @classmethod
     def of(
@@ -178,6 +191,7 @@ class HostTier:
             pin_memory=device.type == "cuda",
             kv_dtype=config.host_kv_dtype,
             mailbox=mailbox,
+            device=device,
         )
 
     def begin_token(self, slot: int, epoch: int, position: int, block_ids: Sequence[int]) -> None:
@@ -298,6 +312,7 @@ class HostTier:
                 if event.kind is HostEventKind.MOVE_FAILED:
                     self._log_failure(event.message)
                 moves.end(event)
+        self._progress.look(self.stats, has_news=bool(events))
         return events
 
     def wait(self, timeout_s: float) -> None:
@@ -324,8 +339,13 @@ class HostTier:
 
     @property
     def healthy(self) -> bool:
-        """True while at least one worker thread lives."""
-        return self.stats().threads_alive > 0
+        """True while at least one worker thread lives, and the tier is not stalled."""
+        return not self.is_stalled and self.stats().threads_alive > 0
+
+    @property
+    def is_stalled(self) -> bool:
+        """True once the tier has had work in hand and not got on with it for `patience_s`: a thread of it hangs."""
+        return self._progress.is_stalled
 
     @property
     def num_tasks_done(self) -> int:
@@ -369,12 +389,52 @@ class HostTier:
         _host.inject(self._handle, delay_s, -1 if shuffle_seed is None else shuffle_seed, fail_next, kill_threads)
 
     def close(self) -> None:
-        """Stop the threads, also with work expected or queued: its failure can still be polled. Once is enough."""
-        _host.close(self._handle)
+        """Wait for the device, then stop the threads, also with work expected or queued.
+
+        Its failure can still be polled. A second call does nothing, nor does one in a forked child, which has none of
+        the threads.
+
+        Raises:
+            Stalled: The device does not end what it was given, or a thread does not end. The tier's memory stays for
+                good, as it may still be used.
+            RuntimeError: The device has failed. The threads were stopped.
+        """
+        if os.getpid() != self._process_id:
+            return
         self._moves.mover.close()
+        try:
+            drain(self._device)
+        except Stalled:
+            self._end.detach()
+            raise
+        finally:
+            num_left = _host.close(self._handle, _CLOSE_S)
+        if num_left > 0:
+            raise Stalled(
+                f"{num_left} threads of the host tier did not end within {_CLOSE_S:g} s: start the process again"
+            )
 
     def _log_failure(self, message: str) -> None:
         # Once per message: a dead thread must not fill the log with every task that it failed.
         if message not in self._logged:
             self._logged.add(message)
             logger.error("host tier: %s (counted from now on, not logged again)", message)
+
+
+def _end(handle: int, process_id: int, device: torch.device) -> None:
+    """Wait for the device, then stop a tier's threads, then let its memory go; in a forked child, do nothing.
+
+    What the device or a thread may still use stays for good. Nobody is there to take an exception.
+    """
+    if os.getpid() != process_id:
+        return
+    try:
+        drain(device)
+    except Stalled as error:
+        logger.error("the host tier's memory stays: %s", error)
+        _host.close(handle, _CLOSE_S)
+        return
+    except RuntimeError as error:  # it has failed, and with it all that it was given
+        logger.error("a host tier ends after a failure of the device: %s", error)
+    if num_left := _host.destroy(handle, _CLOSE_S):
+        logger.error("the host tier's memory stays: %d of its threads did not end within %g s", num_left, _CLOSE_S)

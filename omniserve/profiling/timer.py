@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from omniserve.waiting import drain
+
 Progress = Callable[[str, float], None]
 """Told what is being measured, and the share of the time limit that has passed."""
 Point = tuple[int, int]
@@ -101,8 +103,7 @@ class Timer:
         return statistics.median(s[len(s) // 2] / s[0] - 1 for s in repeated) if repeated else 0.0
 
     def _wait_for_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        drain(self._device, spins=True)
 
 
 def _lower_quartile(samples: list[float]) -> float:

@@ -519,8 +519,8 @@ int main(int argc, char** argv) {
     if (i % 2 == 0) brief.tier.inject({3600, false, 0, 0, 0});
     for (int j = 0; j < 4; ++j) brief.step();
     if (i % 3 == 0) continue;
-    brief.tier.close();
-    brief.tier.close();
+    CHECK(brief.tier.close(60) == 0, -1);
+    CHECK(brief.tier.close(60) == 0, -1);
     brief.closed = true;
     brief.drain();
   }

@@ -135,8 +135,9 @@ class HostTier {
   void inject(const Faults& faults);
   HostTierStats stats();
 
-  // Join the threads; what was queued or expected is reported failed. A second call does nothing.
-  void close();
+  // Join the threads; what was queued or expected is reported failed. Returns 0, or the number of threads that had not
+  // ended after `timeout_s`: then the tier and all its memory must stay, for they may go on. Can be called again.
+  int close(double timeout_s);
 
  private:
   struct Scratch {
@@ -214,6 +215,8 @@ class HostTier {
   using Called = std::vector<Worker*>;
   using Lock = std::unique_lock<std::mutex>;
 
+  template <typename Body>
+  std::thread start(Body body);
   void run(Worker& self);
   Piece take();
   void take_attention(Piece& piece);
@@ -301,6 +304,8 @@ class HostTier {
   int64_t faults_set_ = 0;  // calls of inject
   std::mt19937_64 rng_;
   HostTierStats stats_;
+  int num_threads_ = 0;  // of every kind, that have not come to their end
+  std::condition_variable threads_end_;
   std::mutex close_mutex_;  // serialises close()
 
   std::thread watcher_;

@@ -31,7 +31,23 @@ void pin(std::thread& thread, const std::vector<int>& cores) {
   if (error != 0) refuse("a host thread cannot be pinned to core ", cores[0], ": ", std::strerror(error));
 }
 
+constexpr double kForever_s = 1e9;
+
 }  // namespace
+
+// A thread that close() waits for.
+template <typename Body>
+std::thread HostTier::start(Body body) {
+  Lock lock(mutex_);  // the thread comes to its end after this
+  std::thread thread([this, body] {
+    body();
+    Lock end(mutex_);
+    --num_threads_;
+    threads_end_.notify_all();
+  });
+  ++num_threads_;
+  return thread;
+}
 
 HostTier::HostTier(HostTierConfig config)
     : config_(std::move(config)),
@@ -75,7 +91,7 @@ HostTier::HostTier(HostTierConfig config)
         ++stats_.threads_alive;
       }
       try {
-        worker.thread = std::thread([this, &worker] { run(worker); });
+        worker.thread = start([this, &worker] { run(worker); });
       } catch (...) {
         workers_.pop_back();
         throw;
@@ -89,25 +105,25 @@ HostTier::HostTier(HostTierConfig config)
     if (config_.mailbox != nullptr) {
       for (std::vector<Expected>* rows : {&expected_, &watched_}) rows->reserve(slots_.size());
       flagged_.reserve(slots_.size());
-      watcher_ = std::thread([this] { watch(); });
+      watcher_ = start([this] { watch(); });
       pthread_setname_np(watcher_.native_handle(), "omni-mailbox");
       set_policy(watcher_, SCHED_BATCH);
       if (!config_.cores.empty()) pin(watcher_, config_.cores);  // whichever of them is free: it must not hold one up
     }
     if (config_.prefault) {
-      prefaulter_ = std::thread([this] { prefault(); });
+      prefaulter_ = start([this] { prefault(); });
       pthread_setname_np(prefaulter_.native_handle(), "omni-prefault");
       set_policy(prefaulter_, SCHED_IDLE);  // takes cores that nobody wants: neither steps nor attention are to notice
     }
   } catch (...) {
-    close();
+    close(kForever_s);
     throw;
   }
 }
 
-HostTier::~HostTier() { close(); }
+HostTier::~HostTier() { close(kForever_s); }
 
-void HostTier::close() {
+int HostTier::close(double timeout_s) {
   std::lock_guard<std::mutex> only_one(close_mutex_);
   {
     Lock lock(mutex_);
@@ -124,8 +140,13 @@ void HostTier::close() {
   if (prefaulter_.joinable()) {
     // Where all cores are busy, an idle thread hears of the end after a second or so; a user may not be allowed this.
     set_policy(prefaulter_, SCHED_OTHER);
-    prefaulter_.join();
   }
+  {
+    Lock lock(mutex_);
+    threads_end_.wait_for(lock, to_duration(timeout_s), [this] { return num_threads_ == 0; });
+    if (num_threads_ > 0) return num_threads_;
+  }
+  if (prefaulter_.joinable()) prefaulter_.join();
   for (auto& worker : workers_) {
     if (worker->thread.joinable()) worker->thread.join();
   }
@@ -134,6 +155,7 @@ void HostTier::close() {
   fail_expected("the host tier was closed");
   fail_everything_queued("the host tier was closed");
   events_wake_.notify_all();
+  return 0;
 }
 
 // Stripe by stripe of every layer, for blocks are handed out in ascending order.

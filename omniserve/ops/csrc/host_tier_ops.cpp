@@ -227,15 +227,19 @@ std::vector<int64_t> stats(int64_t tier) {
           s.busy_ns,    s.kv_bytes_read, s.bytes_moved,   s.bytes_prefaulted};
 }
 
-void close(int64_t tier) { find(tier)->tier->close(); }
+// Both return how many threads had not ended in time, see HostTier::close().
+int64_t close(int64_t tier, double timeout_s) { return find(tier)->tier->close(timeout_s); }
 
-void destroy(int64_t tier) {
-  std::shared_ptr<Entry> last;  // declared first, so it dies after the lock: it joins threads
+// A tier whose threads do not end stays for good, with its memory.
+int64_t destroy(int64_t tier, double timeout_s) {
+  const int64_t num_left = close(tier, timeout_s);
+  std::shared_ptr<Entry> last;  // declared first, so it dies after the lock
   std::lock_guard<std::mutex> lock(registry().mutex);
   const auto found = registry().entries.find(tier);
-  if (found == registry().entries.end()) return;
+  if (num_left > 0 || found == registry().entries.end()) return num_left;
   last = std::move(found->second);
   registry().entries.erase(found);
+  return 0;
 }
 
 }  // namespace
@@ -258,8 +262,8 @@ STABLE_TORCH_LIBRARY(omniserve_host, m) {
   m.def("wait(int tier, float timeout_s) -> bool");
   m.def("inject(int tier, float delay_s, int shuffle_seed, int fail_next, int kill_threads) -> ()");
   m.def("stats(int tier) -> int[]");
-  m.def("close(int tier) -> ()");
-  m.def("destroy(int tier) -> ()");
+  m.def("close(int tier, float timeout_s) -> int");
+  m.def("destroy(int tier, float timeout_s) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(omniserve_host, CompositeExplicitAutograd, m) {
