@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import os
 import shutil
@@ -21,6 +22,8 @@ from omniserve.server import logs, wire
 from omniserve.server.engine_process import EngineMaker, run_engine_process
 from omniserve.server.errors import ApiError
 from omniserve.stats import EngineStats
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,12 @@ class Events(Protocol):
 # How long a message that a dying engine sent may still be on its way.
 _LAST_WORDS_S = 0.5
 _CLOSE_S = 5.0
+# How long a killed process may take to end: with gigabytes to give back, seconds. One in a driver's call may never.
+_KILL_S = 30.0
+# While requests run the engine is asked so often how it is. It answers between two steps; none takes as long as this,
+# not even one that compiles, and what hangs in a step has deadlines of a minute (``waiting.py``).
+_ASK_EVERY_S = 30.0
+_SILENCE_S = 600.0
 # Of requests that the engine has not taken out of its socket's queue yet; it does so between two steps.
 _MAX_UNTAKEN_BYTES = 256 << 20
 # What a message takes beside its bytes.
@@ -72,6 +81,7 @@ class EngineClient:
         self._num_untaken_bytes = 0
         self._closing = False
         self._ready = False
+        self._asking: asyncio.Task[None] | None = None
         self._launched: contextlib.ExitStack | None = None
         """What goes when the process has ended; None: there is no process."""
         self.failure: str | None = None
@@ -103,6 +113,7 @@ class EngineClient:
         if not ready.done():
             raise EngineStopped(self.failure or "the engine process ended")
         self._ready = True
+        self._asking = asyncio.create_task(self._ask_how_it_is())
         return ready.result()
 
     def _launch(self) -> None:
@@ -195,9 +206,17 @@ class EngineClient:
         await asyncio.to_thread(self._process.join, _CLOSE_S)
         if self._process.is_alive():
             self._process.kill()
-            await asyncio.to_thread(self._process.join)
+            await asyncio.to_thread(self._process.join, _KILL_S)
+            if self._process.is_alive():
+                logger.error(
+                    "the engine process %s did not end within %g s after it was killed: it hangs in a call of the "
+                    "kernel, as a rule of the GPU's driver, and keeps its memory",
+                    self._process.pid, _KILL_S,
+                )  # fmt: skip
         if not self.stopped.is_set():
             await self._die("the server closed the engine")
+        if self._asking is not None:
+            self._asking.cancel()
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._process.sentinel)
         loop.remove_reader(self._outputs_fd)
@@ -208,6 +227,21 @@ class EngineClient:
         """End the process at once."""
         if self._launched is not None:
             self._process.kill()
+
+    async def _ask_how_it_is(self) -> None:
+        """Kill an engine that hangs: its requests would wait for ever."""
+        while True:
+            await asyncio.sleep(_ASK_EVERY_S)
+            if not self._queues:
+                continue
+            try:
+                await self.stats(_SILENCE_S)
+            except EngineStopped:
+                return
+            except TimeoutError:
+                self._fail(f"its process hung: it did not answer for {_SILENCE_S:g} s, and was killed")
+                self.kill()
+                return
 
     def _send(self, *message: object) -> int:
         """Return how many bytes were sent."""

@@ -28,6 +28,8 @@ AGE = 397
 ANNOUNCED = 398
 # It never has a token.
 SILENT = 389
+# The step never ends; or waits for a device that hangs.
+HANG, STALL = 388, 387
 SLOW_STEP_S = 0.05
 # What a prompt token is predicted to take, if the request has a TTFT objective.
 SECONDS_PER_TOKEN = 0.25
@@ -41,6 +43,13 @@ class _Running:
     output: list[int] = field(default_factory=list)
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
+
+
+class _Never:
+    """An event that the device does not get to."""
+
+    def query(self) -> bool:
+        return False
 
 
 class FakeEngine:
@@ -145,6 +154,12 @@ class FakeEngine:
             raise RuntimeError("the fake engine's step failed")
         if cause == DIE:
             os._exit(7)
+        if cause == HANG:
+            time.sleep(3600)
+        if cause == STALL:
+            from omniserve.waiting import wait_for  # imports torch
+
+            wait_for(_Never(), "a step's tokens", timeout_s=0.1)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.prompt_logprobs is not None and not entry.output:
             prompt_logprobs = tuple(self._logprob(token, sampling.prompt_logprobs, -0.25) for token in prompt[1:])

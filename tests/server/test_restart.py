@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -13,10 +14,11 @@ import time
 import httpx
 import openai
 import pytest
-from fake_engine import DIE, SLOW, FakeLoader
+from fake_engine import DIE, HANG, SLOW, STALL, FakeLoader
 
 from omniserve.errors import EngineStopped
 from omniserve.request import Request, SamplingParams
+from omniserve.server import engine_client
 from omniserve.server.supervisor import EngineSupervisor, pause_before
 from tests.server.attack.processes import engine_pid
 
@@ -125,13 +127,89 @@ async def successor(engine):
     return engine.client
 
 
-async def die(client):
-    """Kill the fake engine; return when it is dead."""
+async def die(client, cause=DIE):
+    """Kill the fake engine; return what its request is told when it is dead."""
     queue = asyncio.Queue()
-    request = Request(request_id="r", prompt_token_ids=[DIE], sampling=SamplingParams(max_tokens=1))
+    request = Request(request_id="r", prompt_token_ids=[cause], sampling=SamplingParams(max_tokens=1))
     client.submit(request, time.monotonic(), queue)
-    while not isinstance((await queue.get())[1], EngineStopped):
+    while not isinstance(event := (await queue.get())[1], EngineStopped):
         pass
+    return str(event)
+
+
+def test_an_engine_whose_device_hangs_says_so_in_the_log_and_has_a_successor(caplog, capfd):
+    async def scenario():
+        engine = EngineSupervisor(FakeLoader(), max_restarts=1)
+        await engine.start()
+        try:
+            first = engine.client
+            told = await die(first, STALL)
+            assert re.fullmatch(r"Stalled: the device has not finished a step's tokens within 0\.1 s: .*", told)
+            second = await successor(engine)
+            assert first is not second and (await second.stats()).steps > 0
+            return told
+        finally:
+            await engine.close()
+
+    told = asyncio.run(scenario())
+    assert f"the engine has stopped: {told}; start 1 of 1 in 1 s" in caplog.text
+    log = capfd.readouterr().err  # the engine process's
+    assert "the engine's step failed" in log and "Traceback" in log and "omniserve.errors.Stalled" in log
+
+
+def test_an_engine_that_hangs_without_a_word_is_killed_and_has_a_successor(monkeypatch):
+    async def scenario():
+        monkeypatch.setattr(engine_client, "_ASK_EVERY_S", 0.02)
+        engine = EngineSupervisor(FakeLoader(), max_restarts=1)
+        await engine.start()
+        try:
+            first, process = engine.client, engine.client._process
+            queue = asyncio.Queue()
+            slow = Request(request_id="s", prompt_token_ids=[SLOW, 5], sampling=SamplingParams(max_tokens=8))
+            first.submit(slow, time.monotonic(), queue)
+            while (await queue.get())[0] != "s" or first._queues:
+                assert engine.failure is None, "it is slow, and answers"
+            monkeypatch.setattr(engine_client, "_SILENCE_S", 0.5)
+            assert "its process hung: it did not answer for 0.5 s, and was killed" in await die(first, HANG)
+            second = await successor(engine)
+            assert first is not second and process.exitcode == -signal.SIGKILL
+            assert (await second.stats()).steps > 0
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_cannot_even_be_killed_holds_up_nobody(monkeypatch, caplog):
+    class Undying:
+        pid, exitcode = 4711, None
+
+        def __init__(self):
+            self.sentinel, self._end = os.pipe()
+            self.joins, self.was_killed = [], False
+
+        def is_alive(self):
+            return True
+
+        def kill(self):
+            self.was_killed = True
+
+        def join(self, timeout=None):
+            assert timeout is not None, "it would hang here"
+            self.joins.append(timeout)
+
+    async def scenario():
+        client = engine_client.EngineClient(FakeLoader())
+        await client.start(lambda text: None)
+        real, client._process = client._process, Undying()
+        try:
+            await asyncio.wait_for(client.close(), 30)
+            assert client._process.was_killed and client._process.joins == [5.0, 30.0]
+        finally:
+            real.kill()
+
+    asyncio.run(scenario())
+    assert "process 4711 did not end within 30 s after it was killed" in caplog.text
 
 
 def test_a_start_that_finds_no_room_on_the_disk_is_a_failed_one_and_the_next_may_do_better(monkeypatch):
