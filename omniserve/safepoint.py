@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from omniserve.device_copies import event_on
 from omniserve.plan import DeviceChunk, StepPlan
 
 
@@ -64,15 +65,14 @@ class LayerPace:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_ahead = device.type == "cuda"
+        self._device = device
         self._last: torch.cuda.Event | None = None
 
     def keep(self) -> None:
         """Wait until the device has done what it had been given at the last call. Without a GPU there is no waiting."""
-        if not self._is_ahead:
+        if self._device.type != "cuda":
             return
-        event = torch.cuda.Event()
-        event.record()
+        event = event_on(self._device)
         if self._last is not None:
             self._last.synchronize()
         self._last = event

@@ -21,10 +21,13 @@ class _Region(mmap.mmap):
 
     locked_at: int | None = None
     """The address from which on CUDA has page-locked it."""
+    locked_on: int = 0
+    """The device that was the current one then."""
 
     def __del__(self) -> None:
         if self.locked_at is not None and not sys.is_finalizing():  # a process that ends gives all back
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.locked_at))
+            with torch.cuda.device(self.locked_on):
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.locked_at))
 
 
 def allocate_pool(
@@ -63,7 +66,7 @@ def allocate_pool(
                 f"CUDA cannot page-lock {num_bytes / (1 << 30):.2f} GiB for the host pool (error {error}); "
                 "give a smaller host_kv_bytes, or allow more locked memory (ulimit -l)"
             )
-        region.locked_at = memory.data_ptr()
+        region.locked_at, region.locked_on = memory.data_ptr(), torch.cuda.current_device()
     return memory.view(dtype).view(*shape)
 
 

@@ -15,7 +15,7 @@ from omniserve.latency import LATENCY_MODELS
 from omniserve.registry import Registry
 from omniserve.request import SLO, ClassSpec, ServiceClass
 from omniserve.sched import SCHEDULERS
-from omniserve.server.loading import DEVICES, DTYPES
+from omniserve.server.loading import DTYPES
 
 
 def integer(low: int) -> Callable[[str], int]:
@@ -44,6 +44,13 @@ def positive(text: str) -> float:
     if value == 0:
         raise argparse.ArgumentTypeError(f"must be a number > 0, got {text}")
     return value
+
+
+def device(text: str) -> str:
+    """Read the name of a device; an argparse type."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", text) is None:
+        raise argparse.ArgumentTypeError(f"must be auto, cpu, cuda or cuda:N, got {text!r}")
+    return text
 
 
 def _gib(text: str) -> int:
@@ -127,7 +134,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags; their defaults are EngineConfig's."""
     parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="model folder or hub id (default: the built-in one)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto takes the model's own")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto takes a GPU if there is one")
+    parser.add_argument(
+        "--device",
+        type=device,
+        default="auto",
+        help="auto (a GPU if there is one), cpu, cuda or cuda:N, the GPU of that number (default: auto)",
+    )
     defaults = EngineConfig()
     for flag, field, kind, text in _FLAGS:
         default = getattr(defaults, field)
