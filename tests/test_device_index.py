@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,3 +105,47 @@ def test_kernels_of_moves_are_compiled_for_the_gpu_of_the_tier(cuda: FakeCuda, m
         DirectMover(pool)
     assert used == [SECOND] * 8
     assert cuda.noted == [("synchronize", 1)]
+
+
+# Without an argument they ask, or act on, the current device.
+OF_A_DEVICE = {
+    "synchronize", "current_stream", "default_stream", "Stream", "device", "mem_get_info", "memory_allocated",
+    "memory_reserved", "max_memory_allocated", "get_device_name", "get_device_capability", "get_device_properties",
+}  # fmt: skip
+
+
+def on_the_current_device(source: str) -> Iterator[str]:
+    """Yield the calls of a module that do not say on which GPU."""
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        says_nothing = not call.args and not call.keywords
+        if name.removeprefix("torch.cuda.") in OF_A_DEVICE and name.startswith("torch.cuda.") and says_nothing:
+            yield ast.unparse(call)
+        if name.endswith(".record") and says_nothing:
+            yield ast.unparse(call)
+        if name.endswith(".cuda") and says_nothing:
+            yield ast.unparse(call)
+        for keyword in call.keywords:
+            if keyword.arg == "device" and ast.unparse(keyword.value) in ("'cuda'", "torch.device('cuda')"):
+                yield ast.unparse(call)
+
+
+def test_no_call_leaves_the_gpu_open() -> None:
+    package = Path(__file__).parents[1] / "omniserve"
+    found = {
+        f"{path.relative_to(package)}: {call}"
+        for path in package.rglob("*.py")
+        for call in on_the_current_device(path.read_text())
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch.cuda.synchronize()", "event.record()", "torch.cuda.current_stream()", "torch.cuda.Stream()",
+        "torch.zeros(3, device='cuda')", "torch.zeros(3, device=torch.device('cuda'))", "tensor.cuda()",
+    ],
+)  # fmt: skip
+def test_calls_that_leave_the_gpu_open_are_found(call: str) -> None:
+    assert list(on_the_current_device(f"def f():\n    {call}\n"))
