@@ -103,6 +103,12 @@ class EngineConfig:
     """Run steps in a small set of constant shapes, recorded at the start: a decode step is then one launch, its
     piggyback rows included. ``auto``: as CUDA graphs on a GPU, not on the CPU; ``on``: on the CPU, too, where it is of
     use for tests only; ``off``."""
+    step_graphs_limit_s: float = 60.0
+    """Most seconds that recording steps may take at the start, with compiling kernels; steps that are not recorded run
+    kernel by kernel. Some hundred steps take a few seconds, and kernels that are compiled for the first time most of
+    a minute."""
+    step_graphs_bytes: int = 2 * GIB
+    """Most device memory that recorded steps may take, beside the KV pool and the weights."""
     classes: tuple[ClassSpec, ...] = DEFAULT_CLASSES
     """Classes of requests, highest priority first; latency-sensitive ones come before best-effort ones."""
     seed: int = 0
@@ -117,11 +123,11 @@ class EngineConfig:
             raise ValueError(f"ls_reserve_fraction must be in [0, 1), got {self.ls_reserve_fraction}")
         for name, low in (
             ("device_kv_bytes", 1), ("host_kv_bytes", 0), ("max_step_tokens", 1), ("max_num_requests", 1),
-            ("max_host_requests", 1), ("max_piggyback_slots", 1),
+            ("max_host_requests", 1), ("max_piggyback_slots", 1), ("step_graphs_bytes", 0),
         ):  # fmt: skip
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be >= {low}, got {getattr(self, name)}")
-        for name in ("swap_in_delay_s", "min_residence_s"):
+        for name in ("swap_in_delay_s", "min_residence_s", "step_graphs_limit_s"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name} must be a number >= 0, got {getattr(self, name)}")
         if self.checkpoint_kv and self.kv == "paged":

@@ -18,6 +18,13 @@ def upload(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
+def event_on(device: torch.device) -> torch.cuda.Event:
+    """Return an event behind what a GPU's current stream has been given; the GPU need not be the current one."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class Download:
     """Tensors on their way to the host: one copy, begun at once, of what the current stream makes of them.
 
@@ -34,8 +41,7 @@ class Download:
             packed = torch.cat(parts)
             self._packed = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
             self._packed.copy_(packed, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
+            self._done = event_on(packed.device)
 
     def wait(self) -> list[Tensor]:
         """Return them on the host, floats as float64; waits for this copy and what came before it, for no more.
@@ -63,8 +69,7 @@ class Mark:
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._event = event_on(device)
 
     def wait(self) -> None:
         """Wait for what the stream was given before, and for no more.

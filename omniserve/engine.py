@@ -39,6 +39,7 @@ from omniserve.stats import EngineStats
 from omniserve.step_log import OpenRequest, StepLog
 from omniserve.stepping import Stepper
 from omniserve.tracing import StepTracer
+from omniserve.warm_up import warm_up_attention
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ class Engine:
             rows=rows,
             max_model_len=self.max_model_len,
             has_host_tier=self.host_tier is not None,
+            is_directed=manager.is_directed,
         )
         this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
         self.runner = ModelRunner(
@@ -143,6 +145,15 @@ class Engine:
             keep_halted=config.keep_halted,
             safepoint=lambda: this()._ask_whether_to_leave(),
         )
+        if patched.device.type == "cuda":
+            warm_up_attention(
+                attention,
+                storage,
+                self.spec,
+                max_rows=config.max_step_tokens,
+                max_blocks=-(-self.max_model_len // config.block_size),
+                is_directed=manager.is_directed,
+            )
         if constant is not None:
             patched.warm_up(constant=True)  # also the layers that no recording calls by themselves
             constant.record_all()

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from omniserve.device_copies import event_on
 from omniserve.plan import DeviceChunk, StepPlan
 from omniserve.waiting import wait_for
 
@@ -65,7 +66,7 @@ class LayerPace:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_ahead = device.type == "cuda"
+        self._device = device
         self._last: torch.cuda.Event | None = None
 
     def keep(self) -> None:
@@ -74,10 +75,9 @@ class LayerPace:
         Raises:
             Stalled: The device did not get there in time.
         """
-        if not self._is_ahead:
+        if self._device.type != "cuda":
             return
-        event = torch.cuda.Event()
-        event.record()
+        event = event_on(self._device)
         if self._last is not None:
             wait_for(self._last, "a layer")
         self._last = event

@@ -56,6 +56,13 @@ class DeviceRows:
     def lengths(self) -> HostLengths:
         return HostLengths(query_lens=tuple(np.diff(self.query_start).tolist()), seq_lens=tuple(self.seq_lens.tolist()))
 
+    @property
+    def reversed_blocks(self) -> np.ndarray | None:
+        """The direction table ``[R, M]``, bool; None: no block runs from the right."""
+        if self.is_reversed is None:
+            return None
+        return np.repeat(self.is_reversed[:, None], self.block_table.shape[1], axis=1)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs:
@@ -164,9 +171,7 @@ def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device
         positions[num_rows + seat] = entry.position
     joining = joins_by_layer(plan)
     sampled, request_ids = sampling_rows(rows, joining.get(num_layers - 1, ()), first_seat=num_rows)
-    reversed_RM = (
-        rows.is_reversed[:, None].repeat(rows.block_table.shape[1], 1) if rows.is_reversed is not None else None
-    )
+    reversed_RM = rows.reversed_blocks
     return StepInputs(
         num_device_rows=num_rows,
         token_ids_T=_on(device, token_ids),

@@ -23,15 +23,27 @@ class InputMemory:
         num_layers: L.
         max_blocks: M: blocks of the longest request.
         device: Where the tensors are.
+        is_directed: Blocks may run from the right.
     """
 
-    def __init__(self, largest: StepShape, *, num_layers: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        largest: StepShape,
+        *,
+        num_layers: int,
+        max_blocks: int,
+        device: torch.device,
+        is_directed: bool = False,
+    ) -> None:
         self.num_layers = num_layers
         self.max_blocks = max_blocks
         self.device = device
         self.longs = torch.zeros(sum(_long_sizes(largest, num_layers)), dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(largest.rows, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(largest.rows, max_blocks, dtype=torch.int32, device=device)
+        self.reversed_blocks: Tensor | None = None
+        if is_directed:
+            self.reversed_blocks = torch.zeros(largest.rows, max_blocks, dtype=torch.bool, device=device)
         self.query_start = torch.arange(largest.rows + 1, dtype=torch.int32, device=device)
 
 
@@ -58,6 +70,10 @@ class ConstantInputs:
         """``[L * P]``: positions of those in the seats before the attention of each layer."""
         self.seq_lens_T: Tensor = memory.seq_lens[:rows]
         self.block_table_TM: Tensor = memory.block_table[:rows]
+        self.reversed_TM: Tensor | None = None
+        """The direction table, also of a step in which no block runs from the right; None: blocks never do."""
+        if memory.reversed_blocks is not None:
+            self.reversed_TM = memory.reversed_blocks[:rows]
         self.query_start_T1: Tensor = memory.query_start[: rows + 1]
 
     def slots_leaving(self, layer: int) -> Tensor:
@@ -105,12 +121,16 @@ class ConstantInputs:
         width = max(1, num_blocks)
         # In one copy, and no wider than the step needs: the longest request that may come has thousands of blocks. What
         # is behind a request's last block is never read, so it may be anything.
-        table = np.zeros((self.shape.rows, 1 + width), np.int32)
+        table = np.zeros((self.shape.rows, 2 + width), np.int32)
         table[:num_rows, 0] = rows.seq_lens
-        table[:num_rows, 1 : 1 + num_blocks] = rows.block_table
+        if rows.is_reversed is not None:
+            table[:num_rows, 1] = rows.is_reversed
+        table[:num_rows, 2 : 2 + num_blocks] = rows.block_table
         on_device = upload(torch.from_numpy(table), self._memory.device)
         self.seq_lens_T.copy_(on_device[:, 0])
-        self.block_table_TM[:, :width].copy_(on_device[:, 1:])
+        self.block_table_TM[:, :width].copy_(on_device[:, 2:])
+        if self.reversed_TM is not None:
+            self.reversed_TM[:, :width].copy_(on_device[:, 1:2])  # a request's blocks all run the same way
 
     def _host_buffer(self, target: Tensor) -> Tensor:
         # torch hands out a page-locked buffer again only when the copies from it are over.

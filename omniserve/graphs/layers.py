@@ -38,21 +38,20 @@ class ChunkTensors:
     query_start_R1: Tensor
     seq_lens_R: Tensor
     lengths: HostLengths
+    reversed_RM: Tensor | None
 
     @classmethod
     def of(cls, rows: DeviceRows, device: torch.device) -> Self:
         """Return those of a step's device rows."""
+        reversed_RM = rows.reversed_blocks
         return cls(
             len(rows.token_ids),
             upload(torch.from_numpy(rows.block_table), device),
             upload(torch.from_numpy(rows.query_start).int(), device),
             upload(torch.from_numpy(rows.seq_lens).int(), device),
             rows.lengths,
+            upload(torch.from_numpy(reversed_RM), device) if reversed_RM is not None else None,
         )
-
-
-_FEW_ROWS = 4
-"""Rows of a first prompt that is short, whose attention is split over the keys."""
 
 
 class ConstantLayers:
@@ -98,31 +97,6 @@ class ConstantLayers:
                 hidden_TD, q_TNH, k_TKH, v_TKH = model.between_attentions(layer, attn_TD, hidden_TD, *next(rotary))
         return model.post_attention(model.num_layers - 1, attn_TD, hidden_TD)
 
-    def warm_up_attention(self, num_rows: int, max_blocks: int) -> None:
-        """Attend to chunks of different lengths once, so that no step has to wait for a kernel to be compiled.
-
-        Args:
-            num_rows: Rows of all chunks together.
-            max_blocks: Blocks of the longest request.
-        """
-        device, spec = self._model.device, self._model.spec
-        q_TNH = torch.zeros(num_rows, spec.num_heads, spec.head_size, dtype=self._model.dtype, device=device)
-        layers = {spec.attention[layer]: layer for layer in range(spec.num_layers)}  # one of each kind
-        chunks_of = {(min(num_rows, _FEW_ROWS), 1), *((num_rows, n) for n in (1, max(1, num_rows // 16), num_rows))}
-        for rows, num_requests in sorted(chunks_of):
-            bounds = torch.linspace(0, rows, num_requests + 1).long()
-            lengths = HostLengths(query_lens=tuple(bounds.diff().tolist()), seq_lens=tuple(bounds.diff().tolist()))
-            for num_blocks in {-(-rows // self._storage.block_size), max_blocks}:
-                chunks = ChunkTensors(
-                    rows,
-                    torch.zeros(num_requests, num_blocks, dtype=torch.int32, device=device),
-                    upload(bounds.int(), device),
-                    upload(bounds.diff().int(), device),
-                    lengths,
-                )
-                for layer in layers.values():
-                    self.attend_chunks(layer, q_TNH, chunks)
-
     def attend_chunks(self, layer: int, q_TNH: Tensor, chunks: ChunkTensors) -> Tensor:
         """Attend for the rows of chunks, the first n of T; the padding's rows are zeros."""
         n = chunks.num_rows
@@ -136,6 +110,7 @@ class ConstantLayers:
             chunks.seq_lens_R,
             self._model.spec.attention[layer],
             lengths=chunks.lengths,
+            reversed_RM=chunks.reversed_RM,
         )
         return out_TNH.flatten(1)
 
@@ -153,6 +128,7 @@ class ConstantLayers:
             inputs.query_start_T1,
             inputs.seq_lens_T,
             self._model.spec.attention[layer],
+            reversed_RM=inputs.reversed_TM,
             one_query_each=True,
         )
         return out_TNH.view(q_TNH.shape[0], -1)

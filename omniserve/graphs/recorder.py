@@ -119,8 +119,8 @@ class GraphRecorder(DeviceWorkRecorder):
     def _record(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph: it collects garbage and empties caches before each of hundreds of recordings.
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
+        torch.cuda.synchronize(self._stream.device)
+        with torch.cuda.stream(self._stream):  # its device is then the current one, too
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 result = run()

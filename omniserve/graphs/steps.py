@@ -2,14 +2,13 @@
 
 A step in which every request has one device row (decodes, and any rows of the host tier) is one recording: one launch.
 One with longer chunks is recorded in pieces between the attentions, which depend on the chunks' lengths. What fits no
-recording runs as it is: see ``ModelRunner``.
+recording runs as it is: see ``ModelRunner``. Recordings end when their budget is spent.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Self
@@ -18,12 +17,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from omniserve.config import EngineConfig
+from omniserve.config import GIB, EngineConfig
 from omniserve.device_copies import upload
+from omniserve.graphs.budget import Budget
 from omniserve.graphs.inputs import ConstantInputs, InputMemory
 from omniserve.graphs.layers import ChunkTensors, ConstantLayers
 from omniserve.graphs.recorder import Attend, GraphRecorder, PlainRecorder, Recorder
-from omniserve.graphs.shapes import CHUNK_ROWS, DECODE_ROWS, ShapeTable, StepShape
+from omniserve.graphs.shapes import (
+    CHUNK_ROWS,
+    DECODE_ROWS,
+    ShapeTable,
+    StepShape,
+    capture_order,
+    size,
+    smallest_fitting,
+)
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layer_loop import LayersOutput
 from omniserve.ops.attention import DeviceAttention, is_graph_safe
@@ -46,6 +54,8 @@ class ConstantSteps:
         decodes: Shapes of steps with one row a request.
         chunks: Shapes of other steps.
         block_size: Tokens per KV block.
+        limit_s: Most seconds that recording may take.
+        limit_bytes: Most device memory that recordings may take.
     """
 
     def __init__(
@@ -57,15 +67,19 @@ class ConstantSteps:
         decodes: ShapeTable,
         chunks: ShapeTable,
         block_size: int,
+        limit_s: float,
+        limit_bytes: int,
     ) -> None:
         self._layers = layers
         self._memory = memory
         self._recorder = recorder
-        self._decode_shapes = decodes
-        self._chunk_shapes = chunks
+        self._order = capture_order(decodes, chunks)
         self._block_size = block_size
+        self._limit_s, self._limit_bytes = limit_s, limit_bytes
         self._decodes: dict[StepShape, tuple[ConstantInputs, Callable[[], Tensor]]] = {}
         self._chunks: dict[StepShape, tuple[ConstantInputs, Callable[[Attend], Tensor]]] = {}
+        self._decode_shapes: list[StepShape] = []  # those that were recorded, by size
+        self._chunk_shapes: list[StepShape] = []
         self.num_decode_steps = 0
         """Counter: steps with at most one row a request that ran in a constant shape."""
         self.num_chunk_steps = 0
@@ -82,6 +96,7 @@ class ConstantSteps:
         rows: PiggybackRows,
         max_model_len: int,
         has_host_tier: bool,
+        is_directed: bool,
     ) -> Self | None:
         """Return an engine's, nothing recorded yet; None: its steps all run in their own shapes.
 
@@ -105,49 +120,66 @@ class ConstantSteps:
         chunks = ShapeTable.of(CHUNK_ROWS, max_rows=most, max_seats=seats)
         largest = StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats)
         memory = InputMemory(
-            largest, num_layers=spec.num_layers, max_blocks=-(-max_model_len // config.block_size), device=device
-        )
+            largest, num_layers=spec.num_layers, max_blocks=-(-max_model_len // config.block_size), device=device,
+            is_directed=is_directed,
+        )  # fmt: skip
         attention_shape = (chunks.rows[-1], spec.num_heads, spec.head_size)
         recorder = GraphRecorder(attention_shape, model.dtype, device) if device.type == "cuda" else PlainRecorder()
         return cls(
             ConstantLayers(model, storage, attention, rows), memory, recorder,
             decodes=decodes, chunks=chunks, block_size=config.block_size,
+            limit_s=config.step_graphs_limit_s, limit_bytes=config.step_graphs_bytes,
         )  # fmt: skip
 
     @torch.inference_mode()
     def record_all(self) -> None:
-        """Record every shape, so that no step has to wait for it; on a terminal, with a progress bar."""
-        started_s = time.perf_counter()
+        """Record the shapes, the most useful ones first, until the budget is spent; on a terminal, with a progress bar.
+
+        No step has to wait for a recording: one that fits none runs eagerly.
+        """
+        device = self._memory.device
+        budget = Budget(
+            limit_s=self._limit_s, limit_bytes=self._limit_bytes, used_bytes=lambda: _used_bytes(device)
+        )  # fmt: skip
         gc.collect()
         gc.disable()  # to free a graph while another is being recorded is an error
         try:
-            self._record_all()
+            for shape, is_decode in tqdm(self._order, desc="recording steps", disable=None):
+                if budget.admits(is_decode):
+                    with budget.spending(is_decode):
+                        self._record(shape, is_decode=is_decode)
         finally:
             gc.enable()
-        num_shapes, seconds = len(self._decodes) + len(self._chunks), time.perf_counter() - started_s
-        logger.info("recorded %d step shapes in %.1f s", num_shapes, seconds)
+        self._decode_shapes, self._chunk_shapes = sorted(self._decodes, key=size), sorted(self._chunks, key=size)
+        num_recorded, num_shapes = len(self._decodes) + len(self._chunks), len(self._order)
+        seconds, num_bytes = budget.spent()
+        logger.info(
+            "recorded %d of %d step shapes in %.1f s and %.2f GiB", num_recorded, num_shapes, seconds, num_bytes / GIB
+        )
+        if num_recorded < num_shapes:
+            logger.warning(
+                "%d step shapes are not recorded: such steps are padded further or run without graphs; for more, raise "
+                "step_graphs_limit_s (%g) or step_graphs_bytes (%d)",
+                num_shapes - num_recorded, self._limit_s, self._limit_bytes,
+            )  # fmt: skip
 
-    def _record_all(self) -> None:
-        shapes = [*((shape, True) for shape in self._decode_shapes), *((shape, False) for shape in self._chunk_shapes)]
-        for shape, decodes in tqdm(shapes, desc="recording steps", disable=None):
-            inputs = ConstantInputs(shape, self._memory)
-            # Nobody is in it, so nothing is stored or sent.
-            inputs.fill(_NOBODY, make_device_rows(_NOBODY, block_size=1), decodes=decodes)
-            if decodes:
-                self._decodes[shape] = inputs, self._recorder.whole(partial(self._layers.whole, inputs))
-            else:
-                self._chunks[shape] = inputs, self._recorder.in_pieces(partial(self._layers.pieces, inputs))
-                if self._memory.device.type == "cuda" and not shape.seats:
-                    self._layers.warm_up_attention(shape.rows, self._memory.max_blocks)
+    def _record(self, shape: StepShape, *, is_decode: bool) -> None:
+        inputs = ConstantInputs(shape, self._memory)
+        # Nobody is in it, so nothing is stored or sent.
+        inputs.fill(_NOBODY, make_device_rows(_NOBODY, block_size=1), decodes=is_decode)
+        if is_decode:
+            self._decodes[shape] = inputs, self._recorder.whole(partial(self._layers.whole, inputs))
+        else:
+            self._chunks[shape] = inputs, self._recorder.in_pieces(partial(self._layers.pieces, inputs))
 
     def shape_for(self, plan: StepPlan) -> StepShape | None:
-        """Return the shape that a plan's step is padded to; None: it fits none, or its rows may come and go."""
+        """Return the recorded shape that a step is padded to; None: it fits none, or its rows may come and go."""
         if plan.preemptible or plan.pipelined:
             return None
-        if any(chunk.from_layer or chunk.is_reversed for chunk in plan.chunks):
+        if any(chunk.from_layer for chunk in plan.chunks):
             return None
         shapes = self._decode_shapes if decodes_only(plan) else self._chunk_shapes
-        return shapes.fitting(plan.num_device_tokens, plan.num_piggyback_slots)
+        return smallest_fitting(shapes, plan.num_device_tokens, plan.num_piggyback_slots)
 
     def run(self, plan: StepPlan, shape: StepShape, pending: PendingTokens) -> LayersOutput:
         """Run a step's layers; the hidden states are valid until the next step.
@@ -200,3 +232,11 @@ def decodes_only(plan: StepPlan) -> bool:
 
 
 _NOBODY = StepPlan(step_id=0)
+
+
+def _used_bytes(device: torch.device) -> int:
+    """Return how much of a GPU's memory is in use, by what a graph takes of the driver, too; 0 without a GPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

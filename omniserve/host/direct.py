@@ -96,11 +96,12 @@ class DirectMover(Mover):
         """Have both directions' kernels compiled now: the first moves would stall a step for it."""
         dtype, shape = self._pool_LBK2SH.dtype, self._pool_LBK2SH.shape[2:]
         pool = torch.empty(1, 1, *shape, dtype=dtype, pin_memory=True)
-        cache = torch.empty(1, 1, shape[0], *shape[2:], dtype=dtype, device="cuda")
-        block = torch.zeros(1, dtype=torch.int64, device="cuda")
+        device = torch.device("cuda", torch.cuda.current_device())  # `HostTier.of` sees to it that it is the tier's
+        cache = torch.empty(1, 1, shape[0], *shape[2:], dtype=dtype, device=device)
+        block = torch.zeros(1, dtype=torch.int64, device=device)
         for to_host in (True, False):
             self._copy_blocks(cache, cache, pool, block, block, to_host=to_host, is_reversed=False)
-        torch.cuda.synchronize()  # before `pool` is free
+        torch.cuda.synchronize(device)  # before `pool` is free
 
     def _fail(
         self, move: KVMove, error: str, is_over: Callable[[], bool] = lambda: True, ids_2M: Tensor | None = None

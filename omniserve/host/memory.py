@@ -23,11 +23,14 @@ class _Region(mmap.mmap):
     """The address from which on CUDA has page-locked it."""
     process_id: int | None = None
     """Of the process that had it page-locked; CUDA does not work in its forked children."""
+    locked_on: int = 0
+    """The device that was the current one then."""
 
     def __del__(self) -> None:
         is_over = sys.is_finalizing()  # a process that ends gives all back
         if self.locked_at is not None and self.process_id == os.getpid() and not is_over:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.locked_at))
+            with torch.cuda.device(self.locked_on):
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.locked_at))
 
 
 def allocate_pool(
@@ -66,7 +69,8 @@ def allocate_pool(
                 f"CUDA cannot page-lock {num_bytes / (1 << 30):.2f} GiB for the host pool (error {error}); "
                 "give a smaller host_kv_bytes, or allow more locked memory (ulimit -l)"
             )
-        region.locked_at, region.process_id = memory.data_ptr(), os.getpid()
+        region.locked_at, region.locked_on = memory.data_ptr(), torch.cuda.current_device()
+        region.process_id = os.getpid()
     return memory.view(dtype).view(*shape)
 
 

@@ -7,6 +7,7 @@ and W for (N + 2K)*H.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -180,19 +181,22 @@ class HostTier:
             kv_bytes: Memory for the pool; None: as configured.
             mailbox: See the class.
         """
-        return cls(
-            spec=spec,
-            dtype=dtype,
-            block_size=config.block_size,
-            kv_bytes=config.host_kv_bytes if kv_bytes is None else kv_bytes,
-            num_slots=config.max_host_requests,
-            num_threads=num_threads,
-            cores=config.host_cores,
-            pin_memory=device.type == "cuda",
-            kv_dtype=config.host_kv_dtype,
-            mailbox=mailbox,
-            device=device,
-        )
+        on_cuda = device.type == "cuda"
+        # Page-locking begins a context on the current device if it has none: it takes memory of a GPU that others use.
+        with torch.cuda.device(device) if on_cuda else contextlib.nullcontext():
+            return cls(
+                spec=spec,
+                dtype=dtype,
+                block_size=config.block_size,
+                kv_bytes=config.host_kv_bytes if kv_bytes is None else kv_bytes,
+                num_slots=config.max_host_requests,
+                num_threads=num_threads,
+                cores=config.host_cores,
+                pin_memory=on_cuda,
+                kv_dtype=config.host_kv_dtype,
+                mailbox=mailbox,
+                device=device,
+            )
 
     def begin_token(self, slot: int, epoch: int, position: int, block_ids: Sequence[int]) -> None:
         """Bind a slot to the token at `position`; its tasks then work for this token, layer after layer.

@@ -15,7 +15,7 @@ from omniserve.latency import LATENCY_MODELS
 from omniserve.registry import Registry
 from omniserve.request import SLO, ClassSpec, ServiceClass
 from omniserve.sched import SCHEDULERS
-from omniserve.server.loading import DEVICES, DTYPES
+from omniserve.server.loading import DTYPES
 
 
 def integer(low: int) -> Callable[[str], int]:
@@ -44,6 +44,13 @@ def positive(text: str) -> float:
     if value == 0:
         raise argparse.ArgumentTypeError(f"must be a number > 0, got {text}")
     return value
+
+
+def device(text: str) -> str:
+    """Read the name of a device; an argparse type."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", text) is None:
+        raise argparse.ArgumentTypeError(f"must be auto, cpu, cuda or cuda:N, got {text!r}")
+    return text
 
 
 def _gib(text: str) -> int:
@@ -116,6 +123,8 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("--host-threads", "host_threads", integer(1), "threads of the host tier"),
     ("--host-cores", "host_cores", _cores, "cores that host threads are pinned to, such as 0-3,8"),
     ("--step-graphs", "step_graphs", str, "auto (CUDA graphs on a GPU), on (constant shapes anywhere) or off"),
+    ("--step-graphs-time-limit", "step_graphs_limit_s", number, "most seconds for recording CUDA graphs at the start"),
+    ("--step-graphs-gib", "step_graphs_bytes", _gib, "most GiB of device memory for CUDA graphs"),
     ("--async-steps", "async_steps", _switch, "on or off: launch a step while the last one runs (default: with a GPU)"),
     ("--seed", "seed", int, "seeds the sampling of requests that bring no seed"),
 )
@@ -127,7 +136,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags; their defaults are EngineConfig's."""
     parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="model folder or hub id (default: the built-in one)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto takes the model's own")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto takes a GPU if there is one")
+    parser.add_argument(
+        "--device",
+        type=device,
+        default="auto",
+        help="auto (a GPU if there is one), cpu, cuda or cuda:N, the GPU of that number (default: auto)",
+    )
     defaults = EngineConfig()
     for flag, field, kind, text in _FLAGS:
         default = getattr(defaults, field)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from omniserve.config import EngineConfig
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from omniserve.engine import Engine
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 BUILTIN_MODEL_NAME = "omniserve-builtin"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
 # Share of the time limit of measuring after which progress is told again.
 _TELL_EACH = 0.1
 # And after so many seconds: on a GPU compiling and recording do not count against the limit.
@@ -35,7 +35,7 @@ class EngineLoader:
     Args:
         model: Folder or hub id.
         dtype: One of DTYPES; ``auto`` takes the model's own.
-        device: One of DEVICES; ``auto`` takes a GPU if there is one.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         config: The engine's settings.
         profile: Latency profile to read; None takes the cached one, or measures.
         profile_time_limit_s: Of measuring; what a GPU compiles and records first does not count.
@@ -80,8 +80,8 @@ class EngineLoader:
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu")
+        if device != "cpu":
+            _select_gpu(torch.device(device))
         # tqdm's own lock is a named semaphore, of which the process's quick end would leave a trace.
         tqdm.set_lock(threading.RLock())
         if not sys.stderr.isatty():
@@ -123,6 +123,25 @@ class EngineLoader:
         return find_or_make_profile(
             model, self.config, path=self.profile, time_limit_s=self.profile_time_limit_s, progress=tell
         )
+
+
+def _select_gpu(device: torch.device) -> None:
+    """Make a GPU the current one of this process, which is the engine's alone: libraries may ask for it.
+
+    Raises:
+        ValueError: It is not there.
+    """
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ValueError(f"--device {device}: torch finds no CUDA device here; use --device cpu")
+    if device.index is not None:
+        if device.index >= count:
+            raise ValueError(
+                f"--device {device}: torch finds {count} CUDA devices here; use cuda:0 to cuda:{count - 1}"
+            )
+        torch.cuda.set_device(device)
 
 
 def builtin_model_path() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from omniserve.graphs.inputs import ConstantInputs, InputMemory
@@ -20,8 +22,10 @@ def fill(inputs: ConstantInputs, plan: StepPlan, *, decodes: bool = True) -> Non
     inputs.fill(plan, make_device_rows(plan, block_size=BLOCK), decodes=decodes)
 
 
-def memory() -> InputMemory:
-    return InputMemory(StepShape(8, 4), num_layers=LAYERS, max_blocks=5, device=torch.device("cpu"))
+def memory(*, is_directed: bool = False) -> InputMemory:
+    return InputMemory(
+        StepShape(8, 4), num_layers=LAYERS, max_blocks=5, device=torch.device("cpu"), is_directed=is_directed
+    )
 
 
 def test_decodes_entries_and_joins_are_in_their_places() -> None:
@@ -78,3 +82,16 @@ def test_rows_of_chunks_and_views_that_stay_where_they_are() -> None:
     assert inputs.slot_mapping_T[:3].tolist() == [2 * BLOCK + 3, 4 * BLOCK, 4 * BLOCK + 1]
     assert [t.data_ptr() for t in (inputs.token_ids_T, inputs.slot_mapping_T, inputs.block_table_TM)] == before
     assert shared.longs.data_ptr() == before[0]
+
+
+def test_directions_of_a_step_and_none_of_the_one_before() -> None:
+    inputs = ConstantInputs(StepShape(4, 0), memory(is_directed=True))
+    assert inputs.reversed_TM is not None
+    left = chunk("a", (5,), 6, (3, 1))
+    right = dataclasses.replace(chunk("b", (9,), 9, (2, 0, 4)), is_reversed=True)
+    fill(inputs, StepPlan(step_id=0, chunks=(left, right)))
+    assert inputs.reversed_TM[:, :3].tolist() == [[False] * 3, [True] * 3, [False] * 3, [False] * 3]
+    assert inputs.slot_mapping_T.tolist() == [1 * BLOCK + 2, 4 * BLOCK + BLOCK - 1 - 1, -1, -1]
+    fill(inputs, StepPlan(step_id=1, chunks=(left, left)))
+    assert not inputs.reversed_TM[:, :2].any()
+    assert ConstantInputs(StepShape(4, 0), memory()).reversed_TM is None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from omniserve import Engine, EngineConfig
 from omniserve.graphs import steps
+from omniserve.graphs.budget import Budget
 from omniserve.layers.merged import MergedLinear
+from omniserve.plan import DeviceChunk, StepPlan
 from omniserve.sched import SCHEDULERS
 from tests.graphs.tape import TapeRecorder
 from tests.parity.engine_histories import Tally, run_histories, run_history
@@ -84,16 +88,34 @@ def test_recordings_do_what_the_code_did(scheduler: str, monkeypatch: pytest.Mon
     )  # fmt: skip
 
 
-def test_warming_attention_up_writes_no_kv() -> None:
-    model, _ = model_and_reference("gemma2", "cpu")
+@pytest.mark.parametrize(("kv", "share"), [("tiered", 0.0), ("tiered", 0.5), ("bidirectional", 0.2)])
+def test_some_recordings_or_none(kv: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever part of the table the budget has room for, steps are padded to a recorded shape or run eagerly."""
+    model, reference = model_and_reference("llama", "cpu")
+    spec = model.__dict__["omniserve"].spec
+    shape = (64, spec.num_heads, spec.head_size)
+    rng = random.Random(f"{kv} {share}")
+    monkeypatch.setattr(steps, "PlainRecorder", lambda: TapeRecorder(shape, torch.float32, torch.device("cpu")))
+    monkeypatch.setattr(Budget, "admits", lambda self, kind: rng.random() < share)
+    tally = run_histories(
+        model, reference, range(740, 742), reach=("host_tokens",), kv=kv, scheduler="omniserve", has_profile=False,
+        host_kv_bytes=1 << 20, max_host_requests=16, step_graphs="on", async_steps=True,
+        attention="tests.graphs.tape:attend", max_step_tokens=16, max_num_requests=8,
+    )  # fmt: skip
+    assert (tally.constant_decodes > 0) == (share > 0)
+
+
+@pytest.mark.parametrize("kind", ["decodes", "chunks"])
+def test_blocks_that_run_from_the_right_do_not_leave_the_recordings(kind: str) -> None:
+    """They would need kernels that no recording has compiled."""
+    model, _ = model_and_reference("llama", "cpu")
     config = EngineConfig(
-        block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=0, max_model_len=64, compile=False, step_graphs="on"
-    )
-    with Engine(model, config) as engine, torch.inference_mode():
-        constant = engine.runner.constant
-        assert constant is not None
-        engine.runner._storage.k_LBKSH.normal_()
-        before = engine.runner._storage.k_LBKSH.clone()
-        for num_rows in (1, 16, 40):
-            constant._layers.warm_up_attention(num_rows, 8)
-        assert torch.equal(engine.runner._storage.k_LBKSH, before)
+        block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, max_model_len=64, compile=False,
+        step_graphs="on", kv="bidirectional",
+    )  # fmt: skip
+    tokens = (5,) if kind == "decodes" else (5, 6, 7)
+    chunk = DeviceChunk(
+        request_id="be", token_ids=tokens, start=9, block_ids=(1, 2), samples=True, is_reversed=True
+    )  # fmt: skip
+    with Engine(model, config) as engine:
+        assert engine.runner.constant.shape_for(StepPlan(step_id=0, chunks=(chunk,))) is not None

@@ -55,7 +55,7 @@ def test_what_is_asked_for_is_refused_and_what_is_not_is_left_out(
     def constant_steps(step_graphs: str) -> ConstantSteps | None:
         return ConstantSteps.of(
             EngineConfig(attention=attention, step_graphs=step_graphs), model=model, storage=None, attention=attend,
-            rows=None, max_model_len=64, has_host_tier=False,
+            rows=None, max_model_len=64, has_host_tier=False, is_directed=False,
         )  # fmt: skip
 
     with pytest.raises(ValueError, match=f"step_graphs='on' is not possible: .*{reason}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 
 import pytest
@@ -121,6 +122,8 @@ def cuda_runtime(monkeypatch: pytest.MonkeyPatch) -> _CudaRuntime:
     runtime = _CudaRuntime()
     monkeypatch.setattr("torch.cuda.cudart", lambda: runtime)
     monkeypatch.setattr("torch.cuda.check_error", lambda error: None)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.device", lambda device: contextlib.nullcontext())
     return runtime
 
 

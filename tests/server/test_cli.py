@@ -106,6 +106,11 @@ def test_every_flag_arrives():
     assert (options.shutdown_timeout_s, options.log_level) == (1.5, "error")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:13"])
+def test_devices_have_numbers(device):
+    assert parse("--device", device)[1].device == device
+
+
 def test_loader_can_travel_to_another_process():
     _, loader = parse()
     assert pickle.loads(pickle.dumps(loader)) == loader
@@ -122,6 +127,8 @@ def test_loader_can_travel_to_another_process():
         ("--port 70000", "--port: must be <= 65535"),
         ("--port -1", "--port: must be >= 0"),
         ("--dtype int8", "--dtype: invalid choice: 'int8'"),
+        ("--device cuda:x", "--device: must be auto, cpu, cuda or cuda:N, got 'cuda:x'"),
+        ("--device gpu", "--device: must be auto, cpu, cuda or cuda:N, got 'gpu'"),
         ("--ls-ttft-slo 0", "--ls-ttft-slo must be a positive number of seconds"),
         ("--scheduller fcfs", "unrecognized arguments"),
         ("--slack none", "--slack must be step or deadline"),

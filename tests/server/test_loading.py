@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import omniserve.engine
 import omniserve.profiling
@@ -63,3 +65,46 @@ def test_named_profile_is_used_whatever_the_scheduler(load):
 @pytest.mark.parametrize(("scheduler", "options"), [("fcfs", {}), ("omniserve", {"with_profile": False})])
 def test_nothing_is_measured_for_who_needs_no_profile(load, scheduler, options):
     assert load(scheduler, **options) == (None, {}, [])
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Let torch find two GPUs; return which one was made the current one, and where a model was loaded to."""
+    seen = {}
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: seen.update(current=str(device)))
+
+    def from_pretrained(model, *, dtype, device_map):
+        seen["loaded"] = device_map
+        return SimpleNamespace(num_parameters=lambda: 1, dtype=torch.float32, eval=lambda: None)
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM", SimpleNamespace(from_pretrained=from_pretrained))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("device", "seen"),
+    [
+        ("auto", {"loaded": "cuda"}),
+        ("cuda", {"loaded": "cuda"}),
+        ("cuda:1", {"loaded": "cuda:1", "current": "cuda:1"}),
+        ("cpu", {"loaded": "cpu"}),
+    ],
+)
+def test_model_is_loaded_to_the_device_that_was_asked_for(gpus, device, seen):
+    EngineLoader(model="m", dtype="auto", device=device, config=EngineConfig()).load_model(lambda what: None)
+    assert gpus == seen
+
+
+def test_device_that_is_not_there_is_refused_with_those_that_are(gpus, monkeypatch):
+    def load(device):
+        EngineLoader(model="m", dtype="auto", device=device, config=EngineConfig()).load_model(lambda what: None)
+
+    with pytest.raises(ValueError, match="--device cuda:2: torch finds 2 CUDA devices here; use cuda:0 to cuda:1"):
+        load("cuda:2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda:1: torch finds no CUDA device here; use --device cpu"):
+        load("cuda:1")
+    assert not gpus

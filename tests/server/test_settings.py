@@ -42,6 +42,8 @@ SETTINGS = {
     "host_threads": ("host-threads", 6, 6),
     "host_cores": ("host-cores", "8,0-2", (8, 0, 1, 2)),
     "step_graphs": ("step-graphs", "off", "off"),
+    "step_graphs_limit_s": ("step-graphs-time-limit", 4.5, 4.5),
+    "step_graphs_bytes": ("step-graphs-gib", 0.25, 1 << 28),
     "async_steps": ("async-steps", "on", True),
     "compile": ("no-compile", True, False),
     "classes": ("class", ["a:LS", "b:BE"], (ClassSpec(name="a", kind="LS"), ClassSpec(name="b", kind="BE"))),

@@ -125,8 +125,7 @@ def host_lengths(
 
     Raises:
         ValueError: They are not given, and ``one_query_each`` forbids to read them back. Or the call is captured in a
-        CUDA
-            graph, which would go on with the lengths of its capture.
+            CUDA graph, which would go on with the lengths of its capture.
     """
     if seq_lens_R.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError(

@@ -84,8 +84,8 @@ def _compiled() -> Callable[..., Tensor]:
     compiled: Callable[..., Tensor] = torch.compile(_attend_pages, fullgraph=True)
 
     def attend(*args: Tensor | None, **constants: float) -> Tensor:
-        # One graph for each kind of layer (window, softcap), and for one request, one query each, and chunks: more than
-        # 8.
+        # One graph for each kind of layer (window, softcap), and for one request, one query each, and chunks: together
+        # more than torch's limit of 8.
         with torch._dynamo.config.patch(recompile_limit=64):
             return compiled(*args, **constants)
 

@@ -28,14 +28,14 @@ def attend_xformers(
 ) -> Tensor:
     """Attend with xformers: decodes over the pages where its kernel can, the rest over gathered KV.
 
-    Paged (``triton_splitKF``): every request has one query token, S is a multiple of 64, H is a power of two from 16,
+    Paged (``triton_splitK``): every request has one query token, S is a multiple of 64, H is a power of two from 16,
     half precision, no window. Not yet run on CUDA. Not graph-safe: the bias objects hold the lengths in host lists, and
     its launches follow from them, so a graph would go on with the lengths of its capture.
 
     Raises:
         ValueError: The layer soft-caps its scores, or there is a direction table: xformers can do neither. Or the call
-        is
-            captured in a graph, or has ``one_query_each`` without ``lengths``.
+            is captured in a graph, or has ``one_query_each`` without ``lengths``.
+        NotImplementedError: xformers has no kernel for this GPU, dtype or head size; its message says why.
     """
     from xformers.ops import fmha  # optional; slow to import
     from xformers.ops.fmha.attn_bias import (
@@ -63,7 +63,11 @@ def attend_xformers(
         and q_TNH.dtype in (torch.bfloat16, torch.float16)
         and not spec.window
     )
+    operator = None  # xformers chooses
     if paged:
+        # Named, as it is the only one that knows pages: xformers by itself does not try it for more than 32 queries,
+        # which are (request, KV head) pairs here, nor for groups of one head.
+        operator = fmha.triton_splitk.FwOp
         # xformers' pages are token-major, ours head-major: a (block, KV head) pair is a page with one head, and a
         # (request, KV head) pair a sequence whose G heads share it.
         q = q_TNH.reshape(1, -1, 1, num_heads // kv_heads, head_size)
@@ -98,5 +102,7 @@ def attend_xformers(
             for cache in (k_cache_BKSH, v_cache_BKSH)
         )
         q = q_TNH.reshape(1, -1, kv_heads, num_heads // kv_heads, head_size)
-    out = fmha.memory_efficient_attention_forward(q, k, v, attn_bias=bias, scale=spec.scale).reshape(q_TNH.shape)
+    with torch.cuda.device_of(q_TNH):  # Triton launches on the current device
+        out = fmha.memory_efficient_attention_forward(q, k, v, attn_bias=bias, scale=spec.scale, op=operator)
+    out = out.reshape(q_TNH.shape)
     return out.masked_fill(seq_lens_R[:, None, None] == 0, 0) if has_padding else out
