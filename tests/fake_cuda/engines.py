@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from omniserve import Engine, EngineConfig, SamplingParams
 from omniserve.graphs import steps
+from omniserve.layers import merged
 from omniserve.plan import (
     DeviceChunk,
     HostEvent,
@@ -59,10 +60,12 @@ class FakeGpuEngine:
                 "host_threads": 1, "attention": "triton", **config,
             }
         )  # fmt: skip
-        with gpu.lenient(), pytest.MonkeyPatch.context() as patch:  # nothing waits for an engine that starts
+        with gpu.lenient(), pytest.MonkeyPatch.context() as patch:  # an engine may wait for the device as it starts
             with torch.device("cuda"):
                 self.model = blank_model(family, dtype, num_layers=2)
             patch.setattr(steps, "DECODE_ROWS", (0,))  # and all that max_num_requests allows: few shapes
+            # A Parameter on the fake GPU is a FakeTensor, which `is_plain` takes for a subclass of some library's.
+            patch.setattr(merged, "is_plain", lambda module: type(module) is nn.Linear)
             patch.setattr(steps.gc, "collect", lambda: 0)  # takes as long as all captures here
             self.engine = Engine(self.model, settings)
         self._watch_launches()
@@ -106,8 +109,8 @@ class FakeGpuEngine:
 
     def __exit__(self, *_: object) -> None:
         self.engine.close()
-        # Bound to themselves through what was put in their place, they would live until a garbage collection; and CUDA
-        # must let go of the host pool while there is one.
+        # What was put in their place refers to the objects themselves: with such cycles the host pool would live until
+        # a garbage collection, and ask CUDA to release its memory when the fake GPU is gone.
         self.engine.runner.__dict__.pop("launch")
         self.engine.runner.__dict__.pop("_run_layers")
         if self.engine.host_tier is not None:

@@ -104,8 +104,8 @@ class FakeGraph:
 class FakeRuntime:
     """What the process knows of its GPU, and the rules for calls of the runtime.
 
-    Rules are on until ``lenient``; those for captures cannot be switched off. A broken rule is raised where it is
-    broken, and kept for the case that somebody catches it.
+    ``lenient`` switches off the rules for steps; those for captures are always on. A broken rule is an exception where
+    it is broken, and is also kept in ``violations``, as the engine may catch exceptions there.
     """
 
     def __init__(self) -> None:

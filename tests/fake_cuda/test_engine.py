@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from omniserve import Request, SamplingParams
+from omniserve.layers.merged import MergedLinear
 from omniserve.plan import (
     PENDING_TOKEN,
     HostEventKind,
@@ -25,6 +26,8 @@ from tests.parity.models import MODELS
 
 # Their products wait for the device in other dtypes; see `why_not_recorded`.
 GROUPED = ("mixtral", "qwen3_moe")
+# These have one linear for q, k and v, and one or none for gate and up, as Hugging Face has them.
+FUSED_BY_THEMSELVES = ("phi3", "gpt_neox", "gpt_neox_serial")
 # By default, one of each that differs much from the others.
 USUAL = ("llama", "phi3", "gemma2", "opt", "gpt_neox", "qwen3_moe")
 USUAL_FP32 = ("llama",)
@@ -46,6 +49,9 @@ def test_captured_steps(family: str, dtype: torch.dtype, gpu: FakeRuntime) -> No
             assert constant is None
             return
         assert constant is not None
+        assert family not in GROUPED or fake.model.config._experts_implementation == "grouped_mm"
+        merged = [module for module in fake.model.modules() if isinstance(module, MergedLinear)]
+        assert bool(merged) == (family not in FUSED_BY_THEMSELVES)
         for name in ("a", "b", "host"):
             fake.sample(name)
         expected_rows = []
@@ -69,9 +75,13 @@ def test_captured_steps(family: str, dtype: torch.dtype, gpu: FakeRuntime) -> No
         assert all(graph.launches for graph in gpu.graphs)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("opt", torch.float32)], ids=str)
-def test_steps_in_their_own_shapes(family: str, dtype: torch.dtype, gpu: FakeRuntime) -> None:
-    with engine_on(gpu, family, dtype, step_graphs="off") as fake:
+@pytest.mark.parametrize(
+    ("family", "dtype", "attention"),
+    [("llama", torch.bfloat16, "triton"), ("opt", torch.float32, "triton"), ("gemma2", torch.bfloat16, "sdpa")],
+    ids=str,
+)
+def test_steps_in_their_own_shapes(family: str, dtype: torch.dtype, attention: str, gpu: FakeRuntime) -> None:
+    with engine_on(gpu, family, dtype, step_graphs="off", attention=attention) as fake:
         for name in ("a", "b", "host"):
             fake.sample(name)
         assert fake.engine.runner.constant is None

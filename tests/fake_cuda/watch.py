@@ -154,7 +154,7 @@ class FakeCuda(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Takes apart what torch does in C++ where no operator is seen."""
+    """Turns functions that torch runs in C++, unseen by a dispatch mode, into operators."""
 
     def __init__(self, runtime: FakeRuntime) -> None:
         super().__init__()
@@ -168,7 +168,8 @@ class _Functions(TorchFunctionMode):
                 made = func(*args, **kwargs)
             if is_pinned:
                 made = self._runtime.pin(made)
-            self._runtime.forbid_in_capture("torch.tensor") if made.dim() else None
+            if made.dim():
+                self._runtime.forbid_in_capture("torch.tensor")
             return made if device is None or torch.device(device).type == "cpu" else made.to(device)
         if func is Tensor.data_ptr and is_on_device(args[0]):
             return args[0].untyped_storage()._cdata + args[0].storage_offset() * args[0].itemsize
