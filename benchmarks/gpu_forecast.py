@@ -3,10 +3,12 @@
 python -m benchmarks.gpu_forecast
 
 The layers' kernels are those that the compiler makes for an H200 (``forecast/compiled.py``), with the bytes of their
-inputs and outputs; attention and the operators that move rows go by formula (``forecast/steps.py``). Three times:
+inputs and outputs; attention and the operators that move rows go by formula (``forecast/steps.py``). Four times:
 
-* bound: each kernel at the data sheet's bandwidth, arithmetic or bus, whichever takes longest, one after the other.
-  Nothing can be faster.
+* floor: weights and KV read once at the data sheet's bandwidth, or the step's arithmetic at its peak, whichever takes
+  longer. Nothing can be faster.
+* roofline: the same kernel by kernel, one after the other, with all that each reads and writes. What stays in the L2
+  cache between two kernels, activations above all, makes it less.
 * expected: each at the share of these that kernels reached on A100s (``omniserve.simulate.analytic.Efficiency``), with
   a gap behind each. This is a prediction; the step's planning and its copies are not in it.
 * uncaptured: as expected, or what the host needs to launch the kernels one by one, whichever is longer.
@@ -49,12 +51,13 @@ _RESERVE = 0.94
 """Share of the device's memory that weights and KV may take."""
 
 
-def times(works: Sequence[Work], device_name: str, *, is_whole: bool) -> dict[str, float]:
+def times(works: Sequence[Work], device_name: str, *, least_bytes: float, is_whole: bool) -> dict[str, float]:
     """Return a step's seconds on a device.
 
     Args:
         works: The launches.
         device_name: See ``omniserve.simulate.hardware``.
+        least_bytes: Weights and KV that the step reads.
         is_whole: The layers are one graph; else they are launched piece by piece.
     """
     _, device = find_devices(device_name)
@@ -63,8 +66,10 @@ def times(works: Sequence[Work], device_name: str, *, is_whole: bool) -> dict[st
         pieces = sum(work.kind == "prefill" for work in works) + 1
         launches = sum(work.name in ("attend", "zeros", "unpad", "keep_attention") for work in works)
         expected = max(expected, pieces * PIECE_LAUNCH_S + launches * EAGER_LAUNCH_S)
+    flops = sum(work.flops for work in works)
     return {
-        "bound_s": sum(bound_s(work, device) for work in works),
+        "floor_s": max(least_bytes / device.bytes_per_s, flops / device.flops),
+        "roofline_s": sum(bound_s(work, device) for work in works),
         "expected_s": expected,
         "uncaptured_s": max(expected, len(works) * EAGER_LAUNCH_S),
     }
@@ -76,6 +81,7 @@ def line(counter: StepCounter, step: Decode | Chunk) -> dict[str, Any]:
     works = counter.decode(step) if isinstance(step, Decode) else counter.prefill(step)
     tokens = step.batch * step.context if isinstance(step, Decode) else step.context + step.num_tokens
     needed = counter.parameter_bytes + counter.kv_bytes(tokens)
+    least_bytes = needed - counter.embedding_bytes
     result: dict[str, Any] = {
         "step": {"kind": "decode" if is_whole else "chunk", **asdict(step)},
         "bytes": sum(work.num_bytes for work in works),
@@ -87,7 +93,7 @@ def line(counter: StepCounter, step: Decode | Chunk) -> dict[str, Any]:
         "kernels": len(works),
         "memory_bytes": needed,
         "devices": {
-            name: times(works, name, is_whole=is_whole)
+            name: times(works, name, least_bytes=least_bytes, is_whole=is_whole)
             for name in DEVICES
             if needed <= _RESERVE * find_devices(name)[1].memory_bytes
         },
@@ -104,7 +110,10 @@ def line(counter: StepCounter, step: Decode | Chunk) -> dict[str, Any]:
             "kernels_per_layer": len(own),
             "gather_s": {name: bound_s(gather, find_devices(name)[1]) for name in DEVICES},
             "added": {
-                name: {key: seconds[key] - times(plain, name, is_whole=True)[key] for key in seconds}
+                name: {
+                    key: seconds[key] - times(plain, name, least_bytes=least_bytes, is_whole=True)[key]
+                    for key in seconds
+                }
                 for name, seconds in result["devices"].items()
             },
         }
@@ -123,7 +132,7 @@ def forecast(shape: Shape) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """Return the forecasts as Markdown."""
-    heads = [f"{name}: bound / expected / uncaptured, ms" for name in DEVICES]
+    heads = [f"{name}: floor / roofline / expected / uncaptured, ms" for name in DEVICES]
     lines = [
         "| model | step | GB | TFLOP | kernels | " + " | ".join(heads) + " |", "|---|---|--:|--:|--:|--:|--:|"
     ]  # fmt: skip
@@ -131,7 +140,8 @@ def table(results: dict[str, Any]) -> str:
         for each in result["steps"]:
             cells = [
                 " / ".join(
-                    f"{1e3 * each['devices'][name][key]:.2f}" for key in ("bound_s", "expected_s", "uncaptured_s")
+                    f"{1e3 * each['devices'][name][key]:.2f}"
+                    for key in ("floor_s", "roofline_s", "expected_s", "uncaptured_s")
                 )
                 if name in each["devices"]
                 else "does not fit"
@@ -142,7 +152,7 @@ def table(results: dict[str, Any]) -> str:
     lines += [
         "",
         "| model | seats | to the host, KB a layer | to the device, KB a layer | device memory, MB a layer | kernels a "
-        "layer | " + " | ".join(f"{name}: longer by, bound / expected, ms" for name in DEVICES) + " |",
+        "layer | " + " | ".join(f"{name}: longer by, roofline / expected, ms" for name in DEVICES) + " |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for model, result in results.items():
@@ -150,7 +160,7 @@ def table(results: dict[str, Any]) -> str:
             if "piggyback" not in each:
                 continue
             own = each["piggyback"]
-            cells = [_cell(own["added"].get(name), "bound_s", "expected_s") for name in DEVICES]
+            cells = [_cell(own["added"].get(name), "roofline_s", "expected_s") for name in DEVICES]
             lines.append(
                 f"| {model} | {each['step']['seats']} | {own['to_host_bytes_per_layer'] / 1e3:.0f} | "
                 f"{own['to_device_bytes_per_layer'] / 1e3:.0f} | {own['device_bytes_per_layer'] / 1e6:.2f} | "

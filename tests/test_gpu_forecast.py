@@ -78,13 +78,17 @@ def test_a_tiny_model_by_hand(steps: list[dict[str, Any]]) -> None:
         assert short["bytes_by_kind"]["decode"] >= batch * 1024 * 256
         assert short["flops"] == 2 * batch * sum(i * o for i, o in products) + batch * 2 * 4 * 4 * 16 * 1024
         assert short["bytes"] == sum(short["bytes_by_kind"].values())
-        assert short["devices"]["H200-141GB"]["bound_s"] < short["devices"]["H100-80GB"]["bound_s"]
+        times, slower = short["devices"]["H200-141GB"], short["devices"]["H100-80GB"]
+        weights = sum(i * o for i, o in products) + 5 * 64  # and the norms'
+        assert times["floor_s"] == pytest.approx((2 * weights + batch * 1024 * 256) / 4.8e12)
+        assert times["floor_s"] < times["roofline_s"] < times["expected_s"] <= times["uncaptured_s"]
+        assert times["roofline_s"] < slower["roofline_s"]
 
     for seats in (16, 64):
         own = of(kind="decode", batch=8, context=1024, seats=seats)["piggyback"]
         assert own["to_host_bytes_per_layer"] == seats * ((4 + 2 * 2) * 16 * 2 + 8), "q, k, v and a flag"
         assert own["to_device_bytes_per_layer"] == seats * 4 * 16 * 2
-        assert own["kernels_per_layer"] == 3 and own["added"]["H200-141GB"]["bound_s"] > 0
+        assert own["kernels_per_layer"] == 3 and own["added"]["H200-141GB"]["roofline_s"] > 0
 
     chunk = of(kind="chunk", num_tokens=512, context=7680)
     layers, head = products[:-1], products[-1]
