@@ -95,13 +95,8 @@ def tiny_model(
         num_layers: Decoder layers.
         **overrides: Config fields that differ from the table's.
     """
-    model_type, settings = MODELS[family]
-    fields = {**settings, "num_hidden_layers": num_layers, **overrides}
-    experts = {name: fields.pop(name) for name in ("experts_implementation",) if name in fields}
-    config = AutoConfig.for_model(model_type, **fields)
-    # Older transformers give Gemma-2 SDPA by default, which leaves the soft-cap out.
-    attention = {"attn_implementation": "eager"} if model_type == "gemma2" else {}
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention, **experts)
+    model = blank_model(family, torch.float32, num_layers=num_layers, **overrides)
+    config, model_type = model.config, model.config.model_type
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -117,5 +112,17 @@ def tiny_model(
                 parameter.copy_(noise)  # makes up for the small tied embedding
             else:
                 parameter.copy_(noise * 1.6 * parameter.shape[-1] ** -0.5)
+    return model.to(dtype)
+
+
+def blank_model(family: str, dtype: torch.dtype, *, num_layers: int = 3, **overrides: Any) -> PreTrainedModel:
+    """Build a model with whatever parameters Hugging Face gives it, on the default device; see ``tiny_model``."""
+    model_type, settings = MODELS[family]
+    fields = {**settings, "num_hidden_layers": num_layers, **overrides}
+    experts = {name: fields.pop(name) for name in ("experts_implementation",) if name in fields}
+    config = AutoConfig.for_model(model_type, **fields)
+    # Older transformers give Gemma-2 SDPA by default, which leaves the soft-cap out.
+    attention = {"attn_implementation": "eager"} if model_type == "gemma2" else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention, **experts)
     model.generation_config.pad_token_id = 0
-    return model.to(dtype).eval()
+    return model.eval()

@@ -1,0 +1,201 @@
+"""StepCounter: a step's kernels in the order of their launch, from the compiled layers and the operators' formulas.
+
+What is behind a row's own kernel is counted as it is launched: padding, partial results of split attention, the rows of
+seats. Not counted: the copies of the step's inputs and of its tokens, a few KiB each.
+
+Legend: T device rows, P seats, D hidden, N query heads, K KV heads, H head size, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.forecast.compiled import Compiled, layers_on_gpu
+from benchmarks.forecast.work import Work, eager_work, fake_mode
+from omniserve import EngineConfig
+from omniserve.layers import family_of
+from omniserve.ops.kernels.attention_launch import choose_launch
+
+_BF16 = 2
+_LONG = 8
+_FLAG = 8
+PARTS = ("before", "behind", "between")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decode:
+    """A captured step of decodes, with seats for piggyback rows in every layer."""
+
+    batch: int
+    context: int
+    """Keys of each request, its own included."""
+    seats: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch + self.seats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A step with one chunk of a prompt, captured in pieces between the attentions."""
+
+    num_tokens: int
+    context: int
+    """Keys before the chunk."""
+
+
+class StepCounter:
+    """Counts steps of one model in bf16.
+
+    Args:
+        model_type: transformers' name of the architecture.
+        fields: Of its configuration.
+        counts: Rows (with seats) of the steps that will be asked for.
+    """
+
+    def __init__(self, model_type: str, fields: Mapping[str, Any], counts: Sequence[int]) -> None:
+        counts = tuple(sorted(set(counts)))
+        self._layers: dict[str, Compiled] = layers_on_gpu(model_type, fields, parts=PARTS, counts=counts)
+        self._mode = fake_mode()
+        with self._mode:
+            # Two layers: all have the same, and what is around them has no part in their number.
+            config = AutoConfig.for_model(model_type, **{**fields, "num_hidden_layers": 2})
+            self._family = family_of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
+        self.spec = self._family.spec()
+        self.num_layers = int(fields["num_hidden_layers"])
+        total = sum(each.numel() for each in self._family.model.parameters())
+        in_layer = sum(each.numel() for each in self._family.layers[0].parameters())
+        self.embedding_bytes = _BF16 * self._family.model.get_input_embeddings().weight.numel()
+        """Of which a step reads a few rows."""
+        self.parameter_bytes = _BF16 * (total + (self.num_layers - 2) * in_layer)
+        """All weights, the embedding included."""
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of K and V of so many tokens, all layers."""
+        return self.num_layers * num_tokens * 2 * self.spec.num_kv_heads * self.spec.head_size * _BF16
+
+    def decode(self, step: Decode) -> list[Work]:
+        """Return the launches of a captured step and of the head, in their order."""
+        rows, layers = step.num_tokens, self._layers
+        works = [*self._first(rows, step), *layers["before"].works[rows]]
+        for layer in range(self.num_layers):
+            works += self.piggyback_send(step)
+            works += [self._store(step.batch), *self._attend_decodes(step)]
+            works += self.piggyback_join(step)
+            works += layers["between" if layer + 1 < self.num_layers else "behind"].works[rows]
+        return [*works, *self._last(step.batch)]
+
+    def prefill(self, step: Chunk) -> list[Work]:
+        """Return the same for a step in pieces; its prompt samples a token."""
+        rows, layers, spec = step.num_tokens, self._layers, self.spec
+        q_bytes = rows * spec.num_heads * spec.head_size * _BF16
+        works = [*self._first(rows), *layers["before"].works[rows]]
+        for layer in range(self.num_layers):
+            works.append(self._store(rows))
+            works.append(Work(kind="rows", name="keep_queries", num_bytes=2 * q_bytes))
+            works.append(Work(kind="rows", name="zeros", num_bytes=q_bytes))
+            works.append(self._attend_chunk(step))
+            works += [Work(kind="rows", name=name, num_bytes=2 * q_bytes) for name in ("unpad", "keep_attention")]
+            works += layers["between" if layer + 1 < self.num_layers else "behind"].works[rows]
+        return [*works, *self._last(1)]
+
+    # -- around the layers ---------------------------------------------------------------------------------------------
+
+    def _first(self, num_rows: int, step: Decode | None = None) -> tuple[Work, ...]:
+        """Embedding and rotary tables; seats have a row of these for each layer."""
+        family = self._family
+        seats = step.seats if step is not None else 0
+        with self._mode:
+            tokens = torch.zeros(num_rows, dtype=torch.int64)
+            positions = torch.zeros(num_rows - seats + self.num_layers * seats, dtype=torch.int64)
+
+            def run() -> None:
+                family.embed(tokens, tokens)
+                tables = family.rotary(positions)
+                if seats and tables is not None:
+                    index = torch.zeros(self.num_layers * num_rows, dtype=torch.int64)
+                    for table in tables:
+                        table.index_select(0, index)
+
+            return eager_work(run)
+
+    def _last(self, num_rows: int) -> tuple[Work, ...]:
+        """The rows that sample, final norm, head and the likeliest tokens."""
+        family = self._family
+        with self._mode:
+            hidden = torch.empty(num_rows, self.spec.hidden_size, dtype=torch.bfloat16)
+            rows = torch.zeros(num_rows, dtype=torch.int64)
+            return eager_work(lambda: F.linear(family.final_norm(hidden[rows]), family.lm_head.weight).max(dim=-1))
+
+    # -- attention and the operators that move rows --------------------------------------------------------------------
+
+    def _store(self, num_rows: int) -> Work:
+        spec = self.spec
+        kv_bytes = num_rows * 2 * spec.num_kv_heads * spec.head_size * _BF16
+        return Work(kind="rows", name="store_kv", num_bytes=2 * kv_bytes + num_rows * _LONG)
+
+    def _attend_decodes(self, step: Decode) -> list[Work]:
+        spec, config = self.spec, EngineConfig()
+        launch = choose_launch(
+            num_tokens=step.batch, num_requests=step.batch, num_heads=spec.num_heads, kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size, block_size=config.block_size, itemsize=_BF16, one_query_each=True,
+            table_width=-(-spec.max_model_len // config.block_size),
+        )  # fmt: skip
+        # Parts behind a request's keys are empty, and neither written nor read.
+        parts = min(launch.num_splits, max(launch.full_splits, -(-step.context // launch.max_split_keys)))
+        row_bytes = step.batch * spec.num_heads * spec.head_size * _BF16
+        keys = self.kv_bytes(step.batch * step.context) / self.num_layers
+        flops = 4.0 * step.batch * spec.num_heads * spec.head_size * step.context
+        if launch.num_splits == 1:
+            return [Work(kind="decode", name="attend", num_bytes=keys + 2 * row_bytes, flops=flops)]
+        partial = 2 * parts * row_bytes  # float32
+        return [
+            Work(kind="decode", name="attend", num_bytes=keys + row_bytes + partial, flops=flops),
+            Work(kind="rows", name="combine", num_bytes=partial + row_bytes),
+        ]
+
+    def _attend_chunk(self, step: Chunk) -> Work:
+        spec = self.spec
+        seen = step.num_tokens * step.context + step.num_tokens * (step.num_tokens + 1) / 2
+        row_bytes = step.num_tokens * spec.num_heads * spec.head_size * _BF16
+        keys = self.kv_bytes(step.context + step.num_tokens) / self.num_layers
+        return Work(
+            kind="prefill", name="attend", num_bytes=keys + 2 * row_bytes,
+            flops=4.0 * spec.num_heads * spec.head_size * seen,
+        )  # fmt: skip
+
+    def piggyback_send(self, step: Decode) -> list[Work]:
+        """Return what takes the seats' rows to the host tier: q, k, v and a flag each over the bus."""
+        spec = self.spec
+        if not step.seats:
+            return []
+        qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size * _BF16
+        hidden = spec.hidden_size * _BF16
+        return [
+            Work(
+                kind="rows", name="piggyback_send", num_bytes=step.seats * (qkv + 2 * hidden + _LONG),
+                bus_bytes=step.seats * (qkv + _FLAG),
+            )
+        ]  # fmt: skip
+
+    def piggyback_join(self, step: Decode) -> list[Work]:
+        """Return what puts results into the seats, and their residuals under them."""
+        if not step.seats:
+            return []
+        attn, hidden = (width * _BF16 for width in (self.spec.num_heads * self.spec.head_size, self.spec.hidden_size))
+        return [
+            Work(kind="rows", name="piggyback_concat", num_bytes=2 * step.num_tokens * attn + step.seats * _LONG),
+            Work(kind="rows", name="residual_fetch", num_bytes=step.seats * (2 * hidden + _LONG)),
+        ]
+
+    def piggyback_gather(self, step: Decode) -> Work:
+        """Return what brings the results of all layers' seats to the device, beside the step before."""
+        num_bytes = self.num_layers * step.seats * self.spec.num_heads * self.spec.head_size * _BF16
+        return Work(kind="rows", name="gather_rows", num_bytes=num_bytes, bus_bytes=num_bytes)

@@ -1,0 +1,206 @@
+"""Forecast: what steps on an H100 and an H200 read, write and launch, and how long they take at least, without a GPU.
+
+python -m benchmarks.gpu_forecast
+
+The layers' kernels are those that the compiler makes for an H200 (``forecast/compiled.py``), with the bytes of their
+inputs and outputs; attention and the operators that move rows go by formula (``forecast/steps.py``). Four times:
+
+* floor: weights and KV read once at the data sheet's bandwidth, or the step's arithmetic at its peak, whichever takes
+  longer. Nothing can be faster.
+* roofline: the same kernel by kernel, one after the other, with all that each reads and writes. What stays in the L2
+  cache between two kernels, activations above all, makes it less.
+* expected: each at the share of these that kernels reached on A100s (``omniserve.simulate.analytic.Efficiency``), with
+  a gap behind each. This is a prediction; the step's planning and its copies are not in it.
+* uncaptured: as expected, or what the host needs to launch the kernels one by one, whichever is longer.
+
+So the first real run is compared with what was said before it. Nothing here was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.record import ROOT, write_record
+from benchmarks.forecast.compiled import pretend_to_have_a_gpu
+from benchmarks.forecast.steps import Chunk, Decode, StepCounter
+from benchmarks.forecast.work import Work, bound_s, expected_s
+from benchmarks.gpu.models import LLAMA_8B, QWEN_32B, TINY, Shape
+from omniserve.simulate.analytic import Efficiency
+from omniserve.simulate.hardware import find_devices
+
+RECORD = ROOT / "benchmarks" / "results" / "gpu_forecast.json"
+DEVICES = ("H100-80GB", "H200-141GB")
+KERNEL_GAP_S = 1.0e-6
+"""From the end of a kernel to the start of the next in a CUDA graph; assumed."""
+GRAPH_LAUNCH_S = 10e-6
+"""Of a captured step: the host's one call, until the first kernel runs; assumed."""
+PIECE_LAUNCH_S = 6e-6
+"""Of a captured piece between two attentions; assumed. The device is busy meanwhile with the piece before it."""
+EAGER_LAUNCH_S = 6e-6
+"""Of a kernel that Python launches; assumed."""
+
+DECODES = [Decode(batch=batch, context=context) for batch in (1, 8, 64) for context in (1024, 8192)]
+SEATED = [Decode(batch=8, context=1024, seats=seats) for seats in (16, 64)]
+CHUNKS = [Chunk(num_tokens=512, context=context) for context in (0, 7680)]
+STEPS: list[Decode | Chunk] = [*DECODES, *SEATED, *CHUNKS]
+_RESERVE = 0.94
+"""Share of the device's memory that weights and KV may take."""
+
+
+def times(works: Sequence[Work], device_name: str, *, least_bytes: float, is_whole: bool) -> dict[str, float]:
+    """Return a step's seconds on a device.
+
+    Args:
+        works: The launches.
+        device_name: See ``omniserve.simulate.hardware``.
+        least_bytes: Weights and KV that the step reads.
+        is_whole: The layers are one graph; else they are launched piece by piece.
+    """
+    _, device = find_devices(device_name)
+    expected = sum(expected_s(work, device, Efficiency(), KERNEL_GAP_S) for work in works) + GRAPH_LAUNCH_S
+    if not is_whole:
+        pieces = sum(work.kind == "prefill" for work in works) + 1
+        launches = sum(work.name in ("attend", "zeros", "unpad", "keep_attention") for work in works)
+        expected = max(expected, pieces * PIECE_LAUNCH_S + launches * EAGER_LAUNCH_S)
+    flops = sum(work.flops for work in works)
+    return {
+        "floor_s": max(least_bytes / device.bytes_per_s, flops / device.flops),
+        "roofline_s": sum(bound_s(work, device) for work in works),
+        "expected_s": expected,
+        "uncaptured_s": max(expected, len(works) * EAGER_LAUNCH_S),
+    }
+
+
+def line(counter: StepCounter, step: Decode | Chunk) -> dict[str, Any]:
+    """Return what a step does, and how long that takes."""
+    is_whole = isinstance(step, Decode)
+    works = counter.decode(step) if isinstance(step, Decode) else counter.prefill(step)
+    tokens = step.batch * step.context if isinstance(step, Decode) else step.context + step.num_tokens
+    needed = counter.parameter_bytes + counter.kv_bytes(tokens)
+    least_bytes = needed - counter.embedding_bytes
+    result: dict[str, Any] = {
+        "step": {"kind": "decode" if is_whole else "chunk", **asdict(step)},
+        "bytes": sum(work.num_bytes for work in works),
+        "bytes_by_kind": {
+            kind: sum(work.num_bytes for work in works if work.kind == kind)
+            for kind in sorted({work.kind for work in works})
+        },
+        "flops": sum(work.flops for work in works),
+        "kernels": len(works),
+        "memory_bytes": needed,
+        "devices": {
+            name: times(works, name, least_bytes=least_bytes, is_whole=is_whole)
+            for name in DEVICES
+            if needed <= _RESERVE * find_devices(name)[1].memory_bytes
+        },
+    }
+    if isinstance(step, Decode) and step.seats:
+        without = Decode(batch=step.batch, context=step.context)
+        plain = counter.decode(without)
+        own = [*counter.piggyback_send(step), *counter.piggyback_join(step)]
+        gather = counter.piggyback_gather(step)
+        result["piggyback"] = {
+            "to_host_bytes_per_layer": sum(work.bus_bytes for work in own),
+            "to_device_bytes_per_layer": gather.bus_bytes / counter.num_layers,
+            "device_bytes_per_layer": (result["bytes"] - sum(work.num_bytes for work in plain)) / counter.num_layers,
+            "kernels_per_layer": len(own),
+            "gather_s": {name: bound_s(gather, find_devices(name)[1]) for name in DEVICES},
+            "added": {
+                name: {
+                    key: seconds[key] - times(plain, name, least_bytes=least_bytes, is_whole=True)[key]
+                    for key in seconds
+                }
+                for name, seconds in result["devices"].items()
+            },
+        }
+    return result
+
+
+def forecast(shape: Shape) -> dict[str, Any]:
+    """Return all that is said of one model."""
+    counter = StepCounter(shape.model_type, shape.fields, [step.num_tokens for step in STEPS])
+    return {
+        "parameter_bytes": counter.parameter_bytes,
+        "kv_bytes_per_token": counter.kv_bytes(1),
+        "steps": [line(counter, step) for step in STEPS],
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the forecasts as Markdown."""
+    heads = [f"{name}: floor / roofline / expected / uncaptured, ms" for name in DEVICES]
+    lines = [
+        "| model | step | GB | TFLOP | kernels | " + " | ".join(heads) + " |", "|---|---|--:|--:|--:|--:|--:|"
+    ]  # fmt: skip
+    for model, result in results.items():
+        for each in result["steps"]:
+            cells = [
+                " / ".join(
+                    f"{1e3 * each['devices'][name][key]:.2f}"
+                    for key in ("floor_s", "roofline_s", "expected_s", "uncaptured_s")
+                )
+                if name in each["devices"]
+                else "does not fit"
+                for name in DEVICES
+            ]
+            figures = f"{each['bytes'] / 1e9:.2f} | {each['flops'] / 1e12:.3f} | {each['kernels']}"
+            lines.append(f"| {model} | {label(each['step'])} | {figures} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| model | seats | to the host, KB a layer | to the device, KB a layer | device memory, MB a layer | kernels a "
+        "layer | " + " | ".join(f"{name}: longer by, roofline / expected, ms" for name in DEVICES) + " |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for model, result in results.items():
+        for each in result["steps"]:
+            if "piggyback" not in each:
+                continue
+            own = each["piggyback"]
+            cells = [_cell(own["added"].get(name), "roofline_s", "expected_s") for name in DEVICES]
+            lines.append(
+                f"| {model} | {each['step']['seats']} | {own['to_host_bytes_per_layer'] / 1e3:.0f} | "
+                f"{own['to_device_bytes_per_layer'] / 1e3:.0f} | {own['device_bytes_per_layer'] / 1e6:.2f} | "
+                f"{own['kernels_per_layer']} | {' | '.join(cells)} |"
+            )
+    return "\n".join(lines)
+
+
+def _cell(seconds: dict[str, float] | None, *keys: str) -> str:
+    return " / ".join(f"{1e3 * seconds[key]:.2f}" for key in keys) if seconds is not None else "does not fit"
+
+
+def label(step: dict[str, Any]) -> str:
+    """Return a step's name."""
+    if step["kind"] == "chunk":
+        return f"chunk of {step['num_tokens']} behind {step['context']}"
+    seats = f", {step['seats']} seats" if step["seats"] else ""
+    return f"{step['batch']} decodes at {step['context']}{seats}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RECORD)
+    parser.add_argument("--tiny", action="store_true", help="a model of two layers, to try the program")
+    args = parser.parse_args()
+    pretend_to_have_a_gpu()
+    shapes = [TINY] if args.tiny else [LLAMA_8B, QWEN_32B]
+    results = {shape.name: forecast(shape) for shape in shapes}
+    assumed = {
+        "efficiency": asdict(Efficiency()), "kernel_gap_s": KERNEL_GAP_S, "graph_launch_s": GRAPH_LAUNCH_S,
+        "piece_launch_s": PIECE_LAUNCH_S, "eager_launch_s": EAGER_LAUNCH_S,
+    }  # fmt: skip
+    config = {
+        "models": {shape.name: shape.fields for shape in shapes},
+        "devices": {name: asdict(find_devices(name)[1]) for name in DEVICES},
+        "assumed": assumed,
+    }
+    write_record(args.out, name="gpu_forecast", config=config, seed=0, results=results)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
