@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.record import ROOT
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import report
+from benchmarks.gpu import program, report
 from benchmarks.gpu.check import mailbox, steps, tests
 from benchmarks.gpu.engines import (
     add_decoding,
@@ -87,7 +87,7 @@ CHECKS = {
     "sanitizer": "every kernel once",
 }
 """A case of each check that must have passed."""
-SLOW = ("steps", "tests", "llama", "qwen", "safepoints", "policies", "transformers", "piggyback")
+SLOW = ("steps", "attention", "tests", "llama", "qwen", "safepoints", "policies", "transformers", "piggyback")
 
 
 def run_part(name: str, out: Path) -> dict[str, dict[str, Any]]:
@@ -240,7 +240,8 @@ def test_report_puts_steps_beside_the_forecast(tmp_path: Path, monkeypatch: pyte
     assert "### FAIL: broken" in lines and "DRY" in "".join(lines)
 
 
-def test_a_program_is_ended_with_those_that_it_started(tmp_path: Path) -> None:
+def test_a_program_is_ended_with_those_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "_GRACE_S", 0.2)
     code = (
         "import signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGABRT, signal.SIG_IGN)\n"
@@ -302,7 +303,7 @@ def test_the_mailbox_check_notices(fault: str, monkeypatch: pytest.MonkeyPatch) 
     if fault == "torn":
         load.mailbox.inject(delay_s=0.01)
     try:
-        with pytest.raises(AssertionError, match={"lost": "lost", "twice": "twice", "torn": ""}[fault]):
+        with pytest.raises(AssertionError, match={"lost": "lost", "twice": "twice", "torn": None}[fault]):
             load.run(100)
     finally:
         load.close()

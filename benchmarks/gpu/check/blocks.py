@@ -38,11 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for dtype in (torch.bfloat16, torch.float32):
         count = 20 if script.dry else args.moves
         with script.case(f"{count} moves of {dtype} blocks") as case:
-            pools = Pools(script.device, dtype)
+            pools = Pools(script.device, dtype, count)
             with open_tiny(model) as engine:
                 try:
                     while pools.num_moves < count:
-                        serve(engine, reference, meanwhile=lambda: pools.num_moves < count and pools.advance())
+                        serve(engine, reference, meanwhile=pools.advance)
                     pools.finish()
                 finally:
                     pools.tier.close()
@@ -53,11 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Pools:
     """A device pool and a host pool with moves between them, and a shadow of both on the CPU."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, most_moves: int) -> None:
         spec = make_spec(dtype, num_heads=8, num_kv_heads=4, head_size=64)
         is_gpu = device.type == "cuda"
         self.tier = make_tier(spec, dtype=dtype, num_blocks=_HOST_BLOCKS, pin_memory=is_gpu)
         self.num_moves = self.num_blocks = 0
+        self._most_moves = most_moves
         shape = (spec.num_layers, _DEVICE_BLOCKS, spec.num_kv_heads, 16, spec.head_size)
         self._shadow = [torch.randn(shape).to(dtype) for _ in "kv"]
         self._device = [side.to(device, copy=True) for side in self._shadow]
@@ -71,7 +72,7 @@ class Pools:
     def advance(self) -> None:
         """Take the events of moves that are over; where none runs any more, start several, of blocks that differ."""
         self._poll()
-        if not self._running:
+        if not self._running and self.num_moves < self._most_moves:
             self._since_s = time.monotonic()
             device_ids = self._rng.sample(range(_DEVICE_BLOCKS), _DEVICE_BLOCKS)
             host_ids = self._rng.sample(range(_HOST_BLOCKS), _DEVICE_BLOCKS)

@@ -29,12 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     policies = itertools.cycle(["omniserve", "omniserve", *SCHEDULERS.names()])
     for number, family in enumerate(families):
         model: Any = tiny_model(family, seed=args.first_seed)
-        reference = Reference(model, seed=args.first_seed)  # on the CPU
+        prompts = 3 if script.dry else 12
+        reference = Reference(model, num_prompts=prompts, seed=args.first_seed)  # on the CPU
         model.to(script.device)
         with script.case(f"{family}: Hugging Face gives the same tokens on both devices") as case:
             if not script.on_gpu:
                 raise NotHere("needs a GPU")
-            case.note = compare(reference, Reference(model, seed=args.first_seed))
+            case.note = compare(reference, Reference(model, num_prompts=prompts, seed=args.first_seed))
         patch(model, compile=False)
         tally, failed, seeds = Tally(), 0, itertools.count(1000 * args.first_seed)
         until_s = time.monotonic() + (ends_s - time.monotonic()) / (len(families) - number)

@@ -109,7 +109,7 @@ def run_kernels(device: torch.device, *, few: bool) -> int:
             except (ValueError, NotImplementedError) as error:  # xformers: no soft-caps, no blocks from the right
                 print(f"attention {name} refuses {sample.label}: {error}")
             calls += 1
-    pools = Pools(device, torch.bfloat16)
+    pools = Pools(device, torch.bfloat16, 4)
     try:
         pools.advance()
         pools.finish()
