@@ -87,7 +87,18 @@ CHECKS = {
     "sanitizer": "every kernel once",
 }
 """A case of each check that must have passed."""
-SLOW = ("steps", "attention", "tests", "llama", "qwen", "safepoints", "policies", "transformers", "piggyback")
+SLOW = (
+    "steps",
+    "exactness",
+    "attention",
+    "tests",
+    "llama",
+    "qwen",
+    "safepoints",
+    "policies",
+    "transformers",
+    "piggyback",
+)
 
 
 def run_part(name: str, out: Path) -> dict[str, dict[str, Any]]:
@@ -108,7 +119,7 @@ def run_part(name: str, out: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in command.PARTS]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in command.PARTS]
 )
 def test_part_runs_dry_and_records_what_it_is_about(name: str, tmp_path: Path) -> None:
     cases = run_part(name, tmp_path)
@@ -227,16 +238,27 @@ def test_lines_and_paths() -> None:
 
 def test_report_puts_steps_beside_the_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script("steps_llama", argument_parser("").parse_args(["--dry", "--out", str(tmp_path)]))
-    with script.case("a step") as case:
-        wanted = {"shape": "tiny", "kind": "decode", "batch": 4, "context": 40}
-        case.figure(3.0, "ms", forecast=wanted | {"mode": "as configured"})
+    step = {"kind": "decode", "batch": 4, "context": 40}
+    for name, context in (("a step", 40), ("another", 41)):
+        with script.case(name) as case:
+            case.figure(3.0, "ms", model="tiny", step=step | {"context": context}, step_ms=3.0)
     with script.case("broken"):
         raise RuntimeError("why")
+    record = json.loads((tmp_path / "gpu_steps_llama.json").read_text())
+    record["environment"]["hardware"]["gpus"] = ["NVIDIA H200"]
+    (tmp_path / "gpu_steps_llama.json").write_text(json.dumps(record))
+    devices = {
+        name: {"expected_s": 0.002, "bound_s": bound_s} for name, bound_s in (("H100-80GB", 9), ("H200-141GB", 0.001))
+    }
+    forecast = {"results": {"tiny": {"steps": [{"step": step | {"seats": 0}, "devices": devices}]}}}
+    (tmp_path / "forecast").write_text(json.dumps(forecast))
     monkeypatch.setattr(report, "FORECAST", tmp_path / "forecast")
-    (tmp_path / "forecast").write_text(json.dumps({"results": {"steps": [wanted | {"predicted_ms": 2.0}]}}))
     report.write_report(tmp_path)
     lines = (tmp_path / "report.md").read_text().splitlines()
-    assert any(line.split("|")[1:5] == [" a step ", " 3           ", " 2            ", " 1.5   "] for line in lines)
+    beside = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in lines[lines.index("## Beside the forecast") :]
+    ]
+    assert [row for row in beside if row][2:] == [["a step", "3", "2", "1.5", "1", "H200-141GB"]]
     assert "### FAIL: broken" in lines and "DRY" in "".join(lines)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,38 +41,31 @@ def write_report(out: Path) -> None:
     (out / "report.md").write_text("\n".join(lines) + "\n")
 
 
-def beside_forecast(records: dict[str, dict[str, Any]]) -> list[str]:
+def beside_forecast(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return a table of the steps that both a record and the forecast have; nothing without a forecast."""
-    if not FORECAST.exists():
-        return []
-    forecast = json.loads(FORECAST.read_text())
-    rows = [["step", "measured ms", "predicted ms", "ratio"]]
+    forecast = json.loads(FORECAST.read_text())["results"] if FORECAST.exists() else {}
+    rows = [["step", "measured ms", "expected ms", "ratio", "bound ms", "on"]]
     for record in records.values():
+        gpus = " ".join(record["environment"]["hardware"]["gpus"])
         for case in record["results"]["cases"]:
-            wanted = case["details"].get("forecast")
-            if wanted is None or case["measured"] is None:
+            if case["measured"] is None or "step" not in case["details"]:
                 continue
-            predicted_ms = predicted(forecast, wanted)
-            measured_ms = wanted.get("ms", case["measured"])
-            if predicted_ms is not None:
-                row = [case["case"], short(measured_ms), short(predicted_ms), short(measured_ms / predicted_ms)]
-                rows.append(row)
+            measured_ms, found = case["details"]["step_ms"], case["details"]["step"]
+            for device, times in predicted(forecast, case["details"]["model"], found).items():
+                if device.split("-")[0] in gpus:
+                    expected_ms, bound_ms = 1e3 * times["expected_s"], 1e3 * times["bound_s"]
+                    ratio = measured_ms / expected_ms
+                    rows.append([case["case"], *map(short, (measured_ms, expected_ms, ratio, bound_ms)), device])
     return ["## Beside the forecast", "", table(rows), ""] if len(rows) > 1 else []
 
 
-def predicted(forecast: dict[str, Any], wanted: dict[str, Any]) -> float | None:
-    """Return the milliseconds that a forecast's entry for a step predicts; None: it has none.
-
-    Args:
-        forecast: Its record: ``results.steps`` is a list of objects with ``predicted_ms``.
-        wanted: What an entry must have: ``shape`` and ``kind``, with ``batch`` and ``context`` of a decode step, or
-            ``tokens`` of a prompt.
-    """
-    keys = ("shape", "kind", "batch", "context", "tokens")
-    for step in forecast["results"].get("steps", ()):
-        if wanted.get("chunk") is None and all(step.get(key) == wanted.get(key) for key in keys):
-            return float(step["predicted_ms"])
-    return None
+def predicted(forecast: Mapping[str, Any], model: str, step: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return what a forecast (``benchmarks/gpu_forecast.py``) says of a step, by device; empty: nothing."""
+    for entry in forecast.get(model, {}).get("steps", ()):
+        if {"seats": 0, **entry["step"]} == {"seats": 0, **step}:
+            devices: dict[str, dict[str, float]] = entry["devices"]
+            return devices
+    return {}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

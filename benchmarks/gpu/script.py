@@ -171,23 +171,18 @@ def markdown(cases: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table of cases as records hold them."""
     lines = [["", "case", "measured", "limit", "ratio", "goal", "met", "note"]]
     for case in cases:
-        met = {None: "", True: "yes", False: "NO"}[case["met"]]
-        values = [f"{short(case[key])} {case['unit']}".strip() for key in ("measured", "limit")]
-        note = (case["note"].splitlines() or [""])[0].replace("|", "/")
-        lines.append([case["outcome"], case["case"], *values, short(case["ratio"]), case["goal"], met, note])
-    for line in lines[1:]:
-        for column in (2, 3):
-            line[column] = line[column] if any(c.isdigit() for c in line[column]) else ""
+        values = ["" if case[key] is None else f"{short(case[key])} {case['unit']}" for key in ("measured", "limit")]
+        met, note = {None: "", True: "yes", False: "NO"}[case["met"]], case["note"].partition("\n")[0]
+        row = [case["outcome"], case["case"], *values, short(case["ratio"]), case["goal"], met, note.replace("|", "/")]
+        lines.append(row)
     return table(lines)
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table, the first line its head, that is readable as text too."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    rows = [lines[0], ["-" * max(3, width) for width in widths], *lines[1:]]
-    return "\n".join(
-        "| " + " | ".join(c.ljust(max(3, w)) for c, w in zip(row, widths, strict=True)) + " |" for row in rows
-    )
+    widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(lines[0]))]
+    rows = [lines[0], ["-" * width for width in widths], *lines[1:]]
+    return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows)
 
 
 def short(value: float | None) -> str:

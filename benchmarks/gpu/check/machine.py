@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -14,12 +13,15 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.attention.bandwidth import available_bytes
+from benchmarks.common.record import environment
 from benchmarks.gpu.script import NO_GPU, NotHere, Script, argument_parser
 
 _FIELDS = (
     "name,compute_cap,driver_version,memory.total,memory.used,clocks.max.sm,clocks.max.mem,pcie.link.gen.current,"
     "pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,mig.mode.current,compute_mode"
 )
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _GIB = 1 << 30
 
 
@@ -31,9 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with script.case("versions") as case:
         capability = torch.cuda.get_device_capability() if script.on_gpu else None
         case.details |= {
-            "python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda,
-            "triton": version_of("triton"), "transformers": version_of("transformers"),
-            "xformers": version_of("xformers"), "capability": capability,
+            **environment()["versions"], "torch_cuda": torch.version.cuda, "capability": capability,
             "architectures": torch.cuda.get_arch_list() if script.on_gpu else [],
         }  # fmt: skip
         case.note = ", ".join(f"{key} {value}" for key, value in case.details.items() if value)
@@ -43,9 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise RuntimeError(" ".join(problems))
         case.note = " ".join(problems) or "nothing here is known to be unsupported"
     with script.case("main memory and cores") as case:
+        nodes = [*Path("/sys/devices/system/node").glob("node[0-9]*")]
         case.details |= {
-            "cores": len(os.sched_getaffinity(0)), "numa_nodes": len([*Path("/sys/devices/system/node").glob("node*")]),
-            "free_gib": round(available_bytes() / _GIB, 1), "huge_pages": huge_pages(),
+            "cores": len(os.sched_getaffinity(0)), "numa_nodes": len(nodes),
+            "free_gib": round(available_bytes() / _GIB, 1),
+            "huge_pages": _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else "unknown",
             "locked_memory_limit_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         }  # fmt: skip
         case.note = ", ".join(f"{key} {value}" for key, value in case.details.items())
@@ -107,26 +109,6 @@ def why_no_cuda() -> str:
     except (RuntimeError, AssertionError) as error:
         return str(error).splitlines()[0].rstrip(".")
     return "torch.cuda.is_available() is False"
-
-
-def version_of(package: str) -> str | None:
-    """Return an installed package's version; None: it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def available_bytes() -> int:
-    """Return the main memory that is free or can be freed."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) << 10
-
-
-def huge_pages() -> str:
-    """Return whether the kernel gives huge pages to who asks."""
-    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return path.read_text().split("[")[-1].split("]")[0] if path.exists() else "unknown"
 
 
 def locked_gib() -> float:

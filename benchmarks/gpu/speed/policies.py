@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common.client import BE_TIER, LoadRequest, RequestRecord
+from benchmarks.common.client import LoadRequest
 from benchmarks.common.loads import Arrivals, TraceSlice
-from benchmarks.common.summary import summarize_co_serving
 from benchmarks.coserving.load import CoServingLoad
-from benchmarks.coserving.report import ATTAINED, BE_RATE
-from benchmarks.gpu.engines import config_of, open_engine
+from benchmarks.gpu.engines import config_of, drain, open_engine
 from benchmarks.gpu.models import LLAMA_8B, patched_model
-from benchmarks.gpu.script import Case, NotHere, Script, argument_parser
-from omniserve import SLO, Engine, Request, RequestOutput, RequestRejected, SamplingParams
+from benchmarks.gpu.script import NotHere, Script, argument_parser, short
+from omniserve import SLO, Engine, Request, RequestRejected, SamplingParams
 from omniserve.profiling import find_or_make_profile
+from omniserve.simulate.results import percentile
 
 POLICIES = ("omniserve", "sarathi", "fcfs")
 """The first is compared with the others."""
 KEPT = 0.9
 """Share of the LS requests that must meet their objectives for a rate to count as kept."""
+ATTAINED, BE_RATE = "attained", "be_tokens_per_s"
 _TPOT_S = 0.05
 _MOST_TOKENS = 2048
 _BUDGET_SHARE = 0.6
@@ -42,12 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         engines = {policy: stack.enter_context(engine_of(script, model, policy)) for policy in POLICIES}
         for engine in engines.values():  # kernels for the sizes of this load
-            serve(engine, load.warm_up((60.0, 60.0)), least_s=0.0, cutoff_s=2.0 if script.dry else 8.0)
+            serve(engine, load.warm_up((60.0, 60.0)), seconds=min(seconds, 4.0), drain_s=4.0)
         for rate in rates:
             for policy, engine in engines.items():
                 name = f"{policy}, {rate:g} LS/s"
                 with script.case(f"{name}: LS requests that met their objectives") as case:
-                    figures[policy, rate] = time_load(case, engine, load, rate)
+                    figure = serve(engine, load.requests(rate, 0, load.slo(1.0)), seconds=seconds, drain_s=load.drain_s)
+                    if not figure["ls_admitted"]:
+                        raise NotHere(f"no LS request was admitted in {seconds:g} s")
+                    figures[policy, rate] = figure
+                    note = ", ".join(f"{key} {short(figure[key])}" for key in figure if key not in (ATTAINED, BE_RATE))
+                    case.figure(figure[ATTAINED], "of all", note=note, **figure)
                 with script.case(f"{name}: BE prompt and output tokens beside LS") as case:
                     if (policy, rate) not in figures:
                         raise NotHere("the load was not served to its end")
@@ -95,109 +103,95 @@ def engine_of(script: Script, model: Any, policy: str) -> Any:
     return open_engine(model, config, profile)
 
 
-def time_load(case: Case, engine: Engine, load: CoServingLoad, rate: float) -> dict[str, Any]:
-    """Serve a load at a rate and return its figures."""
-    slo, before = load.slo(1.0), engine.stats()
-    cutoff_s = load.seconds + load.drain_s
-    records, end_s = serve(engine, load.requests(rate, 0, slo), least_s=load.seconds, cutoff_s=cutoff_s)
-    after = engine.stats()
-    summary = summarize_co_serving(records, slo, end_s=end_s, stream_s=load.seconds)
-    summary["host_tokens"] = after.host_output_tokens - before.host_output_tokens
-    summary["preemptions"] = after.preemptions - before.preemptions
-    if ATTAINED not in summary:
-        raise NotHere(f"no LS request came in {load.seconds:.0f} s")
-    note = f"{summary['ls_requests']} requests, {summary['rejected']} rejected"
-    for key, unit in (("ttft_p99_s", "TTFT"), ("tpot_p99_s", "TPOT")):
-        if summary.get(key) is not None:
-            note += f", {unit} p99 {1e3 * summary[key]:.1f} ms"
-    note += f", {summary['host_tokens']} BE output tokens on the host"
-    case.figure(summary[ATTAINED], "of all", note=note, **summary)
-    return summary
+@dataclass
+class Seen:
+    """What a client has seen of a request; seconds since the start of the load."""
+
+    sent: LoadRequest
+    first_s: float = math.inf
+    last_s: float = math.inf
+    tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token since the request was due."""
+        return self.first_s - self.sent.send_at_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of a token after the first."""
+        return (self.last_s - self.first_s) / max(1, self.tokens - 1)
+
+    def met(self, slo: tuple[float, float]) -> bool:
+        """Whether the request has finished and met its objectives, TTFT and TPOT."""
+        return self.tokens == self.sent.max_tokens and self.ttft_s <= slo[0] and self.tpot_s <= slo[1]
 
 
-def serve(
-    engine: Engine, requests: Sequence[LoadRequest], *, least_s: float, cutoff_s: float
-) -> tuple[list[RequestRecord], float]:
-    """Send requests at their times, whatever becomes of those before, until all LS requests have ended.
+def serve(engine: Engine, requests: Sequence[LoadRequest], *, seconds: float, drain_s: float) -> dict[str, Any]:
+    """Send requests at their times, whatever becomes of those before.
 
     Args:
         engine: Without requests.
         requests: Of token ids, in any order.
-        least_s: Shortest time, unless everything has ended.
-        cutoff_s: Longest time; what is unfinished then is aborted.
+        seconds: How long LS requests come, and BE tokens count.
+        drain_s: So long those that came then may still take; all that is unfinished is aborted.
 
     Returns:
-        What a client over HTTP would have seen of each request, and when it ended.
+        The share of the admitted LS requests that met their objectives, BE tokens a second (prompts count with their
+        first output token), and what else belongs to the load.
     """
-    records = [
-        RequestRecord(service_tier=r.service_tier, send_at_s=r.send_at_s, num_prompt_tokens=len(r.prompt))
-        for r in requests
-    ]
-    due = sorted(range(len(requests)), key=lambda i: requests[i].send_at_s, reverse=True)
-    running: dict[str, RequestRecord] = {}
-    began_s, now_s = time.monotonic(), 0.0
+    due = deque(sorted(requests, key=lambda wanted: wanted.send_at_s))
+    running: dict[str, Seen] = {}
+    ls: list[Seen] = []
+    rejected = be_tokens = 0
+    before, began_s, now_s = engine.stats(), time.monotonic(), 0.0
 
-    def goes_on() -> bool:
-        if now_s < least_s:
-            return bool(due or running)
-        return any(r.service_tier != BE_TIER for r in (*running.values(), *(records[i] for i in due)))
+    def ls_is_open() -> bool:
+        return any(wanted.slo for wanted in (*due, *(seen.sent for seen in running.values())))
 
-    while now_s < cutoff_s and goes_on():
-        while due and requests[due[-1]].send_at_s <= now_s:
-            index = due.pop()
-            if _send(engine, requests[index], records[index], f"load-{index}", began_s):
-                running[f"load-{index}"] = records[index]
+    while now_s < seconds or (now_s < seconds + drain_s and ls_is_open()):
+        while due and due[0].send_at_s <= now_s:
+            seen = Seen(due.popleft())
+            try:
+                running[_add(engine, seen.sent, began_s)] = seen
+            except RequestRejected:
+                rejected += 1
+                continue
+            if seen.sent.slo is not None:
+                ls.append(seen)
         outputs = engine.step()
         now_s = time.monotonic() - began_s
         for output in outputs:
-            _book(running[output.request_id], output, now_s)
+            seen, new = running[output.request_id], len(output.new_token_ids)
+            if new and seen.sent.slo is None and now_s <= seconds:
+                be_tokens += new + (0 if seen.tokens else len(seen.sent.prompt))
+            if new:
+                seen.first_s, seen.last_s, seen.tokens = min(seen.first_s, now_s), now_s, seen.tokens + new
             if output.finished:
                 del running[output.request_id]
         if engine.last_plan_was_empty:
-            _pause(engine)
-    for request_id in running:
-        engine.abort(request_id)
-    while engine.has_unfinished:
-        engine.step()
-        _pause(engine)
-    return records, now_s
+            engine.wait(_IDLE_WAIT_S) if engine.host_tier is not None else time.sleep(_IDLE_WAIT_S)
+    after = engine.stats()
+    drain(engine, list(running))
+    started = [seen for seen in ls if seen.tokens]
+    return {
+        ATTAINED: sum(seen.met(seen.sent.slo) for seen in ls if seen.sent.slo) / max(1, len(ls)),
+        BE_RATE: be_tokens / seconds, "ls_admitted": len(ls), "rejected": rejected,
+        "ttft_p99_s": percentile([seen.ttft_s for seen in started], 99) if started else None,
+        "tpot_p99_s": percentile([seen.tpot_s for seen in started], 99) if started else None,
+        "host_tokens": after.host_output_tokens - before.host_output_tokens,
+        "preemptions": after.preemptions - before.preemptions,
+    }  # fmt: skip
 
 
-def _pause(engine: Engine) -> None:
-    if engine.host_tier is not None:
-        engine.wait(_IDLE_WAIT_S)
-    else:
-        time.sleep(_IDLE_WAIT_S / 4)
-
-
-def _send(engine: Engine, wanted: LoadRequest, record: RequestRecord, name: str, began_s: float) -> bool:
-    """Add a request to the engine; False: it was rejected."""
+def _add(engine: Engine, wanted: LoadRequest, began_s: float) -> str:
     request = Request(
         prompt_token_ids=[int(token) for token in wanted.prompt],
         sampling=SamplingParams(max_tokens=wanted.max_tokens, ignore_eos=True),
-        service_class="BE" if wanted.service_tier == BE_TIER else "LS",
+        service_class="LS" if wanted.slo is not None else "BE",
         slo=SLO(ttft_s=wanted.slo[0], tpot_s=wanted.slo[1]) if wanted.slo is not None else None,
-        request_id=name,
     )
-    record.sent_s = time.monotonic() - began_s
-    try:
-        engine.add(request, arrival_s=began_s + wanted.send_at_s)
-    except RequestRejected:
-        record.rejected = True
-        return False
-    record.predicted_ttft_s = engine.predicted_ttft_s(name)
-    return True
-
-
-def _book(record: RequestRecord, output: RequestOutput, now_s: float) -> None:
-    if output.new_token_ids:
-        record.token_times_s.append(now_s)
-        record.last_token_s = now_s
-        if record.first_token_s is None:
-            record.first_token_s = now_s
-    if output.finished:
-        record.finished = True
-        record.num_output_tokens = output.num_output_tokens
+    return engine.add(request, arrival_s=began_s + wanted.send_at_s)
 
 
 if __name__ == "__main__":

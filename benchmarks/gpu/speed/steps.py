@@ -32,7 +32,7 @@ from benchmarks.gpu.timing import idle_share, reclaim_memory, seconds, wait_for
 from omniserve import Engine
 
 SHAPES = {"llama": LLAMA_8B, "qwen": QWEN_32B}
-BATCHES = (256, 128, 32, 8, 1)
+BATCHES = (256, 128, 64, 32, 8, 1)
 """Largest first: the others are what is left of it when requests are aborted."""
 _MEMORY_SHARE = 0.92
 _REPEATS = 5
@@ -50,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     batches = (4, 1) if script.dry else BATCHES
     time_batches(script, model, name, batches, mode=first)
     is_llama = args.shape == "llama"
-    prompts = (32, 64) if script.dry else (2048, 8192) if is_llama else (2048,)
+    prompts = (32, 64) if script.dry else (512, 2048, 8192) if is_llama else (512, 2048)
     time_prompts(script, model, name, prompts)
     if is_llama:
-        time_prompts(script, model, name, prompts[-1:], chunk=prompts[0])
+        time_prompts(script, model, name, prompts[-1:], chunk=32 if script.dry else 2048)
         for mode in others:
             time_batches(script, model, name, batches if script.dry else (32, 8), mode=mode)
     return script.end()
@@ -106,7 +106,7 @@ def time_batches(script: Script, model: Any, name: str, batches: Sequence[int], 
                 case.figure(
                     1e3 * times.mean_s, "ms", limit=1e3 * read / script.limits.copy_bytes_per_s, at_most=1.25,
                     wall_p50_ms=1e3 * times.p50_s, wall_p99_ms=1e3 * times.p99_s, bytes_read=read,
-                    forecast={"shape": name, "kind": "decode", "batch": batch, "context": context, "mode": mode},
+                    model=name, step={"kind": "decode", "batch": batch, "context": context}, step_ms=1e3 * times.mean_s,
                 )  # fmt: skip
             if is_default:
                 with script.case(f"{case_name}: GPU idle") as case:
@@ -148,7 +148,8 @@ def time_prompts(script: Script, model: Any, name: str, prompts: Sequence[int], 
                 case.figure(
                     flops(model, prompt) / taken_s / 1e12, "TFLOP/s", limit=script.limits.matmul_flops / 1e12,
                     at_least=0.6, note=f"{1e3 * taken_s:.4g} ms", seconds=times_s[2:], tokens_per_s=prompt / taken_s,
-                    forecast={"shape": name, "kind": "prompt", "tokens": prompt, "chunk": chunk, "ms": 1e3 * taken_s},
+                    model=name, step_ms=1e3 * taken_s,
+                    step={"kind": "several" if chunk else "chunk", "num_tokens": prompt, "context": 0},
                 )  # fmt: skip
 
 
