@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
 import json
 import math
@@ -23,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common.record import ROOT
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import program, report
-from benchmarks.gpu.check import mailbox, steps, tests
+from benchmarks.gpu.check import blocks, mailbox, steps, tests
 from benchmarks.gpu.engines import (
     add_decoding,
     config_of,
@@ -41,7 +43,10 @@ from benchmarks.gpu.script import NO_GPU, Case, NotHere, Script, argument_parser
 from benchmarks.gpu.speed.beside_transformers import token_s
 from benchmarks.gpu.timing import covered, spans_on
 from omniserve.patching import patch
+from omniserve.plan import KVMove
 from tests.host.helpers import wait_until
+from tests.parity.engine_histories import Reference
+from tests.parity.models import tiny_model
 
 CPU = torch.device("cpu")
 FIGURES = {
@@ -81,24 +86,13 @@ CHECKS = {
     "machine": "the extension loads",
     "steps": "no hidden wait: all captured shapes, steps that overlap",
     "exactness": "llama: histories",
-    "mailbox": "200 rows to a slow tier",
+    "mailbox": "100 rows to a slow tier",
     "blocks": "20 moves of torch.bfloat16 blocks",
     "tests": "tests marked gpu, in 1 files",
     "sanitizer": "every kernel once",
 }
 """A case of each check that must have passed."""
-SLOW = (
-    "steps",
-    "exactness",
-    "attention",
-    "tests",
-    "llama",
-    "qwen",
-    "safepoints",
-    "policies",
-    "transformers",
-    "piggyback",
-)
+QUICK = ("machine", "mailbox", "blocks", "sanitizer", "limits", "moves", "host")
 
 
 def run_part(name: str, out: Path) -> dict[str, dict[str, Any]]:
@@ -299,6 +293,45 @@ def test_a_wait_is_noted_with_its_place_once() -> None:
         warnings.warn("something else", stacklevel=1)
     (stack,) = stacks
     assert stack.splitlines()[-1].startswith("  tests/test_gpu_benchmark.py:") and "hidden" in stack
+
+
+@pytest.mark.filterwarnings("ignore:called a synchronizing CUDA operation")
+def test_a_hidden_wait_in_a_step_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script("waits", argument_parser("").parse_args(["--dry", "--out", str(tmp_path)]))
+    model: Any = tiny_model("llama")
+    reference = Reference(model, num_prompts=2, max_tokens=4)
+    monkeypatch.setattr(steps, "SAMPLINGS", ())
+    with steps.open_tiny(patch(model, compile=False), step_graphs="off") as engine:
+        steps.no_hidden_wait(engine, reference, script)
+        launch = engine.runner.launch
+
+        def waits(plan: Any) -> Any:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+            return launch(plan)
+
+        monkeypatch.setattr(engine.runner, "launch", waits)
+        with pytest.raises(AssertionError, match=r"(?s)1 places wait.*stepping.py:\d+ step.*waits"):
+            steps.no_hidden_wait(engine, reference, script)
+        reference.tokens[1] = (*reference.tokens[1][:-1], 0)
+        with pytest.raises(AssertionError, match=r"prompts \[1\] of 2"):
+            steps.serve(engine, reference)
+
+
+def test_the_block_check_notices_a_block_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_wrong in (False, True):
+        pools = blocks.Pools(CPU, torch.float32, 8)
+        start = pools.tier.start_move
+
+        def start_wrong(move: KVMove, *caches: torch.Tensor, start: Any = start, is_wrong: bool = is_wrong) -> None:
+            ids = move.dst_block_ids
+            start(dataclasses.replace(move, dst_block_ids=ids[::-1]) if is_wrong else move, *caches)
+
+        monkeypatch.setattr(pools.tier, "start_move", start_wrong)
+        while pools.num_moves < 8:
+            pools.advance()
+        with pytest.raises(AssertionError) if is_wrong else contextlib.nullcontext():
+            pools.finish()
+        pools.tier.close()
 
 
 @pytest.mark.parametrize("fault", ["torn", "lost", "twice"])

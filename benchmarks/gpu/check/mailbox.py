@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--rows", type=int, default=6000, help="for each tier (default: %(default)s)")
     script = Script("mailbox", args := parser.parse_args(arguments))
-    rows = 200 if script.dry else args.rows
+    rows = 100 if script.dry else args.rows
     for seed, (name, (settings, faults)) in enumerate(TIERS.items()):
         with script.case(f"{rows} rows to {name}") as case:
             load = Load(script.device, seed, **settings)
