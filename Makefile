@@ -41,7 +41,7 @@ coserve: $(VENV)/.installed ## Measure every policy on one load of both kinds: a
 coserve-memory: $(VENV)/.installed ## The same for the policies that differ when device memory is short
 	@$(BIN)/python -m benchmarks.coserve --load memory --record .cache/coserve_memory.json --plot .cache/coserve_memory.png $(ARGS)
 
-gpu: setup ## Measure everything that has a goal on a GPU, in nine minutes (ARGS="--only decode,prefill --minutes 4")
+gpu: setup ## On a machine with a GPU: find what is broken, then measure, in half an hour (ARGS="--only check"; "--dry" anywhere)
 	@PYTHON=$(BIN)/python benchmarks/gpu/run.sh $(ARGS)
 
 check: lint test ## Format, lint, types and tests: what CI runs

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from benchmarks.gpu import tune_attention
-from benchmarks.gpu.tune_attention import DRY_LOADS, LLAMA, SETTINGS, Case, Load, run, tune
+from benchmarks.gpu.script import Script, argument_parser
+from benchmarks.gpu.tune_attention import DRY_LOADS, LLAMA, SETTINGS, Case, Load, tune, tune_loads
 from omniserve.ops.kernels.attention_launch import HOPPER, Tuning
 
 CPU = torch.device("cpu")
 
 
-def test_default_and_best_of_each_load_are_measured() -> None:
-    default, best = run(DRY_LOADS, CPU, seconds=100, dry=True)
-    assert default.case.endswith(": default") and best.case.endswith(": best")
-    assert default.measured and best.measured and default.floor == best.floor and best.floor
+def test_default_and_best_of_each_load_are_measured(tmp_path: Path) -> None:
+    script = Script("tuning", argument_parser("").parse_args(["--dry", "--out", str(tmp_path)]))
+    tune_loads(script, DRY_LOADS, seconds=100)
+    tune_loads(script, DRY_LOADS, seconds=-1)
+    best, late = script.cases
+    assert best.outcome == "PASS" and best.measured and best.limit and best.details["default_us"] > 0, best
     assert best.details["tuning"]["tiles"][0]["block_m"] in SETTINGS["rows"][0]
-    (late,) = run(DRY_LOADS, CPU, seconds=-1, dry=True)
-    assert late.measured is None and late.note == "not measured: out of time"
+    assert (late.outcome, late.note) == ("SKIP", "out of time")
 
 
 def test_the_fastest_is_found_setting_after_setting(monkeypatch: pytest.MonkeyPatch) -> None:

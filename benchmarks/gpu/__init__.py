@@ -1,1 +1,1 @@
-"""What this project does on a GPU, beside what the hardware allows: one command, ``benchmarks/gpu/run.sh``."""
+"""The GPU path on a real GPU: ``check/`` finds what is broken, ``speed/`` measures the rest; ``run.sh`` runs both."""

@@ -1,100 +1,113 @@
-"""Everything that has a goal on a GPU, part by part, best first, within minutes.
+"""Everything about this project that only a GPU can tell: first what is broken, then how fast the rest is.
 
-    benchmarks/gpu/run.sh                             # builds what is missing, then all parts
-    benchmarks/gpu/run.sh --only decode,prefill --minutes 4
-    python -m benchmarks.gpu --dry                    # tiny sizes, also without a GPU: does it run?
+    benchmarks/gpu/run.sh                        # builds what is missing, then all parts, best first
+    python -m benchmarks.gpu --only check        # or speed, speed-1, speed-2, or parts by name, comma-separated
+    python -m benchmarks.gpu --dry               # tiny sizes, also without a GPU: do the scripts run?
 
-Tables have what was measured, the floor (what the hardware allows, measured in the same run; a ceiling where more is
-better), their ratio and the goal. A part that takes too long is cut: what it had measured stays, the rest is "not
-measured". The record is written after each part.
+Each part is a script, runs in a process of its own and has a time limit: one that hangs or crashes costs only itself.
+It writes its record as its figures come; ``report.md`` has all of them. The exit status is 1 if a part failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common.record import ROOT, write_record
-from benchmarks.gpu.parts import PARTS
-from benchmarks.gpu.supervise import Supervisor
-from benchmarks.gpu.table import markdown
+from benchmarks.common.record import write_record
+from benchmarks.gpu.program import run_program
+from benchmarks.gpu.report import write_report
+from benchmarks.gpu.script import NO_GPU, argument_parser, folder_of, scrubbed
 
-_GRACE_S = 15.0
-_END_S = 20.0
+PACKAGE = "benchmarks.gpu."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One script."""
+
+    module: str
+    """In this package."""
+    limit_s: float
+    """Longest time; what it had measured until then is kept."""
+    group: str
+    arguments: tuple[str, ...] = ()
+
+
+PARTS: dict[str, Part] = {
+    "machine": Part(module="check.machine", limit_s=30, group="check"),
+    "steps": Part(module="check.steps", limit_s=100, group="check"),
+    "exactness": Part(module="check.exactness", limit_s=130, group="check"),
+    "mailbox": Part(module="check.mailbox", limit_s=45, group="check"),
+    "blocks": Part(module="check.blocks", limit_s=40, group="check"),
+    "tests": Part(module="check.tests", limit_s=140, group="check", arguments=("--seconds", "130")),
+    "sanitizer": Part(module="check.sanitizer", limit_s=95, group="check", arguments=("--seconds", "35")),
+    "limits": Part(module="speed.limits", limit_s=40, group="speed-1"),
+    "llama": Part(module="speed.steps", limit_s=170, group="speed-1", arguments=("--shape", "llama")),
+    "attention": Part(module="speed.attention", limit_s=60, group="speed-1"),
+    "piggyback": Part(module="speed.piggyback", limit_s=120, group="speed-1"),
+    "moves": Part(module="speed.moves", limit_s=60, group="speed-1"),
+    "safepoints": Part(module="speed.safepoints", limit_s=60, group="speed-1"),
+    "host": Part(module="speed.host", limit_s=150, group="speed-2"),
+    "policies": Part(module="speed.policies", limit_s=190, group="speed-2"),
+    "qwen": Part(module="speed.steps", limit_s=110, group="speed-2", arguments=("--shape", "qwen")),
+    "transformers": Part(module="speed.beside_transformers", limit_s=100, group="speed-2"),
+}
+"""In this order. A group fits a command of ten minutes."""
+_LEAST_S = 10.0
+_DRY_PATIENCE = 4
+"""A dry run may be on a busy machine."""
+_KEPT_LINES = 60
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line; a bad one ends the program."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="parts:\n" + "\n".join(f"  {name:13} {part.about}" for name, part in PARTS.items()),
-    )
-    parser.add_argument("--only", help="parts, comma-separated (default: all)")
-    parser.add_argument("--minutes", type=float, default=8.5, help="for everything (default: %(default)s)")
+    """Return the command line, ``only`` as a list of parts; a bad one ends the program."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--only", default="check,speed", help=f"groups, or parts: {', '.join(PARTS)}")
+    parser.add_argument("--minutes", type=float, default=30.0, help="for everything (default: %(default)s)")
     parser.add_argument("--spent-s", type=float, default=0.0, help="of the minutes: seconds that a build took, say")
-    parser.add_argument("--dry", action="store_true", help="tiny sizes, on whatever device there is")
-    parser.add_argument("--record", type=Path, help="default: gpu.json in $OUT, or in benchmarks/results/gpu")
     args = parser.parse_args(arguments)
-    args.only = list(PARTS) if args.only is None else args.only.split(",")
-    if unknown := [name for name in args.only if name not in PARTS]:
-        parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    if args.minutes * 60 - args.spent_s <= _END_S:
-        parser.error(f"--minutes must be more than {(_END_S + args.spent_s) / 60:.2g}, got {args.minutes:g}")
-    if args.record is None:
-        whole = "gpu" if args.only == list(PARTS) else "gpu_" + "_".join(args.only)
-        folder = os.environ.get("OUT") or (ROOT / ".cache" / "gpu" if args.dry else ROOT / "benchmarks/results/gpu")
-        args.record = Path(folder) / f"{whole}.json"
+    wanted = args.only.split(",")
+    groups = {group: [n for n, p in PARTS.items() if p.group.startswith(group)] for group in ("check", "speed")}
+    groups |= {group: [n for n, p in PARTS.items() if p.group == group] for group in ("speed-1", "speed-2")}
+    if unknown := [name for name in wanted if name not in PARTS and name not in groups]:
+        parser.error(f"there is no part or group {', '.join(unknown)}; there are {', '.join([*groups, *PARTS])}")
+    chosen = {part for name in wanted for part in groups.get(name, [name])}
+    args.only = [name for name in PARTS if name in chosen]
     return args
 
 
-def device() -> dict[str, Any]:
-    """Return what nvidia-smi says of the GPUs; empty without one."""
-    fields = "name,memory.total,driver_version,clocks.max.sm,clocks.max.mem,pcie.link.gen.max,pcie.link.width.max"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    values = done.stdout.strip().split(", ") if done.returncode == 0 else []
-    return dict(zip(fields.split(","), values, strict=False))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    began_s = time.time()
     args = parse_arguments(arguments)
-    began_s -= args.spent_s
-    if args.dry:
-        print("dry run: tiny sizes, no figure means anything")
-    nvidia = device()
-
-    def after(name: str) -> None:
-        outcome = supervisor.outcomes[name]
-        status = outcome.status.splitlines()[-1]
-        print(f"\n## {name}: {PARTS[name].about} ({outcome.seconds:.0f} of {outcome.limit_s:.0f} s, {status})\n")
-        print(markdown(outcome.rows), flush=True)
-        results = {part: one.as_record() for part, one in supervisor.outcomes.items()}
-        config = {"parts": args.only, "minutes": args.minutes, "dry": args.dry, "nvidia_smi": nvidia}
-        write_record(args.record, name="gpu", config=config, seed=0, results=results)
-
-    supervisor = Supervisor(
-        args.only, ends_at_s=began_s + 60 * args.minutes - _END_S, dry=args.dry, grace_s=_GRACE_S, on_end=after
-    )
-    supervisor.run()
-    left_out = [name for name, outcome in supervisor.outcomes.items() if not outcome.seconds]
-    failed = [name for name, outcome in supervisor.outcomes.items() if outcome.failed]
-    print(f"\nrecord: {args.record}, after {time.time() - began_s:.0f} s")
-    for text, names in (("not measured", left_out), ("FAILED, see above", failed)):
-        if names:
-            print(f"{text}: {', '.join(names)}")
-    return 1 if failed else 0
+    out = folder_of(args.out, dry=args.dry)
+    ends_s = time.monotonic() + 60 * args.minutes - args.spent_s
+    parts: dict[str, dict[str, Any]] = {}
+    for name in args.only:
+        part = PARTS[name]
+        command = [sys.executable, "-m", PACKAGE + part.module, *part.arguments, "--out", str(out.absolute())]
+        began_s = time.monotonic()
+        limit_s = min(part.limit_s * (_DRY_PATIENCE if args.dry else 1), ends_s - began_s)
+        print(f"\n## {name}\n", flush=True)
+        if limit_s < _LEAST_S < part.limit_s:
+            parts[name] = {"status": "not run: out of time", "seconds": 0.0}
+            continue
+        status, lines = run_program([*command, *(["--dry"] if args.dry else [])], limit_s=limit_s, echo=True)
+        said = {0: "ok", 1: "failed: see its cases", None: f"cut after {limit_s:.0f} s", NO_GPU: "there is no GPU"}
+        parts[name] = {"status": said.get(status, f"ended with status {status}"), "seconds": time.monotonic() - began_s}
+        if status not in (0, 1):
+            parts[name]["end_of_output"] = scrubbed("\n".join(lines[-_KEPT_LINES:])).splitlines()
+        config = {"only": args.only, "minutes": args.minutes, "dry": args.dry}
+        write_record(out / "gpu.json", name="gpu", config=config, seed=0, results={"parts": parts})
+        if status == NO_GPU:
+            break
+    write_report(out)
+    print(f"\nreport: {out / 'report.md'}")
+    bad = [f"{name} ({found['status']})" for name, found in parts.items() if found["status"] != "ok"]
+    print(f"NOT OK: {', '.join(bad)}" if bad else f"{len(parts)} parts ok")
+    return int(bool(bad))
 
 
 if __name__ == "__main__":

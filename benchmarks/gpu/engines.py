@@ -1,11 +1,7 @@
-"""Engines of the GPU benchmarks: their settings, requests, and steps by the clock.
-
-This is the one place that knows which settings of an engine, and which attention, this version has.
-"""
+"""Engines of the GPU scripts: their settings, requests, and steps by the clock."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import statistics
 import time
@@ -16,8 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.clock import reclaim_memory, seconds, wait_for
 from benchmarks.gpu.primed import PRIMED
+from benchmarks.gpu.timing import reclaim_memory, seconds, wait_for
 from omniserve import Engine, EngineConfig, Request, SamplingParams
 from omniserve.latency.profile import Profile
 from omniserve.ops.attention import DEVICE_ATTENTION, resolve_attention
@@ -26,19 +22,13 @@ from omniserve.spec import ModelSpec
 NEVER_S = float(1 << 30)
 _PACKAGES = {"xformers": "xformers", "triton": "triton"}
 """What an implementation of attention needs that may be missing."""
-_FIELDS = {field.name for field in dataclasses.fields(EngineConfig)}
 MODES: dict[str, dict[str, Any]] = {
     "as configured": {},
     "no step graphs": {"step_graphs": "off"},
     "no async steps": {"async_steps": False},
     "neither": {"step_graphs": "off", "async_steps": False},
 }
-"""Ways to run the same steps."""
-
-
-def modes() -> list[str]:
-    """Return the modes that this version's settings can tell apart, the default one first."""
-    return [name for name, settings in MODES.items() if settings.keys() <= _FIELDS]
+"""Ways to run the same steps, the default one first."""
 
 
 def attentions(device: torch.device) -> dict[str, str]:

@@ -8,7 +8,7 @@ import os
 import torch
 
 from benchmarks.attention.bandwidth import Arena, allowed_cpus, fill, normal_tile, pin_team, sequential_readings
-from benchmarks.gpu.clock import graph_of, median_seconds
+from benchmarks.gpu.timing import graph_of, median_seconds
 from omniserve.cores import default_host_threads
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.gpu.clock import reclaim_memory
-from omniserve.patching import patch, unpatch
+from benchmarks.gpu.script import Script
+from omniserve.patching import patch
 
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
@@ -63,35 +63,6 @@ def random_model(shape: Shape, device: torch.device, *, seed: int = 0) -> Any:
     return model
 
 
-class ModelShelf:
-    """Holds one model at a time: two large ones may not fit.
-
-    Args:
-        device: Where they are made.
-        dry: There is only the tiny one.
-    """
-
-    def __init__(self, device: torch.device, *, dry: bool) -> None:
-        self._device, self._dry = device, dry
-        self._shape: Shape | None = None
-        self._model: Any = None
-
-    def patched(self, shape: Shape) -> Any:
-        """Return a model, patched; the one before it is let go."""
-        model = self.plain(shape, unpatched=False)
-        return patch(model, compile=not self._dry)
-
-    def plain(self, shape: Shape, *, unpatched: bool = True) -> Any:
-        """Return a model as transformers has it; the one before it is let go."""
-        shape = TINY if self._dry else shape
-        if self._shape != shape:
-            self.clear()
-            self._model, self._shape = random_model(shape, self._device), shape
-        if unpatched and "omniserve" in self._model.__dict__:
-            unpatch(self._model)
-        return self._model
-
-    def clear(self) -> None:
-        """Let the model go, and its memory."""
-        self._model = self._shape = None
-        reclaim_memory(self._device)
+def patched_model(shape: Shape, script: Script) -> Any:
+    """Return a random model, patched; in a dry run the tiny one, not compiled."""
+    return patch(random_model(TINY if script.dry else shape, script.device), compile=not script.dry)

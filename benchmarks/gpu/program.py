@@ -1,4 +1,4 @@
-"""A program beside this one: its output, its status, and its end in any case."""
+"""run_program: a program with a time limit, and its end in any case."""
 
 from __future__ import annotations
 
@@ -6,55 +6,60 @@ import contextlib
 import os
 import signal
 import subprocess
-import tempfile
-import time
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 from benchmarks.common.record import ROOT
 
+_GRACE_S = 5.0
+_KEPT_LINES = 2000
 
-class Program:
-    """Starts a program; as a context manager, ends it and all that it started.
+
+def run_program(
+    command: Sequence[str], *, limit_s: float, environment: Mapping[str, str] | None = None, echo: bool = False
+) -> tuple[int | None, list[str]]:
+    """Run a program in the repository's root and end it, with all that it started, if it takes too long.
+
+    It is interrupted first, so that Python shows where it was, then aborted (with ``PYTHONFAULTHANDLER`` that shows the
+    stacks of all threads, also from within a CUDA call), then killed.
 
     Args:
         command: The program and its arguments.
-        environment: None: this process's own.
+        limit_s: Its time.
+        environment: What its environment has beside this process's.
+        echo: Print its output as it comes.
+
+    Returns:
+        Its exit status, None if it was ended, and the last lines of its output and errors.
     """
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"PYTHONFAULTHANDLER": "1"} | dict(environment or {}), text=True,
+        errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    lines: deque[str] = deque(maxlen=_KEPT_LINES)
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
-        self.began_s = time.monotonic()
-        self._output = tempfile.TemporaryFile("w+", errors="replace")  # a pipe that nobody reads would stop it
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip("\n"))
+            if echo:
+                print(line, end="", flush=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
-        self._output.close()
-
-    def wait(self, limit_s: float) -> tuple[int, str, bool]:
-        """Wait for its end, for so long; return its status, its output, and whether it was killed then."""
-        was_cut = False
-        try:
-            self._process.wait(max(1.0, limit_s))
-        except subprocess.TimeoutExpired:
-            was_cut = True
-            self._end()
-        self._output.seek(0)
-        return self._process.returncode, self._output.read(), was_cut
-
-    def kill(self) -> None:
-        """Kill it, and all that it started and that still runs; waits for nothing."""
-        with contextlib.suppress(ProcessLookupError):  # they all ended by themselves
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _end(self) -> None:
-        self.kill()
-        self._process.wait()
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    status = None
+    try:
+        status = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        for number in (signal.SIGINT, signal.SIGABRT):
+            with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+                os.kill(process.pid, number)
+                process.wait(_GRACE_S)
+                break
+    finally:  # also when this process is interrupted; what the program started is in its session
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        reader.join(_GRACE_S)
+    return status, list(lines)

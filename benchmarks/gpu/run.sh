@@ -1,18 +1,25 @@
 #!/usr/bin/env bash
-# Everything that has a goal on a GPU, measured on this machine by one command, in under nine minutes.
+# Everything about this project that only a GPU can tell, by one command, in less than half an hour:
+# first what is broken (ten minutes), then how fast the rest is.
 #
-#   benchmarks/gpu/run.sh                                     all parts, best first
-#   benchmarks/gpu/run.sh --only decode,prefill --minutes 4   some of them
-#   benchmarks/gpu/run.sh --dry                               tiny sizes: does everything run? Also without a GPU
+#   benchmarks/gpu/run.sh                    all parts
+#   benchmarks/gpu/run.sh --only check       groups (check, speed, speed-1, speed-2) or parts by name
+#   benchmarks/gpu/run.sh --dry              tiny sizes: do the scripts run? Also without a GPU
 #
-# It needs one NVIDIA GPU (made for an H200 or H100 with 16 cores and 128 GiB), no network and no virtual environment:
-# the python3 of the machine (or PYTHON=) with torch for CUDA, transformers, accelerate, scikit-learn, tqdm, httpx and,
-# for the tests, pytest and hypothesis. Where a tree without virtual environment was copied to, the extension is built
-# with that machine's g++, unless an omniserve/_C.abi3.so that loads was carried along.
+# Where a command may take ten minutes at most, three calls, each within its time:
+#
+#   benchmarks/gpu/run.sh --minutes 9.5 --only check
+#   benchmarks/gpu/run.sh --minutes 9.5 --only speed-1
+#   benchmarks/gpu/run.sh --minutes 9.5 --only speed-2
+#
+# It needs one NVIDIA GPU of compute capability 8.0 or more (made for an H100 or H200 with 16 cores and 128 GiB), no
+# network and no virtual environment: the python3 of the machine (or PYTHON=) with torch for CUDA, transformers,
+# accelerate, scikit-learn, tqdm and httpx, and pytest and hypothesis for the checks. The extension is built with that
+# machine's g++, unless an omniserve/_C.abi3.so that loads was carried along.
 #
 #   WHEELS=folder   wheels to install, without their dependencies, beside the machine's packages: xformers, say
 #                   (pip download --no-deps --only-binary=:all: --platform manylinux_2_28_x86_64 -d folder xformers==0.0.35)
-#   OUT=folder      where the record goes (gpu.json; default benchmarks/results/gpu)
+#   OUT=folder      where records and report.md go (default benchmarks/results/gpu; of a dry run .cache/gpu-dry)
 #
 # Compiled kernels are kept in .cache/: a second run on the same machine begins sooner.
 set -euo pipefail

@@ -2,31 +2,27 @@
 
 For each shape of attention (heads of Llama-3.1-8B and Qwen2.5-32B; decodes, and chunks of prompts) it times launches
 with other tiles, warps, stages, sizes of a tile of keys and numbers of programs than ``Tuning`` has, one setting
-after the other from the best so far, and prints the default, the best, and the time that reading K and V takes.
+after the other from the best so far, and prints the best, the default, and the time that reading K and V takes.
 What is best for most goes into ``omniserve/ops/kernels/attention_launch.py`` by hand. About four minutes; shapes that
 there is no time for are not measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
-import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.common.record import ROOT, write_record
-from benchmarks.gpu.clock import graph_of, median_seconds
-from benchmarks.gpu.limits import Limits
-from benchmarks.gpu.table import Row, markdown
+from benchmarks.gpu.script import NotHere, Script, argument_parser
+from benchmarks.gpu.timing import graph_of, median_seconds
 from omniserve.ops.kernels.attention import paged_attention
 from omniserve.ops.kernels.attention_launch import HOPPER, Tuning
 
@@ -166,62 +162,36 @@ def tune(case: Case, *, ends_s: float, repeats: int, few: bool) -> tuple[float, 
     return default_s, best_s, best
 
 
-def rows_of(load: Load, default_s: float, best_s: float, best: Tuning, limits: Limits) -> list[Row]:
-    """Return a load's rows: the default, and the best beside it."""
-    read_s, compute_s = load.kv_bytes / limits.copy_bytes_per_s, load.flops / limits.matmul_flops
-    floor_us = 1e6 * max(read_s, compute_s)
-    (tile,) = best.tiles
-    note = f"{tile}, {best.key_tile_bytes >> 10} KiB of keys, {best.target_programs} programs"
-    return [
-        Row(case=f"{load}: default", unit="us", measured=1e6 * default_s, floor=floor_us),
-        Row(
-            case=f"{load}: best", unit="us", measured=1e6 * best_s, floor=floor_us, note=note,
-            details={"tuning": dataclasses.asdict(best)},
-        ),
-    ]  # fmt: skip
-
-
 @torch.inference_mode()
-def run(loads: Sequence[Load], device: torch.device, *, seconds: float, dry: bool) -> list[Row]:
-    """Tune for each load in an equal part of the time that is left.
-
-    Args:
-        loads: The most important first.
-        device: Where the kernel runs.
-        seconds: For all.
-        dry: Two variants of each setting, on a device without limits worth a name.
-    """
+def tune_loads(script: Script, loads: Sequence[Load], *, seconds: float) -> None:
+    """Tune for each load in an equal part of the time that is left, the most important first."""
     ends_s = time.monotonic() + seconds
-    limits = Limits(device, dry=dry)
-    rows: list[Row] = []
     for number, load in enumerate(loads):
-        left_s = ends_s - time.monotonic()
-        if left_s <= 0:
-            rows.append(Row(case=f"{load}: default", unit="us", note="not measured: out of time"))
-            continue
-        until_s = time.monotonic() + left_s / (len(loads) - number)
-        case = Case(load, device, calls=1 if dry else _CALLS)
-        default_s, best_s, best = tune(case, ends_s=until_s, repeats=1 if dry else 10, few=dry)
-        rows += rows_of(load, default_s, best_s, best, limits)
-        print(markdown(rows[-2:]), flush=True)
-    return rows
+        with script.case(f"{load}: best") as case:
+            left_s = ends_s - time.monotonic()
+            if left_s <= 0:
+                raise NotHere("out of time")
+            until_s = time.monotonic() + left_s / (len(loads) - number)
+            tensors = Case(load, script.device, calls=1 if script.dry else _CALLS)
+            default_s, best_s, best = tune(tensors, ends_s=until_s, repeats=1 if script.dry else 10, few=script.dry)
+            limits = script.limits
+            limit_s = max(load.kv_bytes / limits.copy_bytes_per_s, load.flops / limits.matmul_flops)
+            (tile,) = best.tiles
+            note = f"default {1e6 * default_s:.4g} us; {tile}, {best.key_tile_bytes >> 10} KiB of keys, "
+            case.figure(
+                1e6 * best_s, "us", limit=1e6 * limit_s, note=note + f"{best.target_programs} programs",
+                default_us=1e6 * default_s, tuning=dataclasses.asdict(best), default=dataclasses.asdict(HOPPER),
+            )  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--dry", action="store_true", help="tiny sizes; without a GPU with TRITON_INTERPRET=1")
-    parser.add_argument("--record", type=Path, help="default: gpu_tune_attention.json in $OUT, or beside the others")
-    args = parser.parse_args()
-    logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
-    record = args.record or Path(os.environ.get("OUT") or ROOT / "benchmarks/results/gpu") / "gpu_tune_attention.json"
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = run(DRY_LOADS if args.dry else LOADS, device, seconds=60 * args.minutes, dry=args.dry)
-    print(f"\n{markdown(rows)}\n\nrecord: {record}")
-    config = {"minutes": args.minutes, "dry": args.dry, "default": dataclasses.asdict(HOPPER)}
-    results = {"rows": [row.as_record() for row in rows]}
-    write_record(record, name="gpu_tune_attention", config=config, seed=0, results=results)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--minutes", type=float, default=4.0, help="for all shapes (default: %(default)s)")
+    args = parser.parse_args(arguments)
+    script = Script("tune_attention", args)  # a dry run without a GPU needs TRITON_INTERPRET=1
+    tune_loads(script, DRY_LOADS if args.dry else LOADS, seconds=60 * args.minutes)
+    return script.end()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Is it right on this machine? Each module is a script of its own."""
