@@ -72,7 +72,8 @@ class StepCounter:
         self.num_layers = int(fields["num_hidden_layers"])
         total = sum(each.numel() for each in self._family.model.parameters())
         in_layer = sum(each.numel() for each in self._family.layers[0].parameters())
-        self.embedding_bytes = _BF16 * self._family.model.get_input_embeddings().weight.numel()
+        embedding: Any = self._family.model.get_input_embeddings()
+        self.embedding_bytes: int = _BF16 * embedding.weight.numel()
         """Of which a step reads a few rows."""
         self.parameter_bytes = _BF16 * (total + (self.num_layers - 2) * in_layer)
         """All weights, the embedding included."""
