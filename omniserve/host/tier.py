@@ -59,7 +59,7 @@ class HostTier:
 
     Results come back as events: every task yields exactly one ATTENTION_DONE or ATTENTION_FAILED, every move exactly
     one MOVE_DONE or MOVE_FAILED. A slot's task is in flight from `submit` or `expect` until `poll` hands out its event.
-    Methods may be called from any thread, but `poll` from one at a time.
+    Methods may be called from any thread, but `poll` from one at a time, and in the process that made the tier only.
 
     With a mailbox, a task's rows need no copy by the step: the operator `piggyback_send` writes them there, on whatever
     device it runs, and a thread of the tier sees it.

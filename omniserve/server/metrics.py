@@ -162,7 +162,12 @@ class _EngineCollector(Collector):
         yield _gauge("kv_blocks", "KV blocks in all", blocks, by_tier)
         yield _gauge("kv_blocks_held", "KV blocks that requests hold", held, [*by_tier, *by_class])
         yield _gauge("host_requests", "Requests whose KV is on the host tier", {"": s.host_requests}, [])
-        yield _gauge("host_healthy", "1 while the host tier has a living thread", {"": int(s.host_healthy)}, [])
+        yield _gauge(
+            "host_healthy",
+            "1 while the host tier has a living thread and gets on with its work",
+            {"": int(s.host_healthy)},
+            [],
+        )
         yield _gauge("latency_error", "Mean |predicted - measured| / measured of steps", {"": s.latency_error}, [])
         yield _gauge("latency_drift", "Measured over predicted time of steps, uncorrected", {"": s.latency_drift}, [])
         yield _counter("output_tokens", "Output tokens", s.output_tokens, by_class)
