@@ -100,7 +100,8 @@ def run_part(name: str, out: Path) -> dict[str, dict[str, Any]]:
     part = command.PARTS[name]
     main = importlib.import_module(f"benchmarks.gpu.{part.module}").main
     assert main([*part.arguments, "--dry", "--out", str(out)]) == 0
-    (path,) = out.glob("gpu_*.json")
+    (path,) = out.iterdir()
+    assert path.name == f"gpu_{name}.json"
     record = json.loads(path.read_text())
     assert record["config"]["dry"] and record["benchmark"] == path.stem
     cases = record["results"]["cases"]
@@ -153,6 +154,7 @@ def stub_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **codes: str) ->
 def test_parts_that_hang_or_break_are_named_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(program, "_GRACE_S", 1.0)
     stub_parts(
         monkeypatch, tmp_path, hangs="import time\nprint('seen', flush=True)\ndef stuck(): time.sleep(60)\nstuck()",
         crashes="import os; os.abort()", fails="raise SystemExit(1)", works="print('fine')",
@@ -171,13 +173,20 @@ def test_parts_that_hang_or_break_are_named_and_the_others_run(
     assert "| crashes | ended with status -6" in page and "in stuck" in page
 
 
-def test_all_well_is_status_0_and_no_gpu_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub_parts(monkeypatch, tmp_path, first="", machine=f"raise SystemExit({NO_GPU})", never="")
-    out = ["--dry", "--out", str(tmp_path / "out")]
-    assert command.main(["--only", "first", *out]) == 0
-    assert command.main(out) == 1
-    parts = json.loads((tmp_path / "out" / "gpu.json").read_text())["results"]["parts"]
-    assert list(parts) == ["first", "machine"] and parts["machine"]["status"] == "there is no GPU"
+def test_no_gpu_ends_the_run_and_calls_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_parts(monkeypatch, tmp_path, first="", machine=f"raise SystemExit({NO_GPU})", never="", late="")
+    out = tmp_path / "out"
+    arguments = ["--dry", "--out", str(out)]
+    out.mkdir()
+    (out / "gpu_first.json").write_text("what an earlier run said")
+    assert command.main([*arguments, "--only", "first,machine,never"]) == 1
+    assert not (out / "gpu_first.json").exists()
+    monkeypatch.setattr(command, "_LEAST_S", 10.0)
+    assert command.main([*arguments, "--only", "late", "--minutes", "0.01"]) == 1
+    parts = json.loads((out / "gpu.json").read_text())["results"]["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == {
+        "first": "ok", "machine": "there is no GPU", "late": "not run: out of time",
+    }  # fmt: skip
 
 
 def test_a_group_fits_ten_minutes() -> None:
