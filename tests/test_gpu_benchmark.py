@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common.record import ROOT
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import program, report
-from benchmarks.gpu.check import blocks, mailbox, steps, tests
+from benchmarks.gpu.check import blocks, exactness, machine, mailbox, sanitizer, steps, tests
 from benchmarks.gpu.engines import (
     add_decoding,
     config_of,
@@ -371,6 +371,54 @@ def test_the_mailbox_check_notices(fault: str, monkeypatch: pytest.MonkeyPatch) 
             load.run(100)
     finally:
         load.close()
+
+
+def test_what_is_unsupported_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90a", "compute_120"])
+    script: Any = SimpleNamespace(on_gpu=True)
+    found = {}
+    for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        found[capability] = machine.unsupported(script)
+    assert [len(found[capability]) for capability in found] == [2, 0, 0, 0, 1, 0], found
+    assert "7.5 is below 8.0" in found[7, 5][0] and "no code for sm_100" in found[10, 0][0]
+
+
+@pytest.mark.parametrize(
+    ("says", "outcome"),
+    [
+        ("echo ERROR SUMMARY: 0 errors", "ERROR SUMMARY: 0 error"),
+        ("echo ERROR SUMMARY: 2 errors; exit 1", RuntimeError),
+        ("exit 1", RuntimeError),
+        ("echo Device not supported", NotHere),
+        ("sleep 30", NotHere),
+    ],
+)
+def test_the_sanitizers_word_is_taken(
+    says: str, outcome: str | type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "compute-sanitizer").write_text(f"#!/bin/sh\n{says}\n")
+    (tmp_path / "compute-sanitizer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(program, "_GRACE_S", 0.2)
+    script: Any = SimpleNamespace(on_gpu=True)
+    if isinstance(outcome, str):
+        assert sanitizer.checked("memcheck", script, 20.0)[0] == outcome
+    else:
+        with pytest.raises(outcome):
+            sanitizer.checked("memcheck", script, 0.5 if "sleep" in says else 20.0)
+
+
+def test_references_of_two_devices_are_compared_where_both_have_a_prompt() -> None:
+    def reference(tokens: dict[int, int]) -> Any:
+        return SimpleNamespace(prompts=[(prompt,) for prompt in tokens], tokens=[(t,) for t in tokens.values()])
+
+    assert exactness.compare(reference({1: 5, 2: 6}), reference({2: 6, 3: 7})) == "1 prompts"
+    for other in ({2: 7}, {3: 7}):
+        with pytest.raises(AssertionError):
+            exactness.compare(reference({1: 5, 2: 6}), reference(other))
 
 
 def test_outcomes_are_read_from_pytests_output() -> None:
