@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common.record import ROOT
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import program, report
-from benchmarks.gpu.check import blocks, mailbox, steps, tests
+from benchmarks.gpu.check import blocks, exactness, machine, mailbox, sanitizer, steps, tests
 from benchmarks.gpu.engines import (
     add_decoding,
     config_of,
@@ -100,7 +100,8 @@ def run_part(name: str, out: Path) -> dict[str, dict[str, Any]]:
     part = command.PARTS[name]
     main = importlib.import_module(f"benchmarks.gpu.{part.module}").main
     assert main([*part.arguments, "--dry", "--out", str(out)]) == 0
-    (path,) = out.glob("gpu_*.json")
+    (path,) = out.iterdir()
+    assert path.name == f"gpu_{name}.json"
     record = json.loads(path.read_text())
     assert record["config"]["dry"] and record["benchmark"] == path.stem
     cases = record["results"]["cases"]
@@ -153,6 +154,7 @@ def stub_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **codes: str) ->
 def test_parts_that_hang_or_break_are_named_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(program, "_GRACE_S", 1.0)
     stub_parts(
         monkeypatch, tmp_path, hangs="import time\nprint('seen', flush=True)\ndef stuck(): time.sleep(60)\nstuck()",
         crashes="import os; os.abort()", fails="raise SystemExit(1)", works="print('fine')",
@@ -171,13 +173,20 @@ def test_parts_that_hang_or_break_are_named_and_the_others_run(
     assert "| crashes | ended with status -6" in page and "in stuck" in page
 
 
-def test_all_well_is_status_0_and_no_gpu_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub_parts(monkeypatch, tmp_path, first="", machine=f"raise SystemExit({NO_GPU})", never="")
-    out = ["--dry", "--out", str(tmp_path / "out")]
-    assert command.main(["--only", "first", *out]) == 0
-    assert command.main(out) == 1
-    parts = json.loads((tmp_path / "out" / "gpu.json").read_text())["results"]["parts"]
-    assert list(parts) == ["first", "machine"] and parts["machine"]["status"] == "there is no GPU"
+def test_no_gpu_ends_the_run_and_calls_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_parts(monkeypatch, tmp_path, first="", machine=f"raise SystemExit({NO_GPU})", never="", late="")
+    out = tmp_path / "out"
+    arguments = ["--dry", "--out", str(out)]
+    out.mkdir()
+    (out / "gpu_first.json").write_text("what an earlier run said")
+    assert command.main([*arguments, "--only", "first,machine,never"]) == 1
+    assert not (out / "gpu_first.json").exists()
+    monkeypatch.setattr(command, "_LEAST_S", 10.0)
+    assert command.main([*arguments, "--only", "late", "--minutes", "0.01"]) == 1
+    parts = json.loads((out / "gpu.json").read_text())["results"]["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == {
+        "first": "ok", "machine": "there is no GPU", "late": "not run: out of time",
+    }  # fmt: skip
 
 
 def test_a_group_fits_ten_minutes() -> None:
@@ -362,6 +371,54 @@ def test_the_mailbox_check_notices(fault: str, monkeypatch: pytest.MonkeyPatch) 
             load.run(100)
     finally:
         load.close()
+
+
+def test_what_is_unsupported_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90a", "compute_120"])
+    script: Any = SimpleNamespace(on_gpu=True)
+    found = {}
+    for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        found[capability] = machine.unsupported(script)
+    assert [len(found[capability]) for capability in found] == [2, 0, 0, 0, 1, 0], found
+    assert "7.5 is below 8.0" in found[7, 5][0] and "no code for sm_100" in found[10, 0][0]
+
+
+@pytest.mark.parametrize(
+    ("says", "outcome"),
+    [
+        ("echo ERROR SUMMARY: 0 errors", "ERROR SUMMARY: 0 error"),
+        ("echo ERROR SUMMARY: 2 errors; exit 1", RuntimeError),
+        ("exit 1", RuntimeError),
+        ("echo Device not supported", NotHere),
+        ("sleep 30", NotHere),
+    ],
+)
+def test_the_sanitizers_word_is_taken(
+    says: str, outcome: str | type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "compute-sanitizer").write_text(f"#!/bin/sh\n{says}\n")
+    (tmp_path / "compute-sanitizer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(program, "_GRACE_S", 0.2)
+    script: Any = SimpleNamespace(on_gpu=True)
+    if isinstance(outcome, str):
+        assert sanitizer.checked("memcheck", script, 20.0)[0] == outcome
+    else:
+        with pytest.raises(outcome):
+            sanitizer.checked("memcheck", script, 0.5 if "sleep" in says else 20.0)
+
+
+def test_references_of_two_devices_are_compared_where_both_have_a_prompt() -> None:
+    def reference(tokens: dict[int, int]) -> Any:
+        return SimpleNamespace(prompts=[(prompt,) for prompt in tokens], tokens=[(t,) for t in tokens.values()])
+
+    assert exactness.compare(reference({1: 5, 2: 6}), reference({2: 6, 3: 7})) == "1 prompts"
+    for other in ({2: 7}, {3: 7}):
+        with pytest.raises(AssertionError):
+            exactness.compare(reference({1: 5, 2: 6}), reference(other))
 
 
 def test_outcomes_are_read_from_pytests_output() -> None:

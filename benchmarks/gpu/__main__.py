@@ -11,10 +11,12 @@ It writes its record as its figures come; ``report.md`` has all of them. The exi
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common.record import write_record
@@ -39,12 +41,12 @@ class Part:
 
 PARTS: dict[str, Part] = {
     "machine": Part(module="check.machine", limit_s=30, group="check"),
-    "steps": Part(module="check.steps", limit_s=100, group="check"),
-    "exactness": Part(module="check.exactness", limit_s=130, group="check"),
-    "mailbox": Part(module="check.mailbox", limit_s=45, group="check"),
-    "blocks": Part(module="check.blocks", limit_s=40, group="check"),
-    "tests": Part(module="check.tests", limit_s=140, group="check", arguments=("--seconds", "130")),
-    "sanitizer": Part(module="check.sanitizer", limit_s=95, group="check", arguments=("--seconds", "35")),
+    "steps": Part(module="check.steps", limit_s=150, group="check"),
+    "exactness": Part(module="check.exactness", limit_s=110, group="check", arguments=("--seconds", "60")),
+    "mailbox": Part(module="check.mailbox", limit_s=40, group="check"),
+    "blocks": Part(module="check.blocks", limit_s=35, group="check"),
+    "tests": Part(module="check.tests", limit_s=120, group="check", arguments=("--seconds", "110")),
+    "sanitizer": Part(module="check.sanitizer", limit_s=105, group="check"),
     "limits": Part(module="speed.limits", limit_s=40, group="speed-1"),
     "llama": Part(module="speed.steps", limit_s=170, group="speed-1", arguments=("--shape", "llama")),
     "attention": Part(module="speed.attention", limit_s=60, group="speed-1"),
@@ -61,6 +63,7 @@ _LEAST_S = 10.0
 _DRY_PATIENCE = 4
 """A dry run may be on a busy machine."""
 _KEPT_LINES = 60
+_SAID = {0: "ok", 1: "failed: see its cases", NO_GPU: "there is no GPU"}
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -80,28 +83,35 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return args
 
 
+def run_part(part: Part, out: Path, limit_s: float, *, dry: bool) -> dict[str, Any]:
+    """Run a part and return how it ended: status, seconds, and the end of what it said if that was not of itself."""
+    if limit_s < _LEAST_S:
+        return {"status": "not run: out of time", "seconds": 0.0}
+    command = [sys.executable, "-m", PACKAGE + part.module, *part.arguments, "--out", str(out.absolute())]
+    began_s = time.monotonic()
+    status, lines = run_program([*command, *(["--dry"] if dry else [])], limit_s=limit_s, echo=True)
+    said = f"cut after {limit_s:.0f} s" if status is None else _SAID.get(status, f"ended with status {status}")
+    ended: dict[str, Any] = {"status": said, "seconds": time.monotonic() - began_s}
+    if status not in (0, 1):
+        ended["end_of_output"] = scrubbed("\n".join(lines[-_KEPT_LINES:])).splitlines()
+    return ended
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     out = folder_of(args.out, dry=args.dry)
     ends_s = time.monotonic() + 60 * args.minutes - args.spent_s
+    summary = out / "gpu.json"  # also of parts that another call ran
+    earlier = json.loads(summary.read_text())["results"]["parts"] if summary.exists() else {}
     parts: dict[str, dict[str, Any]] = {}
     for name in args.only:
-        part = PARTS[name]
-        command = [sys.executable, "-m", PACKAGE + part.module, *part.arguments, "--out", str(out.absolute())]
-        began_s = time.monotonic()
-        limit_s = min(part.limit_s * (_DRY_PATIENCE if args.dry else 1), ends_s - began_s)
+        (out / f"gpu_{name}.json").unlink(missing_ok=True)  # what is there afterwards is of this run
+        limit_s = min(PARTS[name].limit_s * (_DRY_PATIENCE if args.dry else 1), ends_s - time.monotonic())
         print(f"\n## {name}\n", flush=True)
-        if limit_s < _LEAST_S < part.limit_s:
-            parts[name] = {"status": "not run: out of time", "seconds": 0.0}
-            continue
-        status, lines = run_program([*command, *(["--dry"] if args.dry else [])], limit_s=limit_s, echo=True)
-        said = {0: "ok", 1: "failed: see its cases", None: f"cut after {limit_s:.0f} s", NO_GPU: "there is no GPU"}
-        parts[name] = {"status": said.get(status, f"ended with status {status}"), "seconds": time.monotonic() - began_s}
-        if status not in (0, 1):
-            parts[name]["end_of_output"] = scrubbed("\n".join(lines[-_KEPT_LINES:])).splitlines()
+        parts[name] = run_part(PARTS[name], out, limit_s, dry=args.dry)
         config = {"only": args.only, "minutes": args.minutes, "dry": args.dry}
-        write_record(out / "gpu.json", name="gpu", config=config, seed=0, results={"parts": parts})
-        if status == NO_GPU:
+        write_record(summary, name="gpu", config=config, seed=0, results={"parts": earlier | parts})
+        if parts[name]["status"] == _SAID[NO_GPU]:
             break
     write_report(out)
     print(f"\nreport: {out / 'report.md'}")

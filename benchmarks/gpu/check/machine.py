@@ -93,7 +93,7 @@ def unsupported(script: Script) -> list[str]:
         if major < 8:
             found.append(f"Compute capability {major}.{minor} is below 8.0: there is no bf16 in its matrix unit.")
         code = (f"sm_{major}{minor}", f"compute_{major}{minor}", f"sm_{major}0", f"compute_{major}0")
-        if not set(code) & set(torch.cuda.get_arch_list()):
+        if not any(name.startswith(code) for name in torch.cuda.get_arch_list()):  # sm_90a is code for sm_90
             found.append(f"This torch has no code for sm_{major}{minor}, only for {torch.cuda.get_arch_list()}.")
         if torch.cuda.device_count() > 1:
             found.append(f"{torch.cuda.device_count()} GPUs: only the first is used.")

@@ -20,7 +20,7 @@ _TOKENS, _FEW = 32, 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    script = Script("beside_transformers", argument_parser(__doc__).parse_args(arguments))
+    script = Script("transformers", argument_parser(__doc__).parse_args(arguments))
     model = random_model(TINY if script.dry else LLAMA_8B, script.device)
     batches, context = ((2,), 40) if script.dry else ((8, 1, 32), 1024)
     for batch in batches:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama")
     args = parser.parse_args(arguments)
-    script = Script(f"steps_{args.shape}", args)
+    script = Script(args.shape, args)
     shape = SHAPES[args.shape]
     name = TINY.name if script.dry else shape.name
     model = patched_model(shape, script)
