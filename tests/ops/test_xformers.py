@@ -79,7 +79,7 @@ def test_decodes_are_read_from_their_pages_however_many_they_are(
     """xformers by itself takes its only kernel with pages for few queries of several heads; else it finds none."""
     fake_xformers.install(monkeypatch)
     monkeypatch.setattr("omniserve.ops.attention.xformers.gather_keys", lambda *args: pytest.fail("it gathers"))
-    chunks = ((1, 100),) * num_requests
+    chunks = tuple((1, 7 + 41 * i % 190) for i in range(num_requests))
     shape = AttentionShape(label="", chunks=chunks, heads=(group * kv_heads, kv_heads, 64), block_size=64)
     compare(attention_args(shape, CPU, torch.bfloat16))
 
