@@ -65,9 +65,10 @@ LOADS: dict[str, dict[str, Any]] = {
         "slo_tpot": 0.012, "be_requests": 256, "be_input": 384, "be_output": 256,
     },
 }  # fmt: skip
-"""Values of the arguments that are not given. memory: the device has 2,048 tokens of KV of the 164,000 that the BE work
-needs, and of these LS requests take their part. Its model has six layers: a request on the host tier gets a token every
-seven steps, so that 200 of them bring more than the four that fit on the device; with SmolLM's 30 they would not."""
+"""Values of the arguments that are not given. memory: the device has 2,048 tokens of KV (half as many where --dtype auto
+takes fp32) of the 164,000 that the BE work needs, and of these LS requests take their part. Its model has six layers: a
+request on the host tier gets a token every seven steps, so that 200 of them bring more than the four that fit on the
+device; with SmolLM's 30 they would not."""
 
 
 def report(runs: Sequence[Mapping[str, Any]], plot_path: Path | None) -> None:

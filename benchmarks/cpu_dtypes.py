@@ -22,9 +22,9 @@ from benchmarks.common.record import write_record
 from omniserve import Engine, EngineConfig, Request, SamplingParams
 
 MODELS = {
-    "bf16": lambda: random_llama(**SMOLLM_135M),
+    "bf16": lambda: random_llama(dtype=torch.bfloat16, **SMOLLM_135M),
     "fp32": lambda: random_llama(dtype=torch.float32, **SMOLLM_135M),
-    "fp32 of bf16 weights": lambda: random_llama(**SMOLLM_135M).float(),
+    "fp32 of bf16 weights": lambda: random_llama(dtype=torch.bfloat16, **SMOLLM_135M).float(),
 }
 WARM_UP_STEPS = 3
 

@@ -23,6 +23,7 @@ from omniserve.layers.groups import groups_of
 from omniserve.layers.merged import merge, mergeable, unmerge
 from omniserve.layers.narrow import narrow, narrowable, widen
 from omniserve.layers.packed import pack, packable, unpack
+from omniserve.ops.isa import has_products
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,8 @@ def patch(model: PreTrainedModel, *, compile: bool = True, prepack: Prepack = "a
         return model
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() before patch")
+    if model.device.type == "cpu" and not has_products(model.dtype):
+        logger.warning("this CPU has no products of %s: loaded with dtype=torch.float32 it is faster", model.dtype)
     model.__dict__["_omniserve_patch"] = _Patch(model, family_of(model), options)
     return model
 

@@ -122,6 +122,12 @@ def narrowable(model: nn.Module, candidates: Iterable[nn.Module]) -> list[nn.Lin
     ]
 
 
+def holds_narrow(model: nn.Module) -> bool:
+    """Tell whether a patched model has narrow linears, or one that is not patched yet would get some."""
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return any(isinstance(linear, NarrowLinear) or narrowable(model, [linear]) for linear in linears)
+
+
 def _is_exact(weight: Tensor) -> bool:
     """Tell whether the lower half of every value's bits is zero."""
     return not bool((weight.detach().view(torch.int32) & 0xFFFF).any())
