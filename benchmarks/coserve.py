@@ -47,7 +47,7 @@ import httpx
 from benchmarks.common.client import OMNISERVE_WIRE, Wire
 from benchmarks.common.loads import PROCESSES, Arrivals, TraceSlice
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
-from benchmarks.common.record import ROOT, write_record
+from benchmarks.common.record import ROOT, read_record, stale_reason, write_record
 from benchmarks.common.server import ServerFailed
 from benchmarks.coserving.load import CoServingLoad
 from benchmarks.coserving.report import markdown_table, plot
@@ -65,9 +65,10 @@ LOADS: dict[str, dict[str, Any]] = {
         "slo_tpot": 0.012, "be_requests": 256, "be_input": 384, "be_output": 256,
     },
 }  # fmt: skip
-"""Values of the arguments that are not given. memory: the device has 2,048 tokens of KV of the 164,000 that the BE work
-needs, and of these LS requests take their part. Its model has six layers: a request on the host tier gets a token every
-seven steps, so that 200 of them bring more than the four that fit on the device; with SmolLM's 30 they would not."""
+"""Values of the arguments that are not given. memory: the device has 2,048 tokens of KV (half as many where auto
+takes fp32) of the 164,000 that the BE work needs, and of these LS requests take their part. Its model has six layers: a
+request on the host tier gets a token every seven steps, so that 200 of them bring more than the four that fit on the
+device; with SmolLM's 30 they would not."""
 
 
 def report(runs: Sequence[Mapping[str, Any]], plot_path: Path | None) -> None:
@@ -195,6 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.report is not None:
             report(joined_records(args.report), args.plot)
+            for path in args.report:
+                if reason := stale_reason(read_record(path)):
+                    print(f"{path} is stale: {reason}")
             return 0
         load, points = load_of(args)
         for point in points:  # a bad number or trace shows now, not after the first runs

@@ -2,7 +2,8 @@
 
     python -m benchmarks.decode_rate --record benchmarks/results/decode_rate.json
 
-A random-weight bf16 model in SmolLM-135M's shape; greedy; 32 prompt tokens.
+A model with random bf16 weights in SmolLM-135M's shape, in the dtype that ``--dtype auto`` takes on this CPU, on both
+sides; greedy; 32 prompt tokens.
 """
 
 from __future__ import annotations

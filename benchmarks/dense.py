@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
+from omniserve.model_dtype import served_dtype
 from omniserve.patching import PatchedModel, patch
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -120,7 +121,8 @@ def main() -> None:
     arguments = parser.parse_args()
     results = run(arguments)
     print(table(results))
-    config = vars(arguments) | {"model": SMOLLM_135M, "dtype": "bfloat16", "max_logit_rows": MAX_LOGIT_ROWS}
+    dtype = str(served_dtype(torch.bfloat16)).removeprefix("torch.")
+    config = vars(arguments) | {"model": SMOLLM_135M, "dtype": dtype, "max_logit_rows": MAX_LOGIT_ROWS}
     write_record(arguments.record, name="dense", config=config, seed=arguments.seed, results=results)
 
 

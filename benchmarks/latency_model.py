@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
-from benchmarks.common.models import SMOLLM_135M, random_llama
+from benchmarks.common.models import SMOLLM_135M, builtin_model, random_llama
 from benchmarks.common.record import write_record
 from benchmarks.common.step_loads import trace_load
 from omniserve import Engine, EngineConfig, Request, SamplingParams
@@ -38,10 +37,9 @@ from omniserve.latency import (
 )
 from omniserve.profiling import Arrival, measure_steps, mixed_load, profile_model
 from omniserve.profiling.summary import summarise
-from omniserve.server.loading import builtin_model_path
 
 MODELS = {
-    "built-in": lambda: AutoModelForCausalLM.from_pretrained(builtin_model_path(), dtype="auto").eval(),
+    "built-in": builtin_model,
     "SmolLM-135M": lambda: random_llama(**SMOLLM_135M),
 }
 FIT_SEED, TEST_SEED = 11, 5

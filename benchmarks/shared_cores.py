@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from benchmarks.common.models import SMOLLM_135M, random_llama
+from benchmarks.common.models import SMOLLM_135M, builtin_model, random_llama
 from benchmarks.common.record import write_record
 from omniserve import Engine, EngineConfig, Request, SamplingParams
 from omniserve.cores import available_cores
-from omniserve.server.loading import builtin_model_path
 
 MODELS = {
-    "built-in": lambda: AutoModelForCausalLM.from_pretrained(builtin_model_path(), dtype="auto").eval(),
+    "built-in": builtin_model,
     "SmolLM-135M": lambda: random_llama(**SMOLLM_135M),
 }
 PERIOD_S = 0.01

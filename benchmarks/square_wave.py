@@ -17,13 +17,11 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
-
+from benchmarks.common.models import builtin_model
 from benchmarks.common.record import write_record
 from omniserve import SLO, Engine, EngineConfig, Request, SamplingParams
 from omniserve.plan import MoveDirection, StepPlan
 from omniserve.profiling import find_or_make_profile
-from omniserve.server.loading import builtin_model_path
 
 
 def measure(model: Any, config: EngineConfig, args: argparse.Namespace) -> dict[str, Any]:
@@ -105,7 +103,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, default=Path(".cache/square_wave.json"))
     args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(builtin_model_path(), dtype="auto").eval()
+    model = builtin_model()
     results: dict[str, Any] = {}
     for checkpoint in (False, True):
         config = EngineConfig(

@@ -16,6 +16,7 @@ from omniserve.capacity import has_host_tier
 from omniserve.config import EngineConfig
 from omniserve.cores import CoreSplit, available_cores, default_host_threads
 from omniserve.latency.profile import Fingerprint
+from omniserve.layers.narrow import holds_narrow
 
 
 def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
@@ -32,6 +33,7 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
     return Fingerprint(
         model=hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:16],
         dtype=str(model.dtype).removeprefix("torch."),
+        weights="bfloat16" if holds_narrow(model) else "",
         device=_device_name(device),
         device_threads=cores.threads_alone,
         shared_threads=cores.threads_shared,

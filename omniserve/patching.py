@@ -21,7 +21,9 @@ from omniserve.layers import LayerFamily, family_of
 from omniserve.layers.compiled import USUAL_TOKENS, Half, compile_halves
 from omniserve.layers.groups import groups_of
 from omniserve.layers.merged import merge, mergeable, unmerge
+from omniserve.layers.narrow import narrow, narrowable, widen
 from omniserve.layers.packed import pack, packable, unpack
+from omniserve.ops.isa import has_products
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +133,10 @@ def patch(model: PreTrainedModel, *, compile: bool = True, prepack: Prepack = "a
         model: A causal language model in eval mode, on one device.
         compile: Compile the halves with ``torch.compile(fullgraph=True)``, at their first use.
         prepack: Hold the linears' weights as the device wants them. On a CPU: in oneDNN's blocked layout instead of the
-            dense one. On a GPU: those of projections that read the same rows in one tensor, each a view. ``"auto"``
-            does so where it pays: bf16 on a CPU, as measured, and any dtype on a GPU, which is not measured yet.
+            dense one, or, if they are fp32 but every value is a bf16 one, in bf16: products and sums stay fp32. On a
+            GPU: those of projections that read the same rows in one tensor, each a view. ``"auto"`` does so where it
+            pays: bf16 on a CPU, as measured; fp32 with bf16 values on a CPU without bf16 products, as measured; any
+            dtype on a GPU, which is not measured yet.
 
     Returns:
         The same model.
@@ -157,6 +161,8 @@ def patch(model: PreTrainedModel, *, compile: bool = True, prepack: Prepack = "a
         return model
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() before patch")
+    if model.device.type == "cpu" and not has_products(model.dtype):
+        logger.warning("this CPU has no products of %s: loaded with dtype=torch.float32 it is faster", model.dtype)
     model.__dict__["_omniserve_patch"] = _Patch(model, family_of(model), options)
     return model
 
@@ -185,6 +191,7 @@ class _Patch:
         self._model = model
         self._layers = family.layers
         self._packed: list[tuple[nn.Linear, ...]] = []  # as given to pack
+        self._narrowed: list[tuple[nn.Linear, ...]] = []  # as given to narrow
         self._merged: list[tuple[nn.Linear, ...]] = []  # as given to merge
         self._prepack(family, options[1])
         patched = PatchedModel(family, compile=options[0])
@@ -201,22 +208,25 @@ class _Patch:
         self._packed = groups_of(packable(self._model, [*candidates, family.lm_head]), groups)
         for group in self._packed:
             pack(*group)
+        self._narrowed = groups_of(narrowable(self._model, [*candidates, family.lm_head]), groups)
+        for group in self._narrowed:
+            narrow(*group)
         self._merged = [group for group in groups_of(mergeable(self._model, candidates), groups) if len(group) > 1]
         for group in self._merged:
             merge(*group)
-        if prepack is True and not self._packed and not self._merged:
+        if prepack is True and not (self._packed or self._narrowed or self._merged):
             raise ValueError(
-                "prepack=True, but the model has no bf16 linear on a CPU that supports bf16, and no projections of one "
-                "input on a GPU; use 'auto'"
+                "prepack=True, but the model has no bf16 linear on a CPU that supports bf16, no fp32 linear with bf16 "
+                "values on one that does not, and no projections of one input on a GPU; use 'auto'"
             )
-        if self._packed or self._merged:
+        if self._packed or self._narrowed or self._merged:
             # Such a linear refuses by itself, but only when half of the model has been converted.
             self._model.__dict__["_apply"] = _refuse_conversion
         if self._merged and torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # what the weights took before serves nobody in pieces of that size
         logger.info(
-            "prepacked %d linears as %d weights, merged %d as %d", sum(map(len, self._packed)), len(self._packed),
-            sum(map(len, self._merged)), len(self._merged),
+            "prepacked %d linears as %d weights, narrowed %d as %d, merged %d as %d",
+            *(n for kind in (self._packed, self._narrowed, self._merged) for n in (sum(map(len, kind)), len(kind))),
         )  # fmt: skip
 
     def _replace_forwards(self, patched: PatchedModel) -> None:
@@ -237,9 +247,11 @@ class _Patch:
         self._model.__dict__.pop("_apply", None)
         for group in self._packed:
             unpack(*group)
+        for group in self._narrowed:
+            widen(*group)
         for group in self._merged:
             unmerge(*group)
-        linears = sum(map(len, [*self._packed, *self._merged]))
+        linears = sum(map(len, [*self._packed, *self._narrowed, *self._merged]))
         logger.info("restored %d layers and %d linears", len(self._replaced), linears)
 
 

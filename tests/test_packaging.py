@@ -22,7 +22,7 @@ LEAVES = {"errors", "registry", "request", "plan", "config", "spec", "stats", "w
 ENGINE = {
     "engine", "capacity", "runner", "piggyback_rows", "pipelining", "safepoint", "sampling", "outputs",
     "step_inputs", "layer_loop", "graphs", "device_copies", "pending_tokens", "detokenizer", "cores", "core_use",
-    "fingerprint", "draws", "step_log", "stepping", "prompt_scores", "grammar", "warm_up",
+    "memory", "model_dtype", "fingerprint", "draws", "step_log", "stepping", "prompt_scores", "grammar", "warm_up",
 }  # fmt: skip
 ALLOWED = {
     "ops": set(),
@@ -41,7 +41,7 @@ ALLOWED = {
     },
     "server": {
         "engine", "detokenizer", "grammar", "patching", "layers", "sched", "kv", "ops", "latency", "profiling",
-        "builtin_model",
+        "builtin_model", "model_dtype",
     },
     "profile": {"latency", "profiling", "server"},
     "batch": {"server"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.common.record import ROOT
+from omniserve import EngineConfig
+from omniserve.model_dtype import served_dtype
+from omniserve.server.loading import EngineLoader, builtin_model_path
 
 SMOLLM_135M: dict[str, Any] = {
     "hidden_size": 576,
@@ -28,15 +32,26 @@ SMOLLM_135M: dict[str, Any] = {
 }
 
 
-def random_llama(seed: int = 0, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> Any:
+def random_llama(seed: int = 0, dtype: torch.dtype | None = None, **shape: Any) -> Any:
     """Build a Llama with random weights; ``shape`` holds its config's fields. (Any: transformers' ``generate`` has no
     annotations that type-check.)
+
+    Args:
+        seed: Same seed, same weights.
+        dtype: None: random bf16 weights, in the dtype in which ``auto`` serves them on this CPU.
+        **shape: Fields of the config.
     """
     torch.manual_seed(seed)
     config = AutoConfig.for_model("llama", **shape)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.bfloat16).eval()
     model.generation_config.pad_token_id = 0
-    return model
+    return model.to(dtype or served_dtype(torch.bfloat16))
+
+
+def builtin_model() -> Any:
+    """Return the model that comes with OmniServe, in the dtype in which ``auto`` serves it on this CPU."""
+    loader = EngineLoader(model=builtin_model_path(), dtype="auto", device="cpu", config=EngineConfig())
+    return loader.load_model(lambda message: print(message, file=sys.stderr))
 
 
 def saved_random_llama(name: str, **shape: Any) -> Path:
@@ -47,5 +62,5 @@ def saved_random_llama(name: str, **shape: Any) -> Path:
         words = Tokenizer(WordLevel({f"w{i}": i for i in range(shape["vocab_size"])}, unk_token="w0"))
         words.pre_tokenizer = WhitespaceSplit()
         PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
-        random_llama(**shape).save_pretrained(folder)
+        random_llama(dtype=torch.bfloat16, **shape).save_pretrained(folder)
     return folder

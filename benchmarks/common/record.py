@@ -71,6 +71,26 @@ def write_record(path: Path, *, name: str, config: Mapping[str, Any], seed: int,
     unfinished.replace(path)  # a record that is there stays whole, whatever ends this program
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """Return a record.
+
+    Raises:
+        OSError, ValueError: There is none.
+    """
+    record = json.loads(path.read_text())
+    if not isinstance(record, dict) or "environment" not in record:
+        raise ValueError(f"{path} is not a record of a benchmark")
+    return record
+
+
+def stale_reason(record: Mapping[str, Any]) -> str:
+    """Return why a record's figures no longer hold, from its field ``stale``; empty: they do as far as is known.
+
+    The field is added by hand when a defect is found that a record was made with; ``benchmarks/renew.py`` reads it.
+    """
+    return str(record.get("stale", ""))
+
+
 def portable(value: Any) -> Any:
     """Return a setting as JSON knows it; a path within the project from its root, any other absolute path as its name.
 

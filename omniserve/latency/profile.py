@@ -77,6 +77,8 @@ class Fingerprint:
     """Version of OmniServe and hash of its compiled extension."""
     kernels: str
     """The instruction set asked for by OMNISERVE_ISA; empty: the best."""
+    weights: str = ""
+    """Dtype in which linears hold their weights where that is not ``dtype``."""
     constant_steps: bool = False
     """Modules were measured as they run in steps of constant shapes, on a GPU as CUDA graphs."""
 

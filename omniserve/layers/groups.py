@@ -1,12 +1,12 @@
 """Linears that read the same input, held together: one product for all of them.
 
-How their weights are held is for the subclasses of ``GroupLinear`` to say: ``packed.py`` for the CPU, ``merged.py`` for
-a GPU. ``project`` is what the halves call.
+How their weights are held is for the subclasses of ``GroupLinear`` to say: ``packed.py`` and ``narrow.py`` for the CPU,
+``merged.py`` for a GPU. ``project`` is what the halves call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
@@ -45,6 +45,72 @@ class GroupLinear(nn.Linear):
 
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(f"a prepacked linear cannot {what}; call omniserve.unpatch(model) first")
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """A product without a gradient: saying so beats returning none."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        return product(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise RuntimeError("prepacked linears have no backward; omniserve.unpatch(model), or patch with prepack=False")
+
+
+class HeldLinear(GroupLinear):
+    """A member whose weight is held in another form, alone or in a group.
+
+    The Parameter keeps shape and dtype but holds NaN without storage behind it, so that reading it cannot go unnoticed;
+    ``weight`` and ``state_dict()`` give the dense values. Calling a member of a group computes the whole group and
+    throws the rest away; the halves call ``project`` instead.
+    """
+
+    def held_product(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        """Return the operator that computes the products of all members, and its arguments after the input."""
+        raise NotImplementedError
+
+    def dense_group(self) -> Tensor:
+        """Return a dense copy of the weights of all members, bit for bit the originals."""
+        raise NotImplementedError
+
+    def forward(self, input: Tensor) -> Tensor:
+        product = self.group_product(input)
+        if self.group_rows == self.out_features:
+            return product
+        return product.narrow(-1, self.group_start, self.out_features).contiguous()
+
+    def group_product(self, input: Tensor) -> Tensor:
+        product, arguments = self.held_product()
+        if torch.is_grad_enabled():
+            return _ForwardOnly.apply(product, input, *arguments)
+        return product(input, *arguments)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """A dense copy of the weight, bit for bit the original."""
+        # Never an inference tensor: the copy may become a Parameter's data again.
+        with torch.inference_mode(False), torch.no_grad():
+            dense = self.dense_group()
+            if self.group_rows == self.out_features:
+                return dense
+            # A clone: a view would keep the other members' rows alive.
+            return dense.narrow(0, self.group_start, self.out_features).clone()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("load a state dict")
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight
+        if self.bias is not None:
+            # A clone: savers refuse tensors that share their storage.
+            destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach().clone()
+
+
+def hide(weight: Tensor) -> None:
+    """Release a Parameter's values: NaN of the same shape and dtype, without storage behind it."""
+    weight.data = torch.full((), float("nan"), dtype=weight.dtype).expand(weight.shape)
 
 
 def join(linears: Sequence[nn.Linear], kind: type[GroupLinear], group_weight: Tensor) -> None:

@@ -32,8 +32,8 @@ from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
 MAX_ROWS = 32
 """With more rows arithmetic is the limit: at 64 there was 1.1 left to win in bf16."""
 
-# The portable kernel, for other CPUs, loses to torch.
-_HAS_VECTOR_KERNEL = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+HAS_VECTOR_KERNEL = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+"""The portable kernel, for other CPUs, loses to torch."""
 
 
 def project(head: nn.Module, hidden_RD: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def project(head: nn.Module, hidden_RD: Tensor) -> Tensor:
 def _is_plain(head: nn.Module, dtype: torch.dtype) -> bool:
     """Tell whether calling the head is a product with a dense weight on the CPU, and nothing else."""
     return (
-        _HAS_VECTOR_KERNEL
+        HAS_VECTOR_KERNEL
         and type(head) is nn.Linear  # not packed, quantised or adapted
         and "forward" not in head.__dict__
         and not (head._forward_hooks or head._forward_pre_hooks)

@@ -13,13 +13,13 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from omniserve.layers.groups import GroupLinear, is_group, is_plain, join, part
+from omniserve.layers.groups import HeldLinear, hide, is_group, is_plain, join, part
 
 _TABLE: dict[int, Tensor] = {}
 _next_handle = itertools.count()
@@ -40,28 +40,14 @@ _library.impl("packed_linear", _packed_linear_cpu, "CPU")
 torch.library.register_fake("omniserve::packed_linear", _packed_linear_fake, lib=_library)
 
 
-class _PackedProduct(torch.autograd.Function):
-    """Forward only: a packed weight has no gradient, and saying so beats returning none."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, handle: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-        return torch.ops.omniserve.packed_linear(x, handle, bias, out_features)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        raise RuntimeError("prepacked linears have no backward; omniserve.unpatch(model), or patch with prepack=False")
-
-
 class _Owner:
     """Held by the members of a group and by nothing else: its end is the end of their entry in the table."""
 
 
-class PackedLinear(GroupLinear):
+class PackedLinear(HeldLinear):
     """An ``nn.Linear`` whose weight is packed, alone or in a group. Only ``pack`` and ``unpack`` make and unmake one.
 
-    While packed the Parameter keeps shape and dtype but holds NaN without storage behind it, so that reading it cannot
-    go unnoticed; ``weight`` and ``state_dict()`` give the dense values. Calling a member of a group computes the whole
-    group and throws the rest away; the halves call ``project`` instead. Its ``group_weight`` is an int64 handle.
+    Its ``group_weight`` is an int64 handle.
 
     Attributes:
         packed_owner: Keeps the group's entry in the table.
@@ -69,38 +55,11 @@ class PackedLinear(GroupLinear):
 
     packed_owner: _Owner
 
-    def forward(self, input: Tensor) -> Tensor:
-        product = self.group_product(input)
-        if self.group_rows == self.out_features:
-            return product
-        return product.narrow(-1, self.group_start, self.out_features).contiguous()
+    def held_product(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        return torch.ops.omniserve.packed_linear, (self.group_weight, self.group_bias, self.group_rows)
 
-    def group_product(self, input: Tensor) -> Tensor:
-        """Return the products of all members, one after the other in the last dimension."""
-        arguments = (input, self.group_weight, self.group_bias, self.group_rows)
-        if torch.is_grad_enabled():
-            return _PackedProduct.apply(*arguments)
-        return torch.ops.omniserve.packed_linear(*arguments)
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """A dense copy of the weight, bit for bit the original."""
-        # Never an inference tensor: the copy may become a Parameter's data again.
-        with torch.inference_mode(False), torch.no_grad():
-            dense = _TABLE[int(self.group_weight)].to_dense()
-            if self.group_rows == self.out_features:
-                return dense
-            # A clone: a view would keep the other members' rows alive.
-            return dense.narrow(0, self.group_start, self.out_features).clone()
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("load a state dict")
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.weight
-        if self.bias is not None:
-            # A clone: savers refuse tensors that share their storage.
-            destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach().clone()
+    def dense_group(self) -> Tensor:
+        return _TABLE[int(self.group_weight)].to_dense()
 
 
 def pack(*linears: nn.Linear) -> None:
@@ -115,7 +74,7 @@ def pack(*linears: nn.Linear) -> None:
         weakref.finalize(owner, _TABLE.pop, handle, None).atexit = False
         for linear, weight in zip(linears, weights, strict=True):
             linear.__dict__["packed_owner"] = owner
-            weight.data = torch.full((), float("nan"), dtype=weight.dtype).expand(weight.shape)
+            hide(weight)
         join(linears, PackedLinear, torch.tensor(handle))
 
 
@@ -137,8 +96,8 @@ def unpack(*linears: nn.Linear) -> None:
 def packable(model: nn.Module, candidates: Iterable[nn.Module]) -> list[nn.Linear]:
     """Return those candidates that packing serves: plain bf16 CPU linears whose weight nobody else reads.
 
-    fp32 is left alone (slower with one row), and so are subclasses (quantised, adapters) and tied weights: an embedding
-    needs its rows dense (``layers/head.py`` serves that head).
+    fp32 is left alone (slower with one row; see ``narrow.py``), and so are subclasses (quantised, adapters) and tied
+    weights: an embedding needs its rows dense (``layers/head.py`` serves that head).
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return []

@@ -141,5 +141,5 @@ def piggyback_send(
 
 
 def skinny_linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return ``x @ weight.T``, ``[T, O]``; no bias."""
+    """Return ``x @ weight.T``, ``[T, O]``; no bias. The weight is in x's dtype, or in bf16 beside fp32."""
     return (x_TI.double() @ weight_OI.double().T).to(x_TI.dtype)

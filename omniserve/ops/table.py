@@ -294,6 +294,8 @@ def _skinny_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator
         ("many rows", 33, 72, 50),
     ):
         yield Sample(label=label, args=linear_args(num_rows, num_in, num_out, device, dtype))
+        x_TI, weight_OI = linear_args(num_rows, num_in, num_out, device, torch.float32)
+        yield Sample(label=f"{label}, fp32 with a bf16 weight", args=(x_TI, weight_OI.bfloat16()))
 
 
 OPS: dict[str, OpSpec] = {

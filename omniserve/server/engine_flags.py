@@ -135,7 +135,12 @@ _NAMED = ("scheduler", "kv", "attention", "latency_model")
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags; their defaults are EngineConfig's."""
     parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="model folder or hub id (default: the built-in one)")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto takes the model's own")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="auto takes the model's own, or float32 on a CPU that has no products of it",
+    )
     parser.add_argument(
         "--device",
         type=device,

@@ -34,7 +34,7 @@ class EngineLoader:
 
     Args:
         model: Folder or hub id.
-        dtype: One of DTYPES; ``auto`` takes the model's own.
+        dtype: One of DTYPES; ``auto`` is what ``omniserve.model_dtype`` says.
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         config: The engine's settings.
         profile: Latency profile to read; None takes the cached one, or measures.
@@ -87,8 +87,14 @@ class EngineLoader:
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()
         progress(f"loading {self.model}")
-        dtype = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
-        model = AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype, device_map=device)
+        dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
+        if self.dtype == "auto":
+            from omniserve.model_dtype import auto_dtype
+
+            dtype, why = auto_dtype(self.model, device, self.config)
+            if why:
+                progress(why)
+        model = AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype or "auto", device_map=device)
         model.eval()
         progress(f"{model.num_parameters() / 1e6:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, {device}")
         return model

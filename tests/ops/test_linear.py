@@ -53,6 +53,16 @@ def test_nan_and_infinity_stay_where_they_belong(dtype: torch.dtype) -> None:
     assert torch.equal(out[rows][:, features], clean[rows][:, features])
 
 
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(num_rows=st.integers(0, 20), num_in=st.integers(0, 600), num_out=st.integers(0, 70))
+def test_a_bf16_weight_beside_fp32_rows_gives_the_bits_of_the_widened_weight(
+    num_rows: int, num_in: int, num_out: int
+) -> None:
+    x, weight = linear_args(num_rows, num_in, num_out, CPU, torch.float32)
+    narrow = weight.bfloat16()
+    assert torch.equal(skinny_linear(x, narrow), skinny_linear(x, narrow.float()))
+
+
 def test_bf16_sums_are_kept_in_fp32() -> None:
     # 1 + 4095 * 2^-8: a bf16 sum would stop growing at 2, where half an ulp is 2^-8 * 2.
     x = torch.full((1, 4096), 2.0**-8, dtype=torch.bfloat16)

@@ -8,7 +8,10 @@ import torch
 from omniserve.ops import OPS, Sample
 from tests.ops.checks import CPU, DTYPES, check_against_reference, op_named
 
-ELSEWHERE = {"packed_linear": "its weight is a handle into a table that omniserve/layers keeps; tests/layers has it"}
+ELSEWHERE = {
+    "packed_linear": "its weight is a handle into a table that omniserve/layers keeps; tests/layers has it",
+    "narrow_linear": "Python around skinny_linear and torch's product, in omniserve/layers; tests/layers has it",
+}
 
 SAMPLES = [
     pytest.param(name, index, id=f"{name}-{sample.label}")

@@ -127,4 +127,10 @@ bool hardware_follows_streams() {
 
 const char* isa_name() { return chosen().name; }
 
+std::vector<InstructionSet> instruction_sets() {
+  std::vector<InstructionSet> sets;
+  for (const Choice& choice : kChoices) sets.push_back({choice.name, choice.supported()});
+  return sets;
+}
+
 }  // namespace omniserve

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace omniserve {
 
@@ -105,5 +106,13 @@ void prefill_tile(const void* q, int64_t q_stride, const PagedKV& kv, const int3
 // Name of the instruction set in use: "amx_bf16", "avx512_bf16", "avx512", "avx2" or "portable". OMNISERVE_ISA forces one
 // (std::invalid_argument if this CPU lacks it or the name is unknown).
 const char* isa_name();
+
+struct InstructionSet {
+  const char* name;
+  bool supported;  // by this CPU and its operating system, whatever OMNISERVE_ISA says
+};
+
+// All for which there are kernels, best first.
+std::vector<InstructionSet> instruction_sets();
 
 }  // namespace omniserve

@@ -1,6 +1,8 @@
 // Picks the linear kernels that belong to this CPU's instruction set.
 #include "linear.h"
 
+#include <stdexcept>
+#include <string>
 #include <string_view>
 
 #include "linear_kernels.h"
@@ -8,18 +10,29 @@
 namespace omniserve {
 namespace {
 
-const LinearKernels& choose() {
+struct Choice {
+  std::string_view isa;
+  const LinearKernels& (*kernels)();
+};
+
+const Choice kChoices[] = {
 #if defined(__x86_64__)
-  const std::string_view isa = isa_name();
-  if (isa == "avx512_bf16") return avx512_bf16_linear_kernels();
-  if (isa == "avx512") return avx512_linear_kernels();
-  if (isa == "avx2") return avx2_linear_kernels();
+    {"amx_bf16", avx512_bf16_linear_kernels},  // few rows are bound by memory: tiles would not help
+    {"avx512_bf16", avx512_bf16_linear_kernels},
+    {"avx512", avx512_linear_kernels},
+    {"avx2", avx2_linear_kernels},
 #endif
-  return portable_linear_kernels();
+    {"portable", portable_linear_kernels},
+};
+
+const LinearKernels& choose(std::string_view isa) {
+  for (const Choice& choice : kChoices)
+    if (choice.isa == isa) return choice.kernels();
+  throw std::invalid_argument("no linear kernels for the instruction set " + std::string(isa));
 }
 
 const LinearKernels& kernels() {
-  static const LinearKernels& table = choose();
+  static const LinearKernels& table = choose(isa_name());
   return table;
 }
 
@@ -28,6 +41,8 @@ const LinearKernels& kernels() {
 int64_t linear_packed_bytes(const LinearArgs& args) {
   return args.num_rows * ((args.num_in + kLinearPad - 1) / kLinearPad * kLinearPad) * 4;  // fp32 at the most
 }
+
+const char* linear_kernels_name(const char* isa) { return choose(isa).name; }
 
 void linear_pack(const LinearArgs& args, void* packed) { kernels().pack(args, packed); }
 

@@ -1,4 +1,5 @@
 // out[t, o] = sum over i of x[t, i] * weight[o, i] for few rows of x: bound by one read of the weight. No torch header.
+// The weight may be bf16 where x is fp32: half the bytes, and no product or sum is rounded more than with an fp32 one.
 //
 // Legend: T rows of x (tokens), I input features, O output features.
 #pragma once
@@ -18,7 +19,8 @@ struct LinearArgs {
   int64_t num_rows;  // T
   int64_t num_in;    // I
   int64_t num_out;   // O
-  DType dtype;       // of all three; sums are in fp32
+  DType dtype;         // of x and out; sums are in fp32
+  DType weight_dtype;  // the same, or bf16 beside fp32
 };
 
 // Output features that one step of the kernel computes. Split work at multiples of it.
@@ -32,5 +34,8 @@ void linear_pack(const LinearArgs& args, void* packed);
 
 // Output features [begin, end) of all rows. An output depends on its row of x and its row of weight alone, to the bit.
 void linear_features(const LinearArgs& args, const void* packed, int64_t begin, int64_t end);
+
+// Name of the linear kernels that an instruction set of attention.h selects; std::invalid_argument if it has none.
+const char* linear_kernels_name(const char* isa);
 
 }  // namespace omniserve

@@ -9,6 +9,7 @@ namespace omniserve {
 constexpr int64_t kLinearPad = 32;
 
 struct LinearKernels {
+  const char* name;
   void (*pack)(const LinearArgs& args, void* packed);  // as linear_pack
   void (*features)(const LinearArgs& args, const void* packed, int64_t begin, int64_t end);  // as linear_features
 };

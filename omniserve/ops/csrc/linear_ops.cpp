@@ -26,14 +26,16 @@ Tensor skinny_linear(Tensor x, Tensor weight) {
   check_rows(x, "x");
   check_dim(weight, 2, "weight");
   check_contiguous(weight, "weight");
-  check_type(weight, x.scalar_type(), "weight");
-  STD_TORCH_CHECK(weight.size(1) == x.size(1), "weight must have x's width ", x.size(1), ", got ", shape_of(weight));
   const DType dtype = dtype_of(x, "x");
+  const bool mixed = dtype == DType::f32 && weight.scalar_type() == ScalarType::BFloat16;
+  if (!mixed) check_type(weight, x.scalar_type(), "weight");
+  STD_TORCH_CHECK(weight.size(1) == x.size(1), "weight must have x's width ", x.size(1), ", got ", shape_of(weight));
   isa_name();  // a wrong OMNISERVE_ISA is reported here, not inside a parallel region
 
   Tensor out = empty_cpu({x.size(0), weight.size(0)}, x);
   const LinearArgs args{x.const_data_ptr(), weight.const_data_ptr(), out.mutable_data_ptr(), x.stride(0),
-                        x.size(0),          x.size(1),               weight.size(0),         dtype};
+                        x.size(0),          x.size(1),               weight.size(0),         dtype,
+                        mixed ? DType::bf16 : dtype};
   if (out.numel() == 0) return out;
   // At least one cache line: aligned_alloc of nothing may be nullptr.
   const std::unique_ptr<void, Free> packed(std::aligned_alloc(64, static_cast<size_t>(linear_packed_bytes(args) + 64)));

@@ -1,0 +1,142 @@
+"""Narrow linears for a CPU without bf16 products: an fp32 model's weights, held in bf16 where bf16 has their every bit.
+
+A bf16 checkpoint that was loaded as fp32 has such weights. A decode step is bound by reading them, so that half the
+bytes are up to half the time: rows up to MAX_ROWS go to ``skinny_linear``, which takes a bf16 weight beside fp32 rows;
+for more the weight is widened, piece by piece, in memory that is used again. Activations, products and sums are fp32:
+only the order of the sums differs from ``F.linear``. ``python -m benchmarks.cpu_dtypes`` measures it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omniserve.layers.groups import HeldLinear, hide, is_group, is_plain, join, part
+from omniserve.layers.head import HAS_VECTOR_KERNEL
+from omniserve.ops.isa import has_products
+
+MAX_ROWS = 128
+"""With more rows torch's product of a widened weight is faster."""
+
+_PIECE_BYTES = 16 << 20  # of a widened weight: a head's would be hundreds of MiB; small pieces cost more than they save
+
+_memory = threading.local()
+_library = torch.library.Library("omniserve", "FRAGMENT")
+_library.define("narrow_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+
+def _narrow_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    num_out, num_in = weight.shape
+    rows = x.reshape(-1, num_in)
+    if rows.shape[0] <= MAX_ROWS:
+        out = torch.ops.omniserve.skinny_linear(rows.contiguous(), weight)
+    else:
+        out = rows.new_empty(rows.shape[0], num_out)
+        step = max(1, _PIECE_BYTES // (4 * num_in))
+        for first in range(0, num_out, step):
+            narrow = weight[first : first + step]
+            wide = _scratch(narrow.numel()).view_as(narrow).copy_(narrow)
+            torch.mm(rows, wide.T, out=out[:, first : first + step])
+    if bias is not None:
+        out += bias
+    return out.view(*x.shape[:-1], num_out)
+
+
+def _narrow_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_library.impl("narrow_linear", _narrow_linear_cpu, "CPU")
+torch.library.register_fake("omniserve::narrow_linear", _narrow_linear_fake, lib=_library)
+
+
+def _scratch(num_floats: int) -> Tensor:
+    """Return this thread's memory for a widened piece: it stays mapped, and in the cache."""
+    if not hasattr(_memory, "floats") or _memory.floats.numel() < num_floats:
+        with torch.inference_mode(False):  # it may be written to in either mode
+            _memory.floats = torch.empty(num_floats)
+    floats: Tensor = _memory.floats[:num_floats]
+    return floats
+
+
+class NarrowLinear(HeldLinear):
+    """An fp32 ``nn.Linear`` whose weight is held in bf16, alone or in a group. Only ``narrow`` and ``widen`` make and
+    unmake one. Its ``group_weight`` is the bf16 weight.
+    """
+
+    def held_product(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        return torch.ops.omniserve.narrow_linear, (self.group_weight, self.group_bias)
+
+    def dense_group(self) -> Tensor:
+        return _widened(self.group_weight)
+
+
+def narrow(*linears: nn.Linear) -> None:
+    """Hold the weights of a linear, or of a group as ``groups_of`` returns it, in bf16, and release the fp32 ones.
+
+    Raises:
+        ValueError: bf16 does not have every bit of them.
+    """
+    if not all(_is_exact(linear.weight) for linear in linears):
+        raise ValueError("a weight has values that bf16 would round; narrow takes what narrowable returns")
+    with torch.inference_mode(False), torch.no_grad():
+        weight = torch.cat([_narrowed(linear.weight.data) for linear in linears])
+        for linear in linears:
+            hide(linear.weight)
+        join(linears, NarrowLinear, weight)
+
+
+def widen(*linears: nn.Linear) -> None:
+    """Undo ``narrow`` of the same linears: same class, same Parameter objects, same bits.
+
+    Raises:
+        ValueError: They are not all the members of one group, in order.
+    """
+    if not (isinstance(linears[0], NarrowLinear) and is_group(linears)):
+        raise ValueError("widen takes the linears of one call of narrow, in the same order")
+    with torch.inference_mode(False), torch.no_grad():
+        part(linears, _widened(linears[0].group_weight))
+
+
+def narrowable(model: nn.Module, candidates: Iterable[nn.Module]) -> list[nn.Linear]:
+    """Return those candidates that are better held in bf16: plain fp32 CPU linears with exact weights of their own.
+
+    None where the CPU has bf16 products, as a model is served in bf16 there, or has no vector kernel for few rows.
+    """
+    if has_products(torch.bfloat16) or not HAS_VECTOR_KERNEL:
+        return []
+    uses = Counter(parameter.data_ptr() for _, parameter in model.named_parameters(remove_duplicate=False))
+    return [
+        module
+        for module in candidates
+        if is_plain(module)
+        and module.weight.device.type == "cpu"
+        and module.weight.dtype is torch.float32
+        and uses[module.weight.data_ptr()] == 1
+        and _is_exact(module.weight)
+    ]
+
+
+def holds_narrow(model: nn.Module) -> bool:
+    """Tell whether a patched model has narrow linears, or one that is not patched yet would get some."""
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return any(isinstance(linear, NarrowLinear) or narrowable(model, [linear]) for linear in linears)
+
+
+def _is_exact(weight: Tensor) -> bool:
+    """Tell whether the lower half of every value's bits is zero."""
+    return not bool((weight.detach().view(torch.int32) & 0xFFFF).any())
+
+
+# As bits: a conversion could give a NaN another payload.
+def _narrowed(weight: Tensor) -> Tensor:
+    return (weight.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _widened(weight: Tensor) -> Tensor:
+    return (weight.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
