@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from omniserve.device_copies import Download, upload
 from omniserve.plan import PromptScores
 from omniserve.request import TokenLogprob
 
@@ -54,8 +55,8 @@ def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) ->
         token_ids: R of them.
         num_top: N, at most V.
     """
-    found = logprobs_of(logits_RV, torch.tensor(token_ids, device=logits_RV.device), num_top)
-    return told_logprobs(token_ids, *found)
+    found = logprobs_of(logits_RV, upload(torch.tensor(token_ids), logits_RV.device), num_top)
+    return told_logprobs(token_ids, *Download(found).wait())
 
 
 def logprobs_of(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
