@@ -23,6 +23,7 @@ class FakeStream:
     def __init__(self, runtime: FakeRuntime, name: str) -> None:
         self._runtime = runtime
         self.name = name
+        self.device = torch.device("cuda", 0)
 
     def synchronize(self) -> None:
         self._runtime.wait(f"synchronize of stream {self.name}")
@@ -44,14 +45,16 @@ class FakeStream:
 
 
 class FakeEvent:
-    """An event; what it marks is over at once."""
+    """An event; what it marks is over at the second look, so that a wait looks twice."""
 
     def __init__(self, runtime: FakeRuntime) -> None:
         self._runtime = runtime
         self._is_recorded = False
+        self._num_queries = 0
 
     def record(self, stream: FakeStream | None = None) -> None:
         self._is_recorded = True
+        self._num_queries = 0
 
     def wait(self, stream: FakeStream | None = None) -> None:
         self.require_record("wait")
@@ -59,6 +62,10 @@ class FakeEvent:
     def query(self) -> bool:
         self.require_record("query")
         self._runtime.forbid_in_capture("query of an event")
+        self._num_queries += 1
+        if self._num_queries == 1:
+            return False
+        self._runtime.wait("queries of an event")
         return True
 
     def synchronize(self) -> None:
@@ -218,7 +225,9 @@ class FakeRuntime:
             "device_of": lambda tensor: contextlib.nullcontext(),
             "get_device_capability": lambda device=None: (9, 0),
             "get_device_name": lambda device=None: "fake H200",
+            "device": lambda device: contextlib.nullcontext(),
             "current_device": lambda: 0,
+            "mem_get_info": lambda device=None: (80 << 30, 80 << 30),
             "cudart": lambda: cudart,
             "check_error": lambda error: None,
         }

@@ -28,7 +28,15 @@ class FakeCuda:
         return self.current if index is None else index
 
     def _stream(self, device: Any = None) -> SimpleNamespace:
-        return SimpleNamespace(device=torch.device("cuda", self._index(device)), wait_stream=lambda other: None)
+        stream = SimpleNamespace(device=torch.device("cuda", self._index(device)), wait_stream=lambda other: None)
+
+        def record_event() -> SimpleNamespace:
+            event = self._event()
+            event.record(stream)
+            return event
+
+        stream.record_event = record_event
+        return stream
 
     @contextlib.contextmanager
     def _device(self, device: Any) -> Iterator[None]:
@@ -45,7 +53,7 @@ class FakeCuda:
         def record(stream: Any = None) -> None:
             self.noted.append(("record", (stream or self._stream()).device.index))
 
-        return SimpleNamespace(record=record, synchronize=lambda: self.noted.append(("wait", self.noted[-1][1])))
+        return SimpleNamespace(record=record, query=lambda: True)
 
     def _graph(self) -> SimpleNamespace:
         """Return what checks that begin and end are on one device."""
