@@ -27,8 +27,8 @@ from benchmarks.common.record import ROOT, write_record
 from benchmarks.gpu.clock import graph_of, median_seconds
 from benchmarks.gpu.limits import Limits
 from benchmarks.gpu.table import Row, markdown
-from omniserve.ops.kernels.attention import paged_attention
-from omniserve.ops.kernels.attention_launch import HOPPER, Tuning
+from omniserve.ops.kernels.attention import describe, paged_attention
+from omniserve.ops.kernels.attention_launch import Tuning, tuning_for
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ SETTINGS: dict[str, tuple[tuple[int, ...], Callable[[Tuning, int], Tuning]]] = {
     "rows": ((16, 32, 64, 128), lambda best, value: _tile(best, block_m=value)),
     "warps": ((2, 4, 8), lambda best, value: _tile(best, num_warps=value)),
     "stages": ((2, 3, 4, 5, 6), lambda best, value: _tile(best, num_stages=value)),
-    "KiB of keys": ((8, 16, 32), lambda best, value: dataclasses.replace(best, key_tile_bytes=value << 10)),
-    "programs": ((132, 264, 396, 528, 792), lambda best, value: dataclasses.replace(best, target_programs=value)),
+    "KiB of keys": ((8, 16, 32), lambda best, value: _tile(best, key_tile_bytes=value << 10)),
+    "programs": ((1, 2, 3, 4, 6), lambda best, value: dataclasses.replace(best, programs_per_multiprocessor=value)),
 }
 """What is tried, one after the other, each from the best so far: values, and how a tuning with one tile gets them."""
 
@@ -104,6 +104,7 @@ class Case:
         num_heads, kv_heads, head_size = load.heads
         blocks = -(-load.context // _BLOCK)
         self.load, self._device = load, device
+        self.default = tuning_for(describe(device))
 
         def rows(*shape: int) -> Tensor:
             return torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -131,9 +132,10 @@ class Case:
 
 def default_tuning(case: Case, repeats: int) -> tuple[float, Tuning]:
     """Return what the default takes, and the one of its tiles that is fastest, as a tuning of its own."""
-    default_s = case.seconds(HOPPER, repeats)
+    default = case.default
+    default_s = case.seconds(default, repeats)
     alone = [
-        (case.seconds(one, repeats), one) for one in (dataclasses.replace(HOPPER, tiles=(t,)) for t in HOPPER.tiles)
+        (case.seconds(one, repeats), one) for one in (dataclasses.replace(default, tiles=(t,)) for t in default.tiles)
     ]
     return default_s, min(alone, key=lambda pair: pair[0])[1]
 
@@ -149,7 +151,7 @@ def tune(case: Case, *, ends_s: float, repeats: int, few: bool) -> tuple[float, 
     """
     default_s, best = default_tuning(case, repeats)
     best_s = case.seconds(best, repeats)
-    expected = case.attend(HOPPER)
+    expected = case.attend(case.default)
     for name, (values, changed) in SETTINGS.items():
         for tuning in [changed(best, value) for value in (values[:2] if few else values)]:
             if tuning == best or time.monotonic() > ends_s:
@@ -171,7 +173,7 @@ def rows_of(load: Load, default_s: float, best_s: float, best: Tuning, limits: L
     read_s, compute_s = load.kv_bytes / limits.copy_bytes_per_s, load.flops / limits.matmul_flops
     floor_us = 1e6 * max(read_s, compute_s)
     (tile,) = best.tiles
-    note = f"{tile}, {best.key_tile_bytes >> 10} KiB of keys, {best.target_programs} programs"
+    note = f"{tile}, {best.programs_per_multiprocessor} programs to a multiprocessor"
     return [
         Row(case=f"{load}: default", unit="us", measured=1e6 * default_s, floor=floor_us),
         Row(
@@ -218,7 +220,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = run(DRY_LOADS if args.dry else LOADS, device, seconds=60 * args.minutes, dry=args.dry)
     print(f"\n{markdown(rows)}\n\nrecord: {record}")
-    config = {"minutes": args.minutes, "dry": args.dry, "default": dataclasses.asdict(HOPPER)}
+    config = {"minutes": args.minutes, "dry": args.dry, "default": dataclasses.asdict(tuning_for(describe(device)))}
     results = {"rows": [row.as_record() for row in rows]}
     write_record(record, name="gpu_tune_attention", config=config, seed=0, results=results)
 
