@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu import tune_attention
 from benchmarks.gpu.script import Script, argument_parser
 from benchmarks.gpu.tune_attention import DRY_LOADS, LLAMA, SETTINGS, Case, Load, tune, tune_loads
-from omniserve.ops.kernels.attention_launch import HOPPER, Tuning
+from omniserve.ops.kernels.attention_launch import NARROW, Tuning
 
 CPU = torch.device("cpu")
 
@@ -27,11 +27,15 @@ def test_default_and_best_of_each_load_are_measured(tmp_path: Path) -> None:
 
 def test_the_fastest_is_found_setting_after_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(case: Case, tuning: Tuning, repeats: int) -> float:
-        if tuning is HOPPER:
+        if tuning is NARROW:
             return 99.0
         (tile,) = tuning.tiles
         return (
-            1 + (tile.block_m != 32) + (tile.num_warps != 2) + (tile.num_stages != 3) + (tuning.target_programs != 264)
+            1
+            + (tile.block_m != 32)
+            + (tile.num_warps != 2)
+            + (tile.num_stages != 3)
+            + (tuning.programs_per_multiprocessor != 3)
         )
 
     monkeypatch.setattr(Case, "seconds", seconds)
@@ -39,12 +43,12 @@ def test_the_fastest_is_found_setting_after_setting(monkeypatch: pytest.MonkeyPa
     default_s, best_s, best = tune(Case(DRY_LOADS[0], CPU), ends_s=float("inf"), repeats=1, few=False)
     (tile,) = best.tiles
     assert (default_s, best_s) == (99.0, 1.0)
-    assert (tile.block_m, tile.num_warps, tile.num_stages, best.target_programs) == (32, 2, 3, 264)
+    assert (tile.block_m, tile.num_warps, tile.num_stages, best.programs_per_multiprocessor) == (32, 2, 3, 3)
 
 
 def test_a_variant_that_computes_something_else_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Case, "seconds", lambda case, tuning, repeats: 1.0)
-    monkeypatch.setattr(Case, "attend", lambda case, tuning: torch.full((1,), float(tuning is HOPPER)))
+    monkeypatch.setattr(Case, "attend", lambda case, tuning: torch.full((1,), float(tuning is NARROW)))
     with pytest.raises(AssertionError):
         tune(Case(DRY_LOADS[0], CPU), ends_s=float("inf"), repeats=1, few=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 from typing import Any
@@ -13,6 +14,10 @@ def interpret_triton() -> None:
     if os.environ["TRITON_INTERPRET"] != "1" or importlib.util.find_spec("triton") is None:
         return
     from triton.runtime import interpreter
+
+    # Assertions of the kernels hold here whether they are asked for (`debug`, TRITON_DEBUG) or not.
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, debug=True, sanitize_overflow=False)
 
     patch_tensor = interpreter._patch_lang_tensor
 

@@ -23,8 +23,8 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu.script import NotHere, Script, argument_parser
 from benchmarks.gpu.timing import graph_of, median_seconds
-from omniserve.ops.kernels.attention import paged_attention
-from omniserve.ops.kernels.attention_launch import HOPPER, Tuning
+from omniserve.ops.kernels.attention import describe, paged_attention
+from omniserve.ops.kernels.attention_launch import Tuning, tuning_for
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ SETTINGS: dict[str, tuple[tuple[int, ...], Callable[[Tuning, int], Tuning]]] = {
     "rows": ((16, 32, 64, 128), lambda best, value: _tile(best, block_m=value)),
     "warps": ((2, 4, 8), lambda best, value: _tile(best, num_warps=value)),
     "stages": ((2, 3, 4, 5, 6), lambda best, value: _tile(best, num_stages=value)),
-    "KiB of keys": ((8, 16, 32), lambda best, value: dataclasses.replace(best, key_tile_bytes=value << 10)),
-    "programs": ((132, 264, 396, 528, 792), lambda best, value: dataclasses.replace(best, target_programs=value)),
+    "KiB of keys": ((8, 16, 32), lambda best, value: _tile(best, key_tile_bytes=value << 10)),
+    "programs": ((1, 2, 3, 4, 6), lambda best, value: dataclasses.replace(best, programs_per_multiprocessor=value)),
 }
 """What is tried, one after the other, each from the best so far: values, and how a tuning with one tile gets them."""
 
@@ -100,6 +100,7 @@ class Case:
         num_heads, kv_heads, head_size = load.heads
         blocks = -(-load.context // _BLOCK)
         self.load, self._device = load, device
+        self.default = tuning_for(describe(device))
 
         def rows(*shape: int) -> Tensor:
             return torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -127,9 +128,10 @@ class Case:
 
 def default_tuning(case: Case, repeats: int) -> tuple[float, Tuning]:
     """Return what the default takes, and the one of its tiles that is fastest, as a tuning of its own."""
-    default_s = case.seconds(HOPPER, repeats)
+    default = case.default
+    default_s = case.seconds(default, repeats)
     alone = [
-        (case.seconds(one, repeats), one) for one in (dataclasses.replace(HOPPER, tiles=(t,)) for t in HOPPER.tiles)
+        (case.seconds(one, repeats), one) for one in (dataclasses.replace(default, tiles=(t,)) for t in default.tiles)
     ]
     return default_s, min(alone, key=lambda pair: pair[0])[1]
 
@@ -145,7 +147,7 @@ def tune(case: Case, *, ends_s: float, repeats: int, few: bool) -> tuple[float, 
     """
     default_s, best = default_tuning(case, repeats)
     best_s = case.seconds(best, repeats)
-    expected = case.attend(HOPPER)
+    expected = case.attend(case.default)
     for name, (values, changed) in SETTINGS.items():
         for tuning in [changed(best, value) for value in (values[:2] if few else values)]:
             if tuning == best or time.monotonic() > ends_s:
@@ -177,10 +179,10 @@ def tune_loads(script: Script, loads: Sequence[Load], *, seconds: float) -> None
             limits = script.limits
             limit_s = max(load.kv_bytes / limits.copy_bytes_per_s, load.flops / limits.matmul_flops)
             (tile,) = best.tiles
-            note = f"default {1e6 * default_s:.4g} us; {tile}, {best.key_tile_bytes >> 10} KiB of keys, "
+            note = f"default {1e6 * default_s:.4g} us; {tile}, {best.programs_per_multiprocessor} programs to an SM"
             case.figure(
-                1e6 * best_s, "us", limit=1e6 * limit_s, note=note + f"{best.target_programs} programs",
-                default_us=1e6 * default_s, tuning=dataclasses.asdict(best), default=dataclasses.asdict(HOPPER),
+                1e6 * best_s, "us", limit=1e6 * limit_s, note=note, default_us=1e6 * default_s,
+                tuning=dataclasses.asdict(best), default=dataclasses.asdict(tensors.default),
             )  # fmt: skip
 
 

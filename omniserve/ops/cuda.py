@@ -10,8 +10,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-ROW_OPERATORS = ("store_kv", "piggyback_concat", "residual_store", "residual_fetch", "piggyback_send")
-"""Those that only move rows (``kernels/rows.py``)."""
+ROW_OPERATORS = ("store_kv", "piggyback_concat", "residual_fetch", "piggyback_send")
+"""Those that only move rows (``kernels/rows.py``). `residual_store` is not among them: where there is a GPU, rows leave
+through the mailbox, with `piggyback_send`."""
 
 
 @functools.cache

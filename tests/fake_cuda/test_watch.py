@@ -141,15 +141,15 @@ def test_a_capture_has_a_stream_of_its_own(gpu: FakeRuntime) -> None:
 def test_a_kernel_is_given_what_it_can_read(gpu: FakeRuntime) -> None:
     rows = kernels("rows")
     source, target, slots = torch.zeros(4, 8), ones(4, 8), ones(2, dtype=torch.int64)
-    with pytest.raises(RuleBroken, match="_scatter_kernel cannot read source"):
+    with pytest.raises(RuleBroken, match="_gather_kernel cannot read source"):
         rows.gather_rows(source, slots, target)
     rows.gather_rows(source.pin_memory(), slots, target)
     with pytest.raises(ValueError, match=r"destination must be .*with contiguous rows"):
         rows.gather_rows(source.pin_memory(), slots, ones(8, 4).T)
     with pytest.raises(TypeError, match="missing a required argument"):
-        rows._scatter_kernel[1,](source)
+        rows._gather_kernel[1,](source)
     with pytest.raises(RuleBroken, match="launched on a grid"):
-        rows._scatter_kernel[0,](source)
+        rows._gather_kernel[0,](source)
     gpu.violations.clear()
 
 

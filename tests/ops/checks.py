@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omniserve.ops import OPS, Sample
-from tests.ops.tolerances import tolerance
+from tests.ops.tolerances import Tolerance, tolerance
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,9 +20,11 @@ def op_named(name: str) -> Any:
     return getattr(torch.ops.omniserve, name).default
 
 
-def assert_same(got: tuple[Any, ...], expected: tuple[Any, ...], name: str, dtype: torch.dtype) -> None:
+def assert_same(
+    got: tuple[Any, ...], expected: tuple[Any, ...], name: str, dtype: torch.dtype, within: Tolerance | None = None
+) -> None:
     """Compare every tensor of two calls: results and arguments. NaN equals NaN: what is poisoned stays so."""
-    rtol, atol = tolerance(name, dtype)
+    rtol, atol = within or tolerance(name, dtype)
     for mine, wanted in zip(got, expected, strict=True):
         if isinstance(wanted, Tensor):
             torch.testing.assert_close(mine, wanted, rtol=rtol, atol=atol, equal_nan=True)
@@ -30,13 +32,15 @@ def assert_same(got: tuple[Any, ...], expected: tuple[Any, ...], name: str, dtyp
             assert mine == wanted
 
 
-def check_against_reference(function: Callable[..., Any], name: str, sample: Sample, dtype: torch.dtype) -> None:
+def check_against_reference(
+    function: Callable[..., Any], name: str, sample: Sample, dtype: torch.dtype, within: Tolerance | None = None
+) -> None:
     """Run both on copies of the sample; results finite, results and mutated arguments the same."""
     mine, wanted = sample.clone(), sample.clone()
     result, reference = function(*mine), OPS[name].reference(*wanted)
     if isinstance(result, Tensor):
         assert result.isfinite().all(), "poison leaked into the result"
-    assert_same((result, *mine), (reference, *wanted), name, dtype)
+    assert_same((result, *mine), (reference, *wanted), name, dtype, within)
 
 
 if __name__ == "__main__":

@@ -1,41 +1,55 @@
-"""Compile launches for Hopper without a GPU: what Triton's interpreter lets pass may still not compile.
+"""Compile the Triton kernels without a GPU: what the interpreter lets pass may still not compile, or not fit a device.
 
-Run as a program, in a process of its own (the interpreter is chosen when Triton is imported), it compiles each kernel
-for the shapes of a model and prints a line of JSON for each: its name and the memory accesses of its PTX. A last line
-has how many kernels are compiled for what differs between steps, and between moves.
+Run as a program, in a process of its own (the interpreter is chosen when Triton is imported):
+
+    python -m tests.ops.compile_kernels             # QUICK: a line of JSON for each kernel
+    python -m tests.ops.compile_kernels --all       # every case for every device: some 4 minutes
+    python -m tests.ops.compile_kernels --write     # the same, into tests/ops/kernel_resources/triton-VERSION.json
+
+The tables are for the Tritons that come with the oldest and the newest torch of pyproject.toml (torch 2.11.0: triton
+3.6.0; 2.12.0: 3.7.0; 2.13.0: 3.7.1). To take another one than the environment's:
+``pip install --no-deps --target /tmp/triton triton==3.6.0`` and ``PYTHONPATH=/tmp/triton``. Both bring an assembler for
+sm_100 and sm_120 along.
 """
 
 from __future__ import annotations
 
-import functools
+import argparse
 import json
 import re
-from collections.abc import Callable, Iterator
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
-import torch
+from tests.ops.compile_cases import DEVICES, QUICK, Launch, attention_steps, cases, moves, steps
 
-DTYPE = torch.bfloat16
-_ACCESS = re.compile(r"\b(?:(?:ld|st|atom)\.global\S*|bar\.sync)")
+TABLES = Path(__file__).with_name("kernel_resources")
+_PTX_ACCESS = re.compile(r"\b(?:(?:ld|st|atom|red)\.(?:\w+\.)*global\S*|bar\.sync)")
+_SASS_ACCESS = re.compile(
+    r"^\s*/\*\w+\*/\s*((?:@\S+\s+)?(?:STG?|ATOM\w*|RED\w*|BAR|MEMBAR|FENCE)\b\S*|@\S+\s+(?:EXIT|BRA)\b)", re.M
+)
+"""Stores, atomics, barriers, fences, and what only some threads pass."""
 
 
-def compiled(*launches: Callable[[], Any]) -> Iterator[Any]:
-    """Yield the kernels that each call would launch, compiled, in order; nothing runs."""
+def compiled(launches: Iterable[Launch], capability: int) -> Iterator[Any]:
+    """Yield the kernels that each call would launch on a device, compiled, in order; nothing runs."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
-    class Hopper:
+    class Driver:
         """As much of a driver as a compiler asks for."""
 
         def get_current_device(self) -> int:
-            return 0
+            return capability
 
         def get_current_stream(self, device: int) -> int:
             return 0
 
         def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
+            return GPUTarget("cuda", capability, 32)
 
     kernels: list[Any] = []
     run = JITFunction.run
@@ -43,64 +57,86 @@ def compiled(*launches: Callable[[], Any]) -> Iterator[Any]:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernels.append(run(self, *args, grid=grid, warmup=True, **options))
 
-    triton.runtime.driver.set_active(Hopper())
+    triton.runtime.driver.set_active(Driver())
     JITFunction.run = compile_only
     try:
         for launch in launches:
-            launch()
+            launch(DEVICES[capability])
             yield from kernels
             kernels.clear()
     finally:
         JITFunction.run = run
 
 
-def launches() -> Iterator[Callable[[], Any]]:
-    """Yield a call of each launch function, with the shapes of an 8B model: D 4096, N 32, K 8, H 128."""
-    from omniserve.ops.kernels import blocks, rows
+def describe(kernel: Any, *, with_accesses: bool) -> dict[str, Any]:
+    """Return what a compiled kernel takes of a device, and its memory accesses.
 
-    hidden, store = torch.empty(9, 4096, dtype=DTYPE), torch.empty(6, 4096, dtype=DTYPE)
-    q, k, v = torch.empty(9, 48, 128, dtype=DTYPE).split([32, 8, 8], 1)
-    tokens, seats = torch.zeros(9, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-    cache, pool = torch.empty(2, 3, 8, 16, 128, dtype=DTYPE), torch.empty(2, 5, 8, 2, 16, 128, dtype=DTYPE)
-    yield lambda: rows.store_kv(k, v, cache[0], cache[1], tokens)
-    yield lambda: rows.piggyback_concat(hidden, store, seats)
-    yield lambda: rows.residual_store(hidden, store, seats)
-    yield lambda: rows.residual_fetch(store, seats, hidden)
-    yield lambda: rows.gather_rows(store, seats, store)
-    mailbox, flags = torch.empty(6, 48 * 128, dtype=DTYPE), torch.zeros(6, dtype=torch.int64)
-    yield lambda: rows.piggyback_send(hidden, q, k, v, seats, store, mailbox, flags, seats[:1])
-    for to_host in (True, False):
-        for is_reversed in (True, False):
-            copy = {"to_host": to_host, "is_reversed": is_reversed}
-            yield lambda copy=copy: blocks.copy_blocks(cache, cache, pool, seats, seats, **copy)
-    yield lambda: blocks.copy_blocks(cache.half(), cache.half(), pool.half(), seats, seats, **copy)
+    ``stack`` is the bytes of a thread's stack: the kernels have nothing to put there but registers that do not fit.
+    """
+    import triton
 
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
 
-def steps() -> Iterator[Callable[[], Any]]:
-    """Yield launches that differ as steps do: numbers of rows, seats and slots, and where index tensors begin."""
-    from omniserve.ops.kernels import rows
+        def ask(tool: str, option: str) -> str:
+            command = [getattr(triton.knobs.nvidia, tool).path, option, file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    hidden, store = torch.empty(33, 4096, dtype=DTYPE), torch.empty(17, 4096, dtype=DTYPE)
-    slots = torch.zeros(20, dtype=torch.int64)
-    for num_rows in (4, 9, 16, 33):
-        for first, num_slots in ((0, 1), (1, 16), (2, 17)):
-            seats = slots[first : first + num_rows // 4]
-            yield functools.partial(rows.residual_store, hidden[:num_rows], store[:num_slots], seats)
+        found = re.search(r"REG:(\d+) STACK:(\d+)", ask("cuobjdump", "--dump-resource-usage"))
+        assert found, "cuobjdump says nothing of registers"
+        about = {"kernel": kernel.metadata.name, "registers": int(found[1]), "stack": int(found[2])}
+        about |= {"shared": kernel.metadata.shared}
+        if with_accesses:
+            sass = [" ".join(access.split()) for access in _SASS_ACCESS.findall(ask("nvdisasm", "--print-code"))]
+            ptx = kernel.asm["ptx"]
+            about |= {"ptx": _PTX_ACCESS.findall(ptx), "sass": sass, "is_async": "cp.async" in ptx}
+            about |= {"wgmma": "wgmma" in ptx, "tcgen05": "tcgen05" in ptx}
+    return about
 
 
-def moves() -> Iterator[Callable[[], Any]]:
-    """Yield launches that differ as moves do: numbers of layers and blocks, and where index tensors begin."""
-    from omniserve.ops.kernels import blocks
+def print_quick() -> None:
+    """Print QUICK, and how many kernels are compiled for what differs between steps, moves, and steps of decodes."""
+    known = cases()
+    for name, capability in QUICK:
+        for kernel in compiled([known[name]], capability):
+            print(json.dumps({"case": name, "sm": capability} | describe(kernel, with_accesses=True)), flush=True)
+    varied = (steps(), moves(), attention_steps())
+    print(json.dumps([len({id(kernel) for kernel in compiled(launches, 90)}) for launches in varied]))
 
-    for num_layers, num_blocks in ((1, 1), (2, 3), (16, 16), (3, 17)):
-        cache = torch.empty(num_layers, num_blocks, 8, 16, 128, dtype=DTYPE)
-        pool, ids = torch.empty(num_layers, 5, 8, 2, 16, 128, dtype=DTYPE), torch.zeros(2, num_blocks).long()
-        copy = functools.partial(blocks.copy_blocks, cache, cache, pool, to_host=True, is_reversed=False)
-        yield functools.partial(copy, ids[0], ids[1])
+
+def resources() -> Iterator[tuple[str, dict[str, list[int]]]]:
+    """Yield each kernel of each case, and its registers, stack and shared memory for each device."""
+    for name, launch in cases().items():
+        rows: dict[str, dict[str, list[int]]] = {}
+        for capability in DEVICES:
+            for kernel in compiled([launch], capability):
+                about = describe(kernel, with_accesses=False)
+                label = name.replace("attend", "combine") if about["kernel"] == "_combine" else name
+                rows.setdefault(label, {})[f"sm_{capability}"] = [
+                    about[key] for key in ("registers", "stack", "shared")
+                ]
+        yield from rows.items()
+
+
+def main() -> None:
+    import triton
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    if not (args.all or args.write):
+        print_quick()
+        return
+    lines = []
+    for label, row in resources():
+        lines.append(f"{json.dumps(label)}: {json.dumps(row)}")
+        print(lines[-1], flush=True)
+    if args.write:
+        TABLES.mkdir(exist_ok=True)
+        (TABLES / f"triton-{triton.__version__}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":
-    for kernel in compiled(*launches()):
-        ptx = kernel.asm["ptx"]
-        print(json.dumps({"name": kernel.metadata.name, "accesses": _ACCESS.findall(ptx)}))
-    print(json.dumps([len({id(kernel) for kernel in compiled(*varied)}) for varied in (steps(), moves())]))
+    main()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,9 +19,50 @@ from omniserve.ops import Sample, reference
 from omniserve.ops.host_layout import pack_blocks
 from omniserve.ops.table import AttentionShape, attention_args, cpu_attention_args
 from tests.ops.checks import CPU, check_against_reference, op_named
+from tests.ops.tolerances import ATTENTION, TORCH_HALF_ATTENTION, Tolerance
 
 paged_attention = op_named("paged_attention")
 cpu_attention = op_named("cpu_attention")
+
+
+class Implementation(NamedTuple):
+    """Something that attends as the operator does."""
+
+    attend: Callable[..., Tensor]
+    """Takes the operator's arguments."""
+    tolerances: dict[torch.dtype, Tolerance]
+    max_examples: int
+    """Drawn shapes; the interpreter is slow."""
+
+
+def interpreted(num_splits: int) -> Callable[..., Tensor]:
+    """Return Triton's kernel, in the interpreter, with so many parts of the keys; few tokens make for few programs."""
+
+    def attend(*args: Any) -> Tensor:
+        from omniserve.ops.kernels.attention import paged_attention as launch
+
+        *tensors, scale, window, softcap = args[:9]
+        options = {"scale": scale, "window": window, "softcap": softcap, "reversed_RM": (*args, None)[9]}
+        return launch(*tensors, num_splits=num_splits if args[0].shape[:2].numel() < 200 else 1, **options)
+
+    return attend
+
+
+needs_interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None,
+    reason="the kernels are not interpreted",
+)
+# Triton's kernel rounds weights to half precision on the way.
+each_implementation = pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(Implementation(paged_attention, ATTENTION, 60), id="cpu"),
+        pytest.param(Implementation(interpreted(1), TORCH_HALF_ATTENTION, 6), id="triton", marks=needs_interpreter),
+        pytest.param(
+            Implementation(interpreted(2), TORCH_HALF_ATTENTION, 6), id="triton, two parts", marks=needs_interpreter
+        ),
+    ],
+)
 
 
 @pytest.fixture
@@ -42,9 +86,9 @@ shapes = st.builds(
     ),
     chunks=st.lists(st.tuples(st.sampled_from((0, 1, 1, 2, 7, 40)), st.integers(0, 200)), max_size=4),
     kv_heads=st.integers(1, 3),
-    group=st.integers(1, 9),
+    group=st.sampled_from((*range(1, 10), 16, 20)),
     head_size=st.integers(1, 32).map(lambda n: 8 * n),
-    block_size=st.sampled_from((1, 2, 8, 32, 128)),
+    block_size=st.sampled_from((1, 2, 8, 32, 73, 128)),
     window=st.sampled_from((0, 0, 1, 5, 64)),
     softcap=st.sampled_from((0.0, 0.0, 4.0)),
     strided=st.booleans(),
@@ -52,11 +96,16 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(shape=shapes, dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
-def test_any_shape_agrees_with_the_reference(shape: AttentionShape, dtype: torch.dtype) -> None:
-    sample = Sample(label=shape.label, args=attention_args(shape, CPU, dtype))
-    check_against_reference(paged_attention, "paged_attention", sample, dtype)
+@each_implementation
+def test_any_shape_agrees_with_the_reference(implementation: Implementation) -> None:
+    @settings(max_examples=implementation.max_examples, deadline=None, derandomize=True)
+    @given(shape=shapes, dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
+    def check(shape: AttentionShape, dtype: torch.dtype) -> None:
+        sample = Sample(label=shape.label, args=attention_args(shape, CPU, dtype))
+        tolerance = implementation.tolerances[dtype]
+        check_against_reference(implementation.attend, "paged_attention", sample, dtype, tolerance)
+
+    check()
 
 
 decode_shapes = st.builds(
@@ -138,25 +187,38 @@ def test_block_placement_does_not_change_a_bit() -> None:
     assert torch.equal(here, there)
 
 
+@each_implementation
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_huge_scores_do_not_overflow(sign: float) -> None:
+def test_huge_scores_do_not_overflow(implementation: Implementation, sign: float) -> None:
     q, k, v, table = sequence(100, torch.float32)
     starts, lens = torch.tensor([0, 100]).int(), torch.tensor([100]).int()
     args = (q * 3e3 * sign, k, v, table, starts, lens, 1.0, 0, 0.0)
-    out = paged_attention(*args)
     # Scores of 1e4 are apart by more than exp's range, but near ties differ by fp32's rounding of a score, 1e-3.
-    torch.testing.assert_close(out, reference.paged_attention(*args), rtol=0, atol=2e-2)
+    torch.testing.assert_close(implementation.attend(*args), reference.paged_attention(*args), rtol=0, atol=2e-2)
+
+
+def test_huge_scores_do_not_overflow_in_a_decode() -> None:
+    q, k, v, table = sequence(100, torch.float32)
+    lens = torch.tensor([100]).int()
+    args = (q * 3e3, k, v, table, torch.tensor([0, 100]).int(), lens, 1.0, 0, 0.0)
     one = cpu_attention(args[0][-1:], pack_blocks(k, v), None, table, lens, 1.0, 0, 0.0, 1)
-    torch.testing.assert_close(one, out[-1:], rtol=0, atol=2e-2)
+    torch.testing.assert_close(one, reference.paged_attention(*args)[-1:], rtol=0, atol=2e-2)
 
 
-def test_nan_in_a_query_stays_with_that_query() -> None:
-    q, k, v, table = sequence(70, torch.float32)
-    clean = chunk(q, k, v, table, 0, 70, 0)
+@each_implementation
+def test_nan_in_a_query_stays_with_that_query(implementation: Implementation) -> None:
+    q, k, v, table = sequence(45, torch.float32)
+    rest = (k, v, table, torch.tensor([0, 45]).int(), torch.tensor([45]).int(), 0.2, 0, 0.0)
+    clean = implementation.attend(q, *rest)
     q = q.clone()
     q[33, 1] = torch.nan
-    out = chunk(q, k, v, table, 0, 70, 0)
+    out = implementation.attend(q, *rest)
     assert out[33, 1].isnan().all()
     out[33, 1] = clean[33, 1]
     assert torch.equal(out, clean)
+
+
+def test_nan_in_a_query_of_one_token_is_in_its_result() -> None:
+    q, k, v, table = sequence(70, torch.float32)
+    q[33, 1] = torch.nan
     assert chunk(q, k, v, table, 33, 34, 0)[0, 1].isnan().all()

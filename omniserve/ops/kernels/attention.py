@@ -8,18 +8,24 @@ kernel adds the parts (flash-decoding). Keys that are too few for all parts leav
 
 No row of the cache is read but those that some query of the tile sees: what else a block holds may be NaN.
 
+A block id outside of the cache is read from wherever it points: a check of each would cost time. Set ``TRITON_DEBUG=1``
+in the environment before triton is imported, and each id is asserted on the device; a bad one ends the process's use of
+CUDA with "block_table is out of range". The tests' interpreter always asserts.
+
 Legend: T packed tokens, N query heads, K KV heads, G = N / K, H head size, B blocks, S block size, R requests,
 M blocks per request, P parts of the keys.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from omniserve.ops.kernels.attention_launch import HOPPER, Tuning, choose_launch
+from omniserve.ops.kernels.attention_launch import MAX_REGISTERS, Device, Tuning, choose_launch
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -38,7 +44,8 @@ def paged_attention(
     reversed_RM: Tensor | None = None,
     one_query_each: bool = False,
     num_splits: int | None = None,
-    tuning: Tuning = HOPPER,
+    tuning: Tuning | None = None,
+    device: Device | None = None,
 ) -> Tensor:
     """Attend each request's chunk over its cached keys, the chunk's own included.
 
@@ -57,7 +64,8 @@ def paged_attention(
         reversed_RM: ``[R, M]`` bool: blocks that run from the right. Paper: bros 6.
         one_query_each: T == R, one query each.
         num_splits: Parts of the keys, a power of two; None chooses.
-        tuning: Constants of the choice.
+        tuning: Constants of the choice; None: those for the device.
+        device: What tiles are chosen for; None: where q is.
 
     Returns:
         ``[T, N, H]``, contiguous, dtype of q.
@@ -76,7 +84,7 @@ def paged_attention(
     launch = choose_launch(
         num_tokens=num_tokens, num_requests=num_requests, num_heads=num_heads, kv_heads=kv_heads, head_size=head_size,
         block_size=block_size, table_width=table_width, itemsize=q_TNH.element_size(), one_query_each=one_query_each,
-        tuning=tuning,
+        device=device or describe(q_TNH.device), tuning=tuning,
     )  # fmt: skip
     full_splits = num_splits or launch.full_splits
     num_splits = num_splits or launch.num_splits
@@ -88,23 +96,37 @@ def paged_attention(
     table = block_table_RM if block_table_RM.numel() else query_start_R1[None]  # triton takes no pointer to nothing
     directions = reversed_RM.view(torch.uint8) if reversed_RM is not None else table
     padded_head = max(16, triton.next_power_of_2(head_size))
-    _attend[(*launch.grid[:2], num_splits)](
-        q_TNH, k_cache_BKSH, v_cache_BKSH, partial, lse, table, directions, query_start_R1, seq_lens_R,
-        num_requests, full_splits, launch.max_split_keys, scale,
-        *q_TNH.stride()[:2], *k_cache_BKSH.stride()[:3], table.stride(0), directions.stride(0),
-        H=head_size, H_PAD=padded_head, S=block_size, GROUP=num_heads // kv_heads,
-        BLOCK_M=launch.tile.block_m, BLOCK_N=launch.block_n, NUM_SPLITS=num_splits,
-        WINDOW=window, SOFTCAP=softcap, IS_DIRECTED=reversed_RM is not None, ONE_QUERY_EACH=one_query_each,
-        # The interpreter keeps bf16 as integers, and would multiply those.
-        DOT_IN_FP32=q_TNH.dtype == torch.bfloat16 and not q_TNH.is_cuda,
-        num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages,
-    )  # fmt: skip
-    if num_splits > 1:
-        _combine[(num_tokens * num_heads,)](
-            partial, lse, out_TNH, H=head_size, H_PAD=padded_head, NUM_SPLITS=num_splits,
-            num_warps=1 if num_splits * padded_head <= 2048 else 4,
+    with torch.cuda.device_of(q_TNH):
+        _attend[(*launch.grid[:2], num_splits)](
+            q_TNH, k_cache_BKSH, v_cache_BKSH, partial, lse, table, directions, query_start_R1, seq_lens_R,
+            num_requests, k_cache_BKSH.shape[0], full_splits, launch.max_split_keys, scale,
+            *q_TNH.stride()[:2], *k_cache_BKSH.stride()[:3], table.stride(0), directions.stride(0),
+            H=head_size, H_PAD=padded_head, S=block_size, GROUP=num_heads // kv_heads,
+            BLOCK_M=launch.tile.block_m, BLOCK_N=launch.block_n, NUM_SPLITS=num_splits,
+            WINDOW=window, SOFTCAP=softcap, IS_DIRECTED=reversed_RM is not None, ONE_QUERY_EACH=one_query_each,
+            # The interpreter keeps bf16 as integers, and would multiply those.
+            DOT_IN_FP32=q_TNH.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
+            num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
+        if num_splits > 1:
+            _combine[(num_tokens * num_heads,)](
+                partial, lse, out_TNH, H=head_size, H_PAD=padded_head, NUM_SPLITS=num_splits,
+                num_warps=1 if num_splits * padded_head <= 2048 else 4,
+            )  # fmt: skip
     return out_TNH
+
+
+@functools.cache
+def describe(device: torch.device) -> Device:
+    """Return what launches depend on of a device; what is no CUDA device counts as an unknown one."""
+    if device.type != "cuda":
+        return Device()
+    properties = torch.cuda.get_device_properties(device)
+    return Device(
+        shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # not in its stub
+        multiprocessors=properties.multi_processor_count,
+        has_wide_tensor_cores=properties.major in (9, 10),
+    )
 
 
 def _check(
@@ -142,7 +164,9 @@ def _check(
 
 
 # What varies between launches is not specialized: else they compile again and again.
-@triton.jit(do_not_specialize=["num_requests", "full_splits", "max_split_keys", "table_stride", "reversed_stride"])
+@triton.jit(
+    do_not_specialize=["num_requests", "num_blocks", "full_splits", "max_split_keys", "table_stride", "reversed_stride"]
+)
 def _attend(  # type: ignore[no-untyped-def]  # triton gives the arguments their types
     q_ptr,
     k_ptr,
@@ -154,6 +178,7 @@ def _attend(  # type: ignore[no-untyped-def]  # triton gives the arguments their
     query_start_ptr,
     seq_lens_ptr,
     num_requests,
+    num_blocks,
     full_splits,
     max_split_keys,
     scale,
@@ -255,14 +280,16 @@ def _attend(  # type: ignore[no-untyped-def]  # triton gives the arguments their
     acc = tl.zeros([BLOCK_M, H_PAD], tl.float32)
     for first in tl.range(begin, end, BLOCK_N):
         key_pos = first + tl.arange(0, BLOCK_N)
-        is_key = (key_pos >= first_key) & (key_pos < end)
+        is_key = (key_pos >= first_key) & (key_pos < end)  # of some key, at least
         offset = key_pos % S
         if S % BLOCK_N == 0:  # the tile lies in one block
             block = tl.load(table_ptr + first // S).to(tl.int64)
+            tl.device_assert((block >= 0) & (block < num_blocks), "block_table is out of range")
             if IS_DIRECTED:
                 offset = tl.where(tl.load(reversed_ptr + first // S) != 0, S - 1 - offset, offset)
         else:
             block = tl.load(table_ptr + key_pos // S, mask=is_key, other=0).to(tl.int64)
+            tl.device_assert((block >= 0) & (block < num_blocks), "block_table is out of range", mask=is_key)
             if IS_DIRECTED:
                 is_reversed = tl.load(reversed_ptr + key_pos // S, mask=is_key, other=0) != 0
                 offset = tl.where(is_reversed, S - 1 - offset, offset)

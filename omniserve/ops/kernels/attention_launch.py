@@ -1,4 +1,4 @@
-"""How the attention kernel is launched: tiles, warps and parts of the keys, chosen by shape.
+"""How the attention kernel is launched: tiles, warps and parts of the keys, chosen by shape and by device.
 
 Legend: T packed tokens, N query heads, K KV heads, H head size, S block size, R requests, M blocks per request, P parts
 of the keys.
@@ -6,9 +6,24 @@ of the keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
+
+MAX_REGISTERS = 255
+"""Of a thread: as many as there are. Left to itself, the compiler spills some so that a third program fits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """What a launch depends on of a device. The defaults are for an unknown one: the least of sm_80 and newer."""
+
+    shared_bytes: int = 99 << 10
+    """Most shared memory of a program: 99 KiB on sm_86, sm_89 and sm_120, 163 on sm_80, 227 on sm_90 and sm_100."""
+    multiprocessors: int = 64
+    has_wide_tensor_cores: bool = False
+    """sm_90 and sm_100: tensor cores take their operands from shared memory, 64 rows at a time. Elsewhere operands
+    stand in registers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,37 +33,32 @@ class Tile:
     block_m: int
     """Rows: queries of the group's heads."""
     num_warps: int
-    num_stages: int
+    num_stages: int = 5
     """Depth of the pipeline. Triton gives the block table's look-up a level of its own: with 5, two tiles of K and V
     are on their way from memory at once, with 3 or 4 only one."""
+    key_tile_bytes: int = 16 << 10
+    """Most bytes of a tile of K, which is as large as one of V: 16 KiB are 64 keys of 128 bf16."""
+    max_head_size: int = 256
+    """Most columns: with more, the compiler spills registers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """What is chosen by shape. Every constant is a reasoned guess for Hopper, none is measured yet."""
+    """What is chosen by shape. Every constant is a reasoned guess, none is measured yet; that no register is spilled,
+    and what shared memory a program takes, is the compiler's word (``tests/ops/kernel_resources``)."""
 
-    tiles: tuple[Tile, ...] = (
-        # Decodes. tl.dot needs 16 rows; a group of fewer heads leaves rows unused, which costs nothing: the tensor
-        # cores are done with a key tile of 32 KiB long before the next has come from memory.
-        Tile(block_m=16, num_warps=4, num_stages=5),
-        # Short chunks, and decodes beside chunks: the smallest tile that wgmma takes. A decode in it is still bound by
-        # memory: 64 rows x 64 keys x 128 take one SM 0.35 us, and the 32 KiB of K and V, at 1/132 of 4.8 TB/s, 0.9 us.
-        Tile(block_m=64, num_warps=4, num_stages=5),
-        # Long chunks: two warpgroups share each K and V tile.
-        Tile(block_m=128, num_warps=8, num_stages=5),
-    )
+    tiles: tuple[Tile, ...]
     """In order of block_m: the first that holds a request's mean number of rows is taken, else the last."""
-    key_tile_bytes: int = 16 << 10
-    """Bytes of a tile of K: 64 keys of 128 bf16. A decode program then takes 108 KiB of shared memory as compiled, so
-    two fit an SM, with 128 KiB on their way; an SM's share of the bandwidth, 36 GB/s, times 1 us of latency is 36 KiB.
-    """
-    max_block_n: int = 128
+    fp32_tiles: tuple[Tile, ...] = (Tile(block_m=16, num_warps=8),)
+    """Likewise, for fp32, which is multiplied without tensor cores, for exactness: with more rows, or fewer warps, its
+    operands do not fit the registers."""
+    max_block_n: int = 64
     """Most keys of a tile, however small the heads: scores are BLOCK_M x BLOCK_N registers."""
-    max_fp32_block_m: int = 16
-    """fp32 is multiplied without tensor cores, for exactness; with more rows its operands do not fit the registers."""
-    target_programs: int = 2 * 132
-    """Split until about so many programs run: the two that fit on each of an H200's 132 SMs. Splits are rounded down to
-    a power of two, so that all run at once: a third would be a second wave, half of it idle."""
+    programs_per_multiprocessor: int = 2
+    """Keys are split until about so many decode programs run on each multiprocessor. Two have 128 KiB on their way on
+    an H200, where a multiprocessor's share of the bandwidth, 36 GB/s, times 1 us of latency is 36 KiB. Each of them
+    takes 72 KiB of shared memory (H of 128), so three would fit; but the number of parts is rounded down to a power of
+    two, and each part is written and read again. Tiles of keys are made smaller where two do not fit."""
     chunk_splits: tuple[int, ...] = (8, 1)
     """Parts where chunks are among the requests, most first: each number is a kernel to compile."""
     max_splits: int = 64
@@ -63,12 +73,44 @@ class Tuning:
     """Most memory for the parts' results."""
 
 
-HOPPER = Tuning()
+_DECODES = Tile(block_m=16, num_warps=4)
+"""tl.dot needs 16 rows; a group of fewer heads leaves rows unused, which costs nothing: the tensor cores are done with
+a key tile long before the next has come from memory."""
+
+WIDE = Tuning(
+    tiles=(
+        _DECODES,
+        # Short chunks, and decodes beside chunks: the smallest tile that the tensor cores take. A decode in it is still
+        # bound by memory: 64 rows x 64 keys x 128 take one SM of an H200 0.35 us, and the 32 KiB of K and V, at 1/132
+        # of 4.8 TB/s, 0.9 us.
+        Tile(block_m=64, num_warps=4, max_head_size=128),
+        Tile(block_m=64, num_warps=8),
+        # Long chunks: two warpgroups share each K and V tile.
+        Tile(block_m=128, num_warps=8),
+    )
+)
+"""For tensor cores that read shared memory."""
+
+NARROW = Tuning(
+    tiles=(
+        _DECODES,
+        Tile(block_m=64, num_warps=8, max_head_size=128),
+        # Accumulators of 64 x 256 leave a thread no registers for more than half a tile of keys; 128 x 128 spill.
+        Tile(block_m=64, num_warps=8, key_tile_bytes=8 << 10),
+        Tile(block_m=128, num_warps=8, key_tile_bytes=8 << 10, max_head_size=64),
+    )
+)
+"""For tensor cores with operands in registers."""
+
+
+def tuning_for(device: Device) -> Tuning:
+    """Return the constants for a device."""
+    return WIDE if device.has_wide_tensor_cores else NARROW
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One launch of the attention kernel: a function of shapes."""
+    """One launch of the attention kernel: a function of shapes and the device."""
 
     grid: tuple[int, int, int]
     """(tiles, KV heads, parts)."""
@@ -87,6 +129,17 @@ class Launch:
         return self.grid[2]
 
 
+def shared_bytes(tile: Tile, block_n: int, padded_head: int, itemsize: int, device: Device) -> int:
+    """Return a bound of the shared memory that a program takes, in bytes: what Triton has been seen to allocate.
+
+    That is the queries, the weights, each tile of K and V that is on its way and, where the tensor cores read shared
+    memory, those that they still read; then what the block table said for these, and 1 KiB for the rest.
+    """
+    in_flight = max(1, tile.num_stages - 3) + (device.has_wide_tensor_cores and tile.block_m >= 64)
+    rows_and_weights = tile.block_m * (padded_head + block_n)
+    return (rows_and_weights + 2 * in_flight * block_n * padded_head) * itemsize + 8 * block_n + 1024
+
+
 def choose_launch(
     *,
     num_tokens: int,
@@ -98,23 +151,27 @@ def choose_launch(
     table_width: int,
     itemsize: int,
     one_query_each: bool,
-    tuning: Tuning = HOPPER,
+    device: Device,
+    tuning: Tuning | None = None,
 ) -> Launch:
-    """Return how to launch for these shapes: T, R, N, K, H, S, M, and bytes of an element."""
+    """Return how to launch for these shapes: T, R, N, K, H, S, M, and bytes of an element.
+
+    ``tuning`` is the device's if there is none.
+    """
+    tuning = tuning or tuning_for(device)
     group = num_heads // kv_heads
     padded_head = max(16, triton.next_power_of_2(head_size))
     mean_rows = -(-num_tokens // max(1, num_requests)) * group
-    tiles = [t for t in tuning.tiles if itemsize < 4 or t.block_m <= tuning.max_fp32_block_m]
-    tile = next((t for t in tiles if t.block_m >= mean_rows), tiles[-1])
-    if tile.block_m < group:
-        tile = Tile(block_m=triton.next_power_of_2(group), num_warps=8, num_stages=tile.num_stages)
-    block_n = max(16, min(tuning.max_block_n, tuning.key_tile_bytes // (padded_head * itemsize)))
+    tile = _tile(tuning.tiles if itemsize < 4 else tuning.fp32_tiles, mean_rows, group, padded_head)
+    block_n = max(16, min(tuning.max_block_n, tile.key_tile_bytes // (padded_head * itemsize)))
     if block_size >= 64 and block_size & (block_size - 1) == 0:
         block_n = min(block_n, block_size)  # a tile of keys lies in one block
+    tile, block_n = _fit(tile, block_n, padded_head, itemsize, device, tuning)
     num_tiles = num_requests if one_query_each else num_tokens // (tile.block_m // group) + num_requests
 
     max_keys = table_width * block_size
-    full_splits = splits = tuning.target_programs // max(1, num_tiles * kv_heads)
+    target_programs = tuning.programs_per_multiprocessor * device.multiprocessors
+    full_splits = splits = target_programs // max(1, num_tiles * kv_heads)
     if num_tokens == num_requests:
         splits = max(splits, min(tuning.max_skew_splits, max_keys // tuning.max_split_keys))
     part_bytes = num_tokens * num_heads * head_size * 4
@@ -128,3 +185,24 @@ def choose_launch(
         grid=(num_tiles, kv_heads, num_splits), tile=tile, block_n=block_n,
         full_splits=max(1, min(full_splits, num_splits)), max_split_keys=tuning.max_split_keys,
     )  # fmt: skip
+
+
+def _tile(tiles: tuple[Tile, ...], mean_rows: int, group: int, padded_head: int) -> Tile:
+    """Return the smallest tile for so many rows, or for a group that is larger than any."""
+    tiles = tuple(tile for tile in tiles if tile.max_head_size >= padded_head) or tiles[-1:]
+    tile = next((tile for tile in tiles if tile.block_m >= mean_rows), tiles[-1])
+    return tile if tile.block_m >= group else replace(tile, block_m=triton.next_power_of_2(group), num_warps=8)
+
+
+def _fit(tile: Tile, block_n: int, padded_head: int, itemsize: int, device: Device, tuning: Tuning) -> tuple[Tile, int]:
+    """Return the tile and its keys, made smaller until programs fit a multiprocessor: several of decodes, one else."""
+
+    def takes(tile: Tile, block_n: int) -> int:
+        return shared_bytes(tile, block_n, padded_head, itemsize, device)
+
+    together = tuning.programs_per_multiprocessor if tile.block_m == 16 else 1
+    while block_n > 16 and takes(tile, block_n) > device.shared_bytes // together:
+        block_n //= 2
+    if takes(tile, block_n) > device.shared_bytes:
+        tile = replace(tile, num_stages=3)
+    return tile, block_n

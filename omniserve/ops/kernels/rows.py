@@ -18,6 +18,17 @@ from torch import Tensor
 _VECTOR_BYTES = 16  # the widest access of a thread
 _TILE_BYTES = 2048  # of a row, to a program: 128 threads
 
+_RELEASE = tl.constexpr("""{
+    .reg .b32 thread;
+    .reg .pred is_first;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 is_first, thread, 0;
+    @is_first st.release.sys.global.b64 [$1], $2;
+    mov.b32 $0, 0;
+}""")
+"""Store $2 to $1 from one thread (all threads of a program execute this), released to the whole system. A plain store:
+atomics on memory across PCIe need not be supported."""
+
 # Kernels are compiled anew for sizes and addresses that are multiples of 16, but not for what varies between steps.
 
 
@@ -51,33 +62,35 @@ def _store_kv_kernel(
         tl.store(v_cache + place, values, mask=inside)
 
 
-@triton.jit(debug=True, do_not_specialize=["num_rows", "num_results"], do_not_specialize_on_alignment=["rows"])
-def _piggyback_concat_kernel(
-    attn: tl.tensor,
-    results: tl.tensor,
+@triton.jit(debug=True, do_not_specialize=["num_rows", "num_sources"], do_not_specialize_on_alignment=["slots"])
+def _concat_kernel(
     rows: tl.tensor,
+    source: tl.tensor,
+    slots: tl.tensor,
     out: tl.tensor,
     num_rows: tl.tensor,
-    num_results: tl.tensor,
-    attn_stride: tl.tensor,
-    results_stride: tl.tensor,
+    num_sources: tl.tensor,
+    rows_stride: tl.tensor,
+    source_stride: tl.tensor,
+    out_stride: tl.tensor,
     D: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
+    # out[:num_rows] is rows, out[num_rows:] is source[slots].
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < D
     if row < num_rows:
-        values = tl.load(attn + row * attn_stride + column, mask=inside)
+        values = tl.load(rows + row * rows_stride + column, mask=inside)
     else:
-        source = tl.load(rows + (row - num_rows))
-        tl.device_assert(source < num_results, "piggyback_concat: rows are out of range")
-        values = tl.load(results + source * results_stride + column, mask=column < tl.where(source >= 0, D, 0), other=0)
-    tl.store(out + row * D + column, values, mask=inside)
+        slot = tl.load(slots + (row - num_rows))
+        tl.device_assert(slot < num_sources, "slots are out of range")
+        values = tl.load(source + slot * source_stride + column, mask=column < tl.where(slot >= 0, D, 0), other=0)
+    tl.store(out + row * out_stride + column, values, mask=inside)
 
 
 @triton.jit(debug=True, do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
-def _scatter_kernel(
+def _gather_kernel(
     source: tl.tensor,
     destination: tl.tensor,
     slots: tl.tensor,
@@ -86,37 +99,14 @@ def _scatter_kernel(
     destination_stride: tl.tensor,
     D: tl.constexpr,
     TILE: tl.constexpr,
-    SOURCE_BY_SLOT: tl.constexpr,
 ) -> None:
-    i = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + i)
+    slot = tl.load(slots + tl.program_id(0))
     tl.device_assert(slot < num_slots, "slots are out of range")
     if slot >= 0:
         column = tl.program_id(1) * TILE + tl.arange(0, TILE)
         inside = column < D
-        row = slot if SOURCE_BY_SLOT else i
-        values = tl.load(source + row * source_stride + column, mask=inside)
+        values = tl.load(source + slot * source_stride + column, mask=inside)
         tl.store(destination + slot * destination_stride + column, values, mask=inside)
-
-
-@triton.jit(debug=True, do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
-def _fetch_kernel(
-    store: tl.tensor,
-    destination: tl.tensor,
-    slots: tl.tensor,
-    num_slots: tl.tensor,
-    store_stride: tl.tensor,
-    destination_stride: tl.tensor,
-    D: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    seat = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + seat)
-    tl.device_assert(slot < num_slots, "residual_fetch: slots are out of range")
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = column < D
-    values = tl.load(store + slot * store_stride + column, mask=column < tl.where(slot >= 0, D, 0), other=0)
-    tl.store(destination + seat * destination_stride + column, values, mask=inside)
 
 
 @triton.jit(debug=True, do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots", "step"])
@@ -147,6 +137,7 @@ def _piggyback_send_kernel(
     D_TILE: tl.constexpr,
     Q_TILE: tl.constexpr,
     KV_TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ) -> None:
     seat = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + seat)
@@ -168,10 +159,13 @@ def _piggyback_send_kernel(
         tl.store(letter + N * H + j, key, mask=has_j)
         tl.store(letter + (N + K) * H + j, value, mask=has_j)
         tl.store(residuals + slot * residuals_stride + d, residual, mask=has_d)
-        # One program has the whole seat. The barrier orders its threads' stores before the one thread's release, and a
-        # release is cumulative: who sees the flag with an acquire, on the CPU too, sees the letter.
+        # One program has the whole seat. The barrier synchronizes its threads, so all their stores come before the
+        # flag's in causality order. A release is cumulative: an acquire that sees the flag, a CPU's too, sees them all.
         tl.debug_barrier()
-        tl.atomic_xchg(flags + slot, number, sem="release", scope="sys")
+        if INTERPRETED:
+            tl.store(flags + slot, number)
+        else:
+            tl.inline_asm_elementwise(_RELEASE, "=r,l,l", [flags + slot, number], tl.int32, is_pure=False, pack=1)
 
 
 def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, slot_mapping_T: Tensor) -> None:
@@ -217,33 +211,11 @@ def piggyback_concat(attn_TD: Tensor, results_RD: Tensor, rows_P: Tensor) -> Ten
     Raises:
         ValueError: A tensor has another shape, dtype or layout.
     """
-    (num_rows, width), (num_results, _), (num_seats,) = attn_TD.shape, results_RD.shape, rows_P.shape
+    (num_rows, width), (num_seats,) = attn_TD.shape, rows_P.shape
     _check("attn", attn_TD, (num_rows, width), attn_TD.dtype)
-    _check("results", results_RD, (num_results, width), attn_TD.dtype)
-    _check("rows", rows_P, (num_seats,), torch.int64)
     out_TD = attn_TD.new_empty(num_rows + num_seats, width)
-    if out_TD.numel():
-        tile, num_tiles, num_warps = _tiling(width, attn_TD)
-        with torch.cuda.device_of(attn_TD):
-            _piggyback_concat_kernel[num_rows + num_seats, num_tiles](
-                attn_TD, results_RD, rows_P, out_TD, num_rows, num_results, attn_TD.stride(0), results_RD.stride(0),
-                D=width, TILE=tile, num_warps=num_warps, sanitize_overflow=False,
-            )  # fmt: skip
+    _concat(attn_TD, "results", results_RD, "rows", rows_P, out_TD)
     return out_TD
-
-
-def residual_store(hidden_TD: Tensor, store_SD: Tensor, slots_P: Tensor) -> None:
-    """Write the last P rows of hidden to store[slots]; -1 leaves a row out.
-
-    Args:
-        hidden_TD: The step's rows, contiguous in the last dimension.
-        store_SD: Residual store, likewise, the same dtype; written.
-        slots_P: int64.
-
-    Raises:
-        ValueError: A tensor has another shape, dtype or layout.
-    """
-    _scatter(_last_rows(hidden_TD, slots_P), store_SD, slots_P, source_by_slot=False)
 
 
 def residual_fetch(store_SD: Tensor, slots_P: Tensor, hidden_TD: Tensor) -> None:
@@ -257,16 +229,8 @@ def residual_fetch(store_SD: Tensor, slots_P: Tensor, hidden_TD: Tensor) -> None
     Raises:
         ValueError: A tensor has another shape, dtype or layout.
     """
-    rows_PD = _last_rows(hidden_TD, slots_P)
-    num_seats, width = rows_PD.shape
-    _check("store", store_SD, (store_SD.shape[0], width), hidden_TD.dtype)
-    if rows_PD.numel():
-        tile, num_tiles, num_warps = _tiling(width, rows_PD)
-        with torch.cuda.device_of(rows_PD):
-            _fetch_kernel[num_seats, num_tiles](
-                store_SD, rows_PD, slots_P, store_SD.shape[0], store_SD.stride(0), rows_PD.stride(0),
-                D=width, TILE=tile, num_warps=num_warps, sanitize_overflow=False,
-            )  # fmt: skip
+    out_PD = _last_rows(hidden_TD, slots_P)
+    _concat(out_PD[:0], "store", store_SD, "slots", slots_P, out_PD)
 
 
 def gather_rows(source_SD: Tensor, slots_R: Tensor, destination_SD: Tensor) -> None:
@@ -280,7 +244,17 @@ def gather_rows(source_SD: Tensor, slots_R: Tensor, destination_SD: Tensor) -> N
     Raises:
         ValueError: A tensor has another shape, dtype or layout.
     """
-    _scatter(source_SD, destination_SD, slots_R, source_by_slot=True)
+    (num_slots, width), (num_rows,) = destination_SD.shape, slots_R.shape
+    _check("source", source_SD, (num_slots, width), destination_SD.dtype)
+    _check("destination", destination_SD, (num_slots, width), destination_SD.dtype)
+    _check("slots", slots_R, (num_rows,), torch.int64)
+    if num_rows and width:
+        tile, num_tiles, num_warps = _tiling(width, destination_SD)
+        with torch.cuda.device_of(destination_SD):
+            _gather_kernel[num_rows, num_tiles](
+                source_SD, destination_SD, slots_R, num_slots, source_SD.stride(0), destination_SD.stride(0),
+                D=width, TILE=tile, num_warps=num_warps, sanitize_overflow=False,
+            )  # fmt: skip
 
 
 def piggyback_send(
@@ -336,23 +310,25 @@ def piggyback_send(
             rows_PD, q_PNH, k_PKH, v_PKH, slots_P, residuals_SD, mailbox_SW, flags_S, step_1, num_slots,
             rows_PD.stride(0), *q_PNH.stride()[:2], *k_PKH.stride()[:2], *v_PKH.stride()[:2], residuals_SD.stride(0),
             mailbox_SW.stride(0), D=width, N=num_heads, K=kv_heads, H=head_size,
-            D_TILE=tiles[0], Q_TILE=tiles[1], KV_TILE=tiles[2],
+            D_TILE=tiles[0], Q_TILE=tiles[1], KV_TILE=tiles[2], INTERPRETED=triton.knobs.runtime.interpret,
             num_warps=_num_warps(max(tiles), dtype), sanitize_overflow=False,
         )  # fmt: skip
 
 
-def _scatter(source_RD: Tensor, destination_SD: Tensor, slots_R: Tensor, *, source_by_slot: bool) -> None:
-    """Write a source row, the slot's or else the next one, to destination[slot] for each slot that is not -1."""
-    (num_slots, width), num_rows = destination_SD.shape, len(slots_R)
-    _check("source", source_RD, (num_slots if source_by_slot else num_rows, width), destination_SD.dtype)
-    _check("destination", destination_SD, (num_slots, width), destination_SD.dtype)
-    _check("slots", slots_R, (num_rows,), torch.int64)
-    if num_rows and width:
-        tile, num_tiles, num_warps = _tiling(width, destination_SD)
-        with torch.cuda.device_of(destination_SD):
-            _scatter_kernel[num_rows, num_tiles](
-                source_RD, destination_SD, slots_R, num_slots, source_RD.stride(0), destination_SD.stride(0),
-                D=width, TILE=tile, SOURCE_BY_SLOT=source_by_slot, num_warps=num_warps, sanitize_overflow=False,
+def _concat(
+    rows_TD: Tensor, source_name: str, source_SD: Tensor, slots_name: str, slots_P: Tensor, out_TD: Tensor
+) -> None:
+    """Write the rows to out, and source[slots] below them; zeros where a slot is -1."""
+    (num_rows, width), (num_sources, _), (num_out, _) = rows_TD.shape, source_SD.shape, out_TD.shape
+    _check(source_name, source_SD, (num_sources, width), out_TD.dtype)
+    _check(slots_name, slots_P, (num_out - num_rows,), torch.int64)
+    if out_TD.numel():
+        tile, num_tiles, num_warps = _tiling(width, out_TD)
+        with torch.cuda.device_of(out_TD):
+            _concat_kernel[num_out, num_tiles](
+                rows_TD, source_SD, slots_P, out_TD, num_rows, num_sources,
+                rows_TD.stride(0), source_SD.stride(0), out_TD.stride(0),
+                D=width, TILE=tile, num_warps=num_warps, sanitize_overflow=False,
             )  # fmt: skip
 
 
