@@ -1,8 +1,8 @@
 """Narrow linears for a CPU without bf16 products: an fp32 model's weights, held in bf16 where bf16 has their every bit.
 
 A bf16 checkpoint that was loaded as fp32 has such weights. A decode step is bound by reading them, so that half the
-bytes are up to half the time: rows up to MAX_ROWS go to ``skinny_linear``, which takes a bf16 weight beside fp32 rows;
-for more the weight is widened, piece by piece, in memory that is used again. Activations, products and sums are fp32:
+bytes are up to half the time: few rows go to ``skinny_linear``, which takes a bf16 weight beside fp32 rows; for
+more the weight is widened, piece by piece, in memory that is used again. Activations, products and sums are fp32:
 only the order of the sums differs from ``F.linear``. ``python -m benchmarks.cpu_dtypes`` measures it.
 """
 
@@ -20,9 +20,7 @@ from omniserve.layers.groups import HeldLinear, hide, is_group, is_plain, join, 
 from omniserve.layers.head import HAS_VECTOR_KERNEL
 from omniserve.ops.isa import has_products
 
-MAX_ROWS = 128
-"""With more rows torch's product of a widened weight is faster."""
-
+_FEW_FLOATS = 96 << 10  # of rows that lie in L2 while each group of weights passes them
 _PIECE_BYTES = 16 << 20  # of a widened weight: a head's would be hundreds of MiB; small pieces cost more than they save
 
 _memory = threading.local()
@@ -30,10 +28,15 @@ _library = torch.library.Library("omniserve", "FRAGMENT")
 _library.define("narrow_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 
+def few_rows(num_in: int) -> int:
+    """Return up to how many rows ``skinny_linear`` is not slower than torch with a widened weight."""
+    return max(8, _FEW_FLOATS // num_in)
+
+
 def _narrow_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_out, num_in = weight.shape
     rows = x.reshape(-1, num_in)
-    if rows.shape[0] <= MAX_ROWS:
+    if rows.shape[0] <= few_rows(num_in):
         out = torch.ops.omniserve.skinny_linear(rows.contiguous(), weight)
     else:
         out = rows.new_empty(rows.shape[0], num_out)

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from omniserve.layers import narrow as narrow_module
 from omniserve.layers.compiled import compile_halves, structure
 from omniserve.layers.groups import fused, project
-from omniserve.layers.narrow import MAX_ROWS, NarrowLinear, narrow, narrowable, widen
+from omniserve.layers.narrow import NarrowLinear, few_rows, narrow, narrowable, widen
 from omniserve.patching import patch, unpatch
 from tests.ops.tolerances import LINEAR
 from tests.parity.models import tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="this CPU has no vector kernel for few rows")
 
-ROWS = [(0,), (1,), (7,), (2, 3), (MAX_ROWS,), (MAX_ROWS + 1,), (200,)]
+MANY = few_rows(40) + 1
+ROWS = [(0,), (1,), (7,), (2, 3), (MANY - 1,), (MANY,), (2, MANY)]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def test_products_are_as_exact_as_with_the_fp32_weight(rows: tuple[int, ...], bi
     _is_close(linear(x), exact)
 
 
-@pytest.mark.parametrize("rows", [3, 200])
+@pytest.mark.parametrize("rows", [3, MANY])
 def test_rows_need_not_be_contiguous(rows: int) -> None:
     linear = _linear()
     x = torch.randn(40, rows).T
@@ -72,7 +73,7 @@ def test_rows_need_not_be_contiguous(rows: int) -> None:
 
 def test_a_weight_larger_than_the_scratch_is_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = _linear(out_features=103)
-    x = torch.randn(200, 40)
+    x = torch.randn(MANY, 40)
     exact = _exact(linear, x)
     narrow(linear)
     for piece_rows in (7, 103, 1000):
@@ -85,7 +86,7 @@ def test_a_weight_larger_than_the_scratch_is_widened_in_pieces(monkeypatch: pyte
 def test_products_alternate_between_inference_mode_and_none() -> None:
     linear = _linear()
     narrow(linear)
-    x = torch.randn(200, 40)
+    x = torch.randn(MANY, 40)
     with torch.inference_mode():
         inside = linear(x)
     with torch.no_grad():
@@ -97,7 +98,7 @@ def test_products_alternate_between_inference_mode_and_none() -> None:
 def test_op_is_registered_soundly(bias: bool) -> None:
     linear = _linear(bias=bias)
     narrow(linear)
-    for rows in (5, 150):
+    for rows in (5, MANY):
         arguments = (torch.randn(rows, 40), linear.group_weight, linear.group_bias)
         torch.library.opcheck(torch.ops.omniserve.narrow_linear.default, arguments)
 
@@ -238,7 +239,7 @@ def test_one_graph_takes_any_number_of_rows_and_another_linear_of_the_same_shape
         halves = compile_halves(half, [(first,), (second,)], "project")
         assert halves[0] is halves[1]
         for layer in (first, second):
-            for rows in (1, 5, 150):
+            for rows in (1, 5, MANY):
                 x = torch.randn(rows, 40)
                 for result, linear in zip(halves[0](layer, x), layer, strict=True):
                     assert torch.equal(result, linear(x))
