@@ -105,6 +105,9 @@ class StagedMover(Mover):
                 except RuntimeError as error:  # out of memory, a CUDA error: this move's problem, not the step's
                     self._error = f"a move failed on the device: {error}"
                     self.num_failures += 1
+                    # Of its hop a part may run already: until that is over, blocks and staging buffer are in use.
+                    self._hop_is_done = self._end_of_launched()
+                    continue
             events.append(end_of(move, self._error))
             self._queue.popleft()
             self._first_block = self._hop = 0
@@ -154,7 +157,11 @@ class StagedMover(Mover):
                 else:
                     blocks = buffer.to(cache.device, non_blocking=True)
                     cache.index_copy_(1, index, blocks.flip(3) if is_reversed else blocks)
-            return self._stream.record_event().query if self._stream is not None else lambda: True
+        return self._end_of_launched()
+
+    def _end_of_launched(self) -> Callable[[], bool]:
+        """Return what tells when the side stream has done what it was given so far."""
+        return self._stream.record_event().query if self._stream is not None else lambda: True
 
     def _new_staging(self) -> Tensor:
         """Return ``[2, numel of a chunk of K]``; a chunk of fewer blocks uses the start of each half."""
