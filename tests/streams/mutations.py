@@ -1,0 +1,245 @@
+"""Changes that take one wait, one event or one buffer's life out of the product; each must be found.
+
+They are of what orders the device's work and the host's: without one of them some order gives wrong tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from omniserve.device_copies import Download
+from omniserve.graphs.inputs import ConstantInputs
+from omniserve.graphs.recorder import GraphRecorder
+from omniserve.host import direct
+from omniserve.host.direct import DirectMover
+from omniserve.host.mover import Mover
+from omniserve.host.staging import StagedMover
+from omniserve.host.tier import HostTier
+from omniserve.piggyback_rows import PiggybackRows
+from omniserve.runner import LaunchedStep, ModelRunner
+from omniserve.safepoint import LayerPace
+from omniserve.stepping import Stepper
+from tests.streams.tensors import LazyTensor
+
+Change = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """A change of the product, and a case whose histories come to what it changes."""
+
+    case: str
+    change: Change
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """More of them; see ``Bench.run``."""
+    first_seed: int = 0
+    """Of the first history that is tried; those before it do not come to the change, or run in a kind order."""
+
+
+def _replace(owner: Any, name: str, value: Any) -> Change:
+    @contextlib.contextmanager
+    def change() -> Iterator[None]:
+        with mock.patch.object(owner, name, value):
+            yield
+
+    return change
+
+
+def _bring_without_waiting(rows: PiggybackRows, plan: Any) -> None:
+    if rows._stream is not None and plan.joins:
+        rows._gather(torch.tensor([join.slot for join in plan.joins]))
+
+
+def _follow_nothing(mover: Mover, device: torch.device) -> None:
+    if mover._stream is None:
+        mover._stream = torch.cuda.Stream(device)
+
+
+def _over_at_once(owner: type, name: str) -> Change:
+    launch = getattr(owner, name)
+
+    def launch_and_forget(*args: Any, **kwargs: Any) -> Callable[[], bool]:
+        launch(*args, **kwargs)
+        return lambda: True
+
+    return _replace(owner, name, launch_and_forget)
+
+
+def _copy_without_ids(make: Any) -> Any:
+    return lambda move, is_over, num_bytes=0, error="", ids_2M=None: make(move, is_over, num_bytes, error)
+
+
+def _wait_for_nothing(download: Download) -> list[Tensor]:
+    download._done = types.SimpleNamespace(synchronize=lambda: None)  # type: ignore[assignment]
+    return _wait(download)
+
+
+_wait = Download.wait
+_start_download = Download.__init__
+
+
+def _record_first(download: Download, tensors: Any) -> None:
+    before = torch.cuda.Event()
+    before.record()
+    _start_download(download, tensors)
+    download._done = before
+
+
+@contextlib.contextmanager
+def _one_download_buffer() -> Iterator[None]:
+    make, buffer = torch.empty, torch.empty(4096, dtype=torch.int64, pin_memory=True)
+
+    def empty(size: Any, **settings: Any) -> Tensor:
+        return buffer[: size.numel()] if settings.get("pin_memory") else make(size, **settings)
+
+    def start(download: Download, tensors: Any) -> None:
+        with mock.patch.object(torch, "empty", empty):
+            _start_download(download, tensors)
+
+    with mock.patch.object(Download, "__init__", start):
+        yield
+
+
+@contextlib.contextmanager
+def _one_input_buffer() -> Iterator[None]:
+    buffers: dict[torch.Size, Tensor] = {}
+
+    def buffer_of(inputs: ConstantInputs, target: Tensor) -> Tensor:
+        if target.shape not in buffers:
+            buffers[target.shape] = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+        return buffers[target.shape]
+
+    with mock.patch.object(ConstantInputs, "_host_buffer", buffer_of):
+        yield
+
+
+@contextlib.contextmanager
+def _inputs_beside_the_step() -> Iterator[None]:
+    fill, side = ConstantInputs.fill, torch.cuda.Stream()
+
+    def fill_beside(*args: Any, **kwargs: Any) -> None:
+        with torch.cuda.stream(side):
+            fill(*args, **kwargs)
+        torch.cuda.current_stream().wait_stream(side)
+
+    with mock.patch.object(ConstantInputs, "fill", fill_beside):
+        yield
+
+
+def _compile_without_waiting(mover: DirectMover, compile: Any = DirectMover._compile) -> None:
+    with mock.patch.object(torch.cuda, "synchronize", lambda: None):
+        compile(mover)
+
+
+def _expect_what_is_there(
+    tier: HostTier, step: int, layers: Tensor, slots: Tensor, expect: Any = HostTier.expect
+) -> None:
+    assert tier.flags_S is not None
+    tier.flags_S[slots] = step
+    expect(tier, step, layers, slots)
+
+
+def _close_mover(mover: Mover) -> None:
+    mover._closed = True
+
+
+_announce = PiggybackRows.announce
+
+
+@contextlib.contextmanager
+def _number_beside_the_step() -> Iterator[None]:
+    side = torch.cuda.Stream()
+
+    def announce(rows: PiggybackRows, plan: Any) -> None:
+        with torch.cuda.stream(side):
+            _announce(rows, plan)
+        torch.cuda.current_stream().wait_stream(side)
+
+    with mock.patch.object(PiggybackRows, "announce", announce):
+        yield
+
+
+def _read_at_once(tensor: LazyTensor) -> Tensor:
+    return tensor.raw.clone()
+
+
+MUTATIONS: Mapping[str, Mutation] = {
+    "tokens are read before their copy is over": Mutation("device", _replace(Download, "wait", _wait_for_nothing)),
+    "the event of the tokens is recorded before their copy": Mutation(
+        "device", _replace(Download, "__init__", _record_first)
+    ),
+    "the tokens of all steps come into one buffer": Mutation("device", _one_download_buffer, first_seed=1),
+    "the inputs of all steps leave from one page-locked buffer": Mutation("device, graphs", _one_input_buffer),
+    "a step's inputs are written while the step before runs": Mutation(
+        "device, graphs", _inputs_beside_the_step, first_seed=3
+    ),
+    "a step's number is written while the step before runs": Mutation(
+        "host, graphs", _number_beside_the_step, first_seed=3
+    ),
+    "layers do not wait for the results that join them": Mutation(
+        "host", _replace(PiggybackRows, "bring", _bring_without_waiting)
+    ),
+    "captured layers do not wait for the results that join them": Mutation(
+        "host, graphs", _replace(PiggybackRows, "bring", _bring_without_waiting)
+    ),
+    "rows count as sent when they are expected": Mutation("host", _replace(HostTier, "expect", _expect_what_is_there)),
+    "moves do not wait for the steps before them": Mutation(
+        "host", _replace(Mover, "_follow_current_stream", _follow_nothing)
+    ),
+    "staged moves do not wait for the steps before them": Mutation(
+        "staged moves", _replace(Mover, "_follow_current_stream", _follow_nothing)
+    ),
+    "moves are over when they are launched": Mutation("host", _over_at_once(DirectMover, "_launch")),
+    "hops of staged moves are over when they are launched": Mutation(
+        "staged moves", _over_at_once(StagedMover, "_on_device")
+    ),
+    "a move's block ids are let go at its launch": Mutation(
+        "host", _replace(direct, "_Copy", _copy_without_ids(direct._Copy))
+    ),
+    "moves are compiled in memory that is let go at once": Mutation(
+        "host", _replace(DirectMover, "_compile", _compile_without_waiting)
+    ),
+    "a second sub-batch's rows are read before they are there": Mutation(
+        "neo", _replace(LazyTensor, "cpu", _read_at_once)
+    ),
+    "an engine closes while steps run": Mutation(
+        "host", _replace(Stepper, "close", lambda stepper: None), {"closes_after": 14}
+    ),
+    "a host tier closes while moves run": Mutation(
+        "host", _replace(Mover, "close", _close_mover), {"closes_after": 14}, first_seed=2
+    ),
+}
+"""Name: what is taken out."""
+
+
+def _collect_without_end(runner: ModelRunner, step: LaunchedStep, collect: Any = ModelRunner.collect) -> Any:
+    return collect(runner, dataclasses.replace(step, end=None))
+
+
+def _record_without_waiting(recorder: Any, run: Any, record: Any = GraphRecorder._record) -> Any:
+    with mock.patch.object(torch.cuda, "synchronize", lambda: None):
+        return record(recorder, run)
+
+
+PACE: Mapping[str, Mutation] = {
+    "steps without tokens are not waited for": Mutation(
+        "device", _replace(ModelRunner, "collect", _collect_without_end), {"max_step_tokens": 4}
+    ),
+    "the host runs ahead of the layers that it asks about": Mutation(
+        "safepoints", _replace(LayerPace, "keep", lambda pace: None)
+    ),
+    "graphs are captured while the device works": Mutation(
+        "host, graphs", _replace(GraphRecorder, "_record", _record_without_waiting)
+    ),
+}
+"""Waits that keep the host near the device, or a capture alone on it. No token depends on them."""
