@@ -82,6 +82,10 @@ class FakeCuda:
             def __init__(self, device: Any = None, priority: int = 0) -> None:
                 super().__init__(lazy)
 
+            @property
+            def device(self) -> torch.device:
+                return CUDA
+
             def wait_stream(self, stream: Stream) -> None:
                 self.wait(stream.record())
 
@@ -144,6 +148,9 @@ class FakeCuda:
             "cudart": lambda: Runtime,
             "check_error": lambda error: None,
             "get_device_name": lambda device=None: "lazy",
+            "device": lambda device: contextlib.nullcontext(),
+            "current_device": lambda: CUDA.index,
+            "mem_get_info": lambda device=None: (80 << 30, 80 << 30),
         }
         for name, value in replaced.items():
             setattr(torch.cuda, name, value)

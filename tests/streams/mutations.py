@@ -20,7 +20,7 @@ from torch import Tensor
 from omniserve.device_copies import Download
 from omniserve.graphs.inputs import ConstantInputs
 from omniserve.graphs.recorder import GraphRecorder
-from omniserve.host import direct
+from omniserve.host import direct, tier
 from omniserve.host.direct import DirectMover
 from omniserve.host.mover import Mover
 from omniserve.host.staging import StagedMover
@@ -28,7 +28,7 @@ from omniserve.host.tier import HostTier
 from omniserve.piggyback_rows import PiggybackRows
 from omniserve.runner import LaunchedStep, ModelRunner
 from omniserve.safepoint import LayerPace
-from omniserve.stepping import Stepper
+from omniserve.waiting import wait_for
 from tests.streams.tensors import LazyTensor
 
 Change = Callable[[], AbstractContextManager[None]]
@@ -80,7 +80,7 @@ def _copy_without_ids(make: Any) -> Any:
 
 
 def _wait_for_nothing(download: Download) -> list[Tensor]:
-    download._done = types.SimpleNamespace(synchronize=lambda: None)  # type: ignore[assignment]
+    download._done = types.SimpleNamespace(query=lambda: True)  # type: ignore[assignment]
     return _wait(download)
 
 
@@ -137,20 +137,20 @@ def _inputs_beside_the_step() -> Iterator[None]:
 
 
 def _compile_without_waiting(mover: DirectMover, compile: Any = DirectMover._compile) -> None:
-    with mock.patch.object(torch.cuda, "synchronize", lambda: None):
+    with mock.patch.object(torch.cuda, "synchronize", lambda *_: None):
         compile(mover)
 
 
 def _expect_what_is_there(
-    tier: HostTier, step: int, layers: Tensor, slots: Tensor, expect: Any = HostTier.expect
+    host: HostTier, step: int, layers: Tensor, slots: Tensor, expect: Any = HostTier.expect
 ) -> None:
-    assert tier.flags_S is not None
-    tier.flags_S[slots] = step
-    expect(tier, step, layers, slots)
+    assert host.flags_S is not None
+    host.flags_S[slots] = step
+    expect(host, step, layers, slots)
 
 
-def _close_mover(mover: Mover) -> None:
-    mover._closed = True
+def _drain_one_stream(device: torch.device) -> None:
+    wait_for(torch.cuda.current_stream(device).record_event(), "what the current stream was given")
 
 
 _announce = PiggybackRows.announce
@@ -213,10 +213,10 @@ MUTATIONS: Mapping[str, Mutation] = {
         "neo", _replace(LazyTensor, "cpu", _read_at_once)
     ),
     "an engine closes while steps run": Mutation(
-        "host", _replace(Stepper, "close", lambda stepper: None), {"closes_after": 14}
+        "host", _replace(tier, "drain", lambda device: None), {"closes_after": 14}
     ),
     "a host tier closes while moves run": Mutation(
-        "host", _replace(Mover, "close", _close_mover), {"closes_after": 14}, first_seed=2
+        "host", _replace(tier, "drain", _drain_one_stream), {"closes_after": 14}, first_seed=2
     ),
 }
 """Name: what is taken out."""
@@ -227,7 +227,7 @@ def _collect_without_end(runner: ModelRunner, step: LaunchedStep, collect: Any =
 
 
 def _record_without_waiting(recorder: Any, run: Any, record: Any = GraphRecorder._record) -> Any:
-    with mock.patch.object(torch.cuda, "synchronize", lambda: None):
+    with mock.patch.object(torch.cuda, "synchronize", lambda *_: None):
         return record(recorder, run)
 
 
