@@ -20,7 +20,7 @@ from omniserve.layers.groups import HeldLinear, hide, is_group, is_plain, join, 
 from omniserve.layers.head import HAS_VECTOR_KERNEL
 from omniserve.ops.isa import has_products
 
-_FEW_FLOATS = 96 << 10  # of rows that lie in L2 while each group of weights passes them
+_FEW_FLOATS = 48 << 10  # of rows that lie in L2, beside a group of weights, while all groups pass them
 _PIECE_BYTES = 16 << 20  # of a widened weight: a head's would be hundreds of MiB; small pieces cost more than they save
 
 _memory = threading.local()
