@@ -20,11 +20,12 @@ from benchmarks.forecast.compiled import Compiled, layers_on_gpu
 from benchmarks.forecast.work import Work, eager_work, fake_mode
 from omniserve import EngineConfig
 from omniserve.layers import family_of
-from omniserve.ops.kernels.attention_launch import choose_launch
+from omniserve.ops.kernels.attention_launch import Device, choose_launch
 
 _BF16 = 2
 _LONG = 8
 _FLAG = 8
+_HOPPER = Device(shared_bytes=227 << 10, multiprocessors=132, has_wide_tensor_cores=True)
 PARTS = ("before", "behind", "between")
 
 
@@ -147,7 +148,7 @@ class StepCounter:
         launch = choose_launch(
             num_tokens=step.batch, num_requests=step.batch, num_heads=spec.num_heads, kv_heads=spec.num_kv_heads,
             head_size=spec.head_size, block_size=config.block_size, itemsize=_BF16, one_query_each=True,
-            table_width=-(-spec.max_model_len // config.block_size),
+            table_width=-(-spec.max_model_len // config.block_size), device=_HOPPER,
         )  # fmt: skip
         # Parts behind a request's keys are empty, and neither written nor read.
         parts = min(launch.num_splits, max(launch.full_splits, -(-step.context // launch.max_split_keys)))
