@@ -25,7 +25,7 @@ from omniserve.kv import KV_MANAGERS
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
 from omniserve.latency.profile import Profile
-from omniserve.ops.attention import resolve_attention
+from omniserve.ops.attention import attend_triton, resolve_attention
 from omniserve.outputs import OutputCollector
 from omniserve.patching import PatchedModel, patch
 from omniserve.piggyback_rows import PiggybackRows
@@ -39,6 +39,7 @@ from omniserve.stats import EngineStats
 from omniserve.step_log import OpenRequest, StepLog
 from omniserve.stepping import Stepper
 from omniserve.tracing import StepTracer
+from omniserve.waiting import drain
 from omniserve.warm_up import warm_up_attention
 
 logger = logging.getLogger(__name__)
@@ -145,12 +146,13 @@ class Engine:
             keep_halted=config.keep_halted,
             safepoint=lambda: this()._ask_whether_to_leave(),
         )
-        if patched.device.type == "cuda":
+        if patched.device.type == "cuda" and attention is attend_triton:  # others choose no kernel by shape
             warm_up_attention(
                 attention,
                 storage,
                 self.spec,
                 max_rows=config.max_step_tokens,
+                max_requests=2 * config.max_num_requests,  # best-effort ones come beside as many latency-sensitive ones
                 max_blocks=-(-self.max_model_len // config.block_size),
                 is_directed=manager.is_directed,
             )
@@ -315,15 +317,14 @@ class Engine:
         """Sleep until the host tier reports something or the time is over; for use after an empty step.
 
         Raises:
-            Stalled: Requests wait for the host tier and for nothing else, and it is stalled.
+            Stalled: The host tier is stalled, and requests, or moves and slots of ended ones, wait for nothing else.
         """
         if self.host_tier is None:
             return
-        if self.host_tier.is_stalled and self.last_plan_was_empty and self._stepper.requests:
-            raise Stalled(
-                f"{len(self._stepper.requests)} requests wait for the host tier, which is stalled (see the log): start "
-                "the engine again"
-            )
+        if self.host_tier.is_stalled and self.last_plan_was_empty and self.has_unfinished:
+            count = len(self._stepper.requests)
+            what = f"{count} requests wait" if count else "what ended requests held waits"
+            raise Stalled(f"{what} for the host tier, which is stalled (see the log): start the engine again")
         self.host_tier.wait(timeout_s)
 
     def generate(self, requests: Iterable[Request], *, progress: bool = False) -> list[Completion]:
@@ -415,6 +416,8 @@ class Engine:
             self._log.close()
             if self.host_tier is not None:
                 self.host_tier.close()
+            else:
+                drain(self.model.device)
 
     def __enter__(self) -> Engine:
         return self

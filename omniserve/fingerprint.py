@@ -50,7 +50,12 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
 
 
 def has_constant_steps(config: EngineConfig, device: torch.device) -> bool:
-    """Tell whether an engine with these settings runs steps in constant shapes, if its device attention can."""
+    """Tell whether an engine with these settings runs steps in constant shapes, if its device attention can.
+
+    How many of them its budget has room for is known only when they are captured.
+    """
+    if not (config.step_graphs_limit_s and config.step_graphs_bytes):
+        return False
     return config.step_graphs == "on" or (config.step_graphs == "auto" and device.type == "cuda")
 
 

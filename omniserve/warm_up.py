@@ -24,6 +24,7 @@ def warm_up_attention(
     spec: ModelSpec,
     *,
     max_rows: int,
+    max_requests: int,
     max_blocks: int,
     is_directed: bool,
 ) -> None:
@@ -36,6 +37,7 @@ def warm_up_attention(
         storage: The device tier's KV, in the model's dtype.
         spec: The model's sizes.
         max_rows: Most device rows of a step.
+        max_requests: Most requests with device rows in a step.
         max_blocks: Blocks of the longest request.
         is_directed: Blocks may run from the right. A step in which none does has no direction table, so there are two
             kernels of each kind.
@@ -43,7 +45,7 @@ def warm_up_attention(
     k_cache = storage.k_LBKSH
     device, dtype = k_cache.device, k_cache.dtype
     layers = {spec.attention[layer]: layer for layer in range(spec.num_layers)}  # one of each kind
-    for query_lens, num_blocks in _shapes(max_rows, max_blocks, storage.block_size):
+    for query_lens, num_blocks in _shapes(max_rows, max_requests, max_blocks, storage.block_size):
         num_rows, num_requests = sum(query_lens), len(query_lens)
         lens_R = torch.tensor(query_lens, dtype=torch.int32)
         q_TNH = torch.zeros(num_rows, spec.num_heads, spec.head_size, dtype=dtype, device=device)
@@ -60,7 +62,9 @@ def warm_up_attention(
                 )  # fmt: skip
 
 
-def _shapes(max_rows: int, max_blocks: int, block_size: int) -> Iterator[tuple[tuple[int, ...], int]]:
+def _shapes(
+    max_rows: int, max_requests: int, max_blocks: int, block_size: int
+) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield lengths of chunks that are first chunks, ``[R]``, and M.
 
     A kernel is chosen by the rows of all requests, by those of one on average, and by whether keys are many: powers of
@@ -68,7 +72,7 @@ def _shapes(max_rows: int, max_blocks: int, block_size: int) -> Iterator[tuple[t
     """
     powers = _powers_of_two(max_rows)
     for num_rows in sorted({*powers, *(n + 1 for n in powers if n < max_rows)}):
-        for num_requests in _powers_of_two(num_rows):
+        for num_requests in _powers_of_two(min(num_rows, max_requests)):
             short, longer = divmod(num_rows, num_requests)
             query_lens = (*(short + 1,) * longer, *(short,) * (num_requests - longer))
             num_blocks = -(-query_lens[0] // block_size)

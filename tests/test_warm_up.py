@@ -22,6 +22,9 @@ MAX_ROWS, BLOCK = 512, 64
 HEADS = [(32, 32, 128), (32, 8, 128), (28, 4, 128), (8, 1, 256)]
 
 
+MAX_REQUESTS = 512
+
+
 def warmed(
     spec: Any, max_rows: int, max_blocks: int, block_size: int, *, is_directed: bool, dtype: torch.dtype
 ) -> list[tuple[int, int, int, AttentionSpec, bool]]:
@@ -44,15 +47,21 @@ def warmed(
     layers = [cache[0]] * spec.num_layers
     storage = SimpleNamespace(k_LBKSH=cache, k_layers=layers, v_layers=layers, block_size=block_size)
     warm_up_attention(
-        attend, storage, spec, max_rows=max_rows, max_blocks=max_blocks, is_directed=is_directed
+        attend, storage, spec, max_rows=max_rows, max_requests=MAX_REQUESTS, max_blocks=max_blocks,
+        is_directed=is_directed,
     )  # fmt: skip
     return noted
 
 
 @pytest.mark.parametrize("max_blocks", [2, 40, 2048])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_no_step_needs_a_kernel_that_was_not_compiled(heads: tuple[int, int, int], max_blocks: int) -> None:
-    from omniserve.ops.kernels.attention_launch import choose_launch
+@pytest.mark.parametrize("is_hopper", [False, True])
+def test_no_step_needs_a_kernel_that_was_not_compiled(
+    heads: tuple[int, int, int], max_blocks: int, is_hopper: bool
+) -> None:
+    from omniserve.ops.kernels.attention_launch import Device, choose_launch
+
+    hopper = Device(shared_bytes=227 << 10, multiprocessors=132, has_wide_tensor_cores=True)
 
     num_heads, kv_heads, head_size = heads
     spec = SimpleNamespace(
@@ -63,6 +72,7 @@ def test_no_step_needs_a_kernel_that_was_not_compiled(heads: tuple[int, int, int
         launch = choose_launch(
             num_tokens=num_rows, num_requests=num_requests, num_heads=num_heads, kv_heads=kv_heads,
             head_size=head_size, block_size=BLOCK, table_width=width, itemsize=2, one_query_each=False,
+            device=hopper if is_hopper else Device(),
         )  # fmt: skip
         return launch.tile, launch.block_n, launch.num_splits
 
@@ -72,7 +82,7 @@ def test_no_step_needs_a_kernel_that_was_not_compiled(heads: tuple[int, int, int
     rng = random.Random(0)
     for _ in range(2000):
         num_rows = 1 << rng.randrange(10) if rng.random() < 0.5 else rng.randint(1, MAX_ROWS)
-        num_requests = rng.randint(-(-num_rows // (max_blocks * BLOCK)), num_rows)
+        num_requests = rng.randint(-(-num_rows // (max_blocks * BLOCK)), min(num_rows, MAX_REQUESTS))
         narrowest = -(-num_rows // num_requests // BLOCK) or 1
         width = rng.choice([narrowest, max_blocks, rng.randint(narrowest, max_blocks)])
         assert kernel(num_rows, num_requests, width) in compiled, (num_rows, num_requests, width)
@@ -94,5 +104,5 @@ def test_it_writes_no_kv() -> None:
     storage = DeviceKVStorage(spec, num_blocks=5, block_size=8, dtype=torch.float32, device=torch.device("cpu"))
     storage.k_LBKSH.normal_()
     before = storage.k_LBKSH.clone()
-    warm_up_attention(attend_cpu, storage, spec, max_rows=40, max_blocks=6, is_directed=True)
+    warm_up_attention(attend_cpu, storage, spec, max_rows=40, max_requests=9, max_blocks=6, is_directed=True)
     assert torch.equal(storage.k_LBKSH, before)

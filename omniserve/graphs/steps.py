@@ -144,9 +144,10 @@ class ConstantSteps:
         gc.collect()
         gc.disable()  # to free a graph while another is being recorded is an error
         try:
-            for shape, is_decode in tqdm(self._order, desc="recording steps", disable=None):
-                if budget.admits(is_decode):
-                    with budget.spending(is_decode):
+            for index, (shape, is_decode) in enumerate(tqdm(self._order, desc="recording steps", disable=None)):
+                kind = is_decode, index < 2  # the first two, the largest, pay for the pool and most of the compiling
+                if budget.admits(kind):
+                    with budget.spending(kind):
                         self._record(shape, is_decode=is_decode)
         finally:
             gc.enable()

@@ -395,8 +395,8 @@ class HostTier:
     def close(self) -> None:
         """Wait for the device, then stop the threads, also with work expected or queued.
 
-        Its failure can still be polled. A second call does nothing, nor does one in a forked child, which has none of
-        the threads.
+        Its failure can still be polled. A second call after one that succeeded does nothing, nor does one in a forked
+        child, which has none of the threads.
 
         Raises:
             Stalled: The device does not end what it was given, or a thread does not end. The tier's memory stays for
@@ -414,6 +414,7 @@ class HostTier:
         finally:
             num_left = _host.close(self._handle, _CLOSE_S)
         if num_left > 0:
+            self._end.detach()
             raise Stalled(
                 f"{num_left} threads of the host tier did not end within {_CLOSE_S:g} s: start the process again"
             )

@@ -99,8 +99,9 @@ class Fingerprint:
     def key(self) -> str:
         """A short hash of all fields."""
         fields = dataclasses.asdict(self)
-        if not self.constant_steps:
-            del fields["constant_steps"]  # profiles of earlier versions, which had no such field, are still found
+        for name in ("constant_steps", "weights"):
+            if not fields[name]:
+                del fields[name]  # profiles of earlier versions, which had no such field, are still found
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 

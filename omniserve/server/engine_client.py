@@ -238,6 +238,8 @@ class EngineClient:
                 await self.stats(_SILENCE_S)
             except EngineStopped:
                 return
+            except zmq.Again:  # it took the question out of no queue: asked again later
+                continue
             except TimeoutError:
                 self._fail(f"its process hung: it did not answer for {_SILENCE_S:g} s, and was killed")
                 self.kill()

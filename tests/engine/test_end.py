@@ -60,6 +60,7 @@ def test_an_engine_that_ends_in_a_step_waits_for_the_device_first(
     model: PreTrainedModel, calls: list[str], ends: str
 ) -> None:
     gc.collect()
+    calls.clear()  # of tiers that other tests left to the collector
     before = set(host_threads("omni-"))
     engine = engine_in_a_step(model)
     if ends == "cycle":
@@ -126,9 +127,10 @@ def test_a_host_tier_that_hangs_costs_ls_no_token_and_those_that_wait_for_it_alo
     tier = engine.host_tier
     assert tier is not None
     got = {engine.add(request(12 + i, 30, "BE")): list[int]() for i in range(8)}
-    step_until(engine, got, lambda: engine.stats().host_output_tokens >= 4 and tier.attends)
-    tier._progress.patience_s = 0.2
+    step_until(engine, got, lambda: engine.stats().host_output_tokens >= 4)
     tier.inject(delay_s=3600)
+    step_until(engine, got, lambda: tier.attends)  # from now on it does so for an hour
+    tier._progress.patience_s = 0.2
     ls = engine.add(request(6, 40))
     got[ls] = []
     step_until(engine, got, lambda: len(got[ls]) == 40)

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+_H200 = SimpleNamespace(shared_memory_per_block_optin=227 << 10, multi_processor_count=132, major=9)
+
 
 class RuleBroken(AssertionError):
     """Code did what it must not do where a GPU runs it."""
@@ -225,6 +227,7 @@ class FakeRuntime:
             "device_of": lambda tensor: contextlib.nullcontext(),
             "get_device_capability": lambda device=None: (9, 0),
             "get_device_name": lambda device=None: "fake H200",
+            "get_device_properties": lambda device=None: _H200,
             "device": lambda device: contextlib.nullcontext(),
             "current_device": lambda: 0,
             "mem_get_info": lambda device=None: (80 << 30, 80 << 30),

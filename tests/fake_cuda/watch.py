@@ -33,7 +33,7 @@ _ALLOCATIONS = (
     _aten.new_empty_strided.default,
 )  # fmt: skip
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_OF_THE_COMPILER = {"num_warps", "num_stages", "sanitize_overflow"}
+_OF_THE_COMPILER = {"num_warps", "num_stages", "maxnreg", "sanitize_overflow"}
 
 
 def is_on_device(value: object) -> bool:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", note("drain"))
     monkeypatch.setattr(torch.cuda, "check_error", lambda error: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=note("unregister"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     host = tier_module._host
@@ -147,7 +150,7 @@ def test_a_device_that_has_failed_uses_nothing_any_more(
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     """Run what makes a tier of a faked GPU, and then `code`; what is done at its end is written to stdout."""
     start = """
-import gc, multiprocessing, os, sys, torch
+import contextlib, gc, multiprocessing, os, sys, torch
 from omniserve.host import memory, tier as tier_module
 from tests.host.helpers import Driver, collect, host_threads, make_spec, make_tier
 parent = os.getpid()
@@ -166,6 +169,7 @@ class Runtime:
 tier_module._host = Host()
 tier_module.drain = lambda device: say("drain")
 torch.cuda.cudart, torch.cuda.check_error = Runtime, lambda error: None
+torch.cuda.device = lambda device: contextlib.nullcontext()
 tier = make_tier(make_spec(), mailbox=True, num_blocks=8)
 # Views keep the memory whose pages the pool is.
 region = memory._Region(-1, 4096)

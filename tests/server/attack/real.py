@@ -17,7 +17,7 @@ from omniserve.server.loading import BUILTIN_MODEL_NAME
 from tests.server.attack.load import Tally, send_all, send_at_rate
 from tests.server.attack.processes import Held, held
 
-FLAGS = ("--port", "0", "--device-kv-gib", "0.002", "--host-kv-gib", "0.05")
+FLAGS = ("--port", "0", "--dtype", "float32", "--device-kv-gib", "0.004", "--host-kv-gib", "0.1")
 _LS_OF = 5  # of so many requests all but one are latency-sensitive
 _LOOK_EVERY_S = 0.25
 
