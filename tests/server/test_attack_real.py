@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 
 import pytest
 from conftest import RunningServer
@@ -65,8 +66,9 @@ def leave_on_the_host_tier(server):
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(send(server, LONG | {"max_tokens": 400, "n": 20, "service_tier": "flex"}))
+        deadline = time.monotonic() + 60
         while server.metric('omniserve_kv_blocks_used{tier="host"}') == 0:
-            pass
+            assert time.monotonic() < deadline, "no request went to the host tier"
 
 
 def leave_while_scored(server):
