@@ -39,7 +39,7 @@ from benchmarks.gpu.engines import (
 from benchmarks.gpu.models import LLAMA_8B, QWEN_32B, TINY, random_model
 from benchmarks.gpu.primed import PRIMED
 from benchmarks.gpu.program import run_program
-from benchmarks.gpu.script import NO_GPU, Case, NotHere, Script, argument_parser, line_of, scrubbed
+from benchmarks.gpu.script import NO_GPU, Case, NotHere, Script, argument_parser, line_of, scrubbed, short
 from benchmarks.gpu.speed.beside_transformers import token_s
 from benchmarks.gpu.timing import covered, spans_on
 from omniserve.patching import patch
@@ -239,29 +239,28 @@ def test_lines_and_paths() -> None:
     assert scrubbed(f"{ROOT}/omniserve/engine.py and /usr/lib/x.so, 3/4") == "omniserve/engine.py and .../x.so, 3/4"
 
 
-def test_report_puts_steps_beside_the_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_puts_steps_beside_the_forecast(tmp_path: Path) -> None:
+    """The forecast is the one that is recorded: a report must be able to read it."""
     script = Script("steps_llama", argument_parser("").parse_args(["--dry", "--out", str(tmp_path)]))
-    step = {"kind": "decode", "batch": 4, "context": 40}
-    for name, context in (("a step", 40), ("another", 41)):
+    step = {"kind": "decode", "batch": 8, "context": 1024}
+    for name, context in (("a step", 1024), ("another", 1025)):
         with script.case(name) as case:
-            case.figure(3.0, "ms", model="tiny", step=step | {"context": context}, step_ms=3.0)
+            case.figure(7.0, "ms", model="Llama-3.1-8B", step=step | {"context": context}, step_ms=7.0)
     with script.case("broken"):
         raise RuntimeError("why")
     record = json.loads((tmp_path / "gpu_steps_llama.json").read_text())
     record["environment"]["hardware"]["gpus"] = ["NVIDIA H200"]
     (tmp_path / "gpu_steps_llama.json").write_text(json.dumps(record))
-    devices = {
-        name: {"expected_s": 0.002, "bound_s": bound_s} for name, bound_s in (("H100-80GB", 9), ("H200-141GB", 0.001))
-    }
-    forecast = {"results": {"tiny": {"steps": [{"step": step | {"seats": 0}, "devices": devices}]}}}
-    (tmp_path / "forecast").write_text(json.dumps(forecast))
-    monkeypatch.setattr(report, "FORECAST", tmp_path / "forecast")
+    steps = json.loads(report.FORECAST.read_text())["results"]["Llama-3.1-8B"]["steps"]
+    (devices,) = [entry["devices"] for entry in steps if entry["step"] == step | {"seats": 0}]
+    times = {name: 1e3 * seconds for name, seconds in devices["H200-141GB"].items()}
     report.write_report(tmp_path)
     lines = (tmp_path / "report.md").read_text().splitlines()
     beside = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in lines[lines.index("## Beside the forecast") :]
     ]
-    assert [row for row in beside if row][2:] == [["a step", "3", "2", "1.5", "1", "H200-141GB"]]
+    figures = map(short, (7.0, times["expected_s"], 7.0 / times["expected_s"], times["floor_s"]))
+    assert [row for row in beside if row][2:] == [["a step", *figures, "H200-141GB"]]
     assert "### FAIL: broken" in lines and "DRY" in "".join(lines)
 
 

@@ -44,7 +44,7 @@ def write_report(out: Path) -> None:
 def beside_forecast(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return a table of the steps that both a record and the forecast have; nothing without a forecast."""
     forecast = json.loads(FORECAST.read_text())["results"] if FORECAST.exists() else {}
-    rows = [["step", "measured ms", "expected ms", "ratio", "bound ms", "on"]]
+    rows = [["step", "measured ms", "expected ms", "ratio", "floor ms", "on"]]
     for record in records.values():
         gpus = " ".join(record["environment"]["hardware"]["gpus"])
         for case in record["results"]["cases"]:
@@ -53,9 +53,9 @@ def beside_forecast(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
             measured_ms, found = case["details"]["step_ms"], case["details"]["step"]
             for device, times in predicted(forecast, case["details"]["model"], found).items():
                 if device.split("-")[0] in gpus:
-                    expected_ms, bound_ms = 1e3 * times["expected_s"], 1e3 * times["bound_s"]
+                    expected_ms, floor_ms = 1e3 * times["expected_s"], 1e3 * times["floor_s"]
                     ratio = measured_ms / expected_ms
-                    rows.append([case["case"], *map(short, (measured_ms, expected_ms, ratio, bound_ms)), device])
+                    rows.append([case["case"], *map(short, (measured_ms, expected_ms, ratio, floor_ms)), device])
     return ["## Beside the forecast", "", table(rows), ""] if len(rows) > 1 else []
 
 
