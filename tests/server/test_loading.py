@@ -94,7 +94,7 @@ def gpus(monkeypatch):
     ],
 )
 def test_model_is_loaded_to_the_device_that_was_asked_for(gpus, device, seen):
-    EngineLoader(model="m", dtype="auto", device=device, config=EngineConfig()).load_model(lambda what: None)
+    EngineLoader(model="m", dtype="float32", device=device, config=EngineConfig()).load_model(lambda what: None)
     assert gpus == seen
 
 
