@@ -75,7 +75,8 @@ def make_engine(settings: EngineSettings, host_threads: int) -> Engine:
     # Enough for all windows: a token comes at most every few steps, and its K and V have to be read.
     max_tokens = max(settings.prompt_tokens // 2, 64)
     total = settings.prompt_tokens + max_tokens + 64
-    token_bytes = MODEL["num_hidden_layers"] * MODEL["num_key_value_heads"] * MODEL["head_dim"] * 2 * 2
+    kv_width = 2 * MODEL["num_key_value_heads"] * MODEL["head_dim"]
+    token_bytes = MODEL["num_hidden_layers"] * kv_width * model.dtype.itemsize
     config = EngineConfig(
         device_kv_bytes=total * token_bytes,
         host_kv_bytes=settings.num_requests * total * token_bytes,

@@ -17,6 +17,8 @@ _DRY = [Path("tests/graphs/test_shapes.py")]
 _OUTCOME = r"(PASSED|FAILED|ERROR|SKIPPED)"
 _LINE = re.compile(rf"^(?:\[gw\d+\] \[ *\d+%\] {_OUTCOME} (tests/.+?)|(tests/.+?) {_OUTCOME})(?: +\[ *\d+%\])?\s*$")
 """A test's line of ``pytest -v``, with and without xdist."""
+_MARKED = re.compile(r"mark\.gpu|\bDEVICES\b")
+"""What a file with tests marked ``gpu`` contains; ``DEVICES`` are parameters of which one is so marked."""
 _WORKERS = "8"
 
 
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def marked_files() -> list[Path]:
     """Return the files with tests marked ``gpu``."""
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [path.relative_to(ROOT) for path in paths if "mark.gpu" in path.read_text()]
+    return [path.relative_to(ROOT) for path in paths if _MARKED.search(path.read_text())]
 
 
 def outcomes_of(lines: Iterable[str]) -> dict[str, str]:
