@@ -23,8 +23,8 @@ import torch
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from omniserve import Engine, EngineConfig, Request, SamplingParams
-from omniserve.cores import available_cores
-from omniserve.plan import MoveDirection, StepPlan
+from omniserve.core.plan import MoveDirection, StepPlan
+from omniserve.host.cores import available_cores
 
 MANAGERS = ("incremental", "bidirectional")
 WARM_UP_STEPS = 3

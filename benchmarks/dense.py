@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from omniserve.model_dtype import served_dtype
-from omniserve.patching import PatchedModel, patch
+from omniserve.launch.model_dtype import served_dtype
+from omniserve.layers.patching import PatchedModel, patch
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {"compile": False, "prepack": False},

@@ -32,7 +32,7 @@ from benchmarks.paper.cases import Case, Experiment, MachineSpec
 from benchmarks.paper.figures import EXPERIMENTS
 from benchmarks.paper.page import TEMPLATE, render
 from benchmarks.paper.report import CELLS, TokenGaps, figures_of, markdown
-from omniserve.request import SLO, ClassSpec, ServiceClass
+from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.simulate.analytic import HostEfficiency, analytic_machine, engine_config_for
 from omniserve.simulate.engine import StepRecord
 from omniserve.simulate.hardware import GB, find_devices, find_hosts

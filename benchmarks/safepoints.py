@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from omniserve import SLO, Engine, EngineConfig, Request, SamplingParams
-from omniserve.plan import StepPlan
+from omniserve.core.plan import StepPlan
 from omniserve.profiling import find_or_make_profile
 from omniserve.simulate.results import percentile
 

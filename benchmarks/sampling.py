@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.common.record import write_record
 from omniserve import SamplingParams
-from omniserve.sampling import Sampler
+from omniserve.sampling.sampler import Sampler
 
 FILTERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from omniserve import SLO, EngineConfig, Request, SamplingParams
+from omniserve.core.plan import SampledToken, StepOutput
 from omniserve.kv import TieredKVManager
 from omniserve.latency import LATENCY_MODELS, Profile, features_of
-from omniserve.plan import SampledToken, StepOutput
 from omniserve.profiling import find_or_make_profile
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 

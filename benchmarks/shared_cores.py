@@ -20,7 +20,7 @@ import torch
 from benchmarks.common.models import SMOLLM_135M, builtin_model, random_llama
 from benchmarks.common.record import write_record
 from omniserve import Engine, EngineConfig, Request, SamplingParams
-from omniserve.cores import available_cores
+from omniserve.host.cores import available_cores
 
 MODELS = {
     "built-in": builtin_model,

@@ -25,8 +25,8 @@ from benchmarks.common.record import write_record
 from benchmarks.frontier import FrontierLoad, Row, be_pile, frontier_rows, ls_stream
 from omniserve import SLO, ClassSpec, EngineConfig
 from omniserve.latency import Profile
+from omniserve.launch.flags import add_engine_flags, config_from
 from omniserve.profiling import find_or_make_profile
-from omniserve.server.engine_flags import add_engine_flags, config_from
 from omniserve.simulate import Calibration, Load, Machine, SimulationConfig, machine_of_profile, simulate
 from omniserve.simulate.calibration import read_samples
 from omniserve.simulate.load import TraceRequest

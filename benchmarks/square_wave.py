@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.common.models import builtin_model
 from benchmarks.common.record import write_record
 from omniserve import SLO, Engine, EngineConfig, Request, SamplingParams
-from omniserve.plan import MoveDirection, StepPlan
+from omniserve.core.plan import MoveDirection, StepPlan
 from omniserve.profiling import find_or_make_profile
 
 

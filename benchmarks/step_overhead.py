@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import omniserve.layer_loop
+import omniserve.runner.layer_loop
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from omniserve import Engine, EngineConfig, Request, SamplingParams
@@ -54,11 +54,11 @@ def measure(num_requests: int, num_steps: int) -> dict[str, float]:
             )
         for _ in range(10):  # prefill, compilation
             engine.step()
-        original = omniserve.layer_loop.make_step_inputs
+        original = omniserve.runner.layer_loop.make_step_inputs
         try:
             timed(engine.scheduler, "schedule", samples["schedule"])
             timed(engine.scheduler, "update", samples["update"])
-            timed(omniserve.layer_loop, "make_step_inputs", samples["step inputs"])
+            timed(omniserve.runner.layer_loop, "make_step_inputs", samples["step inputs"])
             timed(engine.runner, "_run_layers", samples["layers"])
             timed(engine.runner._sampler, "launch", samples["sample"])
             timed(engine.runner, "collect", samples["collect"])
@@ -66,7 +66,7 @@ def measure(num_requests: int, num_steps: int) -> dict[str, float]:
             for _ in range(num_steps):
                 engine.step()
         finally:
-            omniserve.layer_loop.make_step_inputs = original
+            omniserve.runner.layer_loop.make_step_inputs = original
     return {part: 1e6 * statistics.median(times) for part, times in samples.items()}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import omniserve
-from omniserve.plan import StepPlan
+from omniserve.core.plan import StepPlan
 from omniserve.sched.batch import Batch
 from omniserve.sched.policy import RequestScheduler
 from omniserve.sched.state import Phase

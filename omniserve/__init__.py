@@ -9,10 +9,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from omniserve.config import EngineConfig
-from omniserve.errors import EngineStopped, OmniServeError, RequestRejected, Stalled, UnsupportedModelError
-from omniserve.grammar import json_grammar
-from omniserve.request import (
+from omniserve.core.config import EngineConfig
+from omniserve.core.errors import EngineStopped, OmniServeError, RequestRejected, Stalled, UnsupportedModelError
+from omniserve.core.request import (
     SLO,
     ClassSpec,
     Completion,
@@ -24,11 +23,12 @@ from omniserve.request import (
     ServiceClass,
     TokenLogprob,
 )
-from omniserve.stats import EngineStats
+from omniserve.core.stats import EngineStats
+from omniserve.sampling.grammar import json_grammar
 
 if TYPE_CHECKING:
-    from omniserve.engine import Engine
-    from omniserve.patching import patch, unpatch
+    from omniserve.engine.engine import Engine
+    from omniserve.layers.patching import patch, unpatch
 
 __version__ = "0.1.0"
 
@@ -57,7 +57,11 @@ __all__ = [
 ]
 
 # No name here may be that of a submodule: importing the submodule would take its place.
-_NEED_TORCH = {"Engine": "omniserve.engine", "patch": "omniserve.patching", "unpatch": "omniserve.patching"}
+_NEED_TORCH = {
+    "Engine": "omniserve.engine.engine",
+    "patch": "omniserve.layers.patching",
+    "unpatch": "omniserve.layers.patching",
+}
 
 
 def __getattr__(name: str) -> Any:

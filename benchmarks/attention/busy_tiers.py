@@ -22,9 +22,9 @@ from benchmarks.attention.bandwidth import fill, normal_tile
 from benchmarks.attention.read_limit import ReadLimit, Sample
 from benchmarks.common.models import SMOLLM_135M
 from benchmarks.common.other_load import OtherLoad
+from omniserve.core.plan import HostEventKind
+from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host.tier import HostTier
-from omniserve.plan import HostEventKind
-from omniserve.spec import AttentionSpec, ModelSpec
 
 BLOCK_SIZE = 32
 NUM_LAYERS = 2

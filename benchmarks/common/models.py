@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from benchmarks.common.record import ROOT
 from omniserve import EngineConfig
-from omniserve.model_dtype import served_dtype
-from omniserve.server.loading import EngineLoader, builtin_model_path
+from omniserve.launch.loading import EngineLoader, builtin_model_path
+from omniserve.launch.model_dtype import served_dtype
 
 SMOLLM_135M: dict[str, Any] = {
     "hidden_size": 576,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from omniserve.core.request import Request, SamplingParams, ServiceClass
 from omniserve.profiling import Arrival
-from omniserve.request import Request, SamplingParams, ServiceClass
 from omniserve.simulate.load import read_trace
 
 

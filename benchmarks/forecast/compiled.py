@@ -1,7 +1,7 @@
 """What the compiler launches on an H200 for the halves of a model's layers, traced with fake tensors; needs no GPU.
 
-The layers are traced as ``omniserve.patching`` compiles them; only the device is put in by hand, and what torch would
-ask the driver. ``pretend_to_have_a_gpu`` changes torch for the whole process: nothing else belongs into it.
+The layers are traced as ``omniserve.layers.patching`` compiles them; only the device is put in by hand, and what torch
+would ask the driver. ``pretend_to_have_a_gpu`` changes torch for the whole process: nothing else belongs into it.
 
 Legend: T packed tokens, D hidden, H head size.
 """

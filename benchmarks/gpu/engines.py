@@ -15,9 +15,9 @@ import torch
 from benchmarks.gpu.primed import PRIMED
 from benchmarks.gpu.timing import reclaim_memory, seconds, wait_for
 from omniserve import Engine, EngineConfig, Request, SamplingParams
+from omniserve.core.spec import ModelSpec
 from omniserve.latency.profile import Profile
 from omniserve.ops.attention import DEVICE_ATTENTION, resolve_attention
-from omniserve.spec import ModelSpec
 
 NEVER_S = float(1 << 30)
 _PACKAGES = {"xformers": "xformers", "triton": "triton"}

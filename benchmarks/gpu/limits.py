@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.attention.bandwidth import Arena, allowed_cpus, fill, normal_tile, pin_team, sequential_readings
 from benchmarks.gpu.timing import graph_of, median_seconds
-from omniserve.cores import default_host_threads
+from omniserve.host.cores import default_host_threads
 
 
 class Limits:

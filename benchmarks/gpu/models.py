@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu.script import Script
-from omniserve.patching import patch
+from omniserve.layers.patching import patch
 
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 

@@ -6,8 +6,8 @@ prompt's: fill it with something finite (``engines.open_engine`` does).
 
 from __future__ import annotations
 
-from omniserve.plan import MoveDirection
-from omniserve.request import SLO, Request
+from omniserve.core.plan import MoveDirection
+from omniserve.core.request import SLO, Request
 from omniserve.sched.conserve import ConServeScheduler
 from omniserve.sched.omniserve import OmniServeScheduler
 from omniserve.sched.policy import BE, RequestScheduler

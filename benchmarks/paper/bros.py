@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from benchmarks.paper.cases import COMMON, Case, Experiment, MachineSpec, both_orders, with_settings
 from benchmarks.paper.loads import LoadSpec
-from omniserve.request import SLO
+from omniserve.core.request import SLO
 
 BROS_SLO = SLO(ttft_s=0.4, tpot_s=0.2)
 HOST = "1xEPYC-9654"

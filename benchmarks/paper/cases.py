@@ -6,7 +6,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
 from benchmarks.paper.loads import LoadSpec
-from omniserve.request import SLO
+from omniserve.core.request import SLO
 
 FIXED_BUDGET = 512
 """Tokens of a step of the systems that bound no step's time: what keeps Yi-34B within its TPOT."""

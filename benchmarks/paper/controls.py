@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omniserve.request import SLO, Request
+from omniserve.core.request import SLO, Request
 from omniserve.sched.conserve import ConServeScheduler
 
 

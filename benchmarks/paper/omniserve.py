@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from benchmarks.paper.cases import COMMON, Case, Experiment, MachineSpec, both_orders, budget, with_settings
 from benchmarks.paper.loads import LoadSpec
-from omniserve.request import SLO
+from omniserve.core.request import SLO
 
 CONTROL = "nothing: not in the paper, to tell the causes of a difference apart"
 BASELINES = ("omniserve", "sarathi", "llumnix", "neo")

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from omniserve.request import SLO
+from omniserve.core.request import SLO
 from omniserve.simulate.engine import StepRecord
 from omniserve.simulate.results import RequestResult, Result, percentile
 

@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.common.models import SMOLLM_135M
 from benchmarks.validation.report import figures_of
 from omniserve import SLO, Engine, Request, RequestRejected, SamplingParams
+from omniserve.core.plan import StepPlan
 from omniserve.latency import CorrectedModel, ModelShape, StepSample, features_of
-from omniserve.plan import StepPlan
 from omniserve.simulate import Load
 from omniserve.simulate.load import TraceRequest
 from omniserve.simulate.results import RequestResult, summarise

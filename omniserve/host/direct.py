@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from omniserve.core.plan import HostEvent, KVMove, MoveDirection
 from omniserve.host.mover import Mover, end_of, sides
 from omniserve.ops.cuda import kernels
-from omniserve.plan import HostEvent, KVMove, MoveDirection
 
 
 @dataclass(frozen=True, slots=True)

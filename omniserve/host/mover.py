@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection
+from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection
 
 
 class Mover(ABC):

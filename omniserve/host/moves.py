@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from omniserve.core.plan import HostEvent, KVMove, MoveDirection
 from omniserve.host.direct import DirectMover
 from omniserve.host.mover import Mover, sides
 from omniserve.host.staging import StagedMover
-from omniserve.plan import HostEvent, KVMove, MoveDirection
 
 
 class HostMoves:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from omniserve.core.plan import HostEvent, KVMove, MoveDirection
 from omniserve.host.mover import Mover, end_of
-from omniserve.plan import HostEvent, KVMove, MoveDirection
 
 _STAGING_BYTES = 128 << 20
 _COPY_ID = -2  # of the worker threads' part; a caller's move ids are >= 0 and -1 means none

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 import omniserve.ops  # noqa: F401 - loads the extension
-from omniserve.config import EngineConfig
-from omniserve.errors import Stalled
+from omniserve.core.config import EngineConfig
+from omniserve.core.errors import Stalled
+from omniserve.core.plan import HostEvent, HostEventKind, KVMove
+from omniserve.core.spec import ModelSpec
 from omniserve.host.memory import allocate_pool
 from omniserve.host.moves import HostMoves
 from omniserve.host.progress import Progress
 from omniserve.host.stats import HostTierStats
-from omniserve.plan import HostEvent, HostEventKind, KVMove
-from omniserve.spec import ModelSpec
-from omniserve.waiting import drain
+from omniserve.ops.waiting import drain
 
 logger = logging.getLogger(__name__)
 

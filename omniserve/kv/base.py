@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from omniserve.plan import KVMove, MoveDirection, SlotCopy
-from omniserve.registry import Registry
-from omniserve.request import ServiceClass
+from omniserve.core.plan import KVMove, MoveDirection, SlotCopy
+from omniserve.core.registry import Registry
+from omniserve.core.request import ServiceClass
 
 
 class Tier(enum.StrEnum):

@@ -36,14 +36,14 @@ import dataclasses
 from collections.abc import Iterable
 from typing import ClassVar
 
+from omniserve.core.plan import KVMove, MoveDirection, SlotCopy
+from omniserve.core.request import ServiceClass
 from omniserve.kv.base import KV_MANAGERS, MoveResult, Tier
 from omniserve.kv.pending import PendingRequests
 from omniserve.kv.saved_blocks import BlockCopy, SavedBlocks
 from omniserve.kv.shared_growth import SharedGrowth
 from omniserve.kv.shared_pool import SharedBlockPool
 from omniserve.kv.tiered import Table, TieredKVManager
-from omniserve.plan import KVMove, MoveDirection, SlotCopy
-from omniserve.request import ServiceClass
 
 _SLOTS_AHEAD = 4
 

@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from omniserve.core.plan import KVMove
 from omniserve.kv.block_pool import BlockPool
-from omniserve.plan import KVMove
 
 
 @dataclass(slots=True)

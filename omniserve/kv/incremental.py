@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from omniserve.core.plan import KVMove, MoveDirection
 from omniserve.kv.base import KV_MANAGERS, MoveResult, Tier
 from omniserve.kv.tiered import Table, TieredKVManager
-from omniserve.plan import KVMove, MoveDirection
 
 
 @dataclass(slots=True)

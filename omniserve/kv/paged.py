@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from omniserve.core.plan import KVMove, MoveDirection
 from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
 from omniserve.kv.block_pool import BlockPool
-from omniserve.plan import KVMove, MoveDirection
 
 
 @KV_MANAGERS.register("paged")

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 
+from omniserve.core.plan import SlotCopy
 from omniserve.kv.base import Tier
 from omniserve.kv.pending import PendingRequests
 from omniserve.kv.shared_pool import SharedBlockPool
 from omniserve.kv.tiered import Table
-from omniserve.plan import SlotCopy
 
 
 class SharedGrowth:

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 import torch
 
-from omniserve.plan import SlotCopy
-from omniserve.spec import ModelSpec
+from omniserve.core.plan import SlotCopy
+from omniserve.core.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Self
 
+from omniserve.core.registry import Registry
 from omniserve.latency.features import BatchFeatures
 from omniserve.latency.profile import Profile, StepSample
-from omniserve.registry import Registry
 
 
 class Predictor(ABC):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from omniserve.plan import PiggybackJoin, StepPlan
-from omniserve.spec import ModelSpec
+from omniserve.core.plan import PiggybackJoin, StepPlan
+from omniserve.core.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

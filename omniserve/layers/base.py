@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from omniserve.errors import UnsupportedModelError
+from omniserve.core.errors import UnsupportedModelError
+from omniserve.core.registry import Registry
+from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.layers.head import project
-from omniserve.registry import Registry
-from omniserve.spec import AttentionSpec, ModelSpec
 
 LAYER_FAMILIES: Registry[type[LayerFamily]] = Registry("layer family", package="omniserve.layers")
 """HF ``config.model_type`` -> family class."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from omniserve.core.spec import AttentionSpec
 from omniserve.layers.base import LAYER_FAMILIES
 from omniserve.layers.llama import LlamaFamily
-from omniserve.spec import AttentionSpec
 
 
 @LAYER_FAMILIES.register("gemma2")

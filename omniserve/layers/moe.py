@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from omniserve.errors import UnsupportedModelError
+from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.base import LAYER_FAMILIES
 from omniserve.layers.llama import LlamaFamily
 from omniserve.layers.qwen3 import Qwen3Family

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from omniserve.core.spec import AttentionSpec
 from omniserve.layers.base import LAYER_FAMILIES, LayerFamily, split_heads
 from omniserve.layers.groups import project
-from omniserve.spec import AttentionSpec
 
 
 @LAYER_FAMILIES.register("opt")

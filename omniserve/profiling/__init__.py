@@ -5,7 +5,7 @@ step finds in its caches. Everything is measured in interleaved rounds, so that 
 one sample of many points and not all samples of one; times are lower quartiles, as disturbances only add.
 """
 
-from omniserve.fingerprint import fingerprint_of
+from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.profiling.find import find_or_make_profile
 from omniserve.profiling.measure import profile_model
 from omniserve.profiling.steps import Arrival, measure_steps, mixed_load

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from omniserve.config import EngineConfig
+from omniserve.core.config import EngineConfig
+from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.patching import PatchedModel
-from omniserve.plan import DeviceChunk, StepPlan
+from omniserve.layers.patching import PatchedModel
 from omniserve.profiling.served import Served
-from omniserve.step_inputs import make_step_inputs
+from omniserve.runner.step_inputs import make_step_inputs
 
 
 class ModuleBench:

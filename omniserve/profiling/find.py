@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from omniserve.config import EngineConfig
-from omniserve.fingerprint import fingerprint_of
+from omniserve.core.config import EngineConfig
+from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.latency.profile import Profile, default_folder, load_matching, path_in
 from omniserve.profiling.measure import profile_model
 from omniserve.profiling.timer import Progress

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from omniserve.config import EngineConfig
-from omniserve.cores import CoreSplit
+from omniserve.core.config import EngineConfig
+from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency.profile import AlphaBeta, Fingerprint, Table
 from omniserve.latency.regression import fit_terms
-from omniserve.patching import PatchedModel
-from omniserve.piggyback_rows import PiggybackRows
-from omniserve.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.layers.patching import PatchedModel
 from omniserve.profiling.served import Served
 from omniserve.profiling.timer import Progress, Timer
+from omniserve.runner.piggyback_rows import PiggybackRows
 
 _HOST_END = 0.62  # share of the time limit at which this is over
 _MAX_POOL_BYTES = 256 << 20

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from omniserve.config import EngineConfig
-from omniserve.fingerprint import fingerprint_of, has_constant_steps
+from omniserve.core.config import EngineConfig
+from omniserve.engine.fingerprint import fingerprint_of, has_constant_steps
 from omniserve.latency.features import ModelShape
 from omniserve.latency.profile import Profile
-from omniserve.patching import PatchedModel, patch
+from omniserve.layers.patching import PatchedModel, patch
 from omniserve.profiling.host import measure_host
 from omniserve.profiling.modules import measure_modules
 from omniserve.profiling.steps import measure_mixed_steps

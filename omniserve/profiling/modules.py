@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from omniserve.config import EngineConfig
-from omniserve.cores import CoreSplit
+from omniserve.core.config import EngineConfig
+from omniserve.host.cores import CoreSplit
 from omniserve.latency.curve import explore
 from omniserve.latency.profile import STATES, Fingerprint, Points, Table
-from omniserve.patching import PatchedModel
+from omniserve.layers.patching import PatchedModel
 from omniserve.profiling.bench import ModuleBench
 from omniserve.profiling.timer import Point, Progress, Timer
 

@@ -16,14 +16,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from omniserve.capacity import max_model_len
-from omniserve.config import EngineConfig
-from omniserve.fingerprint import has_constant_steps
-from omniserve.graphs.recorder import GraphRecorder, PlainRecorder, Recorder
-from omniserve.graphs.shapes import CHUNK_ROWS
-from omniserve.graphs.steps import why_not_recorded
+from omniserve.core.config import EngineConfig
+from omniserve.engine.capacity import max_model_len
+from omniserve.engine.fingerprint import has_constant_steps
+from omniserve.layers.patching import PatchedModel
 from omniserve.ops.attention import resolve_attention
-from omniserve.patching import PatchedModel
+from omniserve.runner.cuda_graphs.recorder import GraphRecorder, PlainRecorder, Recorder
+from omniserve.runner.cuda_graphs.shapes import CHUNK_ROWS
+from omniserve.runner.cuda_graphs.steps import why_not_recorded
 
 
 class Served:

@@ -10,15 +10,15 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from omniserve.capacity import has_host_tier
-from omniserve.config import EngineConfig
-from omniserve.cores import available_cores
-from omniserve.engine import Engine
+from omniserve.core.config import EngineConfig
+from omniserve.core.plan import StepPlan
+from omniserve.core.request import Request, SamplingParams, ServiceClass
+from omniserve.engine.capacity import has_host_tier
+from omniserve.engine.engine import Engine
+from omniserve.host.cores import available_cores
 from omniserve.latency import BatchFeatures, ModelShape, StepSample, features_of
-from omniserve.patching import PatchedModel
-from omniserve.plan import StepPlan
+from omniserve.layers.patching import PatchedModel
 from omniserve.profiling.timer import Progress, Timer
-from omniserve.request import Request, SamplingParams, ServiceClass
 
 _IDLE_WAIT_S = 0.02
 _FIRST_STEPS, _FIRST_SEED = 40, 100  # of loads that are not measured, where first calls do not count

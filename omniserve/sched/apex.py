@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from omniserve.core.plan import Bound, HostEvent, HostEventKind, StepPlan
 from omniserve.kv.base import KVManager
 from omniserve.latency import BatchFeatures, HostSpeed
-from omniserve.plan import Bound, HostEvent, HostEventKind, StepPlan
 from omniserve.sched import second_batch
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
-from omniserve.config import EngineConfig
+from omniserve.core.config import EngineConfig
+from omniserve.core.plan import HostEvent, StepOutput, StepPlan
+from omniserve.core.registry import Registry
+from omniserve.core.request import SLO, ClassSpec, Request, RequestOutput, ServiceClass
+from omniserve.core.spec import ModelSpec
 from omniserve.kv.base import KVManager
-from omniserve.plan import HostEvent, StepOutput, StepPlan
-from omniserve.registry import Registry
-from omniserve.request import SLO, ClassSpec, Request, RequestOutput, ServiceClass
 from omniserve.sched.load import Forecast
-from omniserve.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

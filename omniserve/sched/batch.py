@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from omniserve.core.plan import Bound, DeviceChunk
 from omniserve.kv.base import KVManager
-from omniserve.plan import Bound, DeviceChunk
 from omniserve.sched.load import StepLoad
 from omniserve.sched.state import RequestState
 

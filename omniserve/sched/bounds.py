@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from omniserve.plan import Decision, LeftOut
+from omniserve.core.plan import Decision, LeftOut
 from omniserve.sched.load import StepLoad
 from omniserve.sched.state import RequestState
 

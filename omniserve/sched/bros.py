@@ -40,9 +40,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from omniserve.core.plan import StepOutput, StepPlan
+from omniserve.core.request import RequestOutput
 from omniserve.kv.base import KVManager, Tier
-from omniserve.plan import StepOutput, StepPlan
-from omniserve.request import RequestOutput
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import TimeBound, decision_of

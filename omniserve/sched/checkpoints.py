@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from omniserve.core.plan import HostEvent, HostEventKind, KVMove
 from omniserve.kv.base import KVManager, MoveResult
-from omniserve.plan import HostEvent, HostEventKind, KVMove
 from omniserve.sched.state import Phase, RequestState
 
 

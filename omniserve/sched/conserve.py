@@ -23,9 +23,9 @@ from __future__ import annotations
 import itertools
 import math
 
+from omniserve.core.plan import StepPlan
+from omniserve.core.request import SLO, Request
 from omniserve.kv.base import KVManager
-from omniserve.plan import StepPlan
-from omniserve.request import SLO, Request
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import TimeBound, decision_of, tpot_bound

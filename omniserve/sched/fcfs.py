@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omniserve.plan import StepPlan
+from omniserve.core.plan import StepPlan
 from omniserve.sched.base import SCHEDULERS
 from omniserve.sched.batch import Batch
 from omniserve.sched.policy import RequestScheduler

@@ -16,8 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from omniserve.kv.base import KVManager, Tier
-from omniserve.plan import (
+from omniserve.core.plan import (
     PENDING_TOKEN,
     DeviceChunk,
     HostEvent,
@@ -27,7 +26,8 @@ from omniserve.plan import (
     StepOutput,
     StepPlan,
 )
-from omniserve.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
+from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
+from omniserve.kv.base import KVManager, Tier
 from omniserve.sched.base import SchedulerLimits, SchedulerStats
 from omniserve.sched.load import Forecast
 from omniserve.sched.state import HaltedChunk, Phase, RequestState

@@ -13,8 +13,8 @@ a host tier BE requests wait, or are recomputed.
 
 from __future__ import annotations
 
+from omniserve.core.plan import Bound, StepPlan
 from omniserve.kv.base import KVManager, Tier
-from omniserve.plan import Bound, StepPlan
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.load import Forecast

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from omniserve.plan import Bound
+from omniserve.core.plan import Bound
 from omniserve.sched import second_batch
 from omniserve.sched.base import SCHEDULERS
 from omniserve.sched.batch import Batch

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import itertools
 
+from omniserve.core.plan import Bound, StepPlan
 from omniserve.kv.base import KVManager
-from omniserve.plan import Bound, StepPlan
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.load import Forecast

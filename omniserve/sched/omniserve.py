@@ -11,13 +11,13 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from omniserve.kv.base import KVManager, Tier
-from omniserve.plan import (
+from omniserve.core.plan import (
     Bound,
     LeftOut,
     StepPlan,
 )
-from omniserve.request import SLO, Request
+from omniserve.core.request import SLO, Request
+from omniserve.kv.base import KVManager, Tier
 from omniserve.sched.admission import AdmissionMargin
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch

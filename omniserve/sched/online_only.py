@@ -8,7 +8,7 @@ after it: what BE requests hold is theirs only until an LS one needs it. For the
 
 from __future__ import annotations
 
-from omniserve.plan import StepPlan
+from omniserve.core.plan import StepPlan
 from omniserve.sched.base import SCHEDULERS
 from omniserve.sched.batch import Batch
 from omniserve.sched.policy import BE, LS, RequestScheduler

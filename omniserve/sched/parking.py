@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from omniserve.core.plan import Bound, KVMove, MoveDirection
+from omniserve.core.request import ServiceClass
 from omniserve.kv.base import Tier
-from omniserve.plan import Bound, KVMove, MoveDirection
-from omniserve.request import ServiceClass
 from omniserve.sched.batch import Batch
 from omniserve.sched.policy import BE, LS, RequestScheduler
 from omniserve.sched.state import RequestState

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from omniserve.core.plan import Bound, Decision, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.core.request import ServiceClass
 from omniserve.kv.base import Tier
-from omniserve.plan import Bound, Decision, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
-from omniserve.request import ServiceClass
 from omniserve.sched.batch import Batch
 from omniserve.sched.lifecycle import RequestLifecycle
 from omniserve.sched.piggyback import seat_bucket

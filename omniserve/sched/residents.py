@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from omniserve.plan import HostEvent, HostEventKind, PiggybackEntry, PiggybackJoin
+from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, PiggybackJoin
 from omniserve.sched.state import AwayToken, RequestQueue, RequestState
 
 

@@ -11,9 +11,9 @@ requests of one kind take, turn by turn, what a long prompt of the other waits f
 
 from __future__ import annotations
 
+from omniserve.core.plan import Bound, StepPlan
+from omniserve.core.request import ServiceClass
 from omniserve.kv.base import KVManager
-from omniserve.plan import Bound, StepPlan
-from omniserve.request import ServiceClass
 from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.load import Forecast

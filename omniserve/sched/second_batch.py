@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from omniserve.plan import PiggybackEntry, PiggybackJoin
+from omniserve.core.plan import PiggybackEntry, PiggybackJoin
 from omniserve.sched.load import StepLoad
 from omniserve.sched.residents import HostResidents
 from omniserve.sched.state import RequestState

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from omniserve.plan import PENDING_TOKEN, PromptScores
-from omniserve.request import (
+from omniserve.core.plan import PENDING_TOKEN, PromptScores
+from omniserve.core.request import (
     SLO,
     FinishReason,
     Request,

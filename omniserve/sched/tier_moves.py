@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from omniserve.core.plan import Bound, KVMove, MoveDirection
 from omniserve.kv.base import Tier
-from omniserve.plan import Bound, KVMove, MoveDirection
 from omniserve.sched.batch import Batch
 from omniserve.sched.policy import BE, LS, RequestScheduler
 from omniserve.sched.sliding_max import SlidingMax

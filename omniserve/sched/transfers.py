@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import ClassVar
 
+from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection
+from omniserve.core.request import ServiceClass
 from omniserve.kv.base import KVManager, MoveResult, Tier
-from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection
-from omniserve.request import ServiceClass
 from omniserve.sched.base import Scheduler, SchedulerLimits
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.residents import HostResidents

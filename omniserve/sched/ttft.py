@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from omniserve.errors import RequestRejected
-from omniserve.request import SLO, ServiceClass
+from omniserve.core.errors import RequestRejected
+from omniserve.core.request import SLO, ServiceClass
 from omniserve.sched.base import SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import LS_HEADROOM, TTFT_HEADROOM, tpot_bound

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from omniserve.request import ClassSpec
+from omniserve.core.request import ClassSpec
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing
 from omniserve.server.protocol import R

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from omniserve.request import TokenLogprob
+from omniserve.core.request import TokenLogprob
 from omniserve.server.choice import Delta, Echo
 from omniserve.server.generation import Generation
 from omniserve.server.tool_calls import ParsedCall

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from omniserve import __version__
-from omniserve.errors import EngineStopped
+from omniserve.core.errors import EngineStopped
 from omniserve.server import answer_models, health, tokenize
 from omniserve.server.access import Gate, caller_of, is_free
 from omniserve.server.answers import AnswerShape, collect

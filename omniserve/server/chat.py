@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from omniserve.request import TokenLogprob
+from omniserve.core.request import TokenLogprob
 from omniserve.server.answers import AnswerShape, finite
 from omniserve.server.choice import Delta
 from omniserve.server.text import TextCodec

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omniserve.request import FinishReason, Request, RequestOutput, RequestTimes, Stay, TokenLogprob, add_stay
+from omniserve.core.request import FinishReason, Request, RequestOutput, RequestTimes, Stay, TokenLogprob, add_stay
 from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ParsedCall, ToolCallParser
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omniserve.request import ClassSpec, ServiceClass
+from omniserve.core.request import ClassSpec, ServiceClass
 from omniserve.server.errors import ApiError
 
 TIERS = ("auto", "default", "priority", "fast", "scale", "flex")

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from omniserve.server.engine_flags import add_engine_flags, config_from, flag_value, positive
-from omniserve.server.loading import BUILTIN_MODEL_NAME, EngineLoader, builtin_model_path
+from omniserve.launch.flags import add_engine_flags, config_from, flag_value, positive
+from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader, builtin_model_path
 from omniserve.server.server_flags import ServerOptions, add_server_flags, options_from
 from omniserve.server.settings import settings_parser, settings_text
 

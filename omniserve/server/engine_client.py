@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 import zmq
 
-from omniserve.errors import EngineStopped
-from omniserve.request import Request, RequestOutput
+from omniserve.core.errors import EngineStopped
+from omniserve.core.request import Request, RequestOutput
+from omniserve.core.stats import EngineStats
 from omniserve.server import logs, wire
 from omniserve.server.engine_process import EngineMaker, run_engine_process
 from omniserve.server.errors import ApiError
-from omniserve.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

@@ -18,14 +18,14 @@ from typing import Protocol
 
 import zmq
 
-from omniserve.config import EngineConfig
-from omniserve.errors import OmniServeError, RequestRejected
-from omniserve.request import SLO, Request, RequestOutput, SamplingParams
+from omniserve.core.config import EngineConfig
+from omniserve.core.errors import OmniServeError, RequestRejected
+from omniserve.core.request import SLO, Request, RequestOutput, SamplingParams
+from omniserve.core.spec import ModelSpec
+from omniserve.core.stats import EngineStats
 from omniserve.server import wire
 from omniserve.server.garbage import Collector
 from omniserve.server.logs import RequestNames, set_up_logs
-from omniserve.spec import ModelSpec
-from omniserve.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from omniserve.errors import EngineStopped, RequestRejected
+from omniserve.core.errors import EngineStopped, RequestRejected
 
 CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
 

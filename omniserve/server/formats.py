@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from omniserve.grammar import json_grammar
+from omniserve.sampling.grammar import json_grammar
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from omniserve.errors import EngineStopped
-from omniserve.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
+from omniserve.core.errors import EngineStopped
+from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
 from omniserve.server.backlog import Backlog
 from omniserve.server.choice import Choice, Delta
 from omniserve.server.engine_client import Accepted, EngineClient, Event

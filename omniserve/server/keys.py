@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from omniserve.request import ClassSpec
+from omniserve.core.request import ClassSpec
 from omniserve.server.classes import class_of_tier
 from omniserve.server.errors import ApiError
 

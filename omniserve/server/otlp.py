@@ -24,7 +24,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import omniserve
-from omniserve.request import FinishReason
+from omniserve.core.request import FinishReason
 from omniserve.server.choice import Choice
 from omniserve.server.errors import ApiError
 from omniserve.server.generation import Generation

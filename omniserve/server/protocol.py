@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from omniserve.request import SLO
+from omniserve.core.request import SLO
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import read_fields, validate
 from omniserve.server.formats import ResponseFormat

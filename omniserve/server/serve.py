@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 
-from omniserve.errors import EngineStopped
+from omniserve.core.errors import EngineStopped
 from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.serving import BatchServing

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from omniserve.request import ClassSpec
+from omniserve.core.request import ClassSpec
+from omniserve.launch.flags import integer, number, positive
 from omniserve.server.batches.settings import BatchSettings, add_batch_flags, batch_settings
 from omniserve.server.classes import class_of_tier
-from omniserve.server.engine_flags import integer, number, positive
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
 from omniserve.server.limits import MIB, Limits

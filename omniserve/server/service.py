@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 
-from omniserve.request import SamplingParams
+from omniserve.core.request import SamplingParams
 from omniserve.server.backlog import Backlog
 from omniserve.server.body import BodyReader
 from omniserve.server.classes import class_of_tier

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from omniserve.errors import EngineStopped
+from omniserve.core.errors import EngineStopped
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.wire import EngineInfo

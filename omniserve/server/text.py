@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from omniserve.detokenizer import Detokenizer
+from omniserve.sampling.detokenizer import Detokenizer
 from omniserve.server.errors import ApiError
 from omniserve.server.tools import CALL_BEGIN
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
 
-from omniserve.grammar import json_value
+from omniserve.sampling.grammar import json_value
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from omniserve.request import FinishReason
+from omniserve.core.request import FinishReason
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.generation import Generation
 from omniserve.server.logs import request_id

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgpack
 
-from omniserve.errors import RequestRejected
-from omniserve.request import (
+from omniserve.core.errors import RequestRejected
+from omniserve.core.request import (
     SLO,
     ClassSpec,
     FinishReason,
@@ -20,7 +20,7 @@ from omniserve.request import (
     SamplingParams,
     TokenLogprob,
 )
-from omniserve.stats import EngineStats
+from omniserve.core.stats import EngineStats
 
 # API -> engine: ("add", request, arrival_s, x-request-id or None), ("abort", request_id), ("stats",), ("close",)
 # engine -> API: ("progress", text), ("ready", info), ("failed", text)     while it starts

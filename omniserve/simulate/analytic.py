@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omniserve.config import EngineConfig
+from omniserve.core.config import EngineConfig
 from omniserve.latency import BatchFeatures, Predictor
 from omniserve.latency.profile import AlphaBeta
 from omniserve.simulate.hardware import DeviceSpec, HostSpec

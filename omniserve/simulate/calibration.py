@@ -16,9 +16,9 @@ from typing import Self
 
 from omniserve.latency import BatchFeatures, Predictor, ScaledModel
 from omniserve.latency.profile import StepSample
+from omniserve.latency.trace import TracedStep, read_steps
 from omniserve.simulate.machine import Machine
 from omniserve.simulate.spread import Spread
-from omniserve.tracing import TracedStep, read_steps
 
 LEAST_STEPS = 100
 """Fewer say little of a step in a hundred."""

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from omniserve.config import EngineConfig
+from omniserve.core.config import EngineConfig
+from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.latency import Profile
-from omniserve.request import SLO, ClassSpec, ServiceClass
 from omniserve.sched import SCHEDULERS
 from omniserve.simulate.analytic import analytic_machine, engine_config_for
 from omniserve.simulate.calibration import Calibration, read_samples

@@ -8,12 +8,12 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from omniserve.capacity import max_model_len, num_blocks
-from omniserve.config import EngineConfig
+from omniserve.core.config import EngineConfig
+from omniserve.core.plan import HostEvent, SampledToken, StepOutput, StepPlan, is_whole
+from omniserve.core.request import Request, RequestOutput, ServiceClass
+from omniserve.engine.capacity import max_model_len, num_blocks
 from omniserve.kv import KV_MANAGERS
 from omniserve.latency import CorrectedModel, Predictor, features_of
-from omniserve.plan import HostEvent, SampledToken, StepOutput, StepPlan, is_whole
-from omniserve.request import Request, RequestOutput, ServiceClass
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.sched.base import SchedulerStats
 from omniserve.simulate.host_tier import SimulatedHostTier

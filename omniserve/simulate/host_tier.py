@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
+from omniserve.core.spec import ModelSpec
 from omniserve.latency.profile import AlphaBeta
-from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
-from omniserve.spec import ModelSpec
 
 _PIECE_KEYS = 256
 """About how many keys a piece of the real tier has; a task is on as many threads as it has pieces."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from omniserve.core.spec import ModelSpec
 from omniserve.latency import LATENCY_MODELS, HostSpeed, ModelShape, Predictor, Profile
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.simulate.host_tier import Copies, HostNode
 from omniserve.simulate.spread import Spread
-from omniserve.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omniserve.spec import AttentionSpec, ModelSpec
+from omniserve.core.spec import AttentionSpec, ModelSpec
 
 _DTYPE_BYTES = 2
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from omniserve.request import SLO
+from omniserve.core.request import SLO
 
 
 @dataclass(slots=True)

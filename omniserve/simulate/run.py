@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from omniserve.config import EngineConfig
-from omniserve.errors import RequestRejected
-from omniserve.request import Request, RequestOutput, SamplingParams, ServiceClass
+from omniserve.core.config import EngineConfig
+from omniserve.core.errors import RequestRejected
+from omniserve.core.request import Request, RequestOutput, SamplingParams, ServiceClass
 from omniserve.simulate.engine import SimulatedEngine, StepRecord
 from omniserve.simulate.load import TraceRequest
 from omniserve.simulate.machine import Machine

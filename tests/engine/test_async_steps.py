@@ -12,10 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from omniserve import Engine, EngineConfig, FinishReason, Request, RequestOutput, SamplingParams, patch
-from omniserve.device_copies import Download, upload
-from omniserve.pending_tokens import PendingTokens
-from omniserve.plan import PENDING_TOKEN, DeviceChunk, PiggybackEntry, StepPlan
-from omniserve.tracing import read_steps
+from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, PiggybackEntry, StepPlan
+from omniserve.latency.trace import read_steps
+from omniserve.ops.device_copies import Download, upload
+from omniserve.runner.pending_tokens import PendingTokens
 from tests.engine.test_engine import hf_tokens, request
 from tests.parity.models import tiny_model
 from tests.sched import preemptible
@@ -83,7 +83,7 @@ def test_a_step_without_tokens_is_waited_for_like_any_other(
         def wait(self) -> None:
             calls.append(f"wait {self.number}")
 
-    monkeypatch.setattr("omniserve.runner.Mark", NotedMark)
+    monkeypatch.setattr("omniserve.runner.runner.Mark", NotedMark)
     engine = make_engine(async_steps=async_steps, max_step_tokens=4)
     engine.add(request(18, 2))  # 5 steps, the last of which samples
     assert [token for output in run(engine) for token in output.new_token_ids] == hf_tokens(18, 2)

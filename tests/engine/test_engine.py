@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from omniserve import Engine, EngineConfig, EngineStopped, FinishReason, Request, SamplingParams
-from omniserve.fingerprint import fingerprint_of
+from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.kv import PagedKVManager
 from tests.host.helpers import host_threads
 from tests.parity.models import VOCAB_SIZE, tiny_model

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from omniserve import Engine, EngineConfig, FinishReason, Request, SamplingParams, json_grammar, patch
-from omniserve.grammar import GrammarCompiler, GrammarFailed
-from omniserve.sampling import Sampler
+from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed
+from omniserve.sampling.sampler import Sampler
 from omniserve.server.tool_calls import ToolCallParser
 from omniserve.server.tools import Tool, calls_grammar
 from tests.parity.engine_histories import poison

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from omniserve import Engine, Request, SamplingParams
-from omniserve.outputs import OutputCollector
-from omniserve.request import RequestOutput, RequestTimes
+from omniserve.core.request import RequestOutput, RequestTimes
+from omniserve.engine.outputs import OutputCollector
 from tests.server.tokenizers_for_tests import byte_level_tokenizer
 
 

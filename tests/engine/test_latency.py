@@ -9,9 +9,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from omniserve import SLO, Engine, EngineConfig, Request, RequestRejected, SamplingParams
-from omniserve.fingerprint import fingerprint_of
+from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.latency import ModelShape, Profile, ProfileMismatch
-from omniserve.tracing import read_steps
+from omniserve.latency.trace import read_steps
 from tests.latency.samples import make_profile
 from tests.sched import preemptible
 

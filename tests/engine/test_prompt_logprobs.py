@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from omniserve import Request, SamplingParams, TokenLogprob
-from omniserve.plan import PromptScores, StepPlan
-from omniserve.prompt_scores import score_prompts
+from omniserve.core.plan import PromptScores, StepPlan
+from omniserve.sampling.prompt_scores import score_prompts
 from tests.parity.engine_histories import check_prompt_logprobs
 from tests.parity.models import VOCAB_SIZE
 

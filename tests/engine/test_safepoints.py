@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from omniserve import Engine, Request, SamplingParams
-from omniserve.plan import StepPlan
+from omniserve.core.plan import StepPlan
 from tests.sched import preemptible
 
 MakeEngine = Callable[..., Engine]

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from omniserve import Engine, EngineConfig, SamplingParams
-from omniserve.graphs import steps
-from omniserve.layers import merged
-from omniserve.plan import (
+from omniserve.core.plan import (
     DeviceChunk,
     HostEvent,
     HostEventKind,
@@ -27,7 +25,9 @@ from omniserve.plan import (
     StepOutput,
     StepPlan,
 )
-from omniserve.runner import LaunchedStep
+from omniserve.layers import merged
+from omniserve.runner.cuda_graphs import steps
+from omniserve.runner.runner import LaunchedStep
 from tests.fake_cuda.runtime import FakeRuntime
 from tests.fake_cuda.watch import is_on_device
 from tests.parity.models import blank_model

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from omniserve import Request, SamplingParams
-from omniserve.layers.merged import MergedLinear
-from omniserve.plan import (
+from omniserve.core.plan import (
     PENDING_TOKEN,
     HostEventKind,
     MoveDirection,
@@ -19,6 +18,7 @@ from omniserve.plan import (
     SlotCopy,
     StepPlan,
 )
+from omniserve.layers.merged import MergedLinear
 from tests.fake_cuda.engines import SEATS, chunk, engine_on
 from tests.fake_cuda.runtime import FakeRuntime
 from tests.fake_cuda.watch import is_on_device

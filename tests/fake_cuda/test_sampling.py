@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from omniserve import SamplingParams
-from omniserve.sampling import Sampler
+from omniserve.sampling.sampler import Sampler
 from tests.fake_cuda.runtime import FakeRuntime
 from tests.fake_cuda.watch import is_on_device
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.device_copies import Download, Mark, upload
 from omniserve.ops.cuda import kernels
+from omniserve.ops.device_copies import Download, Mark, upload
 from tests.fake_cuda.runtime import FakeRuntime, RuleBroken
 from tests.fake_cuda.watch import is_on_device
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from omniserve.core.spec import ModelSpec
 from omniserve.host.tier import HostTier
-from omniserve.spec import ModelSpec
 from tests.host.helpers import Driver, make_spec, make_tier
 
 

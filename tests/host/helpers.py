@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omniserve.core.plan import HostEvent, HostEventKind
+from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host.tier import HostTier
 from omniserve.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
-from omniserve.plan import HostEvent, HostEventKind
-from omniserve.spec import AttentionSpec, ModelSpec
 
 # Against a float64 reference on the same rounded inputs.
 TOLERANCE = {

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from omniserve.plan import HostEventKind
-from omniserve.spec import HOST_KV_DTYPES, AttentionSpec
+from omniserve.core.plan import HostEventKind
+from omniserve.core.spec import HOST_KV_DTYPES, AttentionSpec
 from tests.host.helpers import BLOCK_SIZE, Driver, collect, cpu_ticks, host_threads, make_spec, reference
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from omniserve.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from tests.host.helpers import BLOCK_SIZE, Driver, collect, wait_until
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from omniserve.core.plan import HostEvent, HostEventKind
+from omniserve.core.spec import ModelSpec
 from omniserve.host.tier import HostTier
-from omniserve.plan import HostEvent, HostEventKind
-from omniserve.spec import ModelSpec
 from tests.host.helpers import (
     Driver,
     assert_same_bits,

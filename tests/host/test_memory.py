@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.core.spec import HOST_KV_DTYPES, AttentionSpec
 from omniserve.host.memory import allocate_pool
 from omniserve.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
-from omniserve.plan import HostEventKind, KVMove, MoveDirection
-from omniserve.spec import HOST_KV_DTYPES, AttentionSpec
 from tests.host.helpers import assert_same_bits, collect, make_spec, make_tier, poison, wait_until
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

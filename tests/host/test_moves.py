@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from omniserve.host.direct import DirectMover
 from omniserve.host.staging import StagedMover
 from omniserve.host.tier import HostTier
-from omniserve.plan import HostEventKind, KVMove, MoveDirection
 from tests.host.helpers import (
     BLOCK_SIZE,
     Driver,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from omniserve.plan import HostEventKind
+from omniserve.core.plan import HostEventKind
 from tests.host.helpers import Driver, collect, cpu_ticks, host_threads, make_spec, make_tier, wait_until
 
 CSRC = Path(__file__).parents[2] / "omniserve" / "ops" / "csrc"

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from omniserve.core.plan import KVMove, MoveDirection
 from omniserve.kv import MoveResult, Tier, TieredKVManager
-from omniserve.plan import KVMove, MoveDirection
 
 BLOCK = 4
 TO_HOST, TO_DEVICE = MoveDirection.TO_HOST, MoveDirection.TO_DEVICE

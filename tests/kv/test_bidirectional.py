@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from omniserve.core.plan import KVMove, SlotCopy
+from omniserve.core.request import ServiceClass
 from omniserve.kv import BidirectionalKVManager, MoveResult, Tier
-from omniserve.plan import KVMove, SlotCopy
-from omniserve.request import ServiceClass
 from tests.kv.histories import BLOCK, TO_DEVICE, TO_HOST
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from omniserve.core.plan import MoveDirection
 from omniserve.kv import KV_MANAGERS, PagedKVManager, Tier, TieredKVManager
-from omniserve.plan import MoveDirection
 
 
 @pytest.mark.parametrize("name", KV_MANAGERS.names())

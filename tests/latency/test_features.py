@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omniserve.core.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, PromptScores, StepPlan
 from omniserve.latency import BatchFeatures, ModelShape, features_of
 from omniserve.latency.omniserve import OmniServeModel
-from omniserve.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, PromptScores, StepPlan
 from omniserve.sched import Forecast
 from tests.latency.samples import make_profile
 

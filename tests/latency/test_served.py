@@ -12,19 +12,19 @@ import torch
 from transformers import PreTrainedModel
 
 from omniserve import Engine, EngineConfig, patch
-from omniserve.cores import CoreSplit
-from omniserve.fingerprint import has_constant_steps
+from omniserve.engine.fingerprint import has_constant_steps
+from omniserve.host.cores import CoreSplit
 from omniserve.latency import Profile
-from omniserve.patching import PatchedModel
+from omniserve.layers.patching import PatchedModel
 from omniserve.profiling import fingerprint_of, measure, profile_model, steps
 from omniserve.profiling.bench import ModuleBench
 from omniserve.profiling.host import _HostBench
 from omniserve.profiling.modules import _Sampler
 from omniserve.profiling.served import Served
 from omniserve.profiling.timer import Timer
-from tests.graphs.tape import TapeRecorder, attend
 from tests.latency.samples import FINGERPRINT
 from tests.parity.models import tiny_model
+from tests.runner.tape import TapeRecorder, attend
 
 BLOCK = 8
 CPU = torch.device("cpu")

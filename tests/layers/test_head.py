@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from omniserve.layers.head import MAX_ROWS, project
-from omniserve.patching import patch
+from omniserve.layers.patching import patch
 from tests.parity.models import tiny_model
 
 # Asked of torch and not of the module under test: if that one forgets its kernel, these tests must fail.

@@ -14,7 +14,7 @@ from omniserve.layers import narrow as narrow_module
 from omniserve.layers.compiled import compile_halves, structure
 from omniserve.layers.groups import fused, project
 from omniserve.layers.narrow import NarrowLinear, few_rows, narrow, narrowable, widen
-from omniserve.patching import patch, unpatch
+from omniserve.layers.patching import patch, unpatch
 from tests.ops.tolerances import LINEAR
 from tests.parity.models import tiny_model
 

@@ -13,7 +13,7 @@ from omniserve.layers import packed
 from omniserve.layers.compiled import compile_halves, structure
 from omniserve.layers.groups import fused, groups_of, project
 from omniserve.layers.packed import PackedLinear, pack, packable, unpack
-from omniserve.patching import patch
+from omniserve.layers.patching import patch
 from tests.parity.models import tiny_model
 
 pytestmark = pytest.mark.skipif(

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from omniserve.errors import UnsupportedModelError
+from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers import LAYER_FAMILIES
 from omniserve.layers.compiled import structure
-from omniserve.patching import PatchedModel, patch, unpatch
+from omniserve.layers.patching import PatchedModel, patch, unpatch
 from tests.parity.models import tiny_model
 
 

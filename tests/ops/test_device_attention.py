@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from omniserve.core.spec import AttentionSpec
 from omniserve.ops import OPS
 from omniserve.ops.attention import (
     DEVICE_ATTENTION,
@@ -25,7 +26,6 @@ from omniserve.ops.attention import (
     resolve_attention,
 )
 from omniserve.ops.table import AttentionShape, attention_args
-from omniserve.spec import AttentionSpec
 from tests.ops.checks import CPU, DTYPES
 from tests.ops.tolerances import TORCH_HALF_ATTENTION
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from omniserve.core.spec import AttentionSpec
 from omniserve.ops import OPS
 from omniserve.ops.attention import HostLengths, attend_cpu, attend_xformers
 from omniserve.ops.table import AttentionShape, attention_args
-from omniserve.spec import AttentionSpec
 from tests.ops import fake_xformers
 from tests.ops.checks import CPU
 from tests.ops.tolerances import TORCH_HALF_ATTENTION

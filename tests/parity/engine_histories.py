@@ -24,7 +24,7 @@ from omniserve import (
     SamplingParams,
     TokenLogprob,
 )
-from omniserve.fingerprint import fingerprint_of
+from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.kv import BidirectionalKVManager, Tier
 from omniserve.latency import ModelShape, Profile
 from tests.latency.samples import make_profile

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
+from omniserve.core.spec import AttentionSpec
 from omniserve.layers import family_of
 from omniserve.layers.compiled import structure
-from omniserve.patching import PatchedModel, patch, unpatch
-from omniserve.spec import AttentionSpec
+from omniserve.layers.patching import PatchedModel, patch, unpatch
 from tests.parity.models import MODELS, tiny_model
 
 PROMPT_LENGTHS = (17, 5, 12)
@@ -202,7 +202,7 @@ def test_three_graphs_serve_any_depth_and_token_count(
     # bf16: fused code rounds at other places than eager; hidden states here are of order 10, one ulp is 0.06.
     # An example: as on a GPU with an older torch.
     monkeypatch.setattr("omniserve.layers.compiled.needs_example", lambda on_gpu: has_example)
-    monkeypatch.setattr("omniserve.patching._WARM_UP_ROWS", {"cpu": 40})
+    monkeypatch.setattr("omniserve.layers.patching._WARM_UP_ROWS", {"cpu": 40})
     for num_layers in (2, 24):
         model = tiny_model("llama", dtype, num_layers=num_layers)
         eager = _probe(patch(model, compile=False).omniserve)

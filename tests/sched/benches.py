@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from omniserve.core.plan import StepPlan
+from omniserve.core.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.kv import KV_MANAGERS, BidirectionalKVManager
-from omniserve.plan import StepPlan
-from omniserve.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.sched.policy import RequestScheduler
 from tests.sched.fake_device import FakeDevice

@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 
-from omniserve.plan import (
+from omniserve.core.plan import (
     PENDING_TOKEN,
     HostEvent,
     HostEventKind,

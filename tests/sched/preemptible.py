@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from omniserve.plan import StepPlan
-from omniserve.request import SLO, Request
+from omniserve.core.plan import StepPlan
+from omniserve.core.request import SLO, Request
 from omniserve.sched import SarathiScheduler
 from omniserve.sched.batch import Batch
 from omniserve.sched.policy import BE

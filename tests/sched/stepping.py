@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from omniserve.plan import StepOutput, StepPlan
-from omniserve.request import RequestOutput
+from omniserve.core.plan import StepOutput, StepPlan
+from omniserve.core.request import RequestOutput
 from omniserve.sched import Scheduler
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from omniserve.core.request import SLO, Request, SamplingParams
 from omniserve.kv import KV_MANAGERS
-from omniserve.request import SLO, Request, SamplingParams
 from omniserve.sched import SCHEDULERS
 from tests.sched import preemptible
 from tests.sched.benches import Clock

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
+from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.kv import KV_MANAGERS, Tier, TieredKVManager
-from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
-from omniserve.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.sched.batch import Batch
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.state import Phase, RequestState

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
+from omniserve.core.plan import DeviceChunk, MoveDirection, StepPlan
 from omniserve.kv import Tier
-from omniserve.plan import DeviceChunk, MoveDirection, StepPlan
 from omniserve.sched import bros
 from tests.sched.benches import Bench, Clock, names
 

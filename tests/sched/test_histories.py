@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from omniserve.errors import RequestRejected
+from omniserve.core.errors import RequestRejected
+from omniserve.core.plan import Bound, HostEvent, HostEventKind, MoveDirection, StepOutput, StepPlan
+from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams, ServiceClass, Stay
 from omniserve.kv import KV_MANAGERS, BidirectionalKVManager, Tier, TieredKVManager
 from omniserve.kv.base import KVManager
 from omniserve.latency import features_of
-from omniserve.plan import Bound, HostEvent, HostEventKind, MoveDirection, StepOutput, StepPlan
-from omniserve.request import SLO, FinishReason, Request, RequestOutput, SamplingParams, ServiceClass, Stay
 from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
 from omniserve.sched.admission import LARGEST_MARGIN
 from omniserve.sched.policy import RequestScheduler

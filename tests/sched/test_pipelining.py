@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
+from omniserve.core.plan import Bound, PiggybackEntry, PiggybackJoin
 from omniserve.latency import BatchFeatures, HostSpeed
 from omniserve.latency.omniserve import OmniServeModel
-from omniserve.plan import Bound, PiggybackEntry, PiggybackJoin
 from omniserve.sched.apex import HostWatch, LayerTimes, pipelining_pays
 from tests.latency.samples import LAYERS, make_profile
 from tests.sched.benches import Bench, Clock

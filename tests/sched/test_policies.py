@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from omniserve.plan import HostEvent, HostEventKind, MoveDirection
+from omniserve.core.plan import HostEvent, HostEventKind, MoveDirection
 from omniserve.sched.piggyback import seat_bucket
 from tests.sched.benches import Bench, names
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
+from omniserve.core.request import FinishReason
 from omniserve.kv import Tier
-from omniserve.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
-from omniserve.request import FinishReason
 from omniserve.sched import SCHEDULERS
 from omniserve.sched.state import Phase
 from tests.sched.benches import BLOCK, Bench, names

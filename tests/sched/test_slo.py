@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omniserve.errors import RequestRejected
+from omniserve.core.errors import RequestRejected
+from omniserve.core.plan import Bound
+from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.kv import Tier
-from omniserve.plan import Bound
-from omniserve.request import SLO, ClassSpec, ServiceClass
 from omniserve.sched.load import largest
 from omniserve.sched.ttft import steps_until_memory
 from tests.sched.benches import Clock

@@ -18,7 +18,7 @@ def main() -> int:
 
     from fake_engine import FakeLoader
 
-    from omniserve.config import EngineConfig
+    from omniserve.core.config import EngineConfig
     from omniserve.server.batches.offline import OfflineJob, run_offline
     from omniserve.server.batches.settings import BatchSettings
     from omniserve.server.server_flags import ServerOptions

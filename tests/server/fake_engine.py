@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omniserve.config import EngineConfig
-from omniserve.errors import RequestRejected
-from omniserve.request import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprob
-from omniserve.spec import AttentionSpec, ModelSpec
-from omniserve.stats import EngineStats
+from omniserve.core.config import EngineConfig
+from omniserve.core.errors import RequestRejected
+from omniserve.core.request import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprob
+from omniserve.core.spec import AttentionSpec, ModelSpec
+from omniserve.core.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class FakeEngine:
         if cause == HANG:
             time.sleep(3600)
         if cause == STALL:
-            from omniserve.waiting import wait_for  # imports torch
+            from omniserve.ops.waiting import wait_for  # imports torch
 
             wait_for(_Never(), "a step's tokens", timeout_s=0.1)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()

@@ -9,7 +9,7 @@ import time
 import pytest
 from fake_engine import AGE, ANNOUNCED, SECONDS_PER_TOKEN, SLOW, FakeLoader
 
-from omniserve.request import SLO, Request, SamplingParams
+from omniserve.core.request import SLO, Request, SamplingParams
 from omniserve.server.engine_client import Accepted, EngineClient
 
 HEADER = "x-omniserve-predicted-ttft-ms"

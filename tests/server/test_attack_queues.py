@@ -10,7 +10,7 @@ import signal
 import pytest
 from fake_engine import FakeLoader
 
-from omniserve.request import Request, SamplingParams
+from omniserve.core.request import Request, SamplingParams
 from omniserve.server import engine_client
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.errors import ApiError

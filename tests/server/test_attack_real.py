@@ -11,7 +11,7 @@ import pytest
 from conftest import RunningServer
 from hypothesis import HealthCheck, given, settings
 
-from omniserve.server.loading import BUILTIN_MODEL_NAME
+from omniserve.launch.loading import BUILTIN_MODEL_NAME
 from tests.server.attack import bodies
 from tests.server.attack.real import FLAGS, overload
 from tests.server.attack.sockets import send

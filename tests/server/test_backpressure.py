@@ -15,7 +15,7 @@ import pytest
 from fake_engine import SILENT, SLOW
 from tokenizers_for_tests import byte_level_tokenizer
 
-from omniserve.request import SLO, FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from omniserve.core.request import SLO, FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from omniserve.server.backlog import Backlog
 from omniserve.server.body import BodyReader
 from omniserve.server.choice import Delta

@@ -19,8 +19,8 @@ from batch_inputs import completion_line, jsonl, line, prompt_of
 from fake_engine import SLOW
 from tokenizers_for_tests import byte_level_tokenizer
 
-from omniserve.batch import main
 from omniserve.server.batches import remote
+from omniserve.server.batches.cli import main
 from omniserve.server.batches.remote import RemoteBatches, RemoteError
 
 ABC = byte_level_tokenizer()("abc").input_ids

@@ -6,8 +6,8 @@ import openai
 import pytest
 from fake_engine import SECONDS_PER_TOKEN
 
-from omniserve.config import DEFAULT_CLASSES
-from omniserve.request import ClassSpec
+from omniserve.core.config import DEFAULT_CLASSES
+from omniserve.core.request import ClassSpec
 from omniserve.server.classes import class_of_tier
 from omniserve.server.errors import ApiError
 

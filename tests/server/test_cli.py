@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from omniserve import profile
-from omniserve.config import EngineConfig
+from omniserve.core.config import EngineConfig
+from omniserve.core.request import SLO, ClassSpec
 from omniserve.kv import KV_MANAGERS
 from omniserve.latency import LATENCY_MODELS
+from omniserve.launch import profile_cli
 from omniserve.ops.attention import DEVICE_ATTENTION
-from omniserve.request import SLO, ClassSpec
 from omniserve.sched import SCHEDULERS
 from omniserve.server import cli
 from omniserve.server.cli import parse_args
@@ -31,7 +31,7 @@ def test_defaults_are_those_of_engine_config():
     assert (loader.profile, loader.with_profile) == (None, True)
 
 
-@pytest.mark.parametrize("program", [cli, profile], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", [cli, profile_cli], ids=lambda program: program.__name__)
 @pytest.mark.parametrize(
     ("flag", "registry"),
     [

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from fake_engine import FakeEngine
 
-from omniserve.config import EngineConfig
-from omniserve.request import Request, RequestOutput, SamplingParams
+from omniserve.core.config import EngineConfig
+from omniserve.core.request import Request, RequestOutput, SamplingParams
 from omniserve.server import engine_process, wire
 from omniserve.server.logs import RequestNames
 

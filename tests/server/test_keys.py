@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from omniserve.request import ClassSpec
+from omniserve.core.request import ClassSpec
 from omniserve.server.cli import parse_args
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file

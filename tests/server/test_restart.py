@@ -16,8 +16,8 @@ import openai
 import pytest
 from fake_engine import DIE, HANG, SLOW, STALL, FakeLoader
 
-from omniserve.errors import EngineStopped
-from omniserve.request import Request, SamplingParams
+from omniserve.core.errors import EngineStopped
+from omniserve.core.request import Request, SamplingParams
 from omniserve.server import engine_client
 from omniserve.server.supervisor import EngineSupervisor, pause_before
 from tests.server.attack.processes import engine_pid
@@ -154,7 +154,7 @@ def test_an_engine_whose_device_hangs_says_so_in_the_log_and_has_a_successor(cap
     told = asyncio.run(scenario())
     assert f"the engine has stopped: {told}; start 1 of 1 in 1 s" in caplog.text
     log = capfd.readouterr().err  # the engine process's
-    assert "the engine's step failed" in log and "Traceback" in log and "omniserve.errors.Stalled" in log
+    assert "the engine's step failed" in log and "Traceback" in log and "omniserve.core.errors.Stalled" in log
 
 
 def test_an_engine_that_hangs_without_a_word_is_killed_and_has_a_successor(monkeypatch):

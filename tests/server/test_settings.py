@@ -8,8 +8,8 @@ import json
 import pytest
 import yaml
 
-from omniserve.config import EngineConfig
-from omniserve.request import ClassSpec
+from omniserve.core.config import EngineConfig
+from omniserve.core.request import ClassSpec
 from omniserve.server.cli import parse_args
 
 # Field of EngineConfig -> the setting for it, a value of that, and what the field is then; not its default.

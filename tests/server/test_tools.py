@@ -9,7 +9,7 @@ from openai import pydantic_function_tool
 from pydantic import BaseModel
 from tokenizers_for_tests import TOOL_CHAT_TEMPLATE, byte_level_tokenizer
 
-from omniserve.grammar import GrammarCompiler, GrammarFailed
+from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed
 from omniserve.server.tool_calls import ToolCallParser
 from omniserve.server.tools import Tool, calls_grammar
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from otlp_receiver import receiving
 
-from omniserve.request import add_stay
+from omniserve.core.request import add_stay
 from omniserve.server.cli import parse_args
 from omniserve.server.trace_export import open_traces
 

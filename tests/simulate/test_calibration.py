@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from omniserve import EngineConfig
-from omniserve.config import DEFAULT_CLASSES
+from omniserve.core.config import DEFAULT_CLASSES
+from omniserve.core.plan import StepPlan
 from omniserve.latency import BatchFeatures, ScaledModel, StepSample, accuracy_of
-from omniserve.plan import StepPlan
+from omniserve.latency.trace import StepTracer
 from omniserve.simulate import Calibration, Load, SimulationConfig, simulate
 from omniserve.simulate.calibration import COMPILED, LEAST_STEPS, read_samples
 from omniserve.simulate.load import TraceRequest
-from omniserve.tracing import StepTracer
 from tests.sched.predictor import LinearPredictor
 from tests.simulate.machines import DIMS, machine
 

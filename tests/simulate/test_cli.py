@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from omniserve.config import DEFAULT_CLASSES
+from omniserve.core.config import DEFAULT_CLASSES
+from omniserve.core.plan import StepPlan
 from omniserve.latency import BatchFeatures
 from omniserve.latency.omniserve import OmniServeModel
-from omniserve.plan import StepPlan
+from omniserve.latency.trace import StepTracer
 from omniserve.simulate.cli import main
-from omniserve.tracing import StepTracer
 from tests.latency.samples import LAYERS, make_profile
 
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from omniserve.core.plan import HostEventKind, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.latency.profile import AlphaBeta
-from omniserve.plan import HostEventKind, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.simulate import Copies, HostNode, SimulatedHostTier
 from tests.simulate.machines import DIMS
 

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from omniserve import EngineConfig
+from omniserve.core.spec import ModelSpec
 from omniserve.latency import BatchFeatures, HostSpeed
 from omniserve.latency.conserve import ConServeModel
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.simulate import Load, SimulationConfig, machine_of_profile, simulate
 from omniserve.simulate.load import TraceRequest
 from omniserve.simulate.models import ModelDims
-from omniserve.spec import ModelSpec
 from tests.latency.samples import FINGERPRINT, LAYERS, SHAPE, draw_steps, make_profile, with_chunk
 
 SPEC: ModelSpec = ModelDims(

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.cpp_extension import include_paths, library_paths
 from transformers import PreTrainedModel
 
+from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention import HostLengths
 from omniserve.ops.attention.base import graph_safe
 from omniserve.ops.cuda import kernels
 from omniserve.ops.host_layout import pack_blocks, read_blocks
-from omniserve.spec import AttentionSpec
-from tests.graphs import tape
+from tests.runner import tape
 from tests.streams.device import Graph, LazyDevice, Order, Point, Pool, Stream
 from tests.streams.pinned import PinnedMemory, poison
 from tests.streams.tensors import CUDA, HostWork, LazyMode, LazyTensor

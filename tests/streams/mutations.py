@@ -17,18 +17,18 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from omniserve.device_copies import Download
-from omniserve.graphs.inputs import ConstantInputs
-from omniserve.graphs.recorder import GraphRecorder
 from omniserve.host import direct, tier
 from omniserve.host.direct import DirectMover
 from omniserve.host.mover import Mover
 from omniserve.host.staging import StagedMover
 from omniserve.host.tier import HostTier
-from omniserve.piggyback_rows import PiggybackRows
-from omniserve.runner import LaunchedStep, ModelRunner
-from omniserve.safepoint import LayerPace
-from omniserve.waiting import wait_for
+from omniserve.ops.device_copies import Download
+from omniserve.ops.waiting import wait_for
+from omniserve.runner.cuda_graphs.inputs import ConstantInputs
+from omniserve.runner.cuda_graphs.recorder import GraphRecorder
+from omniserve.runner.piggyback_rows import PiggybackRows
+from omniserve.runner.runner import LaunchedStep, ModelRunner
+from omniserve.runner.safepoint import LayerPace
 from tests.streams.tensors import LazyTensor
 
 Change = Callable[[], AbstractContextManager[None]]

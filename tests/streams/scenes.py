@@ -7,13 +7,13 @@ from unittest import mock
 
 import torch
 
+from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host.direct import DirectMover
 from omniserve.host.mover import Mover
 from omniserve.host.staging import StagedMover
 from omniserve.host.tier import HostTier
 from omniserve.ops.host_layout import pack_blocks
-from omniserve.plan import HostEventKind, KVMove, MoveDirection
-from omniserve.spec import AttentionSpec, ModelSpec
 from tests.streams.device import Order
 from tests.streams.runs import Bench
 from tests.streams.tensors import CUDA, LazyTensor

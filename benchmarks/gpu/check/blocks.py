@@ -19,7 +19,7 @@ import torch
 from benchmarks.gpu.check.steps import described, open_tiny, serve
 from benchmarks.gpu.script import Script, argument_parser
 from omniserve import patch
-from omniserve.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from tests.host.helpers import assert_same_bits, make_spec, make_tier, read_pool, write_blocks
 from tests.parity.engine_histories import Reference
 from tests.parity.models import tiny_model

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.script import Script, argument_parser
-from omniserve.device_copies import upload
-from omniserve.plan import HostEvent, HostEventKind
+from omniserve.core.plan import HostEvent, HostEventKind
+from omniserve.ops.device_copies import upload
 from tests.host.helpers import assert_same_bits, make_spec, make_tier
 
 _SLOTS, _BLOCK, _TOKENS = 48, 16, 64

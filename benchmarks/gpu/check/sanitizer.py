@@ -15,9 +15,9 @@ from benchmarks.gpu.check.blocks import Pools
 from benchmarks.gpu.engines import attentions
 from benchmarks.gpu.program import run_program
 from benchmarks.gpu.script import NotHere, Script, argument_parser, scrubbed
+from omniserve.core.spec import AttentionSpec
 from omniserve.ops import OPS, Sample
 from omniserve.ops.attention import resolve_attention
-from omniserve.spec import AttentionSpec
 
 TOOLS = ("memcheck", "racecheck")
 _FEW = 2

@@ -13,7 +13,7 @@ from benchmarks.common.record import ROOT
 from benchmarks.gpu.program import run_program
 from benchmarks.gpu.script import NotHere, Script, argument_parser, scrubbed
 
-_DRY = [Path("tests/graphs/test_shapes.py")]
+_DRY = [Path("tests/runner/test_shapes.py")]
 _OUTCOME = r"(PASSED|FAILED|ERROR|SKIPPED)"
 _LINE = re.compile(rf"^(?:\[gw\d+\] \[ *\d+%\] {_OUTCOME} (tests/.+?)|(tests/.+?) {_OUTCOME})(?: +\[ *\d+%\])?\s*$")
 """A test's line of ``pytest -v``, with and without xdist."""

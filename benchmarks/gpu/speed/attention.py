@@ -13,8 +13,8 @@ from benchmarks.gpu.engines import attentions
 from benchmarks.gpu.models import LLAMA_8B, TINY
 from benchmarks.gpu.script import Case, NotHere, Script, argument_parser
 from benchmarks.gpu.timing import graph_of, median_seconds
+from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention import HostLengths, is_graph_safe, resolve_attention
-from omniserve.spec import AttentionSpec
 
 _BLOCK = 64
 _LAYERS = 8

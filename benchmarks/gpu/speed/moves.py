@@ -13,9 +13,9 @@ from benchmarks.gpu.engines import config_of, open_decoding, renew, step_times
 from benchmarks.gpu.models import LLAMA_8B, patched_model
 from benchmarks.gpu.script import Script, argument_parser
 from benchmarks.gpu.timing import reclaim_memory, seconds
+from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.plan import HostEventKind, KVMove, MoveDirection
 
 _BLOCK = 64
 _PATIENCE_S = 20.0

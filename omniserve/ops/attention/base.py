@@ -16,8 +16,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from omniserve.registry import Registry
-from omniserve.spec import AttentionSpec
+from omniserve.core.registry import Registry
+from omniserve.core.spec import AttentionSpec
 
 F = TypeVar("F", bound=Callable[..., Tensor])
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention.base import DEVICE_ATTENTION, HostLengths
-from omniserve.spec import AttentionSpec
 
 
 @DEVICE_ATTENTION.register("cpu")

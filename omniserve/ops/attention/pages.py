@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniserve.spec import AttentionSpec
+from omniserve.core.spec import AttentionSpec
 
 
 def gather_keys(cache_BKSH: Tensor, blocks_M: Tensor, first: int, end: int, reversed_M: Tensor | None = None) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention.base import DEVICE_ATTENTION, HostLengths, host_lengths
 from omniserve.ops.attention.pages import first_key, gather_keys
-from omniserve.spec import AttentionSpec
 
 
 @DEVICE_ATTENTION.register("sdpa")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention.base import DEVICE_ATTENTION, HostLengths, graph_safe
-from omniserve.spec import AttentionSpec
 
 
 @DEVICE_ATTENTION.register("triton")

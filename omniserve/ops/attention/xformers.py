@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention.base import DEVICE_ATTENTION, HostLengths, host_lengths
 from omniserve.ops.attention.pages import first_key, gather_keys, head_pages
-from omniserve.spec import AttentionSpec
 
 
 @DEVICE_ATTENTION.register("xformers")

@@ -7,7 +7,7 @@ import time
 from http import HTTPStatus
 from typing import Any
 
-from omniserve.request import ServiceClass
+from omniserve.core.request import ServiceClass
 from omniserve.server.answers import collect
 from omniserve.server.batches.claims import ClaimedLine, LineResult
 from omniserve.server.batches.lines import body_of

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from omniserve.errors import EngineStopped
+from omniserve.core.errors import EngineStopped
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import FileFolder
 from omniserve.server.batches.leftovers import NewFile

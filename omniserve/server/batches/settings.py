@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from omniserve.server.engine_flags import integer, positive
+from omniserve.launch.flags import integer, positive
 
 
 def default_data_dir() -> Path:

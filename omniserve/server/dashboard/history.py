@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omniserve.request import ClassSpec
+from omniserve.core.request import ClassSpec
 from omniserve.server.dashboard.readings import Reading
 from omniserve.server.dashboard.series import Value, chart_values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from omniserve.request import ClassSpec, ServiceClass
+from omniserve.core.request import ClassSpec, ServiceClass
 from omniserve.server.dashboard.readings import Key, Reading
 
 Value = float | None

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from omniserve.errors import EngineStopped
+from omniserve.core.errors import EngineStopped
 from omniserve.server.dashboard.history import History
 from omniserve.server.dashboard.pages import router
 from omniserve.server.dashboard.readings import Reading, read

@@ -1,0 +1,167 @@
+"""EngineConfig: every setting of an engine. Plain data, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from omniserve.core.request import SLO, ClassSpec, ServiceClass
+from omniserve.core.spec import HOST_KV_DTYPES
+
+GIB = 1 << 30
+
+
+DEFAULT_CLASSES = (
+    ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=SLO(ttft_s=1.0, tpot_s=0.1)),
+    ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of an engine.
+
+    Raises:
+        ValueError: A setting is out of its range; the message says which and what to give instead.
+    """
+
+    scheduler: str = "omniserve"
+    """Name in SCHEDULERS, or ``package.module:Class``."""
+    kv: str = "tiered"
+    """Name in KV_MANAGERS (``paged``: device only; ``tiered``: device and host; ``incremental``: the same, and
+    preempted requests resume from checkpoints; ``bidirectional``: likewise, and LS requests share blocks with BE ones),
+    or ``package.module:Class``."""
+    attention: str = "auto"
+    """Name in DEVICE_ATTENTION; ``auto`` takes the best that this device has."""
+
+    device_kv_bytes: int = 1 * GIB
+    """Memory for the device tier's KV pool; without a GPU it is taken from main memory, all of it, at the start."""
+    host_kv_bytes: int = 1 * GIB
+    """Memory for the host tier's KV pool; 0 switches the host tier off. With a GPU it is page-locked."""
+    host_kv_dtype: str = "auto"
+    """``auto``: the host pool is in the model's dtype, and its outputs are the device tier's. ``int8``: half the bytes
+    or less (a scale per token and KV head included), so that about twice the tokens fit. Its
+    outputs are not exact: K and V are rounded, by up to 0.4 % of their row's largest value, as they come to the host
+    tier, and stay so if they go back."""
+    block_size: int = 64
+    """Tokens per KV block, on both tiers; a power of two."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; None takes the model's."""
+
+    max_step_tokens: int = 512
+    """Most device rows in a step (the token budget of chunked prefill)."""
+    max_num_requests: int = 256
+    """Most requests that hold device KV at a time (BE requests do not count against LS ones)."""
+    max_host_requests: int = 256
+    """Slots of the host tier: most requests that decode there at a time."""
+    max_piggyback_slots: int = 32
+    """Largest P: most piggyback rows a layer."""
+    max_piggyback_rows: int | None = None
+    """Most piggyback rows in a step over all layers; None: P in every layer."""
+    ls_reserve_fraction: float = 0.05
+    """Share of the device blocks that BE requests leave free for LS ones, in [0, 1)."""
+    swap_in_delay_s: float = 1.0
+    """Seconds that load must have been light before BE KV moves back to the device (omniserve 3.2.4)."""
+    min_residence_s: float = 5.0
+    """Seconds that a BE request's KV stays where it is after a move, unless an LS request needs the memory."""
+    checkpoint_kv: bool = False
+    """Copy full blocks of BE requests to the host tier as they fill, so that moving a request there costs one block.
+    ``incremental`` always does, ``bidirectional`` never: it copies what is about to be overwritten."""
+    keep_halted: bool = True
+    """BE rows that leave a step between two layers (``conserve``) go on from there later; False: they begin anew."""
+
+    latency_model: str = "omniserve"
+    """Name in LATENCY_MODELS, or ``package.module:Class``; it is used if the engine is given a profile."""
+    admission: bool = True
+    """Reject LS requests whose predicted TTFT misses their objective."""
+    be_order: str = "decode"
+    """``decode``: BE decodes come before BE prompts, which get the time that is left. ``prefill``: the paper's order
+    (omniserve 3.3.2); more BE prompts than the device can prefill then leave no time to decode."""
+    offload_for_time: bool = False
+    """BE decodes for which steps have no time go to the host tier although the device has memory for them, if the host
+    tier has cores of its own (omniserve 3.3.5). There each token takes a step a layer: they come to fewer tokens."""
+    slack: str = "deadline"
+    """``step``: no step is longer than the shortest TPOT in it. ``deadline``: a request that is ahead of its schedule
+    lends its lead to the step."""
+    trace_steps: str | None = None
+    """File that gets one JSON line a step, for ``python -m omniserve.explain``."""
+
+    device_threads: int | None = None
+    """CPU threads of the device tier while the host tier is idle; None: all cores, less those that other processes use
+    (no effect on a GPU's kernels)."""
+    host_threads: int | None = None
+    """Host tier threads; None: half the cores without a GPU, all but two with one."""
+    host_cores: tuple[int, ...] | None = None
+    """Cores that host threads are pinned to; None: not pinned."""
+
+    async_steps: bool | None = None
+    """Schedule and launch each step while the one before it runs, so that the device does not wait for the host between
+    them; outputs come a step later. None: with a GPU. Without one a step runs as it is launched: True is for tests."""
+    compile: bool = True
+    """torch.compile the dense halves; False runs the same code eagerly."""
+    step_graphs: str = "auto"
+    """Run steps in a small set of constant shapes, recorded at the start: a decode step is then one launch, its
+    piggyback rows included. ``auto``: as CUDA graphs on a GPU, not on the CPU; ``on``: on the CPU, too, where it is of
+    use for tests only; ``off``."""
+    step_graphs_limit_s: float = 60.0
+    """Most seconds that recording steps may take at the start, with compiling kernels; steps that are not recorded run
+    kernel by kernel. Some hundred steps take a few seconds, and kernels that are compiled for the first time most of
+    a minute."""
+    step_graphs_bytes: int = 2 * GIB
+    """Most device memory that recorded steps may take, beside the KV pool and the weights."""
+    classes: tuple[ClassSpec, ...] = DEFAULT_CLASSES
+    """Classes of requests, highest priority first; latency-sensitive ones come before best-effort ones."""
+    seed: int = 0
+    """Seeds the sampling of requests that have no seed of their own."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+        if self.host_kv_dtype not in HOST_KV_DTYPES:
+            raise ValueError(f"host_kv_dtype must be one of {', '.join(HOST_KV_DTYPES)}, got {self.host_kv_dtype!r}")
+        if not (math.isfinite(self.ls_reserve_fraction) and 0 <= self.ls_reserve_fraction < 1):
+            raise ValueError(f"ls_reserve_fraction must be in [0, 1), got {self.ls_reserve_fraction}")
+        for name, low in (
+            ("device_kv_bytes", 1), ("host_kv_bytes", 0), ("max_step_tokens", 1), ("max_num_requests", 1),
+            ("max_host_requests", 1), ("max_piggyback_slots", 1), ("step_graphs_bytes", 0),
+        ):  # fmt: skip
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} must be >= {low}, got {getattr(self, name)}")
+        for name in ("swap_in_delay_s", "min_residence_s", "step_graphs_limit_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name} must be a number >= 0, got {getattr(self, name)}")
+        if self.checkpoint_kv and self.kv == "paged":
+            raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
+        if self.be_order not in ("decode", "prefill"):
+            raise ValueError(f"be_order must be decode or prefill, got {self.be_order!r}")
+        if self.step_graphs not in ("auto", "on", "off"):
+            raise ValueError(f"step_graphs must be auto, on or off, got {self.step_graphs!r}")
+        if self.slack not in ("step", "deadline"):
+            raise ValueError(f"slack must be step or deadline, got {self.slack!r}")
+        for name in ("device_threads", "host_threads", "max_model_len", "max_piggyback_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be >= 1 or None, got {value}")
+        check_classes(self.classes)
+
+    def class_named(self, name: str) -> ClassSpec:
+        """Return a class.
+
+        Raises:
+            ValueError: There is none of that name.
+        """
+        for spec in self.classes:
+            if spec.name == name:
+                return spec
+        raise ValueError(f"there is no class {name!r}; this engine has {', '.join(c.name for c in self.classes)}")
+
+
+def check_classes(classes: tuple[ClassSpec, ...]) -> None:
+    """Raise ValueError unless the names differ, both kinds are there, and LS kinds come first."""
+    names, kinds = [spec.name for spec in classes], [spec.kind for spec in classes]
+    if len(set(names)) < len(names):
+        raise ValueError(f"classes must have different names, got {', '.join(names)}")
+    if set(kinds) != set(ServiceClass):
+        raise ValueError(f"classes needs one of kind LS and one of kind BE at least, got {[str(k) for k in kinds]}")
+    if kinds != sorted(kinds, reverse=True):  # "LS" > "BE"
+        raise ValueError(f"classes of kind LS must come before those of kind BE, got {', '.join(names)}")

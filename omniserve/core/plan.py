@@ -1,0 +1,244 @@
+"""What a scheduler decides (StepPlan) and what comes of it (StepOutput, HostEvent). Ids and counts, no tensors.
+
+A step runs the batch ``[device rows | P piggyback seats]`` through all layers (one pass: the papers' iteration).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from omniserve.core.request import TokenLogprob
+
+PENDING_TOKEN = -1
+"""Stands for a request's newest token in a plan that was made before the host knew it: the step in flight samples it,
+and it never leaves the device on its way into this one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptScores:
+    """Rows of a chunk whose successors in the prompt get log-probabilities."""
+
+    first_row: int
+    """Index in the chunk."""
+    token_ids: tuple[int, ...]
+    """What follows this row and each of the next."""
+    num_top: int
+    """Likeliest tokens to tell beside each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceChunk:
+    """Tokens ``[start, start + len(token_ids))`` of one request, attended on the device."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """The last may be PENDING_TOKEN."""
+    start: int
+    """Position of the first token; KV of ``[0, start)`` is on the device already."""
+    block_ids: tuple[int, ...]
+    """Device blocks that cover ``[0, start + len(token_ids))``, in order."""
+    samples: bool
+    """The last row is the request's newest known token, so a new token is sampled from it."""
+    is_reversed: bool = False
+    """The blocks run from the right: offset i of a block is its slot ``block_size - 1 - i``."""
+    from_layer: int = 0
+    """Above 0: these very tokens left an earlier step before this layer, and go on there (``StepOutput.halted``)."""
+    scores: PromptScores | None = None
+    """None unless the request asked for log-probabilities of its prompt and these rows are the first to tell them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PiggybackEntry:
+    """A BE token that begins its way on the host tier: embedded and sent through pre-attention of layer 0."""
+
+    request_id: str
+    token_id: int
+    """May be PENDING_TOKEN, but not in ``StepPlan.pipelined``."""
+    position: int
+    slot: int
+    """Host slot: the row in the residual store and in the host tier's queues."""
+    epoch: int
+    """Raised whenever the slot changes hands; a result with another epoch is stale."""
+    block_ids: tuple[int, ...]
+    """Host blocks that cover ``[0, position]``, in order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PiggybackJoin:
+    """A BE token whose attention at ``layer`` came back from the host tier and joins this step there."""
+
+    request_id: str
+    position: int
+    slot: int
+    epoch: int
+    layer: int
+
+
+class MoveDirection(enum.StrEnum):
+    """Which way KV travels."""
+
+    TO_HOST = "to_host"
+    TO_DEVICE = "to_device"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVMove:
+    """Copy a request's blocks (all layers, K and V) between tiers, beside the steps.
+
+    The request is not schedulable until the move's HostEvent arrives; source and destination stay allocated until then.
+    """
+
+    request_id: str
+    move_id: int
+    direction: MoveDirection
+    src_block_ids: tuple[int, ...]
+    dst_block_ids: tuple[int, ...]
+    is_checkpoint: bool = False
+    """A copy to the host of blocks that are full, and so never written again: the request goes on meanwhile."""
+    is_reversed: bool = False
+    """The device blocks run from the right; those of the host never do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotCopy:
+    """Copy the slots ``[begin, end)`` of a device block (all layers, K and V) into those of another one."""
+
+    source_block: int
+    target_block: int
+    begin: int
+    end: int
+
+
+class Bound(enum.StrEnum):
+    """What kept work out of a step."""
+
+    TIME = "time"  # the step would have become longer than its bound, or, of host rows, bring less a second
+    TOKENS = "tokens"  # max_step_tokens
+    REQUESTS = "requests"  # max_num_requests
+    MEMORY = "memory"  # no device blocks
+    HOST_MEMORY = "host memory"  # no host blocks
+    SEATS = "seats"  # max_piggyback_slots or max_piggyback_rows
+    ORDER = "order"  # somebody before it was kept out, and it must not overtake
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """Work of one kind that could have been in a step and was not."""
+
+    work: str
+    """``LS prefill``, ``BE prefill``, ``BE decode``, ``piggyback entry``, ``piggyback join``, ``pipelined row``."""
+    num_requests: int
+    first_request_id: str
+    bound: Bound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """Why a step is what it is. Seconds; None where the policy has no latency model."""
+
+    predicted_s: float | None = None
+    """The whole step."""
+    predicted_ls_s: float | None = None
+    """The step without its best-effort work."""
+    bound_s: float | None = None
+    """What best-effort work was added up to; None: nothing limits it."""
+    bound_by: str = ""
+    """Where the bound comes from: ``tpot of <request>``, ``ttft of <request>``, ``ttft of a new request``,
+    ``residual time of <request>``."""
+    left_out: tuple[LeftOut, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """One step, or nothing to run (``is_empty``) if everybody waits for the host tier."""
+
+    step_id: int
+    chunks: tuple[DeviceChunk, ...] = ()
+    entries: tuple[PiggybackEntry, ...] = ()
+    joins: tuple[PiggybackJoin, ...] = ()
+    """At most ``num_piggyback_slots`` a layer."""
+    num_piggyback_slots: int = 0
+    """P: seats for piggyback rows, one of a small set of buckets; 0 is plain continuous batching."""
+    relocations: tuple[SlotCopy, ...] = ()
+    """Done in this order before anything else of the step reads or writes."""
+    moves: tuple[KVMove, ...] = ()
+    """Copies to start; they run beside the steps."""
+    pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()
+    """The second sub-batch of asymmetric pipelining: entries, then joins by layer, that pass all layers they have left
+    in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""
+    preemptible: frozenset[str] = frozenset()
+    """Requests whose device rows may be asked to leave between two layers (conserve 4.3)."""
+    cancels: tuple[int, ...] = ()
+    """Host slots whose task nobody waits for any more (aborted requests); its event still comes."""
+    decision: Decision | None = None
+    """For traces; None if the policy does not explain itself."""
+
+    @property
+    def num_device_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def is_empty(self) -> bool:
+        """True when no row is computed (moves may still start)."""
+        return not (self.chunks or self.entries or self.joins or self.pipelined)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledToken:
+    """One new token."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutput:
+    """What the runner made of a plan."""
+
+    tokens: Mapping[str, SampledToken] = field(default_factory=dict)
+    """Request id -> new token, for every sampling chunk, every join at the last layer and all of ``pipelined``."""
+    prompt_logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    """Request id -> what its chunk's ``scores`` asked for, unless it was halted or has failed."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Request id -> message, for requests that cannot go on (non-finite logits, say)."""
+    halted: Mapping[str, int] = field(default_factory=dict)
+    """Request id -> layer, for chunks that were asked to leave: the first layer that was not computed; 0: what was
+    computed is dropped."""
+    lost: frozenset[str] = frozenset()
+    """Requests of ``pipelined`` whose host attention failed: they must be recomputed."""
+
+
+def is_whole(plan: StepPlan, halted: Mapping[str, int]) -> bool:
+    """Return True if all rows of a step passed all layers: only then did it take the time of its rows.
+
+    Args:
+        plan: The step.
+        halted: Those of its requests that left it (see StepOutput).
+    """
+    return not halted and all(chunk.from_layer == 0 for chunk in plan.chunks)
+
+
+class HostEventKind(enum.StrEnum):
+    """What the host tier, or a KV copy, reports."""
+
+    ATTENTION_DONE = "attention_done"
+    ATTENTION_FAILED = "attention_failed"
+    MOVE_DONE = "move_done"
+    MOVE_FAILED = "move_failed"
+    TIER_DOWN = "tier_down"
+    """The last host thread died: what is on the host tier must be recomputed on the device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostEvent:
+    """Something that finished beside the steps. Events of one slot arrive in order, those of others in any."""
+
+    kind: HostEventKind
+    slot: int = -1
+    epoch: int = -1
+    layer: int = -1
+    position: int = -1
+    move_id: int = -1
+    message: str = ""

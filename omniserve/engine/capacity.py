@@ -1,0 +1,103 @@
+"""What fits into an engine: blocks of its pools, its context, and so a request. Plain numbers, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omniserve.core.config import EngineConfig
+from omniserve.core.request import Request
+from omniserve.core.spec import ModelSpec
+from omniserve.kv import KV_MANAGERS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestLimits:
+    """What no request of an engine can have, whatever its load."""
+
+    vocab_size: int
+    max_model_len: int
+    """Longest prompt plus output, in tokens."""
+    pool_tokens: int
+    """Tokens that the device KV pool holds."""
+    has_tokenizer: bool
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never be served.
+
+        Raises:
+            ValueError: A token is outside the vocabulary, the prompt plus output is longer than the model or the KV
+                pool allows, or there are stop strings and no tokenizer.
+        """
+        num_prompt, sampling = len(request.prompt_token_ids), request.sampling
+        if (largest := max(request.prompt_token_ids)) >= self.vocab_size:
+            raise ValueError(f"prompt token {largest} is outside the vocabulary of {self.vocab_size} tokens")
+        if (biased := max((token_id for token_id, _ in sampling.logit_bias), default=0)) >= self.vocab_size:
+            raise ValueError(f"logit_bias's token {biased} is outside the vocabulary of {self.vocab_size} tokens")
+        total = num_prompt + sampling.max_tokens
+        if total > self.max_model_len:
+            raise ValueError(
+                f"the prompt has {num_prompt} tokens and max_tokens is {sampling.max_tokens}: {total} in all, but the "
+                f"context is {self.max_model_len} tokens; shorten the prompt or lower max_tokens"
+            )
+        if total > self.pool_tokens:
+            raise ValueError(
+                f"the prompt and max_tokens are {total} tokens, but the device KV pool holds {self.pool_tokens}; "
+                f"raise device_kv_bytes or lower max_tokens"
+            )
+        if sampling.stop and not self.has_tokenizer:
+            raise ValueError("stop strings need a tokenizer: give Engine(..., tokenizer=...) or use stop_token_ids")
+
+
+def has_host_tier(config: EngineConfig) -> bool:
+    """Return whether an engine with this configuration has a host tier.
+
+    Raises:
+        ValueError: There is no such KV manager.
+    """
+    return config.host_kv_bytes > 0 and KV_MANAGERS.get(config.kv).uses_host
+
+
+def max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return the longest prompt plus output in tokens.
+
+    Raises:
+        ValueError: The settings ask for more than the model has positions for.
+    """
+    if config.max_model_len is None:
+        return spec.max_model_len
+    if config.max_model_len > spec.max_model_len:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, but the model has positions for {spec.max_model_len} tokens"
+        )
+    return config.max_model_len
+
+
+def num_blocks(config: EngineConfig, spec: ModelSpec, *, has_hosts: bool = True) -> tuple[int, int]:
+    """Return the blocks of the device pool and of the host pool, 0 without a host tier.
+
+    Args:
+        config: An engine's settings.
+        spec: The model's sizes.
+        has_hosts: The machine can have a host tier.
+
+    Raises:
+        ValueError: A pool is smaller than a block, or the KV manager needs a host pool and there is none.
+    """
+    num_device_blocks = _num_blocks(config.device_kv_bytes, spec.kv_block_bytes(config.block_size), "device_kv_bytes")
+    if not has_hosts:
+        return num_device_blocks, 0
+    block_bytes = spec.host_block_bytes(config.block_size, config.host_kv_dtype)
+    if KV_MANAGERS.get(config.kv).restores and config.host_kv_bytes < block_bytes:
+        raise ValueError(
+            f"kv={config.kv!r} keeps checkpoints in host memory, but host_kv_bytes is {config.host_kv_bytes}; "
+            f"give at least {block_bytes}, or set kv to paged"
+        )
+    if not has_host_tier(config):
+        return num_device_blocks, 0
+    return num_device_blocks, _num_blocks(config.host_kv_bytes, block_bytes, "host_kv_bytes")
+
+
+def _num_blocks(num_bytes: int, block_bytes: int, name: str) -> int:
+    if num_bytes < block_bytes:
+        raise ValueError(f"{name} is {num_bytes}, less than one KV block of this model ({block_bytes} bytes); raise it")
+    return num_bytes // block_bytes

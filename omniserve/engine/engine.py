@@ -1,0 +1,434 @@
+"""Engine: add, abort, step. Owns scheduler, KV, runner and host tier."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from omniserve.core.config import EngineConfig
+from omniserve.core.errors import EngineStopped, Stalled
+from omniserve.core.plan import StepPlan
+from omniserve.core.request import Completion, Request, RequestOutput, ServiceClass
+from omniserve.core.spec import ModelSpec
+from omniserve.core.stats import EngineStats
+from omniserve.engine.capacity import RequestLimits, max_model_len, num_blocks
+from omniserve.engine.fingerprint import fingerprint_of
+from omniserve.engine.outputs import OutputCollector
+from omniserve.engine.step_log import OpenRequest, StepLog
+from omniserve.engine.stepping import Stepper
+from omniserve.host.cores import CoreSplit, default_host_threads
+from omniserve.host.tier import HostTier
+from omniserve.kv import KV_MANAGERS
+from omniserve.kv.storage import DeviceKVStorage
+from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
+from omniserve.latency.profile import Profile
+from omniserve.latency.trace import StepTracer
+from omniserve.layers.patching import PatchedModel, patch
+from omniserve.ops.attention import attend_triton, resolve_attention
+from omniserve.ops.waiting import drain
+from omniserve.runner.cuda_graphs.steps import ConstantSteps
+from omniserve.runner.piggyback_rows import PiggybackRows
+from omniserve.runner.runner import ModelRunner
+from omniserve.runner.warm_up import warm_up_attention
+from omniserve.sampling.grammar import GrammarCompiler, GrammarState
+from omniserve.sampling.sampler import Sampler
+from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves latency-sensitive and best-effort requests with one model. Not thread-safe: one thread calls it.
+
+    Args:
+        model: A Hugging Face causal language model; it is patched in place if it is not yet.
+        config: Settings; None takes the defaults.
+        profile: What a latency model is made of (see ``omniserve.profiling``). None: there is none, steps are bounded
+            by ``max_step_tokens`` only, and no objective is enforced.
+        tokenizer: Needed for stop strings, for grammars and for the text of completions.
+        clock: Monotonic seconds.
+
+    Raises:
+        UnsupportedModelError: No layer family fits the model.
+        ValueError: The settings do not fit the model or this machine.
+        ProfileMismatch: The profile was made for something else.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig | None = None,
+        *,
+        profile: Profile | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config = config or EngineConfig()
+        if "omniserve" not in model.__dict__:
+            patch(model, compile=config.compile)
+        patched: PatchedModel = model.__dict__["omniserve"]
+        self.model = patched
+        """The patched model."""
+        self._clock = clock
+        self._outputs = OutputCollector(tokenizer)
+        self._ids = itertools.count()
+        self._closed = False
+        self._process_id = os.getpid()
+        self.spec: ModelSpec = patched.spec
+        self._grammars: GrammarCompiler | None = None
+        if tokenizer is not None:
+            self._grammars = GrammarCompiler(
+                tokenizer, vocab_size=self.spec.vocab_size, eos_token_ids=self.spec.eos_token_ids
+            )
+        self.max_model_len = max_model_len(config, self.spec)
+        manager = KV_MANAGERS.get(config.kv)
+        self._num_device_blocks, num_host_blocks = num_blocks(config, self.spec)
+        storage = DeviceKVStorage(
+            self.spec,
+            num_blocks=self._num_device_blocks,
+            block_size=config.block_size,
+            dtype=patched.dtype,
+            device=patched.device,
+        )
+        host_threads = config.host_threads or default_host_threads(patched.device)
+        self.host_tier: HostTier | None = None
+        if num_host_blocks > 0:
+            self.host_tier = HostTier.of(
+                config, self.spec, dtype=patched.dtype, device=patched.device, num_threads=host_threads,
+                mailbox=patched.device.type == "cuda" or config.step_graphs == "on",
+            )  # fmt: skip
+        self.kv = manager(
+            num_device_blocks=self._num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
+        )
+        shape = ModelShape.of(self.spec)
+        self._latency: CorrectedModel | None = None
+        forecast: Forecast | None = None
+        if profile is not None:
+            profile.require(fingerprint_of(model, config))
+            self._latency = CorrectedModel(LATENCY_MODELS.get(config.latency_model).from_profile(profile))
+            forecast = Forecast.of_profile(profile, self._latency)
+        self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self._limits(), kv=self.kv, forecast=forecast)
+        self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
+        attention = resolve_attention(config.attention, patched.device, is_directed=manager.is_directed)
+        rows = PiggybackRows(patched, self.host_tier, config.max_host_requests if self.host_tier else 0)
+        constant = ConstantSteps.of(
+            config,
+            model=patched,
+            storage=storage,
+            attention=attention,
+            rows=rows,
+            max_model_len=self.max_model_len,
+            has_host_tier=self.host_tier is not None,
+            is_directed=manager.is_directed,
+        )
+        this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
+        self.runner = ModelRunner(
+            model=patched,
+            storage=storage,
+            attend=attention,
+            sampler=self._sampler,
+            tier=self.host_tier,
+            rows=rows,
+            constant=constant,
+            cores=CoreSplit(
+                device=patched.device,
+                device_threads=config.device_threads,
+                host_threads=host_threads if self.host_tier else 0,
+            ),
+            keep_halted=config.keep_halted,
+            safepoint=lambda: this()._ask_whether_to_leave(),
+        )
+        if patched.device.type == "cuda" and attention is attend_triton:  # others choose no kernel by shape
+            warm_up_attention(
+                attention,
+                storage,
+                self.spec,
+                max_rows=config.max_step_tokens,
+                max_requests=2 * config.max_num_requests,  # best-effort ones come beside as many latency-sensitive ones
+                max_blocks=-(-self.max_model_len // config.block_size),
+                is_directed=manager.is_directed,
+            )
+        if constant is not None:
+            patched.warm_up(constant=True)  # also the layers that no recording calls by themselves
+            constant.record_all()
+        self._request_limits = RequestLimits(
+            vocab_size=self.spec.vocab_size,
+            max_model_len=self.max_model_len,
+            pool_tokens=self._num_device_blocks * config.block_size,
+            has_tokenizer=tokenizer is not None,
+        )
+        self._must_preempt = False
+        self.on_safepoint: Callable[[], None] | None = None
+        """Called between the layers of a step whose best-effort rows may leave it; it looks for requests that have come
+        and tells ``arriving`` of them."""
+        tracer = StepTracer(config.trace_steps, classes=config.classes) if config.trace_steps is not None else None
+        self._log = StepLog(shape, latency=self._latency, tracer=tracer)
+        self._stepper = Stepper(
+            scheduler=self.scheduler,
+            runner=self.runner,
+            sampler=self._sampler,
+            outputs=self._outputs,
+            host_tier=self.host_tier,
+            log=self._log,
+            clock=clock,
+            overlaps=config.async_steps if config.async_steps is not None else patched.device.type == "cuda",
+            keeps_names=tracer is not None,
+        )
+
+    def _limits(self) -> SchedulerLimits:
+        return SchedulerLimits.of(
+            self.config,
+            self.spec,
+            max_model_len=self.max_model_len,
+            num_device_blocks=self._num_device_blocks,
+            has_host_tier=self.host_tier is not None,
+            has_checkpoints=self.config.checkpoint_kv or self.kv.restores,
+        )
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request, *, arrival_s: float | None = None) -> str:
+        """Take a request and return its id.
+
+        Args:
+            request: The request.
+            arrival_s: When it came, on the engine's clock; None: now. Its TTFT counts from then.
+
+        Raises:
+            ValueError: A token is outside the vocabulary, the prompt plus output is longer than the model or the KV
+                pool allows, the id is in use or the KV of its last request still is, the grammar is not supported, or
+                there are stop strings or a grammar and no tokenizer.
+            RequestRejected: The request's objectives cannot be met at present load.
+            EngineStopped: The engine was closed.
+        """
+        self._require_open()
+        request_id = request.request_id if request.request_id is not None else f"req-{next(self._ids)}"
+        if request_id in self._outputs:
+            raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
+        self._request_limits.check(request)
+        grammar = self._start_grammar(request.sampling.grammar)
+        spec = self.config.class_named(request.service_class)
+        slo = request.slo if request.slo is not None else spec.slo
+        now_s = self._clock()
+        arrival_s = now_s if arrival_s is None else min(arrival_s, now_s)
+        predicted_s = self.scheduler.add(request_id, request, slo, now_s, arrival_s=arrival_s)
+        self._stepper.requests[request_id] = OpenRequest(request.service_class, slo, predicted_s)
+        self._sampler.add(request_id, request.sampling, request.prompt_token_ids, grammar)
+        self._outputs.open(request_id, request)
+        return request_id
+
+    def prepare_grammars(self) -> None:
+        """Do now what the first request with a grammar would wait for, up to a second; log it if there can be none."""
+        if self._grammars is not None:
+            try:
+                self._grammars.prepare()
+            except ValueError as error:
+                logger.warning("requests with a grammar will be refused: %s", error)
+
+    def _start_grammar(self, grammar: str | None) -> GrammarState | None:
+        if grammar is None:
+            return None
+        if self._grammars is None:
+            raise ValueError("a grammar needs a tokenizer; give the engine one")
+        return self._grammars.start(grammar)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now and free what it holds; False if it is unknown or has finished."""
+        return self._stepper.abort(request_id)
+
+    def arriving(self, request: Request, *, arrival_s: float | None = None) -> None:
+        """Say that a request has come while a step runs; ``add`` follows after the step. Called by ``on_safepoint``.
+
+        If the scheduler finds that it would otherwise miss its TTFT, best-effort rows leave the step (conserve 4.3).
+
+        Args:
+            request: The request.
+            arrival_s: When it came, on the engine's clock; None: now.
+        """
+        spec = self.config.class_named(request.service_class)
+        if spec.kind is ServiceClass.LS:
+            now_s = self._clock()
+            waited_s = 0.0 if arrival_s is None else max(0.0, now_s - arrival_s)
+            slo = request.slo if request.slo is not None else spec.slo
+            self._must_preempt |= self.scheduler.must_preempt(request, slo, waited_s, now_s)
+
+    def _ask_whether_to_leave(self) -> bool:
+        """Hear who has come, and tell, once, whether best-effort rows must leave the step for them."""
+        if self.on_safepoint is not None:
+            self.on_safepoint()
+        must, self._must_preempt = self._must_preempt, False
+        return must
+
+    def predicted_ttft_s(self, request_id: str) -> float | None:
+        """Return what admission predicted for an unfinished request, seconds from its arrival; None: nothing.
+
+        Raises:
+            KeyError: There is no such request.
+        """
+        return self._stepper.requests[request_id].predicted_ttft_s
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while a step may have something to do, be it to collect what another one launched."""
+        return self._stepper.has_unfinished
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step through all layers and return what it produced, if anything.
+
+        With ``async_steps`` the step is launched, while the one before it runs, and then that one's outputs are
+        returned; a step whose plan is not certain (see ``Scheduler.is_certain``) ends here all the same.
+
+        Raises:
+            EngineStopped: The engine was closed.
+        """
+        self._require_open()
+        self._must_preempt = False  # what came too late for the last step is in this one
+        return self._stepper.step()
+
+    @property
+    def last_plan_was_empty(self) -> bool:
+        """The last step had nothing to compute or collect: everybody waits for the host tier (see ``wait``)."""
+        return self._stepper.last_plan_was_empty
+
+    @property
+    def on_step(self) -> Callable[[StepPlan, bool, float], None] | None:
+        """Called, unless None, with each step that computed something: plan, whether the host tier worked, seconds.
+
+        The step was just collected. Its seconds run from the end of the step before it, or from its own planning after
+        a pause; without a GPU and with ``async_steps`` they are those of the step launched meanwhile.
+        """
+        return self._stepper.on_step
+
+    @on_step.setter
+    def on_step(self, call: Callable[[StepPlan, bool, float], None] | None) -> None:
+        self._stepper.on_step = call
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until the host tier reports something or the time is over; for use after an empty step.
+
+        Raises:
+            Stalled: The host tier is stalled, and requests, or moves and slots of ended ones, wait for nothing else.
+        """
+        if self.host_tier is None:
+            return
+        if self.host_tier.is_stalled and self.last_plan_was_empty and self.has_unfinished:
+            count = len(self._stepper.requests)
+            what = f"{count} requests wait" if count else "what ended requests held waits"
+            raise Stalled(f"{what} for the host tier, which is stalled (see the log): start the engine again")
+        self.host_tier.wait(timeout_s)
+
+    def generate(self, requests: Iterable[Request], *, progress: bool = False) -> list[Completion]:
+        """Run requests to their end and return their completions in the same order.
+
+        Args:
+            progress: Show a progress bar.
+
+        Raises:
+            ValueError: A request does not fit; the message says which, and none of them runs on.
+        """
+        ids: list[str] = []
+        try:
+            for index, request in enumerate(requests):
+                try:
+                    ids.append(self.add(request))
+                except ValueError as error:
+                    raise ValueError(f"request {index}: {error}") from error
+            wanted = set(ids)
+            completions: dict[str, Completion] = {}
+            for request_id in ids:
+                self._outputs.keep(request_id)
+            with tqdm(total=len(ids), disable=not progress, unit="request") as bar:
+                while len(completions) < len(wanted):
+                    for output in self.step():
+                        if output.finished and output.request_id in wanted:
+                            completions[output.request_id] = self._outputs.completion(output)
+                            bar.update()
+                    if self.last_plan_was_empty:
+                        self.wait(0.05)
+            if not self.scheduler.has_unfinished and self._stepper.is_in_flight:
+                self.step()  # it was launched for requests that then ended
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        return [completions[request_id] for request_id in ids]
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Return gauges and counters."""
+        usage, sched = self.kv.usage(), self.scheduler.stats()
+        tier = self.host_tier.stats() if self.host_tier is not None else None
+        return EngineStats(
+            waiting=sched.waiting,
+            running=sched.running,
+            device_blocks_used=usage.device_used,
+            device_blocks_total=usage.device_total,
+            host_blocks_used=usage.host_used,
+            host_blocks_total=usage.host_total,
+            device_blocks_by_class=sched.device_blocks,
+            host_blocks_by_class=sched.host_blocks,
+            host_requests=sched.host_requests,
+            steps=self._log.num_steps,
+            step_seconds=self._log.seconds,
+            device_tokens=self._log.num_device_tokens,
+            piggyback_rows=self._log.num_piggyback_rows,
+            output_tokens=sched.output_tokens,
+            prompt_tokens=sched.prompt_tokens,
+            host_output_tokens=sched.host_output_tokens,
+            preemptions=sched.preemptions,
+            preempted_tokens=sched.preempted_tokens,
+            layer_preemptions=sched.layer_preemptions,
+            swaps_out=sched.swaps_out,
+            swaps_in=sched.swaps_in,
+            host_kv_bytes_read=tier.kv_bytes_read if tier is not None else 0,
+            host_busy_seconds=tier.busy_seconds if tier is not None else 0.0,
+            host_failures=tier.failures if tier is not None else 0,
+            checkpoints=sched.checkpoints,
+            resumed_tokens=sched.resumed_tokens,
+            rejected=sched.rejected,
+            latency_error=self._latency.error if self._latency is not None else 0.0,
+            latency_drift=self._latency.drift if self._latency is not None else 1.0,
+            host_healthy=self.host_tier is None or self.host_tier.healthy,
+        )
+
+    def close(self) -> None:
+        """Wait for the device, then stop the host tier's threads; unfinished requests are dropped.
+
+        A second call does nothing, nor does one in a forked child: the engine is its parent's.
+
+        Raises:
+            Stalled: The device or a thread of the host tier does not end.
+            RuntimeError: The device has failed.
+        """
+        if not self._closed and os.getpid() == self._process_id:
+            self._closed = True
+            self._log.close()
+            if self.host_tier is not None:
+                self.host_tier.close()
+            else:
+                drain(self.model.device)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineStopped("the engine was closed")
+        if os.getpid() != self._process_id:
+            raise EngineStopped(
+                f"the engine is that of process {self._process_id}, which was forked: make another one in the child"
+            )

@@ -1,0 +1,73 @@
+"""The fingerprint of a model under a configuration on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+import omniserve
+from omniserve.core.config import EngineConfig
+from omniserve.engine.capacity import has_host_tier
+from omniserve.host.cores import CoreSplit, available_cores, default_host_threads
+from omniserve.latency.profile import Fingerprint
+from omniserve.layers.narrow import holds_narrow
+
+
+def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
+    """Return what a profile of this model under this configuration on this machine is valid for.
+
+    The host tier is part of it only as far as threads and dtype go: pool sizes and policies change no module's time.
+    """
+    description = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"):
+        description.pop(name, None)
+    device = model.device
+    host_threads = (config.host_threads or default_host_threads(device)) if has_host_tier(config) else 0
+    cores = CoreSplit(device=device, device_threads=config.device_threads, host_threads=host_threads)
+    return Fingerprint(
+        model=hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:16],
+        dtype=str(model.dtype).removeprefix("torch."),
+        weights="bfloat16" if holds_narrow(model) else "",
+        device=_device_name(device),
+        device_threads=cores.threads_alone,
+        shared_threads=cores.threads_shared,
+        host_threads=host_threads,
+        host_kv_dtype=config.host_kv_dtype,
+        block_size=config.block_size,
+        attention=config.attention,
+        compile=config.compile,
+        torch=torch.__version__,
+        extension=f"{omniserve.__version__} {_extension_hash()}",
+        kernels=os.environ.get("OMNISERVE_ISA", ""),
+        constant_steps=has_constant_steps(config, device),
+    )
+
+
+def has_constant_steps(config: EngineConfig, device: torch.device) -> bool:
+    """Tell whether an engine with these settings runs steps in constant shapes, if its device attention can.
+
+    How many of them its budget has room for is known only when they are captured.
+    """
+    if not (config.step_graphs_limit_s and config.step_graphs_bytes):
+        return False
+    return config.step_graphs == "on" or (config.step_graphs == "auto" and device.type == "cuda")
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return f"{name or platform.processor() or platform.machine()}, {available_cores()} cores"
+
+
+def _extension_hash() -> str:
+    library = next(Path(omniserve.__file__).parent.glob("_C*.so"))
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:12]

@@ -1,0 +1,181 @@
+"""Stepper: the order of a step's parts, one step after the other or overlapping (``async_steps``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from omniserve.core.plan import HostEvent, HostEventKind, StepPlan
+from omniserve.core.request import RequestOutput
+from omniserve.engine.outputs import OutputCollector
+from omniserve.engine.step_log import OpenRequest, StepLog
+from omniserve.host.tier import HostTier
+from omniserve.runner.runner import LaunchedStep, ModelRunner
+from omniserve.sampling.sampler import Sampler
+from omniserve.sched.base import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was launched and not collected yet."""
+
+    plan: StepPlan
+    launched: LaunchedStep
+    scheduled_s: float
+    host_works: bool
+    requests: Mapping[str, OpenRequest]
+    """At least those of its outputs, and if steps are traced those of the plan."""
+    is_advanced: bool
+    """The scheduler has booked of it what is certain."""
+
+
+class Stepper:
+    """Schedules, launches, collects and books steps. Not thread-safe.
+
+    Args:
+        scheduler: Plans the steps.
+        runner: Runs them.
+        sampler: Forgets requests that end.
+        outputs: Makes of tokens what requests get.
+        host_tier: Its events go to the scheduler; None: there is none.
+        log: Told of every step that computed something.
+        clock: Monotonic seconds.
+        overlaps: Launch a step while the one before it runs, where its plan is certain.
+        keeps_names: Every step needs its requests as they were, also those that end while it runs: it is traced.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        sampler: Sampler,
+        outputs: OutputCollector,
+        host_tier: HostTier | None,
+        log: StepLog,
+        clock: Callable[[], float],
+        overlaps: bool,
+        keeps_names: bool,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._sampler = sampler
+        self._outputs = outputs
+        self._host_tier = host_tier
+        self._log = log
+        self._clock = clock
+        self._overlaps = overlaps
+        self._keeps_names = keeps_names
+        self.requests: dict[str, OpenRequest] = {}
+        """Unfinished requests, and those that ended in the step under way."""
+        self.last_plan_was_empty = False
+        """The last step had nothing to compute or collect."""
+        self.on_step: Callable[[StepPlan, bool, float], None] | None = None
+        """Called as each step that computed something is collected; see `Engine.on_step`."""
+        self._in_flight: _Flight | None = None
+        self._last_end_s: float | None = None
+        self._host_was_healthy = True
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while a step may have something to do, be it to collect what another one launched."""
+        return self.is_in_flight or self._scheduler.has_unfinished
+
+    @property
+    def is_in_flight(self) -> bool:
+        """A step was launched and not collected."""
+        return self._in_flight is not None
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step, or launch it and collect the one before; see `Engine.step`."""
+        scheduler = self._scheduler
+        scheduled_s = self._clock()
+        scheduler.notify(self._host_events())
+        plan = scheduler.schedule(scheduled_s)
+        before, self._in_flight = self._in_flight, None
+        self.last_plan_was_empty = plan.is_empty and before is None
+        overlaps = self._overlaps and not plan.is_empty and scheduler.is_certain(plan)
+        requests = dict(self.requests) if self._overlaps and self._keeps_names else self.requests
+        outputs: list[RequestOutput] = []
+        if before is not None and not overlaps:
+            outputs += self._collect(before)
+            before, plan = None, scheduler.refresh(plan)
+        launched = self._runner.launch(plan)
+        flight = _Flight(plan, launched, scheduled_s, self._runner.host_works, requests, is_advanced=overlaps)
+        if overlaps:
+            scheduler.advance(plan)
+            self._in_flight = flight
+            if before is not None:
+                outputs += self._collect(before)
+            scheduler.busy_until_s = self._expected_end_s(flight)
+        else:
+            outputs += self._collect(flight)
+            scheduler.busy_until_s = -math.inf
+        return outputs
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now and free what it holds; False if it is unknown or has finished."""
+        if self._scheduler.abort(request_id, self._clock()) is None:
+            return False
+        self._forget(request_id)
+        self._outputs.close(request_id)
+        del self.requests[request_id]
+        return True
+
+    def _host_events(self) -> list[HostEvent]:
+        if self._host_tier is None:
+            return []
+        events = self._runner.take_events() + self._host_tier.poll()
+        if self._host_was_healthy and not self._host_tier.healthy:
+            self._host_was_healthy = False
+            events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
+        return events
+
+    def _collect(self, flight: _Flight) -> list[RequestOutput]:
+        """Wait for a step's tokens, book them, and return what requests get from it.
+
+        Its seconds run from the end of the step before, or from its own planning after a pause: they are what it adds
+        to the time of everybody who decodes, which is also what the device takes for it if the host keeps ahead.
+        """
+        plan = flight.plan
+        # Steps that follow one another: what is between them (outputs, new requests) belongs to the step's period.
+        started_s = self._last_end_s if self._last_end_s is not None else flight.scheduled_s
+        result = self._runner.collect(flight.launched)
+        now_s = self._clock()
+        book = self._scheduler.settle if flight.is_advanced else self._scheduler.update
+        outputs = [self._finish(output, now_s) for output in book(plan, result, now_s)]
+        ended_s = self._clock()
+        self._last_end_s = ended_s if self.has_unfinished and not plan.is_empty else None
+        if not plan.is_empty:
+            seconds = ended_s - started_s
+            self._log.record(
+                plan, result, outputs, host_works=flight.host_works, started_s=started_s, seconds=seconds,
+                requests=flight.requests,
+            )  # fmt: skip
+            if self.on_step is not None:
+                self.on_step(plan, flight.host_works, seconds)
+        for output in outputs:
+            if output.finished:
+                del self.requests[output.request_id]
+        return outputs
+
+    def _expected_end_s(self, flight: _Flight) -> float:
+        """Return when a step in flight will have ended, as predicted; -inf: nothing is predicted."""
+        decision = flight.plan.decision
+        if decision is None or decision.predicted_s is None:
+            return -math.inf
+        began_s = flight.scheduled_s if self._last_end_s is None else max(flight.scheduled_s, self._last_end_s)
+        return began_s + decision.predicted_s
+
+    def _finish(self, output: RequestOutput, now_s: float) -> RequestOutput:
+        """Look for stop strings, and forget a request that ended."""
+        output = self._outputs.push(output, now_s)
+        if output.finished:
+            self._forget(output.request_id)
+            self._scheduler.abort(output.request_id, now_s)  # no-op unless a stop string ended it
+        return output
+
+    def _forget(self, request_id: str) -> None:
+        self._sampler.remove(request_id)
+        self._runner.halted.forget([request_id])

@@ -1,0 +1,1 @@
+"""From settings to a running engine: command line flags, the model and its dtype, the latency profile."""

@@ -1,0 +1,232 @@
+"""The command line flags that say which model, on what, with which EngineConfig."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from omniserve.core.config import GIB, EngineConfig
+from omniserve.core.registry import Registry
+from omniserve.core.request import SLO, ClassSpec, ServiceClass
+from omniserve.kv import KV_MANAGERS
+from omniserve.latency import LATENCY_MODELS
+from omniserve.launch.loading import DTYPES
+from omniserve.sched import SCHEDULERS
+
+
+def integer(low: int) -> Callable[[str], int]:
+    """Return an argparse type: an int of at least ``low``."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"must be >= {low}, got {value}")
+        return value
+
+    return integer
+
+
+def number(text: str) -> float:
+    """Read a finite number >= 0; an argparse type."""
+    value = float(text)
+    if not math.isfinite(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text}")
+    return value
+
+
+def positive(text: str) -> float:
+    """Read a finite number > 0; an argparse type."""
+    value = number(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"must be a number > 0, got {text}")
+    return value
+
+
+def device(text: str) -> str:
+    """Read the name of a device; an argparse type."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", text) is None:
+        raise argparse.ArgumentTypeError(f"must be auto, cpu, cuda or cuda:N, got {text!r}")
+    return text
+
+
+def _gib(text: str) -> int:
+    return int(number(text) * GIB)
+
+
+def _cores(text: str) -> tuple[int, ...]:
+    """Read ``0-3,8``: cores, and ranges of them."""
+    cores: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last.isdecimal() if dash else True)) or int(last or first) < int(first):
+            raise argparse.ArgumentTypeError(f"must be cores and ranges of them, such as 0-3,8, got {text!r}")
+        cores += range(int(first), int(last or first) + 1)
+    return tuple(cores)
+
+
+def _switch(text: str) -> bool:
+    """Read ``on`` or ``off``, which YAML makes ``true`` and ``false``."""
+    if text.lower() not in ("on", "off", "true", "false"):
+        raise argparse.ArgumentTypeError(f"must be on or off, got {text!r}")
+    return text.lower() in ("on", "true")
+
+
+def _class(text: str) -> ClassSpec:
+    """Read ``NAME:KIND`` or ``NAME:KIND:TTFT:TPOT``; an objective left empty is none."""
+    name, *rest = text.split(":")
+    if len(rest) not in (1, 3):
+        raise argparse.ArgumentTypeError(f"must be NAME:KIND or NAME:KIND:TTFT:TPOT, got {text!r}")
+    try:
+        objectives = [float(seconds) if seconds else None for seconds in rest[1:]] or [None, None]
+        return ClassSpec(name=name, kind=rest[0], slo=SLO(ttft_s=objectives[0], tpot_s=objectives[1]))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error} in {text!r}") from None
+
+
+def _names(registry: Registry[Any]) -> str:
+    return f"{', '.join(registry.names())} or package.module:Class"
+
+
+# Flag, field of EngineConfig, type, help. Defaults are the fields' own. DEVICE_ATTENTION's names are typed, as reading
+# them takes torch, for which --help need not wait; a test compares them.
+_FLAGS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
+    ("--scheduler", "scheduler", str, f"scheduling policy: {_names(SCHEDULERS)}"),
+    ("--kv", "kv", str, f"KV manager: {_names(KV_MANAGERS)}"),
+    (
+        "--attention",
+        "attention",
+        str,
+        "device attention: cpu, flex, sdpa, triton, xformers or auto (the best that the device has)",
+    ),
+    ("--device-kv-gib", "device_kv_bytes", _gib, "GiB for the device tier's KV pool"),
+    ("--host-kv-gib", "host_kv_bytes", _gib, "GiB for the host tier's KV pool; 0 switches the host tier off"),
+    ("--host-kv-dtype", "host_kv_dtype", str, "auto (the model's) or int8 (twice the tokens, outputs not exact)"),
+    ("--block-size", "block_size", integer(1), "tokens per KV block, a power of two"),
+    ("--max-model-len", "max_model_len", integer(1), "longest prompt plus output in tokens"),
+    ("--max-step-tokens", "max_step_tokens", integer(1), "most device rows in a step"),
+    ("--max-num-requests", "max_num_requests", integer(1), "most requests that hold device KV at a time"),
+    ("--max-host-requests", "max_host_requests", integer(1), "most requests that decode on the host tier at a time"),
+    ("--max-piggyback-slots", "max_piggyback_slots", integer(1), "most piggyback rows a layer"),
+    ("--max-piggyback-rows", "max_piggyback_rows", integer(1), "most piggyback rows in a step, over all layers"),
+    ("--ls-reserve-fraction", "ls_reserve_fraction", number, "share of the device blocks that BE requests leave free"),
+    ("--swap-in-delay", "swap_in_delay_s", number, "seconds of light load before KV moves back to the device"),
+    ("--min-residence", "min_residence_s", number, "seconds that BE KV stays where it is after a move"),
+    ("--latency-model", "latency_model", str, f"what predicts steps: {_names(LATENCY_MODELS)}"),
+    ("--be-order", "be_order", str, "decode (BE decodes before BE prompts) or prefill (the paper's order)"),
+    ("--slack", "slack", str, "step (none longer than the shortest TPOT in it) or deadline"),
+    ("--trace-steps", "trace_steps", str, "file that gets a line a step, for python -m omniserve.explain"),
+    ("--device-threads", "device_threads", integer(1), "CPU threads of the device tier while the host tier is idle"),
+    ("--host-threads", "host_threads", integer(1), "threads of the host tier"),
+    ("--host-cores", "host_cores", _cores, "cores that host threads are pinned to, such as 0-3,8"),
+    ("--step-graphs", "step_graphs", str, "auto (CUDA graphs on a GPU), on (constant shapes anywhere) or off"),
+    ("--step-graphs-time-limit", "step_graphs_limit_s", number, "most seconds for recording CUDA graphs at the start"),
+    ("--step-graphs-gib", "step_graphs_bytes", _gib, "most GiB of device memory for CUDA graphs"),
+    ("--async-steps", "async_steps", _switch, "on or off: launch a step while the last one runs (default: with a GPU)"),
+    ("--seed", "seed", int, "seeds the sampling of requests that bring no seed"),
+)
+
+_NAMED = ("scheduler", "kv", "attention", "latency_model")
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags; their defaults are EngineConfig's."""
+    parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="model folder or hub id (default: the built-in one)")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="auto takes the model's own, or float32 on a CPU that has no products of it",
+    )
+    parser.add_argument(
+        "--device",
+        type=device,
+        default="auto",
+        help="auto (a GPU if there is one), cpu, cuda or cuda:N, the GPU of that number (default: auto)",
+    )
+    defaults = EngineConfig()
+    for flag, field, kind, text in _FLAGS:
+        default = getattr(defaults, field)
+        shown = default / GIB if kind is _gib else default
+        note = "" if default is None else f" (default: {shown:g})" if kind is not str else f" (default: {shown})"
+        metavar = "GIB" if kind is _gib else "NAME" if field in _NAMED else None
+        parser.add_argument(flag, dest=field, type=kind, default=default, metavar=metavar, help=text + note)
+    parser.add_argument("--no-compile", action="store_true", help="run the layers eagerly")
+    parser.add_argument("--no-admission", action="store_true", help="take LS requests that will miss their objective")
+    parser.add_argument(
+        "--drop-halted", action="store_true", help="BE rows that leave a step between two layers begin anew"
+    )
+    parser.add_argument(
+        "--offload-for-time",
+        action="store_true",
+        help="BE decodes that find no time go to the host tier, whatever memory is left (the paper's rule)",
+    )
+    parser.add_argument("--checkpoint-kv", action="store_true", help="copy full BE blocks to the host as they fill")
+    parser.add_argument(
+        "--class",
+        dest="classes",
+        action="append",
+        type=_class,
+        metavar="NAME:KIND[:TTFT:TPOT]",
+        help="a class of requests, kind LS or BE, objectives in seconds or empty; repeat it, highest priority first, "
+        f"LS kinds before BE kinds (default: {' '.join(map(_class_text, defaults.classes))})",
+    )
+    for flag, dest, text in (("--ls-ttft-slo", "ttft_s", "to first token"), ("--ls-tpot-slo", "tpot_s", "per token")):
+        parser.add_argument(flag, dest=dest, type=number, help=f"objective of the class LS: time {text}, seconds")
+
+
+def flag_value(action: argparse.Action, value: Any) -> Any:
+    """Return what a flag has to be given to have this value."""
+    if action.type is _gib:
+        return value / GIB
+    if action.type is _cores:
+        return ",".join(map(str, value))
+    if action.type is _switch:
+        return "on" if value else "off"
+    return _class_text(value) if action.type is _class else value
+
+
+def config_from(args: argparse.Namespace) -> EngineConfig:
+    """Return the settings that the flags ask for.
+
+    Raises:
+        ValueError: Flags do not fit together; the message names them.
+    """
+    try:
+        return EngineConfig(
+            **{field: getattr(args, field) for _, field, _, _ in _FLAGS},
+            compile=not args.no_compile,
+            admission=not args.no_admission,
+            checkpoint_kv=args.checkpoint_kv,
+            keep_halted=not args.drop_halted,
+            offload_for_time=args.offload_for_time,
+            classes=_with_ls_objectives(tuple(args.classes or EngineConfig().classes), args.ttft_s, args.tpot_s),
+        )
+    except ValueError as error:
+        raise ValueError(_with_flag_names(str(error))) from None
+
+
+def _with_ls_objectives(
+    classes: tuple[ClassSpec, ...], ttft_s: float | None, tpot_s: float | None
+) -> tuple[ClassSpec, ...]:
+    given = {name: value for name, value in (("ttft_s", ttft_s), ("tpot_s", tpot_s)) if value is not None}
+    if given and all(spec.name != ServiceClass.LS for spec in classes):
+        raise ValueError("--ls-ttft-slo and --ls-tpot-slo need a class named LS; give --class NAME:KIND:TTFT:TPOT")
+    return tuple(
+        dataclasses.replace(spec, slo=dataclasses.replace(spec.slo, **given)) if spec.name == ServiceClass.LS else spec
+        for spec in classes
+    )
+
+
+def _class_text(spec: ClassSpec) -> str:
+    objectives = [f"{value:g}" if value is not None else "" for value in (spec.slo.ttft_s, spec.slo.tpot_s)]
+    return ":".join([spec.name, spec.kind, *(objectives if any(objectives) else ())])
+
+
+def _with_flag_names(message: str) -> str:
+    flags = {field: flag for flag, field, _, _ in _FLAGS}
+    flags |= {"SLO.ttft_s": "--ls-ttft-slo", "SLO.tpot_s": "--ls-tpot-slo", "classes": "--class"}
+    return re.sub(r"[\w.]+", lambda word: flags.get(word[0], word[0]), message)

@@ -1,0 +1,162 @@
+"""Load the model and make the engine. Runs in the engine process; torch is imported here and not before."""
+
+from __future__ import annotations
+
+import importlib.resources
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omniserve.core.config import EngineConfig
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from omniserve.engine.engine import Engine
+    from omniserve.latency import Profile
+
+BUILTIN_MODEL_NAME = "omniserve-builtin"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Share of the time limit of measuring after which progress is told again.
+_TELL_EACH = 0.1
+# And after so many seconds: on a GPU compiling and recording do not count against the limit.
+_TELL_EACH_S = 15.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineLoader:
+    """Makes an engine in the process that calls it. Plain data, so it can be sent to another process.
+
+    Args:
+        model: Folder or hub id.
+        dtype: One of DTYPES; ``auto`` is what ``omniserve.launch.model_dtype`` says.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+        config: The engine's settings.
+        profile: Latency profile to read; None takes the cached one, or measures.
+        profile_time_limit_s: Of measuring; what a GPU compiles and records first does not count.
+        with_profile: False makes an engine without a latency model.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    config: EngineConfig
+    profile: Path | None = None
+    profile_time_limit_s: float = 30.0
+    with_profile: bool = True
+
+    def __call__(self, progress: Callable[[str], None]) -> Engine:
+        """Load the model, find or make its latency profile, and make the engine; tell ``progress`` about it.
+
+        Raises:
+            OSError: There is no such model, or no such profile.
+            UnsupportedModelError: No layer family fits the model.
+            ValueError: The settings or the profile do not fit it or this machine.
+        """
+        model = self.load_model(progress)
+        tokenizer = self.load_tokenizer()
+        from omniserve.engine.engine import Engine
+
+        return Engine(model, self.config, profile=self._find_profile(model, progress), tokenizer=tokenizer)
+
+    def load_model(self, progress: Callable[[str], None]) -> PreTrainedModel:
+        """Load the model alone.
+
+        Raises:
+            OSError: There is no such model.
+            ValueError: The device is not there.
+        """
+        progress("importing torch")
+        import torch
+        from tqdm import tqdm
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as transformers_logging
+
+        device = self.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device != "cpu":
+            _select_gpu(torch.device(device))
+        # tqdm's own lock is a named semaphore, of which the process's quick end would leave a trace.
+        tqdm.set_lock(threading.RLock())
+        if not sys.stderr.isatty():
+            transformers_logging.disable_progress_bar()
+        progress(f"loading {self.model}")
+        dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
+        if self.dtype == "auto":
+            from omniserve.launch.model_dtype import auto_dtype
+
+            dtype, why = auto_dtype(self.model, device, self.config)
+            if why:
+                progress(why)
+        model = AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype or "auto", device_map=device)
+        model.eval()
+        progress(f"{model.num_parameters() / 1e6:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, {device}")
+        return model
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer, which grammars need.
+
+        Raises:
+            OSError, ValueError, ImportError: There is none.
+        """
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.model)
+
+    def _find_profile(self, model: PreTrainedModel, progress: Callable[[str], None]) -> Profile | None:
+        from omniserve.sched import SCHEDULERS
+
+        predicts = SCHEDULERS.get(self.config.scheduler).predicts
+        if not self.with_profile or (self.profile is None and not predicts):
+            return None
+        from omniserve.profiling import find_or_make_profile
+
+        told_at, told_s = -_TELL_EACH, time.monotonic()
+
+        def tell(what: str, spent: float) -> None:
+            nonlocal told_at, told_s
+            now_s = time.monotonic()
+            if min(spent, 1.0) >= told_at + _TELL_EACH or now_s >= told_s + _TELL_EACH_S:
+                told_at, told_s = min(spent, 1.0), now_s
+                progress(f"measuring latencies, {told_at:.0%} of the time limit: {what}")
+
+        return find_or_make_profile(
+            model, self.config, path=self.profile, time_limit_s=self.profile_time_limit_s, progress=tell
+        )
+
+
+def _select_gpu(device: torch.device) -> None:
+    """Make a GPU the current one of this process, which is the engine's alone: libraries may ask for it.
+
+    Raises:
+        ValueError: It is not there.
+    """
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ValueError(f"--device {device}: torch finds no CUDA device here; use --device cpu")
+    if device.index is not None:
+        if device.index >= count:
+            raise ValueError(
+                f"--device {device}: torch finds {count} CUDA devices here; use cuda:0 to cuda:{count - 1}"
+            )
+        torch.cuda.set_device(device)
+
+
+def builtin_model_path() -> str:
+    """Return the folder of the model that comes with OmniServe.
+
+    Raises:
+        ValueError: It is not installed.
+    """
+    folder = importlib.resources.files("omniserve") / "builtin_model"
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"the built-in model is missing in {folder}; give --model PATH_OR_HUB_ID")
+    return str(folder)

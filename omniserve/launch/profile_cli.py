@@ -1,0 +1,91 @@
+"""``python -m omniserve.profile``: measure a model on this device and write its latency profile.
+
+    python -m omniserve.profile --model PATH_OR_HUB_ID --time-limit 60
+
+The engine's flags are the server's: give those that the model will be served with. Without --output the profile goes
+into the cache folder, under a name that a server with the same model, settings and machine finds, unless others kept
+the machine busy meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from omniserve.core.errors import UnsupportedModelError
+from omniserve.latency.profile import Profile, default_folder, path_in
+from omniserve.launch.flags import add_engine_flags, config_from, positive
+from omniserve.launch.loading import EngineLoader, builtin_model_path
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser."""
+    parser = argparse.ArgumentParser(
+        prog="python -m omniserve.profile",
+        description="Measure a model on this device and write its latency profile. Give the flags that the server "
+        "will have: the profile holds for these.",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="profile to write (default: in the cache folder)")
+    parser.add_argument(
+        "--time-limit", type=positive, default=60.0, metavar="SECONDS", help="about how long to measure (default: 60)"
+    )
+    add_engine_flags(parser)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit status.
+
+    1: the machine was busy, so the profile is not kept. 2: what was asked for cannot be measured or written.
+    """
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    try:
+        # Before a minute of measuring, not after it.
+        folder = default_folder() if args.output is None else args.output.absolute().parent
+        folder.mkdir(parents=True, exist_ok=True)
+        if args.output is not None and args.output.is_dir():
+            raise ValueError(f"--output {args.output} is a folder; give a file")
+        model = builtin_model_path() if args.model is None else args.model
+        loader = EngineLoader(model=model, dtype=args.dtype, device=args.device, config=config_from(args))
+        profile = _measure(loader, args.time_limit)
+        path = path_in(folder, profile.fingerprint) if args.output is None else args.output
+        if is_kept := args.output is not None or not profile.disturbances:
+            profile.write(path)
+    except (OSError, ValueError, UnsupportedModelError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    from omniserve.profiling.summary import summarise  # torch, for which --help need not wait
+
+    print(summarise(profile))
+    if profile.disturbances:
+        print(f"the machine was busy: {'; '.join(profile.disturbances)}", file=sys.stderr)
+    if not is_kept:
+        print(
+            "not kept: stop what else runs here and measure again, or keep it all the same with --output FILE (for the "
+            "server's --profile)",
+            file=sys.stderr,
+        )
+        return 1
+    print(f"written to {path}")
+    return 0
+
+
+def _measure(loader: EngineLoader, time_limit_s: float) -> Profile:
+    from tqdm import tqdm
+
+    from omniserve.profiling import profile_model
+
+    model = loader.load_model(lambda message: print(message, file=sys.stderr))
+    layout = "{percentage:3.0f}% |{bar:30}| {elapsed} {desc}"
+    with tqdm(total=1.0, bar_format=layout, mininterval=0.5, file=sys.stderr) as bar:
+
+        def show(what: str, spent: float) -> None:
+            bar.set_description_str(what, refresh=False)
+            bar.update(min(spent, 1.0) - bar.n)
+
+        profile = profile_model(model, loader.config, time_limit_s=time_limit_s, progress=show)
+        show("done", 1.0)
+    return profile

@@ -1,0 +1,143 @@
+"""ConstantInputs: the tensors of a step at addresses and in shapes that do not change; what is in them does.
+
+Legend: T device rows, P piggyback seats, L layers, M blocks per request, all of a bucket.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omniserve.core.plan import StepPlan
+from omniserve.ops.device_copies import upload
+from omniserve.runner.cuda_graphs.shapes import StepShape
+from omniserve.runner.step_inputs import DeviceRows, joins_by_layer
+
+
+class InputMemory:
+    """What the inputs of all shapes share; only one step's are in it at a time.
+
+    Args:
+        largest: Most rows and most seats of any shape.
+        num_layers: L.
+        max_blocks: M: blocks of the longest request.
+        device: Where the tensors are.
+        is_directed: Blocks may run from the right.
+    """
+
+    def __init__(
+        self,
+        largest: StepShape,
+        *,
+        num_layers: int,
+        max_blocks: int,
+        device: torch.device,
+        is_directed: bool = False,
+    ) -> None:
+        self.num_layers = num_layers
+        self.max_blocks = max_blocks
+        self.device = device
+        self.longs = torch.zeros(sum(_long_sizes(largest, num_layers)), dtype=torch.int64, device=device)
+        self.seq_lens = torch.zeros(largest.rows, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(largest.rows, max_blocks, dtype=torch.int32, device=device)
+        self.reversed_blocks: Tensor | None = None
+        if is_directed:
+            self.reversed_blocks = torch.zeros(largest.rows, max_blocks, dtype=torch.bool, device=device)
+        self.query_start = torch.arange(largest.rows + 1, dtype=torch.int32, device=device)
+
+
+class ConstantInputs:
+    """The inputs of one shape: views of the memory, which ``fill`` writes; two copies come from the host.
+
+    A device row that nobody has is token 0 at position 0, is stored nowhere (slot -1) and attends to nothing (length
+    0); a seat that nobody has is slot -1.
+    """
+
+    def __init__(self, shape: StepShape, memory: InputMemory) -> None:
+        rows, seats, num_layers = shape.rows, shape.seats, memory.num_layers
+        self.shape = shape
+        self._memory = memory
+        self._longs = memory.longs[: sum(_long_sizes(shape, num_layers))]
+        token_ids, positions, slots, seat_slots, seat_positions = self._longs.split(_long_sizes(shape, num_layers))
+        self.token_ids_T: Tensor = token_ids
+        """``[T + P]``; the seats hold the tokens that enter."""
+        self.positions_T: Tensor = positions
+        """``[T + P]``, likewise."""
+        self.slot_mapping_T: Tensor = slots
+        self._seat_slots = seat_slots.view(num_layers + 1, seats)
+        self.seat_positions: Tensor = seat_positions
+        """``[L * P]``: positions of those in the seats before the attention of each layer."""
+        self.seq_lens_T: Tensor = memory.seq_lens[:rows]
+        self.block_table_TM: Tensor = memory.block_table[:rows]
+        self.reversed_TM: Tensor | None = None
+        """The direction table, also of a step in which no block runs from the right; None: blocks never do."""
+        if memory.reversed_blocks is not None:
+            self.reversed_TM = memory.reversed_blocks[:rows]
+        self.query_start_T1: Tensor = memory.query_start[: rows + 1]
+
+    def slots_leaving(self, layer: int) -> Tensor:
+        """Return the slots ``[P]`` of those that leave for the host tier at a layer."""
+        return self._seat_slots[layer]
+
+    def slots_joining(self, layer: int) -> Tensor:
+        """Return the slots ``[P]`` of those that join at a layer."""
+        return self._seat_slots[layer + 1]
+
+    def fill(self, plan: StepPlan, rows: DeviceRows, *, decodes: bool) -> None:
+        """Write a step's inputs; the copies are queued on the current stream.
+
+        Args:
+            plan: It fits the shape.
+            rows: Its device rows.
+            decodes: Every request has one device row, so lengths and block tables are written, too; else they are the
+                caller's to bring.
+        """
+        num_rows, seats = len(rows.token_ids), self.shape.seats
+        longs = self._host_buffer(self._longs)
+        token_ids, positions, slots, seat_slots, seat_positions = (
+            part.numpy() for part in longs.split(_long_sizes(self.shape, self._memory.num_layers))
+        )
+        token_ids[:] = positions[:] = 0
+        seat_positions[:] = 0
+        slots[:] = seat_slots[:] = -1
+        token_ids[:num_rows], positions[:num_rows], slots[:num_rows] = rows.token_ids, rows.positions, rows.slot_mapping
+        if seats:
+            first = self.shape.rows
+            slots_LP, positions_LP = seat_slots.reshape(-1, seats), seat_positions.reshape(-1, seats)
+            for seat, entry in enumerate(plan.entries):
+                token_ids[first + seat], positions[first + seat] = entry.token_id, entry.position
+                slots_LP[0, seat], positions_LP[0, seat] = entry.slot, entry.position
+            for layer, joins in joins_by_layer(plan).items():
+                slots_LP[layer + 1, : len(joins)] = [join.slot for join in joins]
+                if layer + 1 < self._memory.num_layers:
+                    positions_LP[layer + 1, : len(joins)] = [join.position for join in joins]
+        self._longs.copy_(longs, non_blocking=True)
+        if decodes and self.shape.rows:
+            self._fill_tables(rows)
+
+    def _fill_tables(self, rows: DeviceRows) -> None:
+        num_rows, num_blocks = rows.block_table.shape
+        width = max(1, num_blocks)
+        # In one copy, and no wider than the step needs: the longest request that may come has thousands of blocks. What
+        # is behind a request's last block is never read, so it may be anything.
+        table = np.zeros((self.shape.rows, 2 + width), np.int32)
+        table[:num_rows, 0] = rows.seq_lens
+        if rows.is_reversed is not None:
+            table[:num_rows, 1] = rows.is_reversed
+        table[:num_rows, 2 : 2 + num_blocks] = rows.block_table
+        on_device = upload(torch.from_numpy(table), self._memory.device)
+        self.seq_lens_T.copy_(on_device[:, 0])
+        self.block_table_TM[:, :width].copy_(on_device[:, 2:])
+        if self.reversed_TM is not None:
+            self.reversed_TM[:, :width].copy_(on_device[:, 1:2])  # a request's blocks all run the same way
+
+    def _host_buffer(self, target: Tensor) -> Tensor:
+        # torch hands out a page-locked buffer again only when the copies from it are over.
+        return torch.empty(target.shape, dtype=target.dtype, pin_memory=target.device.type == "cuda")
+
+
+def _long_sizes(shape: StepShape, num_layers: int) -> list[int]:
+    """Return the numbers of elements: token ids, positions, slots of rows, slots of seats, positions of seats."""
+    rows, seats = shape.rows, shape.seats
+    return [rows + seats, rows + seats, rows, (num_layers + 1) * seats, num_layers * seats]

@@ -1,0 +1,206 @@
+"""StepInputs: a StepPlan as arrays, and as the tensors that its layers need.
+
+Legend: T packed rows (device rows, then piggyback seats), R device requests, M blocks per request, P piggyback seats.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omniserve.core.plan import PiggybackEntry, PiggybackJoin, PromptScores, StepPlan
+from omniserve.ops.attention import HostLengths
+from omniserve.ops.device_copies import upload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeatRows:
+    """Who sits in the P piggyback seats between two layers."""
+
+    slots_P: Tensor
+    """Host slot of each seat, int64 on the device; -1: empty."""
+    host_slots_P: Tensor
+    """The same on the CPU."""
+    positions: tuple[int, ...]
+    """Positions of the occupied seats, which are the first ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceRows:
+    """The device rows of a plan, as arrays on the host; n of them, of R requests."""
+
+    token_ids: np.ndarray
+    """``[n]`` int64."""
+    positions: np.ndarray
+    """``[n]`` int64."""
+    slot_mapping: np.ndarray
+    """``[n]`` int64: block * block_size + offset."""
+    query_start: np.ndarray
+    """``[R + 1]`` int64 prefix sums."""
+    seq_lens: np.ndarray
+    """``[R]`` int64: context after this step."""
+    block_table: np.ndarray
+    """``[R, M]`` int32, padded with 0."""
+    is_reversed: np.ndarray | None
+    """``[R]`` bool; None: no block runs from the right."""
+    sampling: tuple[tuple[int, str], ...]
+    """Row and request of each that samples."""
+
+    @property
+    def lengths(self) -> HostLengths:
+        return HostLengths(query_lens=tuple(np.diff(self.query_start).tolist()), seq_lens=tuple(self.seq_lens.tolist()))
+
+    @property
+    def reversed_blocks(self) -> np.ndarray | None:
+        """The direction table ``[R, M]``, bool; None: no block runs from the right."""
+        if self.is_reversed is None:
+            return None
+        return np.repeat(self.is_reversed[:, None], self.block_table.shape[1], axis=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInputs:
+    """What the layers of one step need, made once before the first."""
+
+    num_device_rows: int
+    token_ids_T: Tensor
+    """int64; the seats hold the tokens that enter, 0 where empty."""
+    positions_T: Tensor
+    """int64, likewise."""
+    slot_mapping: Tensor
+    """``[num_device_rows]`` int64: block * block_size + offset."""
+    block_table_RM: Tensor
+    """int32, padded with 0."""
+    reversed_RM: Tensor | None
+    """The direction table, bool; None: no block runs from the right."""
+    query_start_R1: Tensor
+    """int32 prefix sums."""
+    seq_lens_R: Tensor
+    """int32: context after this step."""
+    lengths: HostLengths
+    """Query and context lengths once more, on the host."""
+    entering: SeatRows | None
+    """Seats before pre-attention of layer 0; None if nobody enters."""
+    joining: dict[int, SeatRows]
+    """Layer -> seats that results of the host tier take there."""
+    sampling_rows: Tensor
+    """Rows whose hidden state after the last layer becomes logits, int64."""
+    sampling_request_ids: tuple[str, ...]
+    scores: tuple[tuple[str, int, PromptScores], ...]
+    """Request, first row and what to tell, for chunks with log-probabilities of the prompt."""
+
+
+def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
+    """Turn the ids and counts of a plan's chunks into arrays."""
+    chunks = plan.chunks
+    lengths = np.fromiter((len(c.token_ids) for c in chunks), np.int64, len(chunks))
+    starts = np.fromiter((c.start for c in chunks), np.int64, len(chunks))
+    query_start = np.zeros(len(chunks) + 1, np.int64)
+    np.cumsum(lengths, out=query_start[1:])
+    num_rows = int(query_start[-1])
+    # Position of each row: its chunk's start plus its index inside the chunk.
+    positions = np.arange(num_rows) + np.repeat(starts - query_start[:-1], lengths)
+    token_ids = np.fromiter(chain.from_iterable(c.token_ids for c in chunks), np.int64, num_rows)
+
+    widest = max((len(c.block_ids) for c in chunks), default=0)
+    block_table = np.zeros((len(chunks), widest), np.int32)
+    for row, chunk in enumerate(chunks):
+        block_table[row, : len(chunk.block_ids)] = chunk.block_ids
+    blocks = block_table[np.repeat(np.arange(len(chunks)), lengths), positions // block_size]
+    offsets = positions % block_size
+    is_reversed = np.fromiter((c.is_reversed for c in chunks), np.bool_, len(chunks))
+    if is_directed := bool(is_reversed.any()):
+        offsets = np.where(np.repeat(is_reversed, lengths), block_size - 1 - offsets, offsets)
+    return DeviceRows(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=blocks.astype(np.int64) * block_size + offsets,
+        query_start=query_start,
+        seq_lens=starts + lengths,
+        block_table=block_table,
+        is_reversed=is_reversed if is_directed else None,
+        sampling=tuple((int(query_start[i + 1]) - 1, c.request_id) for i, c in enumerate(chunks) if c.samples),
+    )
+
+
+def joins_by_layer(plan: StepPlan) -> Mapping[int, Sequence[PiggybackJoin]]:
+    """Return the joins of a plan, layer by layer."""
+    joining: defaultdict[int, list[PiggybackJoin]] = defaultdict(list)
+    for join in plan.joins:
+        joining[join.layer].append(join)
+    return joining
+
+
+def sampling_rows(
+    rows: DeviceRows, at_last_layer: Sequence[PiggybackJoin], *, first_seat: int
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return the rows that sample, int64, and their requests: device rows, then seats of the last layer.
+
+    Args:
+        rows: The device rows.
+        at_last_layer: Joins at the last layer.
+        first_seat: Row of the first seat.
+    """
+    sampling = [*rows.sampling, *((first_seat + seat, join.request_id) for seat, join in enumerate(at_last_layer))]
+    return np.array([row for row, _ in sampling], np.int64), tuple(request_id for _, request_id in sampling)
+
+
+def prompt_scores(plan: StepPlan, rows: DeviceRows) -> tuple[tuple[str, int, PromptScores], ...]:
+    """Return request, first row and what to tell, for chunks with log-probabilities of the prompt."""
+    return tuple(
+        (c.request_id, int(rows.query_start[i]) + c.scores.first_row, c.scores)
+        for i, c in enumerate(plan.chunks)
+        if c.scores is not None
+    )
+
+
+def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device: torch.device) -> StepInputs:
+    """Turn ids and counts into tensors on ``device``."""
+    rows = make_device_rows(plan, block_size=block_size)
+    num_rows, seats = len(rows.token_ids), plan.num_piggyback_slots
+    positions, token_ids = np.zeros((2, num_rows + seats), np.int64)
+    positions[:num_rows], token_ids[:num_rows] = rows.positions, rows.token_ids
+    for seat, entry in enumerate(plan.entries):
+        token_ids[num_rows + seat] = entry.token_id
+        positions[num_rows + seat] = entry.position
+    joining = joins_by_layer(plan)
+    sampled, request_ids = sampling_rows(rows, joining.get(num_layers - 1, ()), first_seat=num_rows)
+    reversed_RM = rows.reversed_blocks
+    return StepInputs(
+        num_device_rows=num_rows,
+        token_ids_T=_on(device, token_ids),
+        positions_T=_on(device, positions),
+        slot_mapping=_on(device, rows.slot_mapping),
+        block_table_RM=_on(device, rows.block_table),
+        reversed_RM=_on(device, reversed_RM) if reversed_RM is not None else None,
+        query_start_R1=_on(device, rows.query_start.astype(np.int32)),
+        seq_lens_R=_on(device, rows.seq_lens.astype(np.int32)),
+        lengths=rows.lengths,
+        entering=_seat_rows(plan.entries, seats, device) if plan.entries else None,
+        joining={layer: _seat_rows(joins, seats, device) for layer, joins in joining.items()},
+        sampling_rows=_on(device, sampled),
+        sampling_request_ids=request_ids,
+        scores=prompt_scores(plan, rows),
+    )
+
+
+def _seat_rows(
+    rows: Sequence[PiggybackJoin] | Sequence[PiggybackEntry], num_seats: int, device: torch.device
+) -> SeatRows:
+    slots = np.full(num_seats, -1, np.int64)
+    slots[: len(rows)] = [row.slot for row in rows]
+    return SeatRows(
+        slots_P=_on(device, slots),
+        host_slots_P=torch.from_numpy(slots),
+        positions=tuple(row.position for row in rows),
+    )
+
+
+def _on(device: torch.device, array: np.ndarray) -> Tensor:
+    return upload(torch.from_numpy(array), device)

@@ -1,0 +1,86 @@
+"""warm_up_attention: compiles, before the first step, the kernels of device attention that any step may launch.
+
+Triton compiles a kernel when a launch first needs it, which would take a step a second or more.
+
+Legend: T rows, R requests, M blocks per request, N query heads, H head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from omniserve.core.spec import ModelSpec
+from omniserve.kv.storage import DeviceKVStorage
+from omniserve.ops.attention import DeviceAttention, HostLengths
+from omniserve.ops.device_copies import upload
+
+
+@torch.inference_mode()
+def warm_up_attention(
+    attend: DeviceAttention,
+    storage: DeviceKVStorage,
+    spec: ModelSpec,
+    *,
+    max_rows: int,
+    max_requests: int,
+    max_blocks: int,
+    is_directed: bool,
+) -> None:
+    """Attend to chunks of different lengths, once for each kind of layer; what is there of KV stays as it is.
+
+    Decodes that are captured in a graph are not among them: their kernels are compiled as they are captured.
+
+    Args:
+        attend: Device attention.
+        storage: The device tier's KV, in the model's dtype.
+        spec: The model's sizes.
+        max_rows: Most device rows of a step.
+        max_requests: Most requests with device rows in a step.
+        max_blocks: Blocks of the longest request.
+        is_directed: Blocks may run from the right. A step in which none does has no direction table, so there are two
+            kernels of each kind.
+    """
+    k_cache = storage.k_LBKSH
+    device, dtype = k_cache.device, k_cache.dtype
+    layers = {spec.attention[layer]: layer for layer in range(spec.num_layers)}  # one of each kind
+    for query_lens, num_blocks in _shapes(max_rows, max_requests, max_blocks, storage.block_size):
+        num_rows, num_requests = sum(query_lens), len(query_lens)
+        lens_R = torch.tensor(query_lens, dtype=torch.int32)
+        q_TNH = torch.zeros(num_rows, spec.num_heads, spec.head_size, dtype=dtype, device=device)
+        block_table_RM = torch.zeros(num_requests, num_blocks, dtype=torch.int32, device=device)
+        query_start_R1 = upload(torch.cat([lens_R.new_zeros(1), lens_R.cumsum(0, dtype=torch.int32)]), device)
+        seq_lens_R = upload(lens_R, device)
+        for is_reversed in {False, is_directed}:
+            for kind, layer in layers.items():
+                attend(
+                    q_TNH, storage.k_layers[layer], storage.v_layers[layer], block_table_RM, query_start_R1, seq_lens_R,
+                    kind,
+                    lengths=HostLengths(query_lens=query_lens, seq_lens=query_lens),
+                    reversed_RM=torch.zeros_like(block_table_RM, dtype=torch.bool) if is_reversed else None,
+                )  # fmt: skip
+
+
+def _shapes(
+    max_rows: int, max_requests: int, max_blocks: int, block_size: int
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield lengths of chunks that are first chunks, ``[R]``, and M.
+
+    A kernel is chosen by the rows of all requests, by those of one on average, and by whether keys are many: powers of
+    two, which fill a tile, one more, which do not fit it, and both ends of the last come to all kernels.
+    """
+    powers = _powers_of_two(max_rows)
+    for num_rows in sorted({*powers, *(n + 1 for n in powers if n < max_rows)}):
+        for num_requests in _powers_of_two(min(num_rows, max_requests)):
+            short, longer = divmod(num_rows, num_requests)
+            query_lens = (*(short + 1,) * longer, *(short,) * (num_requests - longer))
+            num_blocks = -(-query_lens[0] // block_size)
+            if num_blocks <= max_blocks:
+                yield query_lens, num_blocks
+                yield query_lens, max_blocks
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    """Return 1, 2, 4 ... and the largest."""
+    return [*(1 << i for i in range((largest - 1).bit_length())), largest]

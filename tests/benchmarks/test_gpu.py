@@ -1,0 +1,499 @@
+"""The GPU scripts: each runs dry and leaves its record, and one that hangs or breaks costs only itself."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.common.record import ROOT
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import program, report
+from benchmarks.gpu.check import blocks, exactness, machine, mailbox, sanitizer, steps, tests
+from benchmarks.gpu.engines import (
+    add_decoding,
+    config_of,
+    drain,
+    kv_token_bytes,
+    open_engine,
+    request,
+    step_times,
+    weight_bytes,
+)
+from benchmarks.gpu.models import LLAMA_8B, QWEN_32B, TINY, random_model
+from benchmarks.gpu.primed import PRIMED
+from benchmarks.gpu.program import run_program
+from benchmarks.gpu.script import NO_GPU, Case, NotHere, Script, argument_parser, line_of, scrubbed, short
+from benchmarks.gpu.speed.beside_transformers import token_s
+from benchmarks.gpu.timing import covered, spans_on
+from omniserve.core.plan import KVMove
+from omniserve.layers.patching import patch
+from tests.host.helpers import wait_until
+from tests.parity.engine_histories import Reference
+from tests.parity.models import tiny_model
+
+CPU = torch.device("cpu")
+FIGURES = {
+    "limits": {"bf16 matrix product": "TFLOP/s", "small kernel, in a CUDA graph": "us"},
+    "llama": {
+        "tiny, batch 4, 40 tokens": "ms", "tiny, batch 1, 40 tokens, no step graphs": "ms",
+        "tiny, prompt of 64 tokens": "TFLOP/s", "tiny, prompt of 64 tokens in steps of 32": "TFLOP/s",
+    },
+    "qwen": {"tiny, batch 4, 40 tokens": "ms", "tiny, prompt of 32 tokens": "TFLOP/s"},
+    "attention": {"cpu, 4 decodes at 40 tokens: a layer": "us", "sdpa, 1 chunks of 32 at 40 tokens: a layer": "us"},
+    "piggyback": {
+        "operators of 1 seats beside 4 rows, a layer": "us",
+        "step of 4 LS rows, 8 BE requests on the host": "ms",
+        "2 residents: a layer longer than with no seat": "us",
+    },
+    "moves": {
+        "4 blocks (0 MiB) to host, alone": "GB/s",
+        "1 blocks (0 MiB) to device, beside steps of 2 rows": "GB/s",
+        "step of 2 rows beside moves to device": "ms",
+    },
+    "safepoints": {
+        "step of 2 BE rows that looks for requests": "ms",
+        "from a signal to the end of a step of 64 BE rows": "ms",
+    },
+    "host": {
+        "TPOT of 2 LS requests, 4 BE requests on the host": "ms",
+        "BE tokens of 4 requests on the host, no LS, 1 s": "tokens/s",
+    },
+    "policies": {
+        "omniserve, 8 LS/s: LS requests that met their objectives": "of all",
+        "fcfs, 8 LS/s: BE prompt and output tokens beside LS": "tokens/s",
+    },
+    "transformers": {"transformers, batch 2, 40 tokens: generate, static cache, compiled": "ms"},
+}  # fmt: skip
+"""What a dry run on a CPU has measured, at least, part by part."""
+CHECKS = {
+    "machine": "the extension loads",
+    "steps": "no hidden wait: all captured shapes, steps that overlap",
+    "exactness": "llama: histories",
+    "mailbox": "100 rows to a slow tier",
+    "blocks": "20 moves of torch.bfloat16 blocks",
+    "tests": "tests marked gpu, in 1 files",
+    "sanitizer": "every kernel once",
+}
+"""A case of each check that must have passed."""
+QUICK = ("machine", "mailbox", "blocks", "sanitizer", "limits", "moves", "host")
+
+
+def run_part(name: str, out: Path) -> dict[str, dict[str, Any]]:
+    """Run a part dry in this process and return its cases by name."""
+    part = command.PARTS[name]
+    main = importlib.import_module(f"benchmarks.gpu.{part.module}").main
+    assert main([*part.arguments, "--dry", "--out", str(out)]) == 0
+    (path,) = out.iterdir()
+    assert path.name == f"gpu_{name}.json"
+    record = json.loads(path.read_text())
+    assert record["config"]["dry"] and record["benchmark"] == path.stem
+    cases = record["results"]["cases"]
+    assert len({case["case"] for case in cases}) == len(cases), "two cases of one name"
+    for case in cases:
+        assert case["outcome"] in ("PASS", "SKIP") and (case["outcome"] == "PASS" or case["note"]), case
+        for value in (case["measured"], case["limit"], case["ratio"]):
+            assert value is None or math.isfinite(value), case
+    return {case["case"]: case for case in cases}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in command.PARTS]
+)
+def test_part_runs_dry_and_records_what_it_is_about(name: str, tmp_path: Path) -> None:
+    cases = run_part(name, tmp_path)
+    for case, unit in FIGURES.get(name, {}).items():
+        assert cases[case]["outcome"] == "PASS" and cases[case]["unit"] == unit, cases[case]
+        # A difference of two steps may be below 0; nothing else may.
+        assert cases[case]["measured"] > 0 or "longer than" in case, cases[case]
+    if name in CHECKS:
+        assert cases[CHECKS[name]]["outcome"] == "PASS", cases
+    assert name in FIGURES or name in CHECKS
+
+
+@pytest.mark.slow
+def test_command_runs_everything_dry(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--dry", "--out", tmp_path], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    parts = json.loads((tmp_path / "gpu.json").read_text())["results"]["parts"]
+    assert list(parts) == list(command.PARTS) and {part["status"] for part in parts.values()} == {"ok"}
+    assert len(list(tmp_path.glob("gpu_*.json"))) == len(command.PARTS)
+
+
+def stub_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **codes: str) -> None:
+    """Let parts be scripts of this code, in a package that a child finds, too."""
+    (tmp_path / "stubs").mkdir()
+    for name, code in codes.items():
+        (tmp_path / "stubs" / f"stub_{name}.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stubs"))
+    stubs = {name: command.Part(module=f"stub_{name}", limit_s=60, group="check") for name in codes}
+    monkeypatch.setattr(command, "PARTS", stubs)
+    monkeypatch.setattr(command, "PACKAGE", "")
+    monkeypatch.setattr(command, "_DRY_PATIENCE", 0.05)  # 3 s
+    monkeypatch.setattr(command, "_LEAST_S", 0.0)
+
+
+def test_parts_that_hang_or_break_are_named_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "_GRACE_S", 1.0)
+    stub_parts(
+        monkeypatch, tmp_path, hangs="import time\nprint('seen', flush=True)\ndef stuck(): time.sleep(60)\nstuck()",
+        crashes="import os; os.abort()", fails="raise SystemExit(1)", works="print('fine')",
+    )  # fmt: skip
+    assert command.main(["--dry", "--only", "check", "--out", str(tmp_path / "out")]) == 1
+    parts = json.loads((tmp_path / "out" / "gpu.json").read_text())["results"]["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == {
+        "hangs": "cut after 3 s", "crashes": "ended with status -6", "fails": "failed: see its cases", "works": "ok",
+    }  # fmt: skip
+    said = "\n".join(parts["hangs"]["end_of_output"])
+    assert "seen" in said and "in stuck" in said, "where it hung"
+    assert str(tmp_path) not in json.dumps(parts), "no path of this machine"
+    shown = capfd.readouterr().out
+    assert "NOT OK: hangs (cut after 3 s), crashes" in shown and "in stuck" in shown
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "| crashes | ended with status -6" in page and "in stuck" in page
+
+
+def test_no_gpu_ends_the_run_and_calls_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_parts(monkeypatch, tmp_path, first="", machine=f"raise SystemExit({NO_GPU})", never="", late="")
+    out = tmp_path / "out"
+    arguments = ["--dry", "--out", str(out)]
+    out.mkdir()
+    (out / "gpu_first.json").write_text("what an earlier run said")
+    assert command.main([*arguments, "--only", "first,machine,never"]) == 1
+    assert not (out / "gpu_first.json").exists()
+    monkeypatch.setattr(command, "_LEAST_S", 10.0)
+    assert command.main([*arguments, "--only", "late", "--minutes", "0.01"]) == 1
+    parts = json.loads((out / "gpu.json").read_text())["results"]["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == {
+        "first": "ok", "machine": "there is no GPU", "late": "not run: out of time",
+    }  # fmt: skip
+
+
+def test_a_group_fits_ten_minutes() -> None:
+    for group in ("check", "speed-1", "speed-2"):
+        only = command.parse_arguments(["--only", group]).only
+        assert only and sum(command.PARTS[name].limit_s for name in only) <= 590
+    assert command.parse_arguments([]).only == list(command.PARTS)
+    assert command.parse_arguments(["--only", "moves,speed-2,llama"]).only == ["llama", "moves", "host", "policies",
+                                                                               "qwen", "transformers"]  # fmt: skip
+    with pytest.raises(SystemExit):
+        command.parse_arguments(["--only", "floor"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_without_a_gpu_only_a_dry_run_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        mailbox.main(["--out", str(tmp_path)])
+    assert end.value.code == NO_GPU and "--dry" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+# -- what scripts share ---------------------------------------------------------------------------------------------
+
+
+def test_a_case_that_fails_is_recorded_without_paths_and_the_script_goes_on(tmp_path: Path) -> None:
+    script = Script("cases", argument_parser("").parse_args(["--dry", "--out", str(tmp_path)]))
+    with script.case("fails"):
+        raise RuntimeError("broken in /home/somebody/model.bin\nmore of it")
+    with script.case("not here"):
+        raise NotHere("no such thing")
+    with script.case("of many", only_failure=True):
+        pass
+    with script.case("figure") as case:
+        case.figure(3.0, "ms", limit=2.0, at_most=1.25)
+    with script.case("rate") as case:
+        case.figure(70.0, "GB/s", at_least=60.0)
+    assert script.end() == 1
+    text = (tmp_path / "gpu_cases.json").read_text()
+    failed, missing, figure, rate = json.loads(text)["results"]["cases"]
+    assert failed["outcome"] == "FAIL" and failed["note"].startswith("RuntimeError: broken in .../model.bin")
+    assert "test_gpu.py" in "".join(failed["details"]["traceback"])
+    assert "somebody" not in text and str(ROOT) not in text and str(tmp_path) not in text
+    assert (missing["outcome"], missing["note"]) == ("SKIP", "no such thing")
+    assert (figure["ratio"], figure["goal"], figure["met"]) == (1.5, "<= 1.25", False)
+    assert (rate["ratio"], rate["goal"], rate["met"]) == (None, ">= 60", True)
+
+
+def test_lines_and_paths() -> None:
+    case = Case(case="step", measured=3.0, unit="ms", limit=2.0, note="a\nb")
+    assert line_of(case) == "PASS  step: 3 ms (1.5 x 2): a [0.0 s]"
+    assert scrubbed(f"{ROOT}/omniserve/engine.py and /usr/lib/x.so, 3/4") == "omniserve/engine.py and .../x.so, 3/4"
+
+
+def test_report_puts_steps_beside_the_forecast(tmp_path: Path) -> None:
+    """The forecast is the one that is recorded: a report must be able to read it."""
+    script = Script("steps_llama", argument_parser("").parse_args(["--dry", "--out", str(tmp_path)]))
+    step = {"kind": "decode", "batch": 8, "context": 1024}
+    for name, context in (("a step", 1024), ("another", 1025)):
+        with script.case(name) as case:
+            case.figure(7.0, "ms", model="Llama-3.1-8B", step=step | {"context": context}, step_ms=7.0)
+    with script.case("broken"):
+        raise RuntimeError("why")
+    record = json.loads((tmp_path / "gpu_steps_llama.json").read_text())
+    record["environment"]["hardware"]["gpus"] = ["NVIDIA H200"]
+    (tmp_path / "gpu_steps_llama.json").write_text(json.dumps(record))
+    steps = json.loads(report.FORECAST.read_text())["results"]["Llama-3.1-8B"]["steps"]
+    (devices,) = [entry["devices"] for entry in steps if entry["step"] == step | {"seats": 0}]
+    times = {name: 1e3 * seconds for name, seconds in devices["H200-141GB"].items()}
+    report.write_report(tmp_path)
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    beside = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in lines[lines.index("## Beside the forecast") :]
+    ]
+    figures = map(short, (7.0, times["expected_s"], 7.0 / times["expected_s"], times["floor_s"]))
+    assert [row for row in beside if row][2:] == [["a step", *figures, "H200-141GB"]]
+    assert "### FAIL: broken" in lines and "DRY" in "".join(lines)
+
+
+def test_a_program_is_ended_with_those_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "_GRACE_S", 0.2)
+    code = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGABRT, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(f'{{child.pid}} ')\n"
+        "print('seen', flush=True); time.sleep(60)"
+    )
+    status, lines = run_program([sys.executable, "-c", code], limit_s=3)
+    assert status is None and lines == ["seen"]
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not is_running(pid))
+    assert run_program([sys.executable, "-c", "raise SystemExit(3)"], limit_s=60) == (3, [])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, signal.SIG_DFL)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+# -- checks that can fail -------------------------------------------------------------------------------------------
+
+
+def test_a_wait_is_noted_with_its_place_once() -> None:
+    def hidden() -> None:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    with steps.noted_waits(on_gpu=False) as stacks:
+        for _ in range(3):
+            hidden()
+        warnings.warn("something else", stacklevel=1)
+    (stack,) = stacks
+    assert stack.splitlines()[-1].startswith("  tests/benchmarks/test_gpu.py:") and "hidden" in stack
+
+
+@pytest.mark.filterwarnings("ignore:called a synchronizing CUDA operation")
+def test_a_hidden_wait_in_a_step_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script("waits", argument_parser("").parse_args(["--dry", "--out", str(tmp_path)]))
+    model: Any = tiny_model("llama")
+    reference = Reference(model, num_prompts=2, max_tokens=4)
+    monkeypatch.setattr(steps, "SAMPLINGS", ())
+    with steps.open_tiny(patch(model, compile=False), step_graphs="off") as engine:
+        steps.no_hidden_wait(engine, reference, script)
+        launch = engine.runner.launch
+
+        def waits(plan: Any) -> Any:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+            return launch(plan)
+
+        monkeypatch.setattr(engine.runner, "launch", waits)
+        with pytest.raises(AssertionError, match=r"(?s)1 places wait.*stepping.py:\d+ step.*waits"):
+            steps.no_hidden_wait(engine, reference, script)
+        reference.tokens[1] = (*reference.tokens[1][:-1], 0)
+        with pytest.raises(AssertionError, match=r"prompts \[1\] of 2"):
+            steps.serve(engine, reference)
+
+
+def test_the_block_check_notices_a_block_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_wrong in (False, True):
+        pools = blocks.Pools(CPU, torch.float32, 8)
+        start = pools.tier.start_move
+
+        def start_wrong(move: KVMove, *caches: torch.Tensor, start: Any = start, is_wrong: bool = is_wrong) -> None:
+            ids = move.dst_block_ids
+            start(dataclasses.replace(move, dst_block_ids=ids[::-1]) if is_wrong else move, *caches)
+
+        monkeypatch.setattr(pools.tier, "start_move", start_wrong)
+        while pools.num_moves < 8:
+            pools.advance()
+        with pytest.raises(AssertionError) if is_wrong else contextlib.nullcontext():
+            pools.finish()
+        pools.tier.close()
+
+
+@pytest.mark.parametrize("fault", ["torn", "lost", "twice"])
+def test_the_mailbox_check_notices(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "_PATIENCE_S", 1.0)
+    load = mailbox.Load(CPU, 0)
+    send = torch.ops.omniserve.piggyback_send
+    sent = 0
+
+    def faulty(*args: torch.Tensor) -> None:
+        nonlocal sent
+        sent += 1
+        if fault == "lost" and sent == 3:
+            return
+        send(*args)
+        if fault == "torn" and sent == 3:  # the end of the row came later than its flag
+            slots, box = args[4], args[6]
+            box[slots[0], -8:] = 0
+
+    monkeypatch.setattr(torch.ops.omniserve, "piggyback_send", faulty)
+    if fault == "twice":
+        poll = load.mailbox.poll
+        monkeypatch.setattr(load.mailbox, "poll", lambda: [event for event in poll() for _ in range(2)])
+    if fault == "torn":
+        load.mailbox.inject(delay_s=0.01)
+    try:
+        with pytest.raises(AssertionError, match={"lost": "lost", "twice": "twice", "torn": None}[fault]):
+            load.run(100)
+    finally:
+        load.close()
+
+
+def test_what_is_unsupported_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90a", "compute_120"])
+    script: Any = SimpleNamespace(on_gpu=True)
+    found = {}
+    for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        found[capability] = machine.unsupported(script)
+    assert [len(found[capability]) for capability in found] == [2, 0, 0, 0, 1, 0], found
+    assert "7.5 is below 8.0" in found[7, 5][0] and "no code for sm_100" in found[10, 0][0]
+
+
+@pytest.mark.parametrize(
+    ("says", "outcome"),
+    [
+        ("echo ERROR SUMMARY: 0 errors", "ERROR SUMMARY: 0 error"),
+        ("echo ERROR SUMMARY: 2 errors; exit 1", RuntimeError),
+        ("exit 1", RuntimeError),
+        ("echo Device not supported", NotHere),
+        ("sleep 30", NotHere),
+    ],
+)
+def test_the_sanitizers_word_is_taken(
+    says: str, outcome: str | type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "compute-sanitizer").write_text(f"#!/bin/sh\n{says}\n")
+    (tmp_path / "compute-sanitizer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(program, "_GRACE_S", 0.2)
+    script: Any = SimpleNamespace(on_gpu=True)
+    if isinstance(outcome, str):
+        assert sanitizer.checked("memcheck", script, 20.0)[0] == outcome
+    else:
+        with pytest.raises(outcome):
+            sanitizer.checked("memcheck", script, 0.5 if "sleep" in says else 20.0)
+
+
+def test_references_of_two_devices_are_compared_where_both_have_a_prompt() -> None:
+    def reference(tokens: dict[int, int]) -> Any:
+        return SimpleNamespace(prompts=[(prompt,) for prompt in tokens], tokens=[(t,) for t in tokens.values()])
+
+    assert exactness.compare(reference({1: 5, 2: 6}), reference({2: 6, 3: 7})) == "1 prompts"
+    for other in ({2: 7}, {3: 7}):
+        with pytest.raises(AssertionError):
+            exactness.compare(reference({1: 5, 2: 6}), reference(other))
+
+
+def test_outcomes_are_read_from_pytests_output() -> None:
+    lines = [
+        "tests/a.py::one[x y] PASSED        [ 10%]", "[gw1] [ 20%] PASSED tests/a.py::two ", "tests/a.py::two ERROR",
+        "[gw0] [100%] SKIPPED tests/b.py::three[1-2] ", "tests/b.py::four FAILED", "FAILED is a word",
+    ]  # fmt: skip
+    assert tests.outcomes_of(lines) == {
+        "tests/a.py::one[x y]": "PASSED", "tests/a.py::two": "ERROR", "tests/b.py::three[1-2]": "SKIPPED",
+        "tests/b.py::four": "FAILED",
+    }  # fmt: skip
+
+
+def test_every_test_marked_gpu_is_run_there(request: pytest.FixtureRequest) -> None:
+    marked = {item.path.relative_to(ROOT) for item in request.session.items if item.get_closest_marker("gpu")}
+    assert marked <= set(tests.marked_files()) and tests.marked_files()
+
+
+# -- models, engines and time ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shape", "billions"), [(LLAMA_8B, 8.03), (QWEN_32B, 32.76)])
+def test_shapes_are_those_of_the_models(shape: Any, billions: float) -> None:
+    model = random_model(shape, torch.device("meta"))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=0.001)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert weight_bytes(model) == 2 * (
+        sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+    )
+
+
+def test_primed_requests_decode_at_once_where_they_should() -> None:
+    model = patch(random_model(TINY, CPU), compile=False)
+    spec = model.omniserve.spec
+    config = config_of(
+        model, scheduler=PRIMED, device_kv_bytes=6 * spec.kv_block_bytes(64), host_kv_bytes=4 * spec.kv_block_bytes(64),
+        max_host_requests=2, swap_in_delay_s=1e9,
+    )  # fmt: skip
+    assert kv_token_bytes(spec) * 64 == spec.kv_block_bytes(64)
+    with open_engine(model, config) as engine:
+        for name in (names := ["ls0", "be0", "be1"]):
+            engine.add(request(name, 70, 8, spec.vocab_size))
+            engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+        (output,) = engine.step()
+        assert output.request_id == "ls0" and len(output.new_token_ids) == 1  # no prefill
+        with pytest.raises(ValueError, match="no slot"):
+            engine.add(request("be2", 10, 8, spec.vocab_size))
+        engine.abort("ls0")
+        deadline_s = time.monotonic() + 30
+        while engine.stats().host_output_tokens < 2 and time.monotonic() < deadline_s:
+            engine.step()
+            engine.wait(0.01)
+        assert engine.stats().host_output_tokens >= 2
+        drain(engine, names)
+        engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+        add_decoding(engine, 1, 70, 4)
+        with pytest.raises(RuntimeError, match="a request ended"):
+            step_times(engine, 10, warm_up=1)
+
+
+def test_covered_time_counts_overlaps_once_and_by_device() -> None:
+    assert covered([]) == 0
+    assert covered([(5, 7), (0, 2), (1, 3), (1, 2), (7, 8)]) == 6
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        torch.ones(1000).sum()
+    spans = spans_on(DeviceType.CPU, trace)
+    assert spans and all(start <= end for start, end in spans)
+    assert not spans_on(DeviceType.CUDA, trace)
+
+
+def test_gaps_between_tokens_count_while_all_requests_decode() -> None:
+    def output(stamps: list[float]) -> SimpleNamespace:
+        return SimpleNamespace(timestamps=stamps, generated_tokens=list(range(len(stamps))))
+
+    early = output([0.0, *(10.0 + 2.0 * i for i in range(31))])  # waits for the other's prompt at first
+    late = output([11.0 + 2.0 * i for i in range(32)])
+    assert token_s([early, late], 2) == 2.0
+    with pytest.raises(RuntimeError, match="1 of 2 requests did not get their 32 tokens"):
+        token_s([late, output([1.0, 2.0])], 2)

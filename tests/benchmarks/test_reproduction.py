@@ -1,0 +1,355 @@
+"""The reproduction of the papers' figures: its loads, its list of experiments, its tables; one point of each kind."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import reproduction
+from benchmarks.paper.cases import PAPER_ORDER, Case, Experiment, MachineSpec, both_orders, with_settings
+from benchmarks.paper.figures import EXPERIMENTS
+from benchmarks.paper.loads import LoadSpec, lengths_named, random_rates
+from benchmarks.paper.page import number, render, span, verdict
+from benchmarks.paper.report import CELLS, TokenGaps, figures_of, markdown
+from omniserve.core.plan import DeviceChunk, StepPlan
+from omniserve.core.request import SLO
+from omniserve.sched import SCHEDULERS
+from omniserve.simulate.engine import StepRecord
+from omniserve.simulate.results import ClassResult, RequestResult, Result, summarise
+
+ROOT = Path(__file__).parents[2]
+SMALL = MachineSpec(model="smollm-135m", device="1xT4", hosts="1xXeon-4215")
+
+# -- loads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "outputs"),
+    [
+        ("longbench", 8952, 136),
+        ("dailymail", 1964, 397),
+        ("sharegpt", 248, 325),
+        ("azure", 1155, 211),
+        ("multinews", 6916, 394),
+        ("burstgpt", 2747, 267),
+        ("dureader", 21776, 166),
+        ("vcsum", 18803, 337),
+        ("mixed", (21776 + 6916 + 18803) / 3, (166 + 394 + 337) / 3),
+        ("bros-lmsys", 90, 237),
+        ("bros-rt", 223, 234),
+        ("bros-be", 768, 80),
+    ],
+)
+def test_generated_lengths_have_the_means_that_the_papers_print(name: str, inputs: float, outputs: float) -> None:
+    rng = random.Random(1)
+    draw = lengths_named(name)
+    pairs = [draw(rng) for _ in range(20_000)]
+    assert statistics.fmean(pair[0] for pair in pairs) == pytest.approx(inputs, rel=0.06)
+    assert statistics.fmean(pair[1] for pair in pairs) == pytest.approx(outputs, rel=0.06)
+    assert min(min(pair) for pair in pairs) >= 1
+
+
+def test_lengths_come_from_a_trace_folder_where_it_has_them(tmp_path: Path) -> None:
+    (tmp_path / "lengths").mkdir()
+    (tmp_path / "lengths/sharegpt_v3_first_turn.csv").write_text("input_tokens,output_tokens\n7,9\n")
+    rng = random.Random(0)
+    assert lengths_named("sharegpt", tmp_path)(rng) == (7, 9)
+    assert lengths_named("dailymail", tmp_path)(rng)[0] > 9  # the folder has none
+    assert lengths_named("300:50")(rng) == (300, 50)
+    with pytest.raises(ValueError, match="unknown lengths 'novels'; known: sharegpt"):
+        lengths_named("novels")
+    with pytest.raises(OSError, match="azure2023_conv"):
+        lengths_named("azure", tmp_path)
+
+
+def test_best_effort_arrivals_follow_the_trace_at_the_wanted_rate(tmp_path: Path) -> None:
+    rows = "".join(f"{i},5,5\n" for i in range(1, 101))
+    (tmp_path / "azure2023_conv.csv").write_text("arrival_s,input_tokens,output_tokens\n" + rows)
+    load = LoadSpec(be_rate=2.0).make(20.0, warm_up=0.25, seed=0, trace_dir=tmp_path)
+    assert [request.arrival_s for request in load.best_effort] == [0.5 * i for i in range(1, 40)]
+    assert load.warm_up_s == 5.0 and not load.latency_sensitive
+
+
+def test_a_load_is_the_same_for_the_same_seed_and_classes_do_not_depend_on_each_other() -> None:
+    both = LoadSpec(ls_rate=2.0, be_rate=1.0)
+    assert both.make(60, warm_up=0, seed=3) == both.make(60, warm_up=0, seed=3)
+    assert both.make(60, warm_up=0, seed=3) != both.make(60, warm_up=0, seed=4)
+    alone = LoadSpec(ls_rate=2.0).make(60, warm_up=0, seed=3)
+    assert alone.latency_sensitive == both.make(60, warm_up=0, seed=3).latency_sensitive and not alone.best_effort
+
+
+def test_random_rates_change_every_interval_and_stay_in_their_range() -> None:
+    times = random_rates(100, 800, 5.0, 200.0, random.Random(0))
+    counts = [sum(begin <= time_s < begin + 5 for time_s in times) / 5 for begin in range(0, 200, 5)]
+    assert times == sorted(times) and times[-1] < 200
+    assert min(counts) < 250 and max(counts) > 650 and 80 < min(counts) and max(counts) < 880
+
+
+# -- experiments ----------------------------------------------------------------------------------------------------
+
+
+def test_every_experiment_names_what_exists_and_fits_its_machine() -> None:
+    for name, experiment in EXPERIMENTS.items():
+        assert experiment.cell in CELLS and experiment.says and name == experiment.name
+        places = [(case.x, case.column) for case in experiment.cases]
+        assert len(set(places)) == len(places), f"{name} has two cases in one cell"
+        for case in experiment.cases:
+            SCHEDULERS.get(case.system)
+            machine = reproduction.make_machine(case.machine)
+            assert machine.device_kv_bytes is not None and machine.device_kv_bytes > 0
+            assert (case.load.ls_rate or case.load.ls_rates or case.load.backlog or case.load.be_rate) and bool(
+                machine.hosts
+            )
+
+
+def test_memory_and_context_of_a_machine_can_differ_from_the_data_sheet() -> None:
+    usual = reproduction.make_machine(MachineSpec(model="opt-13b", device="2xA100-80GB"))
+    small = reproduction.make_machine(
+        MachineSpec(model="opt-13b", device="2xA100-80GB", memory_gb=40, bandwidth_gb_per_s=1555, max_model_len=99)
+    )
+    near = reproduction.make_machine(replace(SMALL, hosts="2xXeon-4215"))
+    far = reproduction.make_machine(replace(SMALL, hosts="2xXeon-4215", network_gb_per_s=0.1))
+    assert far.hosts[0] == near.hosts[0] and far.hosts[1].move_byte_s > near.hosts[1].move_byte_s
+    assert usual.device_kv_bytes is not None and small.device_kv_bytes is not None
+    assert usual.device_kv_bytes - small.device_kv_bytes == pytest.approx(0.9 * 80e9, rel=1e-6)
+    assert small.spec.max_model_len == 99 and not small.hosts
+
+
+def test_names_choose_experiments_by_how_they_begin() -> None:
+    assert [e.name for e in reproduction.chosen(["bros-10-3", "bros-12"])] == ["bros-10-30b", "bros-12-13b"]
+    assert reproduction.chosen([]) == list(EXPERIMENTS.values())
+    with pytest.raises(ValueError, match=r"no experiment is named vllm\.\.\.; there are: omniserve"):
+        reproduction.chosen(["vllm"])
+
+
+def tiny(system: str, variant: str = "", **load: Any) -> Case:
+    return Case(
+        x="one", system=system, variant=variant, machine=SMALL,
+        load=LoadSpec(ls_lengths="64:8", be_lengths="128:8", **load), slo=SLO(ttft_s=1.0, tpot_s=0.1),
+    )  # fmt: skip
+
+
+def test_both_orders_are_of_the_systems_named_and_differ_in_nothing_else() -> None:
+    ours, paper = both_orders(tiny("omniserve", ls_rate=1.0))
+    assert (ours.column, paper.column) == ("omniserve", f"omniserve, {PAPER_ORDER}")
+    assert dict(paper.settings) == {"be_order": "prefill", "offload_for_time": True} and paper.load == ours.load
+    assert both_orders(tiny("neo", ls_rate=1.0)) == [tiny("neo", ls_rate=1.0)]
+    _, paper = both_orders(tiny("neo", ls_rate=1.0), ("neo",))
+    assert dict(paper.settings) == {"be_order": "prefill", "offload_for_time": False}
+
+
+def test_a_changed_setting_is_there_once() -> None:
+    case = replace(tiny("sarathi"), settings=(("max_step_tokens", 512), ("admission", False)))
+    changed = with_settings(case, "with", admission=True)
+    assert changed.settings == (("max_step_tokens", 512), ("admission", True)) and changed.column == "sarathi, with"
+
+
+def test_cases_that_share_objectives_stay_together_and_others_run_apart() -> None:
+    apart, shared = EXPERIMENTS["bros-12-13b"], EXPERIMENTS["conserve-6-14b"]
+    for experiment, size in ((apart, 1), (shared, 4)):
+        units = reproduction.units_of(experiment, minutes=1.0, seed=0, trace_dir=None)
+        assert [len(unit.cases) for unit in units] == [size] * (len(experiment.cases) // size)
+        assert [case for unit in units for case in unit.cases] == list(experiment.cases)
+
+
+def test_objectives_of_a_scale_are_that_multiple_of_the_first_systems_p99() -> None:
+    first, second = tiny("online-only", ls_rate=2.0), replace(tiny("sarathi", ls_rate=2.0, backlog=4), slo_scale=2.0)
+    experiment = Experiment(
+        name="a", figure="", says="", x_name="load", cell="scales", slo_from="online-only", cases=(first, second)
+    )
+    (unit,) = reproduction.units_of(experiment, minutes=0.2, seed=0, trace_dir=None)
+    alone, shared = unit.run()
+    assert shared["slo"]["ttft_s"] == 2 * alone["figures"]["ttft_p99_s"]
+    assert shared["slo"]["tpot_s"] == 2 * alone["figures"]["tbt_p99_s"]
+
+
+def test_a_run_writes_figures_to_the_record_and_keeps_other_experiments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiments = {
+        name: Experiment(
+            name=name, figure=f"Figure {name}", says="twice", x_name="load", cell=cell, slo_from=first, cases=cases
+        )
+        for name, cell, first, cases in (
+            (
+                "a",
+                "harvest",
+                "online-only",
+                (tiny("online-only", ls_rate=2.0), tiny("sarathi", ls_rate=2.0, backlog=4)),
+            ),
+            ("b", "co-serving", None, (tiny("omniserve", ls_rate=2.0, be_rate=1.0),)),
+        )
+    }
+    monkeypatch.setattr(reproduction, "EXPERIMENTS", experiments)
+    record = tmp_path / "record.json"
+    for name in ("b", "a"):
+        reproduction.main(["--only", name, "--minutes", "0.2", "--record", str(record), "--jobs", "1"])
+    said = capsys.readouterr().out
+    assert "Figure b (simulated)\npaper: twice\n| load | omniserve |" in said
+    results = json.loads(record.read_text())["results"]
+    assert set(results) == {"a", "b"} and list(reproduction.read_results(record)) == ["a", "b"]
+    alone, shared = results["a"]["rows"]
+    assert alone["slo"] == {"ttft_s": 1.0, "tpot_s": 0.1}
+    assert shared["slo"] == {
+        "ttft_s": alone["figures"]["ttft_p99_s"],
+        "tpot_s": alone["figures"]["tbt_p99_s"],
+    }  # its objective is the other's P99
+    assert shared["figures"]["be_output_per_s"] > 0 and alone["figures"]["be_output_per_s"] == 0
+    template = tmp_path / "page.jinja"
+    template.write_text("{{ table('a') }}\n\n{{ table('b') }}\n")
+    monkeypatch.setattr(reproduction, "TEMPLATE", template)
+    reproduction.main(["--render", str(tmp_path / "page.md"), "--record", str(record)])
+    assert "| load | online-only | sarathi |" in (tmp_path / "page.md").read_text()
+
+
+# -- figures and tables ---------------------------------------------------------------------------------------------
+
+
+def result_of(requests: list[RequestResult], slo: SLO) -> Result:
+    def group(name: str) -> ClassResult:
+        chosen = [request for request in requests if request.service_class == name]
+        return summarise(chosen, slo, duration_s=10.0, output_tokens=50, prompt_tokens=70)
+
+    return Result(
+        duration_s=10.0, end_s=12.0, num_steps=3, classes={"LS": group("LS"), "BE": group("BE")}, host_share=0.25,
+        host_tier_busy=0.5, preemptions=0, swaps_out=0, swaps_in=0, num_too_long=0, wall_s=0.1,
+        requests=tuple(requests),
+    )  # fmt: skip
+
+
+def ls_request(first_s: float | None, finished_s: float | None, *, rejected: bool = False) -> RequestResult:
+    tokens = 11 if finished_s is not None else 0
+    return RequestResult("LS", 0.0, 5, 11, first_s, finished_s, tokens, 0, rejected)
+
+
+def test_figures_tell_rejected_and_unfinished_requests_apart() -> None:
+    slo = SLO(ttft_s=1.0, tpot_s=0.1)
+    requests = [
+        ls_request(0.5, 1.1),
+        ls_request(2.0, 2.5),
+        ls_request(0.5, None),
+        ls_request(None, None, rejected=True),
+    ]
+    figures = figures_of(result_of(requests, slo), slo)
+    assert (figures["ls_requests"], figures["rejected"], figures["ls_unfinished"]) == (4, 1, 1)
+    assert figures["attainment"] == 0.25 and figures["ttft_attainment"] == 0.5
+    assert figures["admitted_ttft"] == pytest.approx(2 / 3)
+    assert figures["normalized_s"] == pytest.approx((1.1 / 11 + 2.5 / 11) / 2)
+    assert figures["tpot_max_s"] == pytest.approx(0.06)
+    assert figures["be_finished_per_s"] == 0 and json.dumps(figures, allow_nan=False)
+
+
+def entry(cell: str, figures: dict[str, Any]) -> dict[str, Any]:
+    rows = [{"x": x, "column": column, "figures": figures} for x in ("1", "2") for column in ("p", "q")]
+    return {"x_name": "LS/s", "cell": cell, "minutes": 3.0, "seed": 0, "rows": rows[:3]}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_table_has_a_row_for_each_x_and_a_column_for_each_system(cell: str) -> None:
+    slo = SLO(ttft_s=1.0, tpot_s=0.1)
+    text = markdown(
+        entry(
+            cell,
+            {
+                **figures_of(result_of([ls_request(0.5, 1.1), ls_request(0.5, None)], slo), slo),
+                "tbt_p99_s": 0.1,
+                "tbt_attainment": 0.5,
+            },
+        )
+    )
+    lines = text.splitlines()
+    assert lines[0] == "| LS/s | p | q |" and lines[1] == "|---|---|---|"
+    assert [line.count("|") for line in lines[:4]] == [4, 4, 4, 4] and lines[3].endswith("|  |")
+    assert lines[4].startswith("| 3 LS requests were cut off") and lines[6].startswith("Cells: ")
+
+
+def test_a_table_shows_a_dash_where_there_is_no_number() -> None:
+    slo = SLO()
+    assert "| 1 | -; -; " in markdown(entry("co-serving", figures_of(result_of([], slo), slo)))
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+def record_of(**figures: tuple[float | None, ...]) -> dict[str, Any]:
+    """Return two experiments, ``one`` and ``two``, each with x 1 and 2 in the columns p and q."""
+    found = {}
+    for name, shift in (("one", 0.0), ("two", 10.0)):
+        rows = [
+            {"x": x, "column": column, "figures": {"rate": None if rate is None else rate + shift}}
+            for (x, column), rate in zip([("1", "p"), ("1", "q"), ("2", "p"), ("2", "q")], figures["rate"], strict=True)
+        ]
+        found[name] = {"x_name": "LS/s", "cell": "plain", "minutes": 3.0, "seed": 0, "rows": rows}
+    return found
+
+
+@pytest.fixture
+def plain_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.paper.page.markdown", lambda entry, legend: f"table {len(entry['rows'])}")
+
+
+def test_a_page_takes_its_tables_and_numbers_from_the_record(plain_tables: None) -> None:
+    template = (
+        "{{ table('one') }} {{ table('two') }}\n{{ v('one', '1', 'q', 'rate') | n(1) }}; "
+        "{{ ratio('one', '2', 'p', 'q', 'rate') | n(2) }}; {{ values('two', 'p', 'rate') | span }}; "
+        "{{ ratios('one', 'p', 'q', 'rate') | mean | n(3) }}; {{ gains(['one', 'two'], 'p', 'q', 'rate') | span }}\n"
+    )
+    assert render(record_of(rate=(1.0, 2.0, 3.0, 4.0)), template) == "table 4 table 4\n2.0; 0.75; 11 to 13; 0.625; -1\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("table('three')", "no experiment three: run it with --only three"),
+        ("v('one', '9', 'p', 'rate')", "one has no p at 9"),
+        ("v('one', '1', 'p', 'speed')", "one, 1, p has no speed"),
+        ("v('one', '2', 'q', 'rate')", "one, 2, q has no rate"),
+        ("ratio('one', '1', 'p', 'q', 'rate')", "rate of q in one at 1 is 0"),
+        ("table('one')", "shows no table of two"),
+    ],
+)
+def test_a_page_that_asks_for_what_is_not_there_or_forgets_a_table_is_refused(
+    asked: str, message: str, plain_tables: None
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        render(record_of(rate=(1.0, 0.0, 3.0, None)), "{{ " + asked + " }}")
+
+
+def test_the_page_is_what_the_record_says() -> None:
+    results = reproduction.read_results(ROOT / reproduction.RECORD)
+    assert list(results) == list(EXPERIMENTS)
+    page = (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")
+    assert render(results, reproduction.TEMPLATE.read_text(encoding="utf-8")) == page, "render the page anew"
+
+
+def test_numbers_on_the_page() -> None:
+    assert number(1234.56, 1) == "1,234.6" and number(0.1234, 1, 100) == "12.3" and number(-0.0004, 2) == "0.00"
+    assert span([2.0, 1.0]) == "1 to 2" and span([1.01, 1.02], 1) == "1.0" and span([0.5], 0, 100) == "50"
+    assert [verdict(True, True), verdict(True, False), verdict(False)] == ["holds", "in part", "**does not hold**"]
+
+
+def test_gaps_between_tokens_are_the_steps_with_ls_decodes_once_for_each() -> None:
+    def step(start_s: float, seconds: float, *chunks: tuple[str, int, int]) -> StepRecord:
+        rows = [
+            DeviceChunk(request_id=name, token_ids=(1,) * count, start=start, block_ids=(), samples=True)
+            for name, start, count in chunks
+        ]
+        return StepRecord(
+            plan=StepPlan(step_id=0, chunks=tuple(rows)), start_s=start_s, seconds=seconds, host_works=False
+        )
+
+    gaps = TokenGaps(begin_s=1.0)
+    gaps.note(step(0.0, 9.0, ("LS-0", 5, 1)))  # in the warm-up
+    gaps.note(step(1.0, 7.0, ("BE-0", 5, 1), ("LS-1", 0, 1), ("LS-2", 0, 4)))  # no LS decode
+    for second in range(49):
+        gaps.note(step(2.0 + second, 0.1, ("LS-0", 5, 1), ("LS-1", 9, 1)))
+    gaps.note(step(60.0, 0.5, ("LS-0", 5, 1), ("LS-2", 3, 1)))
+    assert gaps.percentile(98) == 0.1 and gaps.percentile(99) == 0.5
+    assert gaps.share_within(0.1) == 0.98 and gaps.share_within(0.5) == 1.0 and gaps.share_within(None) is None
+    assert TokenGaps().percentile(99) is None and TokenGaps().share_within(1.0) is None

@@ -1,0 +1,110 @@
+"""Which latency profile the engine is made with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import omniserve.engine.engine
+import omniserve.launch.loading
+import omniserve.profiling
+from omniserve.core.config import EngineConfig
+from omniserve.launch.loading import EngineLoader
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Make an engine of stand-ins; return its profile, the arguments that it was found with, and what was told."""
+
+    def load(scheduler="omniserve", **options):
+        seen, told = {}, []
+
+        def find(model, config, *, path, time_limit_s, progress):
+            seen.update(model=model, config=config, path=path, time_limit_s=time_limit_s)
+            for what, spent in (("dense", 0.0), ("dense", 0.09), ("head", 0.5), ("head", 1.2), ("head", 1.4)):
+                progress(what, spent)
+            return "the profile"
+
+        monkeypatch.setattr(EngineLoader, "load_model", lambda self, progress: "the model")
+        monkeypatch.setattr(omniserve.profiling, "find_or_make_profile", find)
+        monkeypatch.setattr(EngineLoader, "load_tokenizer", lambda self: "the tokenizer")
+        monkeypatch.setattr(omniserve.engine.engine, "Engine", lambda model, config, *, profile, tokenizer: profile)
+        config = EngineConfig(scheduler=scheduler)
+        profile = EngineLoader(model="m", dtype="auto", device="cpu", config=config, **options)(told.append)
+        assert seen.get("model", "the model") == "the model" and seen.get("config", config) is config
+        return profile, seen, told
+
+    return load
+
+
+def test_profile_is_found_or_made_and_each_tenth_of_it_told(load):
+    profile, seen, told = load(profile_time_limit_s=7)
+    assert (profile, seen["path"], seen["time_limit_s"]) == ("the profile", None, 7)
+    assert told == [
+        "measuring latencies, 0% of the time limit: dense",
+        "measuring latencies, 50% of the time limit: head",
+        "measuring latencies, 100% of the time limit: head",
+    ]
+
+
+def test_what_is_prepared_is_told_although_it_does_not_count(load, monkeypatch):
+    monkeypatch.setattr(omniserve.launch.loading, "_TELL_EACH_S", 0.0)
+    _, _, told = load()
+    assert len(told) == 5
+
+
+def test_named_profile_is_used_whatever_the_scheduler(load):
+    for scheduler in ("omniserve", "fcfs"):
+        profile, seen, _ = load(scheduler, profile=Path("some.json"))
+        assert (profile, seen["path"]) == ("the profile", Path("some.json"))
+
+
+@pytest.mark.parametrize(("scheduler", "options"), [("fcfs", {}), ("omniserve", {"with_profile": False})])
+def test_nothing_is_measured_for_who_needs_no_profile(load, scheduler, options):
+    assert load(scheduler, **options) == (None, {}, [])
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Let torch find two GPUs; return which one was made the current one, and where a model was loaded to."""
+    seen = {}
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: seen.update(current=str(device)))
+
+    def from_pretrained(model, *, dtype, device_map):
+        seen["loaded"] = device_map
+        return SimpleNamespace(num_parameters=lambda: 1, dtype=torch.float32, eval=lambda: None)
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM", SimpleNamespace(from_pretrained=from_pretrained))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("device", "seen"),
+    [
+        ("auto", {"loaded": "cuda"}),
+        ("cuda", {"loaded": "cuda"}),
+        ("cuda:1", {"loaded": "cuda:1", "current": "cuda:1"}),
+        ("cpu", {"loaded": "cpu"}),
+    ],
+)
+def test_model_is_loaded_to_the_device_that_was_asked_for(gpus, device, seen):
+    EngineLoader(model="m", dtype="float32", device=device, config=EngineConfig()).load_model(lambda what: None)
+    assert gpus == seen
+
+
+def test_device_that_is_not_there_is_refused_with_those_that_are(gpus, monkeypatch):
+    def load(device):
+        EngineLoader(model="m", dtype="auto", device=device, config=EngineConfig()).load_model(lambda what: None)
+
+    with pytest.raises(ValueError, match="--device cuda:2: torch finds 2 CUDA devices here; use cuda:0 to cuda:1"):
+        load("cuda:2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda:1: torch finds no CUDA device here; use --device cpu"):
+        load("cuda:1")
+    assert not gpus

@@ -1,0 +1,74 @@
+"""A recorder on the CPU that forgets the Python code as a CUDA graph does: operators are noted and run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from omniserve.core.spec import AttentionSpec
+from omniserve.ops.attention import HostLengths
+from omniserve.runner.cuda_graphs.recorder import DeviceWorkRecorder
+
+Result = TypeVar("Result")
+_READ_BACK = (torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default)  # no tag says so
+
+
+class Tape(TorchDispatchMode):
+    """Notes operators with their arguments, and runs them again into the tensors that they made the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads_back = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+        assert not reads_back and func not in _READ_BACK, f"{func}: the step depends on values"
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        # Views of what was given, and what was changed in place, need no copy.
+        fresh = [t if t.untyped_storage().data_ptr() not in given else torch.empty(0) for t in made]
+        self._noted.append((func, args, kwargs or {}, fresh))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, fresh in self._noted:
+            result = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
+            for mine, again in zip(fresh, result, strict=True):
+                if mine.numel():
+                    mine.copy_(again)
+
+
+class TapeRecorder(DeviceWorkRecorder):
+    """Records on tapes."""
+
+    def _record(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+        with Tape() as tape:
+            result = run()
+        return tape.replay, result
+
+
+def attend(
+    q_TNH: Tensor,
+    k_cache_BKSH: Tensor,
+    v_cache_BKSH: Tensor,
+    block_table_RM: Tensor,
+    query_start_R1: Tensor,
+    seq_lens_R: Tensor,
+    spec: AttentionSpec,
+    *,
+    lengths: HostLengths | None = None,
+    reversed_RM: Tensor | None = None,
+    one_query_each: bool = False,
+) -> Tensor:
+    """Device attention that looks at no value, padding included."""
+    out_TNH: Tensor = torch.ops.omniserve.paged_attention(
+        q_TNH, k_cache_BKSH, v_cache_BKSH, block_table_RM, query_start_R1, seq_lens_R.clamp(min=1),
+        spec.scale, spec.window, spec.softcap, reversed_RM,
+    )  # fmt: skip
+    return torch.where((seq_lens_R == 0)[:, None, None], 0, out_TNH) if one_query_each else out_TNH

@@ -1,0 +1,121 @@
+"""Steps in constant shapes: the tokens are Hugging Face's, whatever is padded."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from omniserve import Engine, EngineConfig
+from omniserve.core.plan import DeviceChunk, StepPlan
+from omniserve.layers.merged import MergedLinear
+from omniserve.runner.cuda_graphs import steps
+from omniserve.runner.cuda_graphs.budget import Budget
+from omniserve.sched import SCHEDULERS
+from tests.parity.engine_histories import Tally, run_histories, run_history
+from tests.parity.test_engine import DEVICES, model_and_reference
+from tests.runner.tape import TapeRecorder
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheduler", SCHEDULERS.names())
+def test_every_scheduler(scheduler: str, device: str) -> None:
+    model, reference = model_and_reference("llama", device)
+    tally = Tally()
+    for seed, kv in enumerate(("tiered", "bidirectional"), 700):
+        run_history(
+            model, reference, seed, scheduler=scheduler, kv=kv, step_graphs="on", async_steps=seed % 2 == 0, tally=tally
+        )
+    assert tally.finished > 0
+    # ConServe's best-effort rows may leave any of its steps.
+    assert tally.constant_decodes > 0 or scheduler == "conserve"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "qwen3_moe", "mixtral_batched", "phi3"])
+def test_piggybacked_tokens(family: str, device: str) -> None:
+    model, reference = model_and_reference(family, device)
+
+    def run(step_graphs: str, *more: str) -> None:
+        run_histories(
+            model, reference, range(710, 713), reach=("host_tokens", "swaps_out", *more), has_profile=False,
+            host_kv_bytes=1 << 20, max_host_requests=16, step_graphs=step_graphs, async_steps=True,
+        )  # fmt: skip
+
+    if device == "cuda" and family == "qwen3_moe":  # float32: its grouped products wait for the device
+        with pytest.raises(ValueError, match="step_graphs='on' is not possible: experts implementation 'grouped_mm'"):
+            run("on")
+        run("auto")
+    else:
+        run("on", "constant_decodes", "constant_chunks")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_merged_projections(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: queries, keys and values are views of one product."""
+    monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})
+    model, reference = model_and_reference.__wrapped__(family, "cpu")
+    assert sum(isinstance(module, MergedLinear) for module in model.modules()) == 5 * len(model.model.layers)
+    for step_graphs in ("on", "off"):
+        run_histories(
+            model, reference, range(760, 762), reach=("host_tokens", "swaps_out"), has_profile=False,
+            host_kv_bytes=1 << 20, max_host_requests=16, step_graphs=step_graphs, async_steps=True,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("deaths", [False, True])
+def test_late_failing_and_dying_host_attention(deaths: bool, device: str) -> None:
+    model, reference = model_and_reference("llama", device)
+    run_histories(
+        model, reference, range(720, 725), reach=("host_tokens", "failures"), scheduler="omniserve", faults=True,
+        deaths=deaths, step_graphs="on", async_steps=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scheduler", ["omniserve", "sarathi"])
+def test_recordings_do_what_the_code_did(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with CUDA graphs, Python runs once, and later steps only write other inputs to the same places."""
+    model, reference = model_and_reference("llama", "cpu")
+    spec = model.__dict__["omniserve"].spec
+    shape = (64, spec.num_heads, spec.head_size)
+    monkeypatch.setattr(steps, "PlainRecorder", lambda: TapeRecorder(shape, torch.float32, torch.device("cpu")))
+    run_histories(
+        model, reference, range(730, 732), reach=("constant_decodes", "constant_chunks"), scheduler=scheduler,
+        step_graphs="on", async_steps=True, attention="tests.runner.tape:attend", max_step_tokens=16,
+        max_num_requests=8,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("kv", "share"), [("tiered", 0.0), ("tiered", 0.5), ("bidirectional", 0.2)])
+def test_some_recordings_or_none(kv: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever part of the table the budget has room for, steps are padded to a recorded shape or run eagerly."""
+    model, reference = model_and_reference("llama", "cpu")
+    spec = model.__dict__["omniserve"].spec
+    shape = (64, spec.num_heads, spec.head_size)
+    rng = random.Random(f"{kv} {share}")
+    monkeypatch.setattr(steps, "PlainRecorder", lambda: TapeRecorder(shape, torch.float32, torch.device("cpu")))
+    monkeypatch.setattr(Budget, "admits", lambda self, kind: rng.random() < share)
+    tally = run_histories(
+        model, reference, range(740, 742), reach=("host_tokens",), kv=kv, scheduler="omniserve", has_profile=False,
+        host_kv_bytes=1 << 20, max_host_requests=16, step_graphs="on", async_steps=True,
+        attention="tests.runner.tape:attend", max_step_tokens=16, max_num_requests=8,
+    )  # fmt: skip
+    assert (tally.constant_decodes > 0) == (share > 0)
+
+
+@pytest.mark.parametrize("kind", ["decodes", "chunks"])
+def test_blocks_that_run_from_the_right_do_not_leave_the_recordings(kind: str) -> None:
+    """They would need kernels that no recording has compiled."""
+    model, _ = model_and_reference("llama", "cpu")
+    config = EngineConfig(
+        block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, max_model_len=64, compile=False,
+        step_graphs="on", kv="bidirectional",
+    )  # fmt: skip
+    tokens = (5,) if kind == "decodes" else (5, 6, 7)
+    chunk = DeviceChunk(
+        request_id="be", token_ids=tokens, start=9, block_ids=(1, 2), samples=True, is_reversed=True
+    )  # fmt: skip
+    with Engine(model, config) as engine:
+        assert engine.runner.constant.shape_for(StepPlan(step_id=0, chunks=(chunk,))) is not None
