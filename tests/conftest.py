@@ -17,13 +17,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` on a machine without a GPU, and tests marked ``slow`` unless ``--slow`` is given."""
+    """Skip what cannot run here: tests marked ``gpu`` without a GPU, tests marked ``slow`` without ``--slow``.
+
+    Of the cases of one function that are skipped for one reason, the first is reported, and the others are deselected.
+    """
     left_out = {}
     if not torch.cuda.is_available():
         left_out["gpu"] = "needs a CUDA device"
     if not config.getoption("--slow"):
         left_out["slow"] = "takes minutes: give --slow"
+    kept: list[pytest.Item] = []
+    repeated: list[pytest.Item] = []
+    reported = set()
     for item in items:
         for mark, reason in left_out.items():
             if item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+        skips = [mark.kwargs["reason"] for mark in item.iter_markers("skip")]
+        skips += [mark.kwargs["reason"] for mark in item.iter_markers("skipif") if mark.args[0]]
+        if skips and (case := (item.nodeid.partition("[")[0], skips[0])) in reported:
+            repeated.append(item)
+        else:
+            kept.append(item)
+            if skips:
+                reported.add(case)
+    config.hook.pytest_deselected(items=repeated)
+    items[:] = kept

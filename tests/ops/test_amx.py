@@ -284,13 +284,14 @@ def emulated(build: Build) -> Kernels:
     return Kernels(build("emulated.so", "-DOMNI_EMULATE_TILES"))
 
 
-@pytest.fixture(scope="session", params=["emulated", "real"])
+needs_amx = pytest.mark.skipif("amx_bf16" not in CPU_FLAGS, reason="this CPU has no AMX")
+
+
+@pytest.fixture(scope="session", params=["emulated", pytest.param("real", marks=needs_amx)])
 def kernels(request: pytest.FixtureRequest, build: Build) -> Kernels:
     if request.param == "emulated":
         emulated: Kernels = request.getfixturevalue("emulated")
         return emulated
-    if "amx_bf16" not in CPU_FLAGS:
-        pytest.skip("this CPU has no AMX")
     real = Kernels(build("real.so"))
     assert real.lib.amx_granted(), "the kernel does not let this process use the tiles"
     return real
