@@ -8,6 +8,8 @@ CONSTRAINTS ?= constraints.txt
 # Where torch comes from when not from pip's own index; https://download.pytorch.org/whl/cpu has builds without CUDA.
 TORCH_INDEX ?=
 ARGS ?=
+# One process of tests for each core; XDIST= runs all in one, as a debugger needs it.
+XDIST ?= -n logical --dist worksteal
 
 BIN := $(abspath $(VENV))/bin
 CSRC := $(wildcard omniserve/ops/csrc/*)
@@ -18,7 +20,7 @@ PIP := PATH="$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check demo coserve coserve-memory gpu sanitize lint format clean
+.PHONY: help setup serve test test-all check demo coserve coserve-memory gpu sanitize lint format clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -29,8 +31,11 @@ setup: $(VENV)/.installed ## Make the virtual environment and build the extensio
 serve: setup ## Serve the built-in model on http://127.0.0.1:8000 (ARGS="--model PATH_OR_HUB_ID" for another)
 	@$(BIN)/python -m omniserve.server $(ARGS)
 
-test: setup ## Run the tests (ARGS="-k name" for some)
-	@$(BIN)/python -m pytest $(ARGS)
+test: setup ## Run the tests, but for the long ones (ARGS="-k name" for some)
+	@$(BIN)/python -m pytest $(XDIST) $(ARGS)
+
+test-all: setup ## Run all tests: long random histories, too
+	@$(BIN)/python -m pytest $(XDIST) --slow $(ARGS)
 
 demo: setup ## Serve and load the built-in model, and print what best-effort work costs the others
 	@$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -44,11 +49,11 @@ coserve-memory: $(VENV)/.installed ## The same for the policies that differ when
 gpu: setup ## On a machine with a GPU: find what is broken, then measure, in half an hour (ARGS="--only check"; "--dry" anywhere)
 	@PYTHON=$(BIN)/python benchmarks/gpu/run.sh $(ARGS)
 
-check: lint test ## Format, lint, types and tests: what CI runs
+check: lint test ## Format, lint, types and tests, but for the long ones (CI runs these, too: make lint test-all)
 
 sanitize: setup ## Run kernels and host tier under the sanitizers for longer than the tests do (ARGS="60 7": seconds, first seed)
 	@for sanitizer in address thread; do $(BIN)/python -m tests.ops.test_sanitizers $$sanitizer $(or $(ARGS),60 1000) || exit 1; done
-	@$(BIN)/python -m pytest -q tests/host/test_threads.py tests/ops/test_amx.py -k sanitizer
+	@$(BIN)/python -m pytest -q --slow tests/host/test_threads.py tests/ops/test_amx.py -k sanitizer
 
 lint: setup ## Check format, lint and types
 	$(BIN)/ruff format --check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -10,6 +12,11 @@ from tests.triton_interpreter import interpret_triton
 
 if not torch.cuda.is_available():
     interpret_triton()
+
+if workers := int(
+    os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")
+):  # share the cores with the other processes of tests
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -45,10 +45,12 @@ def test_offline_ls_and_be_uses_the_host_tier() -> None:
     assert 0 < num_host_tokens <= num_tokens
 
 
+@pytest.mark.slow
 def test_own_scheduler_decides_the_order() -> None:
     assert "finished in this order: short, middle, long" in run("own_scheduler")
 
 
+@pytest.mark.slow
 def test_http_client_gets_a_chat_answer_and_its_batch(tmp_path: Path) -> None:
     pytest.importorskip("fastapi", reason="the server extra is not installed")
     with ServerProcess(["--no-compile"], tmp_path / "server.log") as server:

@@ -119,6 +119,7 @@ def test_bad_sizes_are_refused() -> None:
         make_tier(spec, dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
 def test_random_histories_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None:
     compiler = shutil.which(os.environ.get("CXX", "g++"))

@@ -62,6 +62,7 @@ def test_its_chat_answers_end(model: PreTrainedModel, tokenizer: PreTrainedToken
     assert "Python" in tokenizer.decode(answer, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_training_script_writes_a_model_that_loads(tmp_path: Path) -> None:
     arguments = ["--output", str(tmp_path), "--steps", "1", "--vocab-size", "400", "--max-texts", "200"]
     done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=600)

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 ALIKE = ("llama", "qwen2", "gemma2", "phi3")
 
 
+@pytest.mark.slow
 def test_launches_between_two_attentions() -> None:
     seen = ("llama/example", "qwen3/example")
     command = [sys.executable, "-m", "tests.layers.cuda_launches", *ALIKE, "qwen3", *seen, "llama/apart"]

@@ -375,6 +375,7 @@ def test_permission_is_asked_for_only_where_there_are_tiles(emulated: Kernels) -
     assert not emulated.lib.amx_granted() or {"amx_tile", "amx_bf16"} <= CPU_FLAGS
 
 
+@pytest.mark.slow
 @needs_vectors
 def test_under_sanitizers_nothing_but_the_sequences_rows_is_read(build: Build) -> None:
     sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")

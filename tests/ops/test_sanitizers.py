@@ -49,6 +49,7 @@ def fuzz(program: Path, isa: str, first_seed: int, seconds: float) -> subprocess
     return subprocess.run(command, env={**os.environ, "OMNISERVE_ISA": isa}, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", FLAGS)
 def test_random_cases_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None:
     program = build(sanitizer, tmp_path)

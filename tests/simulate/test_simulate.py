@@ -217,6 +217,7 @@ def test_progress_is_told_of_simulated_time() -> None:
     assert told == sorted(told) and 8 <= len(told) <= 10
 
 
+@pytest.mark.slow
 def test_thirty_simulated_minutes_finish() -> None:
     config = SimulationConfig(
         machine=machine(hosts=(HOST,), base=30.0, row=0.1, key=0.0001),
