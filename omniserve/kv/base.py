@@ -21,12 +21,12 @@ class Tier(enum.StrEnum):
 
 
 class MoveResult(enum.StrEnum):
-    """What came of a move or of a checkpoint's copy."""
+    """The outcome of a move or of a checkpoint's copy."""
 
     ARRIVED = "arrived"  # the blocks are at the target: the request lives there, or its checkpoint has grown
     STAYED = "stayed"  # it failed, and the request's KV is where it was
-    LOST = "lost"  # it failed, and the request has no table any more: what it has is what ``num_kept_tokens`` says
-    UNUSED = "unused"  # nobody waited for it any more: abandoned, or the checkpoint was dropped or used meanwhile
+    LOST = "lost"  # it failed, and the request has no table any more: ``num_kept_tokens`` says what it still has
+    UNUSED = "unused"  # its result is not needed: it was abandoned, or the checkpoint was dropped or used meanwhile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,13 +42,14 @@ class KVUsage:
 class KVManager(ABC):
     """Owns the block ids of both tiers. A request's table lives on one tier, or on two while it moves.
 
-    Out of blocks is a result (None), not an exception; the scheduler decides who gives way.
+    Out of blocks is a result (None), not an exception; the scheduler decides which request is preempted.
 
-    A request on the device may have a *checkpoint*: copies of its first, full blocks on the host. It holds host blocks,
-    but gives way to whoever needs them. A manager without checkpoints leaves those methods as they are here.
+    A request on the device may have a *checkpoint*: copies of its first, full blocks on the host. The host blocks of a
+    checkpoint are reclaimed when a request needs them. A manager without checkpoints leaves those methods as they are
+    here.
 
-    A request that gives way can be *evicted* instead of freed: it has no table then, but what is left of its KV need
-    not be recomputed. A manager that keeps nothing frees it.
+    A preempted request can be *evicted* instead of freed: it has no table then, but the KV that is left of it need not
+    be recomputed. A manager that keeps nothing frees it.
 
     Args:
         num_device_blocks: Blocks of the device pool, >= 1.
@@ -57,7 +58,7 @@ class KVManager(ABC):
     """
 
     uses_host: ClassVar[bool] = True
-    """KV may live on the host, or be copied there: an engine with it has a host tier if ``host_kv_bytes`` is not 0."""
+    """KV may live on the host, or be copied there: the engine then has a host tier if ``host_kv_bytes`` is not 0."""
     restores: ClassVar[bool] = False
     """Checkpoints outlive an eviction: they are worth making whether or not requests move to the host."""
     is_directed: ClassVar[bool] = False
@@ -67,14 +68,14 @@ class KVManager(ABC):
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None: ...
 
     def declare(self, request_id: str, kind: ServiceClass) -> None:  # noqa: B027 - most treat all kinds alike
-        """Say of which kind a new request is, before anything else is said of it; one that was not declared is LS."""
+        """Tell the manager the kind of a new request, before any other call for it; a request is LS by default."""
 
     def runs_from_right(self, request_id: str) -> bool:
         """Tell whether offset i of the request's device blocks is their slot ``block_size - 1 - i``."""
         return False
 
     def take_relocations(self) -> tuple[SlotCopy, ...]:
-        """Return, once, what is to be copied on the device, in order, before the next step."""
+        """Return the copies on the device that the next step must begin with, in order, and forget them."""
         return ()
 
     @abstractmethod
@@ -131,9 +132,9 @@ class KVManager(ABC):
 
     @abstractmethod
     def finish_move(self, move_id: int, *, succeeded: bool) -> MoveResult:
-        """Free the source of a move or, when the copy failed or nobody needs it any more, its destination.
+        """Free the source of a move or, when the copy failed or is not needed any more, its destination.
 
-        To be called once for each move, restore and checkpoint copy that was started.
+        The caller calls this once for each move, restore and checkpoint copy that it started.
         """
 
     def start_checkpoint(
@@ -145,16 +146,16 @@ class KVManager(ABC):
         reserve_blocks: int = 0,
         give_way: Iterable[str] = (),
     ) -> KVMove | None:
-        """Begin to copy the next full blocks of a device request to the host, beside whatever happens to the request.
+        """Begin to copy the next full blocks of a device request to the host.
 
-        It can go on, grow, move and be freed meanwhile: a copy that is of no use any more may read blocks that others
-        write. The target is held until ``finish_move``. One copy of a request is under way at a time.
+        The request can decode, grow, move and be freed meanwhile: a copy that is not needed any more may read blocks
+        that other requests write. The target is held until ``finish_move``. A request has one copy under way at a time.
 
         Args:
             num_computed_tokens: Tokens whose KV is written, by steps that have been launched.
-            max_blocks: Copy at most so many blocks.
+            max_blocks: Most blocks to copy.
             reserve_blocks: Host blocks that must still be free afterwards.
-            give_way: Other device requests whose checkpoints may lose blocks for this one, the first first.
+            give_way: Other device requests; blocks of their checkpoints may be reclaimed for this one, in this order.
 
         Returns:
             None if there is nothing to copy now, no free host block for it, or no such tier.
@@ -169,8 +170,8 @@ class KVManager(ABC):
         """Begin to copy to the host what evicted requests are about to lose on the device; see ``start_checkpoint``.
 
         Args:
-            num_ahead: The device blocks that would be taken next, so many, are looked at.
-            max_blocks: Copy at most so many blocks.
+            num_ahead: How many of the device blocks that would be taken next are considered.
+            max_blocks: Most blocks to copy.
             reserve_blocks: Host blocks that must still be free afterwards.
         Paper: bros 5.2 (lazy checkpointing).
         """
@@ -181,10 +182,10 @@ class KVManager(ABC):
         return 0
 
     def evict(self, request_id: str, num_computed_tokens: int) -> None:
-        """Take a request's table away, for nothing is copied. Its blocks are free, but keep their KV until taken.
+        """Take a request's table away; nothing is copied. Its blocks count as free, but keep their KV until taken.
 
-        They are taken from the end of its tokens on, first of those who were evicted first. A checkpoint stays too, and
-        on the host a request's full blocks become one.
+        Blocks are taken from the request that was evicted first, from the end of its tokens on. A checkpoint stays,
+        too; the full blocks of a request on the host become one.
 
         Args:
             num_computed_tokens: Tokens whose KV is written, by steps that have been launched.
@@ -198,7 +199,7 @@ class KVManager(ABC):
     def num_kept_tokens(self, request_id: str, tier: Tier) -> int:
         """Return how many first tokens of an evicted request still have their KV on a tier; 0 if it is not evicted.
 
-        Of the host: so many the device has after ``start_restore``, be some of them only there.
+        For the host tier: how many the device will have after ``start_restore``, those included that it has now.
         """
         return 0
 
@@ -221,11 +222,11 @@ class KVManager(ABC):
 
     @abstractmethod
     def num_free(self, tier: Tier) -> int:
-        """Return the number of free blocks of a tier, those included that only evicted requests use on the device."""
+        """Return the number of free blocks of a tier; device blocks that only evicted requests use count as free."""
 
     @abstractmethod
     def free_block_ids(self, tier: Tier) -> list[int]:
-        """Return the ids that nobody owns and whose KV nobody keeps; tests poison them."""
+        """Return the ids of blocks that hold no KV of any request; tests poison them."""
 
     @abstractmethod
     def num_blocks(self, request_id: str) -> int:

@@ -90,7 +90,7 @@ class SharedBlocks:
         found = [r for r, q in self.live.items() if (q.move_id is not None) == moving]
         return self.rng.choice(found) if found else None
 
-    def pick_pending(self) -> str | None:
+    def pick_evicted(self) -> str | None:
         return self.rng.choice(list(self.pending)) if self.pending else None
 
     # -- actions -------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class SharedBlocks:
 
     def resume(self) -> None:
         """Go on with what is on the device, and recompute the rest."""
-        request_id = self.pick_pending()
+        request_id = self.pick_evicted()
         if request_id is None:
             return
         request = self.pending[request_id]
@@ -157,7 +157,7 @@ class SharedBlocks:
         request.num_tokens = end
 
     def restore(self) -> None:
-        request_id = self.pick_pending()
+        request_id = self.pick_evicted()
         if request_id is None:
             return
         request = self.pending[request_id]
@@ -240,7 +240,7 @@ class SharedBlocks:
             self.kv.free(request_id)
 
     def free(self) -> None:
-        for request_id in (self.pick(), self.pick_pending()):
+        for request_id in (self.pick(), self.pick_evicted()):
             if request_id is not None:
                 self.kv.free(request_id)
                 self.live.pop(request_id, None)
@@ -277,7 +277,7 @@ class SharedBlocks:
             for position in range(request.num_tokens):
                 yield self.slot(request_id, tier, blocks, position), (request.life, position)
         for request_id, request in self.pending.items():
-            blocks_kept = self.kv._pending[request_id].blocks
+            blocks_kept = self.kv._evicted[request_id].blocks
             for position in range(self.kv.num_kept_tokens(request_id, DEVICE)):
                 yield self.slot(request_id, DEVICE, blocks_kept, position), (request.life, position)
             for index, copy in self.kv._saved.copies(request_id).items():
@@ -380,7 +380,7 @@ def test_a_block_is_free_when_both_have_left_it() -> None:
         assert kv.free_block_ids(DEVICE) == [0]
 
 
-def test_an_ls_request_overwrites_a_pending_one_slot_by_slot() -> None:
+def test_an_ls_request_overwrites_an_evicted_one_slot_by_slot() -> None:
     kv = make(b=16)
     kv.evict("b", 16)
     assert kept(kv, "b") == (16, 0) and kv.num_free(DEVICE) == 4
@@ -529,6 +529,6 @@ def test_copies_on_the_host_give_way_to_who_moves_there() -> None:
 
 def test_integrity_check_finds_two_requests_in_one_slot() -> None:
     kv = make(num_device_blocks=1, b=2, a=2)
-    kv._lengths["a"] = 3
+    kv._directed.num_tokens["a"] = 3
     with pytest.raises(AssertionError, match="have 5 tokens in block 0"):
         kv.check_integrity()

@@ -1,4 +1,4 @@
-"""Device blocks that two requests may hold: one from the left, one from the right."""
+"""SharedBlockPool: device blocks that two requests may hold, one from the left, one from the right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SharedBlockPool(BlockPool):
         """Block -> (the request on its left, LS; the one on its right, BE)."""
 
     def share(self, block: int, ls: str, be: str) -> None:
-        """Let ``ls`` hold a block that only ``be`` holds."""
+        """Give ``ls`` a share of a block that only ``be`` holds."""
         assert block not in self.sharers, f"block {block} is shared by {self.sharers[block]} already"
         self.sharers[block] = (ls, be)
 

@@ -1,21 +1,22 @@
-"""Requests that have given way: what the device still has of them, and what of it goes next.
+"""EvictedRequests: what the device still has of evicted requests, and which of their blocks are taken next.
 
-Paper: bros 5.2 (a preempted request is "pending": its blocks stay until others overwrite them).
+Paper: bros 5.2 (a preempted request, there "pending", keeps its blocks until others overwrite them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from omniserve.kv.saved_blocks import SavedBlocks
-from omniserve.kv.shared_pool import SharedBlockPool
+from omniserve.kv.bidirectional.pool import SharedBlockPool
+from omniserve.kv.bidirectional.saved_blocks import SavedBlocks
+from omniserve.kv.bidirectional.tables import DirectedTables
 
 
 @dataclass(slots=True)
-class Pending:
-    """What the device has of a request that has given way: always a prefix."""
+class Evicted:
+    """What the device has of an evicted request: always a prefix."""
 
     num_tokens: int
     """Tokens [0, num_tokens) have their KV on the device."""
@@ -23,22 +24,22 @@ class Pending:
     """The blocks that hold them."""
 
 
-class PendingRequests:
-    """Pending requests, the first evicted first.
+class EvictedRequests:
+    """Evicted requests, in the order of their eviction.
 
     Args:
         device: The device's blocks.
-        saved: Host copies of blocks that pending requests lose.
-        best_effort: Those whose tokens run from the right; it is looked into, not copied.
+        saved: Host copies of blocks that evicted requests lose.
+        directed: Which requests are best-effort.
         block_size: Tokens per block.
     """
 
-    def __init__(self, device: SharedBlockPool, saved: SavedBlocks, best_effort: Set[str], block_size: int) -> None:
+    def __init__(self, device: SharedBlockPool, saved: SavedBlocks, directed: DirectedTables, block_size: int) -> None:
         self._device = device
         self._saved = saved
-        self._best_effort = best_effort
+        self._directed = directed
         self._block_size = block_size
-        self._requests: dict[str, Pending] = {}
+        self._requests: dict[str, Evicted] = {}
         self.num_overwritten_tokens = 0
         """Counter: tokens that were given up on the device."""
 
@@ -48,46 +49,46 @@ class PendingRequests:
     def __iter__(self) -> Iterator[str]:
         return iter(self._requests)
 
-    def __getitem__(self, request_id: str) -> Pending:
+    def __getitem__(self, request_id: str) -> Evicted:
         return self._requests[request_id]
 
-    def get(self, request_id: str) -> Pending | None:
-        """Return what is left of a request; None if it is not pending."""
+    def get(self, request_id: str) -> Evicted | None:
+        """Return what is left of a request; None if it is not evicted."""
         return self._requests.get(request_id)
 
     def add(self, request_id: str, num_tokens: int, blocks: list[int]) -> None:
-        """Note that a request has given way and holds these blocks, of so many tokens."""
-        self._requests[request_id] = Pending(num_tokens, blocks)
+        """Note that a request is evicted, and that these blocks still hold that many of its tokens."""
+        self._requests[request_id] = Evicted(num_tokens, blocks)
 
     def resume(self, request_id: str) -> None:
-        """Note that a request is back, or on its way: its blocks are the caller's, and nobody cuts them any more."""
+        """Forget a request that resumes: its blocks are the caller's now, and no longer taken."""
         del self._requests[request_id]
         self._saved.forget_flights(request_id)
 
     def drop(self, request_id: str) -> None:
-        """Give back what a request has on the device, if it is pending."""
-        pending = self._requests.pop(request_id, None)
-        if pending is not None:
-            self._device.give_back(reversed(pending.blocks))
+        """Give back what a request has on the device, if it is evicted."""
+        evicted = self._requests.pop(request_id, None)
+        if evicted is not None:
+            self._device.give_back(reversed(evicted.blocks))
 
     # -- what is left --------------------------------------------------------------------------------------------
 
     def num_in_tail(self, request_id: str) -> int:
         """Return how many slots of its last device block a request uses."""
-        pending = self._requests[request_id]
-        return pending.num_tokens - (len(pending.blocks) - 1) * self._block_size
+        evicted = self._requests[request_id]
+        return evicted.num_tokens - (len(evicted.blocks) - 1) * self._block_size
 
     def has_guest(self, request_id: str) -> bool:
-        """Tell whether an LS request sits in a request's last block."""
+        """Tell whether an LS request shares a request's last block."""
         blocks = self._requests[request_id].blocks
         return bool(blocks) and blocks[-1] in self._device.sharers
 
     def num_takeable(self, request_id: str) -> int:
-        """Return how many of a request's blocks others may take: all but one with a guest."""
+        """Return how many of a request's blocks may be taken: all but one that an LS request shares."""
         return len(self._requests[request_id].blocks) - self.has_guest(request_id)
 
     def num_reclaimable(self, spare: str) -> int:
-        """Return how many blocks others may take, but for those of ``spare``."""
+        """Return how many blocks of all requests but ``spare`` may be taken."""
         return sum(self.num_takeable(request_id) for request_id in self._requests if request_id != spare)
 
     def num_restorable(self, request_id: str) -> int:
@@ -101,18 +102,18 @@ class PendingRequests:
             num_tokens = end
         return num_tokens
 
-    # -- what goes -----------------------------------------------------------------------------------------------
+    # -- what is taken --------------------------------------------------------------------------------------------
 
     def cut(self, request_id: str, num_tokens: int) -> None:
         """Give up what a request has on the device past ``num_tokens``."""
-        pending = self._requests[request_id]
-        if num_tokens >= pending.num_tokens:
+        evicted = self._requests[request_id]
+        if num_tokens >= evicted.num_tokens:
             return
-        self.num_overwritten_tokens += pending.num_tokens - num_tokens
-        pending.num_tokens = num_tokens
+        self.num_overwritten_tokens += evicted.num_tokens - num_tokens
+        evicted.num_tokens = num_tokens
         num_blocks = -(-num_tokens // self._block_size)
-        self._device.give_back(reversed(pending.blocks[num_blocks:]))
-        del pending.blocks[num_blocks:]
+        self._device.give_back(reversed(evicted.blocks[num_blocks:]))
+        del evicted.blocks[num_blocks:]
         self._saved.cut(request_id, num_tokens, self._block_size)
 
     def cut_beside(self, request_id: str, num_ls_tokens: int) -> None:
@@ -121,18 +122,20 @@ class PendingRequests:
         self.cut(request_id, num_before + self._block_size - num_ls_tokens)
 
     def reclaim(self, num_blocks: int, spare: str) -> None:
-        """Free so many blocks, or all that others may take, but for those of ``spare``."""
-        for request_id, index in list(islice(self.line(spare), max(0, num_blocks))):
+        """Free that many blocks, or all that may be taken, but none of the request ``spare``."""
+        for request_id, index in list(islice(self.next_taken(spare), max(0, num_blocks))):
             self.cut(request_id, index * self._block_size)
 
-    def line(self, spare: str = "") -> Iterator[tuple[str, int]]:
-        """Yield the blocks that others may take, but for those of ``spare``, the first to go first: (request, index).
+    def next_taken(self, spare: str = "") -> Iterator[tuple[str, int]]:
+        """Yield ``(request, index of its block)`` of all blocks that may be taken, in the order in which they are.
 
-        BE requests before LS ones; blocks with the most empty slots, then those of who was evicted first, from the end.
+        BE requests come before LS ones. Of each kind, partly filled last blocks come first, those with the most empty
+        slots before others; then full blocks, from the end of the request that was evicted first. The blocks of the
+        request ``spare`` are left out.
         """
         takeable = {r: self.num_takeable(r) for r in self._requests if r != spare}
         for is_best_effort in (True, False):
-            of_kind = [r for r, n in takeable.items() if (r in self._best_effort) is is_best_effort and n > 0]
+            of_kind = [r for r, n in takeable.items() if (r in self._directed.best_effort) is is_best_effort and n > 0]
             num_empty = {
                 r: self._block_size - self.num_in_tail(r)
                 for r in of_kind
@@ -154,12 +157,12 @@ class PendingRequests:
             max_blocks: Return at most so many blocks.
         """
         shrinking = ((request_id, len(self._requests[request_id].blocks) - 1) for request_id in crowded)
-        next_to_go = islice(self.line(), max(0, num_ahead - self._device.num_free))
+        next_blocks = islice(self.next_taken(), max(0, num_ahead - self._device.num_free))
         unsaved: dict[str, dict[int, int]] = {}
-        for request_id, index in chain(shrinking, next_to_go):
+        for request_id, index in chain(shrinking, next_blocks):
             if max_blocks <= 0:
                 break
-            if request_id not in self._best_effort or index in unsaved.get(request_id, {}):
+            if request_id not in self._directed.best_effort or index in unsaved.get(request_id, {}):
                 continue
             num_tokens = min(self._block_size, self._requests[request_id].num_tokens - index * self._block_size)
             if not self._saved.has(request_id, index, num_tokens):
@@ -171,10 +174,10 @@ class PendingRequests:
 
     def owned_blocks(self) -> Iterator[int]:
         """Yield all device blocks that are held here; for checks."""
-        for pending in self._requests.values():
-            yield from pending.blocks
+        for evicted in self._requests.values():
+            yield from evicted.blocks
 
     def check(self) -> None:
         """Raise AssertionError if a request has other blocks than its tokens need."""
-        for request_id, pending in self._requests.items():
-            assert len(pending.blocks) == -(-pending.num_tokens // self._block_size), (request_id, pending)
+        for request_id, evicted in self._requests.items():
+            assert len(evicted.blocks) == -(-evicted.num_tokens // self._block_size), (request_id, evicted)

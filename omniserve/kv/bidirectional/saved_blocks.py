@@ -1,4 +1,4 @@
-"""Host copies of single blocks of requests that lose them on the device, each of so many of its block's tokens."""
+"""SavedBlocks: host copies of single blocks that requests lose on the device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SavedBlocks:
         return self._saved.get(request_id, {})
 
     def request_ids(self) -> list[str]:
-        """Return whose copies there are."""
+        """Return the requests that have copies."""
         return list(self._saved)
 
     def num_held(self, request_id: str) -> int:
@@ -50,7 +50,7 @@ class SavedBlocks:
         return len(self.copies(request_id)) + sum(len(f.copies) for f in self._wanted_flights(request_id))
 
     def has(self, request_id: str, index: int, num_tokens: int) -> bool:
-        """Tell whether so many tokens of a block are copied, or being copied."""
+        """Tell whether that many tokens of a block are copied, or being copied."""
         copies = (self.copies(request_id), *(f.copies for f in self._wanted_flights(request_id)))
         return any(index in held and held[index].num_tokens >= num_tokens for held in copies)
 
@@ -76,7 +76,7 @@ class SavedBlocks:
         self.forget_flights(request_id)
 
     def reclaim(self, num_blocks: int, of: Iterable[str]) -> None:
-        """Free so many blocks, or all there are, of copies of these requests, each from its end."""
+        """Free that many blocks, or all there are, of copies of these requests, each from its end."""
         for request_id in of:
             saved = self._saved.get(request_id, {})
             for index in sorted(saved, reverse=True):
@@ -100,18 +100,18 @@ class SavedBlocks:
         return move_id in self._flights
 
     def cut(self, request_id: str, num_tokens: int, block_size: int) -> None:
-        """Note that only its first tokens are still on the device: of a copy under way the others do not count."""
+        """Note that the device has only the first ``num_tokens``: of a copy under way the others do not count."""
         for flight in self._wanted_flights(request_id):
             for index, copy in flight.copies.items():
                 copy.num_tokens = max(0, min(copy.num_tokens, num_tokens - index * block_size))
 
     def forget_flights(self, request_id: str) -> None:
-        """Note that the blocks that are read may change hands from now on without a word to ``cut``."""
+        """Stop counting copies under way: from now on the blocks that they read may be overwritten."""
         for flight in self._wanted_flights(request_id):
             flight.is_wanted = False
 
     def finish(self, move_id: int, *, succeeded: bool) -> MoveResult:
-        """End a copy: keep what it has of use, free the rest."""
+        """End a copy: keep the blocks that are of use, free the others."""
         flight = self._flights.pop(move_id)
         of_use = {i: c for i, c in flight.copies.items() if succeeded and flight.is_wanted and c.num_tokens > 0}
         self._pool.give_back([copy.block for index, copy in flight.copies.items() if index not in of_use])
