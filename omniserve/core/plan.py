@@ -18,7 +18,7 @@ and it never leaves the device on its way into this one."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptScores:
-    """Rows of a chunk whose successors in the prompt get log-probabilities."""
+    """Rows of a chunk: the log-probabilities of the prompt tokens that follow them are returned."""
 
     first_row: int
     """Index in the chunk."""
@@ -171,7 +171,7 @@ class StepPlan:
     preemptible: frozenset[str] = frozenset()
     """Requests whose device rows may be asked to leave between two layers (conserve 4.3)."""
     cancels: tuple[int, ...] = ()
-    """Host slots whose task nobody waits for any more (aborted requests); its event still comes."""
+    """Host slots of aborted requests: their tasks are cancelled; each still reports an event."""
     decision: Decision | None = None
     """For traces; None if the policy does not explain itself."""
 

@@ -164,7 +164,7 @@ class Request:
 
     @property
     def num_rows_to_score(self) -> int:
-        """Rows of the prompt whose successors' log-probabilities are asked for."""
+        """Rows of the prompt: the log-probabilities of the tokens that follow them are asked for."""
         return 0 if self.sampling.prompt_logprobs is None else len(self.prompt_token_ids) - 1
 
 

@@ -21,7 +21,7 @@ class EngineStats:
     device_blocks_by_class: Mapping[str, int] = field(default_factory=dict)
     """Gauge: device blocks that requests hold; one that two share counts for both."""
     host_blocks_by_class: Mapping[str, int] = field(default_factory=dict)
-    """Gauge: host blocks that requests hold, copies ahead of need included; those of copies given up are nobody's."""
+    """Gauge: host blocks that requests hold, copies ahead of need included; copies that were given up are not."""
     host_requests: int = 0
     """Gauge: requests whose KV is on the host tier."""
     steps: int = 0

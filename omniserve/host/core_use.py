@@ -1,4 +1,4 @@
-"""Who uses the cores that this process may run on, as far as the operating system tells (this is Linux's ``/proc``)."""
+"""How much other processes use the cores that this process may run on, read from Linux's ``/proc``."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class CoreSplit:
         device_threads: Threads of the device tier while the host tier is idle; None: all cores, less those that other
             processes use.
         host_threads: Threads of the host tier; 0: none.
-        others: Who these are; None: the machine is asked.
+        others: How much other processes use each core; None: read from the operating system.
     """
 
     def __init__(

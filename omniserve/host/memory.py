@@ -17,7 +17,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class _Region(mmap.mmap):
-    """Anonymous memory; whoever views it keeps it alive. CUDA lets go of it before it is unmapped."""
+    """Anonymous memory. Tensors that view it keep it alive; CUDA unregisters it before it is unmapped."""
 
     locked_at: int | None = None
     """The address from which on CUDA has page-locked it."""

@@ -1,4 +1,4 @@
-"""All block moves of a host tier: who copies each one, and what it keeps alive until its event.
+"""All block moves of a host tier: which mover copies each one, and what it keeps alive until its event.
 
 Legend: L layers, B blocks, K KV heads, S block size, H head size.
 """

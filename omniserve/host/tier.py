@@ -40,7 +40,7 @@ _begin_token = _host.begin_token.default
 _poll = _host.poll.default
 _wait = _host.wait.default
 
-# EventKind in host_tier.h, in its order. A cancelled task is a failed one that nobody needs to hear of.
+# EventKind in host_tier.h, in its order. A cancelled task is reported as failed to no caller.
 _KINDS = (
     HostEventKind.ATTENTION_DONE,
     HostEventKind.ATTENTION_FAILED,
@@ -429,7 +429,7 @@ class HostTier:
 def _end(handle: int, process_id: int, device: torch.device) -> None:
     """Wait for the device, then stop a tier's threads, then let its memory go; in a forked child, do nothing.
 
-    What the device or a thread may still use stays for good. Nobody is there to take an exception.
+    Memory that the device or a thread may still use is never freed. No caller could take an exception here.
     """
     if os.getpid() != process_id:
         return

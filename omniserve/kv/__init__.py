@@ -1,4 +1,4 @@
-"""KV managers: who owns which block on which tier. Ids only; the tensors are in ``storage``."""
+"""KV managers: which request owns which block on which tier. Ids only; the tensors are in ``storage``."""
 
 from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
 from omniserve.kv.bidirectional import BidirectionalKVManager

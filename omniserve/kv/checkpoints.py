@@ -1,4 +1,4 @@
-"""Host copies of full device blocks: a later move to the host copies only the rest, an evicted request gets them back.
+"""HostCheckpoints: host copies of full device blocks. A later move to the host copies only the rest.
 
 Paper: conserve 4.4 (incremental checkpoints of append-only KV), at the granularity of a block.
 """
@@ -103,7 +103,7 @@ class HostCheckpoints:
         self._pool.give_back(self.take(request_id))
 
     def request_ids(self) -> list[str]:
-        """Return whose checkpoints there are, the oldest first."""
+        """Return the requests that have a checkpoint, the oldest first."""
         return list(self._checkpoints)
 
     def num_reclaimable(self, request_ids: Iterable[str]) -> int:

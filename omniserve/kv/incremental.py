@@ -1,8 +1,8 @@
-"""``incremental``: ``tiered``, and a request that gives way keeps what it can: nothing is copied when it is evicted.
+"""``incremental``: like ``tiered``, but a preempted request keeps as much KV as possible; eviction copies nothing.
 
-Its device blocks are free for whoever needs them, but hold their KV until they are taken: block by block, from the end
-of its tokens on. Its checkpoint stays on the host. So each of its blocks is on the device, on the host, on both or
-must be recomputed, and as what is lost is lost from the end, what is left is always a prefix.
+Its device blocks count as free, but hold their KV until other requests take them, block by block, from the end of its
+tokens on. Its checkpoint stays on the host. So each of its blocks is on the device, on the host, on both, or must be
+recomputed. As blocks are lost from the end, the tokens that still have their KV are always a prefix.
 
 Paper: conserve 4.4. The paper speaks of tokens; its pages, like the blocks here, are what is copied and discarded.
 """
@@ -20,7 +20,7 @@ from omniserve.kv.tiered import Table, TieredKVManager
 @dataclass(slots=True)
 class _Evicted:
     num_tokens: int  # that had been computed
-    blocks: list[int]  # device blocks [0, len(blocks)) of the request that nobody has taken yet
+    blocks: list[int]  # the request's device blocks [0, len(blocks)), which were not taken yet
 
 
 @KV_MANAGERS.register("incremental")

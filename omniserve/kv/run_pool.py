@@ -15,8 +15,8 @@ class RunPool(BlockPool):
     pieces: 8 KiB at a third to a half of the read bandwidth, 128 KiB at 0.8 to 0.9, 256 KiB at 0.9 to 0.97).
 
     Free ids are kept as maximal runs, in bins by the power of two of their length. ``take`` carves from a run of the
-    smallest bin that surely has one long enough, so that long runs are kept for those who need them; only if there is
-    none does it put several together, the longest first.
+    smallest bin that surely has one long enough, so that long runs are kept for requests that need them; only if there
+    is none does it put several together, the longest first.
     """
 
     def __init__(self, num_blocks: int, name: str) -> None:

@@ -209,12 +209,12 @@ class TieredKVManager(KVManager):
         return self._checkpoints.num_reclaimable(self._give_way(spare)) if tier is Tier.HOST else 0
 
     def _reclaim(self, tier: Tier, num_blocks: int, spare: str) -> None:
-        """Free so many blocks of what is only there in case somebody needs it, but nothing of the request ``spare``."""
+        """Free that many blocks of copies that may never be needed, but none of the request ``spare``."""
         if tier is Tier.HOST:
             self._checkpoints.reclaim(num_blocks, self._give_way(spare))
 
     def _give_way(self, spare: str) -> list[str]:
-        """Return whose checkpoints may lose blocks, the first first; not ``spare``."""
+        """Return the requests whose checkpoints may lose blocks, in that order, without ``spare``."""
         return [request_id for request_id in self._checkpoints.request_ids() if request_id != spare]
 
     def _strand(self, request_id: str, blocks: list[int]) -> None:

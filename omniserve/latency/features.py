@@ -38,7 +38,7 @@ class BatchFeatures:
     piggyback_layers: int = 0
     """Layers that somebody joins or enters at."""
     dense_layers: float = 0.0
-    """Layers whose dense halves run: all of them with device rows, else those that somebody is at."""
+    """Layers whose dense halves run: all of them with device rows, else those that a piggyback row is at."""
     host_works: bool = False
     """The host tier works during the step (without a GPU it then has a share of the cores)."""
     pipelined_rows: int = 0

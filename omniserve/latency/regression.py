@@ -39,7 +39,7 @@ def fit_terms(
     if any(len(row) != width for row in rows) or min(targets) <= 0:
         raise ValueError("fitting needs rows of one length and targets above 0")
     import numpy as np
-    from sklearn.linear_model import LinearRegression  # a second's import, needed by nobody who only predicts
+    from sklearn.linear_model import LinearRegression  # takes a second to import, and predicting does not need it
 
     target = np.asarray(targets, float)
     relative = np.asarray(rows, float) / target[:, None]

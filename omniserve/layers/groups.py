@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class GroupLinear(nn.Linear):
-    """A member of a group. Whoever makes one changes the module's class, and leaves the object and its names alone.
+    """A member of a group. The module becomes one by a change of its class; the object and its names stay.
 
     Attributes:
         group_weight: What stands for the weights of all, the same object for all members.
@@ -157,7 +157,7 @@ def is_group(linears: Sequence[Any]) -> bool:
 
 
 def fused(*linears: nn.Module) -> bool:
-    """Tell whether ``project`` computes these in one call: one group, and nobody wants to see a member called."""
+    """Tell whether ``project`` computes these in one call: one group, and no hook waits for the call of a member."""
     return is_group(linears) and not any(_is_watched(linear) for linear in linears)
 
 
@@ -192,7 +192,7 @@ def groups_of(linears: Sequence[nn.Linear], groups: Iterable[Sequence[nn.Module]
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Tell whether a module is nobody's but torch's: no subclass (quantised, adapters), no forward of its own."""
+    """Tell whether a module is torch's own: no subclass (quantised, adapters), no forward of its own."""
     return (
         type(module) is nn.Linear
         and "forward" not in module.__dict__

@@ -48,7 +48,7 @@ def unmerge(*linears: nn.Linear) -> None:
 
 
 def mergeable(model: nn.Module, candidates: Iterable[nn.Module]) -> list[nn.Linear]:
-    """Return those candidates that can be merged: plain CUDA linears whose weight nobody else reads."""
+    """Return those candidates that can be merged: plain CUDA linears with a weight that no other module reads."""
     uses = Counter(parameter.data_ptr() for _, parameter in model.named_parameters(remove_duplicate=False))
     return [
         module

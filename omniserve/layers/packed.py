@@ -94,7 +94,7 @@ def unpack(*linears: nn.Linear) -> None:
 
 
 def packable(model: nn.Module, candidates: Iterable[nn.Module]) -> list[nn.Linear]:
-    """Return those candidates that packing serves: plain bf16 CPU linears whose weight nobody else reads.
+    """Return those candidates that packing serves: plain bf16 CPU linears with a weight that no other module reads.
 
     fp32 is left alone (slower with one row; see ``narrow.py``), and so are subclasses (quantised, adapters) and tied
     weights: an embedding needs its rows dense (``layers/head.py`` serves that head).

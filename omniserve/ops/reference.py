@@ -130,7 +130,7 @@ def piggyback_send(
 ) -> None:
     """Write the last P rows to their slots: hidden to residuals, q, k and v to the mailbox, then the step to the flags.
 
-    A slot of -1 leaves a row out. Whoever sees a flag sees its row of the mailbox.
+    A slot of -1 leaves a row out. A thread that sees a flag also sees its row of the mailbox.
     """
     residual_store(hidden_TD, residuals_SD, slots_P)
     first = hidden_TD.shape[0] - slots_P.shape[0]

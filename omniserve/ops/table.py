@@ -1,10 +1,10 @@
 """OPS: every operator with its reference and its samples. An operator that is not here fails a test.
 
-Samples are small, cover empty and odd sizes, and hold NaN wherever an operator must not look: in blocks of nobody,
-behind a sequence's end, before its window.
+Samples are small, cover empty and odd sizes, and hold NaN wherever an operator must not look: in blocks without an
+owner, behind a sequence's end, before its window.
 
-Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P seats,
-R requests, M blocks per request, W a slot's q, k and v side by side, I and O input and output features.
+Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P seats, R
+requests, M blocks per request, W a slot's q, k and v side by side, I and O input and output features.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class HostTimes:
 
 
 class _HostBench:
-    """A host tier that nobody else uses, with a mailbox if an engine's has one."""
+    """A host tier for measurements alone, with a mailbox if an engine's has one."""
 
     def __init__(
         self, model: PatchedModel, config: EngineConfig, threads: int, *, served: Served | None = None
@@ -61,7 +61,7 @@ class _HostBench:
             kv_bytes=min(config.host_kv_bytes, _MAX_POOL_BYTES),
             mailbox=self._served.mailbox,
         )
-        self.tier.pool_LBK2SH.zero_()  # pages that nobody has written are all one page, in every cache
+        self.tier.pool_LBK2SH.zero_()  # pages that were never written are all one page, in every cache
         self._epoch = 0
         self._sending: PiggybackRows | None = None
         if self._served.mailbox:
@@ -137,7 +137,7 @@ class _HostBench:
     def _through_mailbox(self, sending: PiggybackRows, num_seats: int, num_rows: int) -> Callable[[], Tensor]:
         """Return the device's work of all layers: sending rows to the mailbox, and results and residuals that join.
 
-        In constant shapes every layer looks at every seat, whether rows leave it or not. The tier expects nobody: it
+        In constant shapes every layer looks at every seat, whether rows leave it or not. The tier expects no row: it
         attends beside the device, and what the host does for a step (``bring``, ``announce``) is a step's overhead.
         """
         device, dtype, spec = self.model.device, self.model.dtype, self.spec

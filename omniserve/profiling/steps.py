@@ -96,7 +96,7 @@ def measure_steps(
     What is unfinished in the end is aborted.
 
     Args:
-        engine: Without unfinished requests; nobody else steps it.
+        engine: It has no unfinished requests, and is stepped only here.
         arrivals: In the order of their steps.
         max_samples: Ends after so many, or when the load does.
         least: So many are taken whatever ``go_on`` says.

@@ -1,4 +1,4 @@
-"""A profile in words, for the person who made it."""
+"""A profile as text, for the terminal."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class GrammarFailed(Exception):
 class GrammarState:
     """Where one output stands in its grammar.
 
-    It follows the tokens, one ``accept`` each, so a preempted request, whose tokens are kept, keeps it as it is.
+    It follows the tokens, one ``accept`` each. A preempted request keeps its tokens, and so its grammar's state.
 
     Args:
         matcher: A fresh one.

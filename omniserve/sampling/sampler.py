@@ -60,7 +60,7 @@ class PendingSample:
     failed: Mapping[int, str]
     """Messages by row."""
     scored_rows: Sequence[Sequence[int]]
-    """Rows whose log-probabilities are told, by how many of the likeliest."""
+    """Rows that return log-probabilities, by how many of the likeliest tokens."""
     download: Download
     """Tokens, each row's largest logit, and three tensors for each of ``scored_rows``; see ``logprobs_of``."""
 
