@@ -18,7 +18,7 @@ input_tokens, output_tokens), of which --trace-start and --seconds choose a slic
 is a backlog that is there from the start, or a trace. Prompts are random tokens.
 
 Objectives are --slo-ttft and --slo-tpot times each of --slo-scales. A policy that reads objectives runs once for each;
-one that does not (``Scheduler.predicts``) runs once and is compared with all of them; --rerun-slo runs these each time
+one that does not (``Policy.predicts``) runs once and is compared with all of them; --rerun-slo runs these each time
 as well.
 
 The table has medians over the repeats. `attained`: met both objectives, of the requests that were not rejected, or `of

@@ -23,7 +23,7 @@ from omniserve.core.plan import SampledToken, StepOutput
 from omniserve.kv import TieredKVManager
 from omniserve.latency import LATENCY_MODELS, Profile, features_of
 from omniserve.profiling import find_or_make_profile
-from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
+from omniserve.sched import SCHEDULERS, Forecast, Scheduler, SchedulerLimits
 
 MAX_RUNNING = 200
 
@@ -36,7 +36,7 @@ def measure(scheduler: str, profile: Profile, num_requests: int, num_steps: int,
         max_num_requests=MAX_RUNNING, num_host_slots=256,
     )  # fmt: skip
     kv = TieredKVManager(num_device_blocks=20_000, num_host_blocks=20_000, block_size=64)
-    policy = SCHEDULERS.get(scheduler)(limits=limits, kv=kv, forecast=forecast)
+    policy = Scheduler(SCHEDULERS.get(scheduler), limits=limits, kv=kv, forecast=forecast)
     rng = random.Random(seed)
     now_s, adds, schedules, updates, steps, running = 0.0, [], [], [], [], []
     waiting = [

@@ -11,25 +11,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import omniserve
 from omniserve.core.plan import StepPlan
 from omniserve.sched.batch import Batch
-from omniserve.sched.policy import RequestScheduler
-from omniserve.sched.state import Phase
+from omniserve.sched.policy import Policy
+from omniserve.sched.state import Phase, by_arrival
 
 MODEL = Path(omniserve.__file__).parent / "builtin_model"
 
 
-class ShortestPromptFirst(RequestScheduler):
+class ShortestPromptFirst(Policy):
     """Decode what was admitted, oldest first; then admit the shortest prompt, whatever its class."""
 
     def schedule(self, now_s: float) -> StepPlan:
-        batch = Batch(self.kv, self.limits.max_step_tokens)
-        for state in list(self.in_arrival_order(self.device.values())):
-            if state.phase is Phase.DEVICE and state not in batch:  # not preempted for an older one just now
-                self.run_or_preempt(batch, state, victims=(state.service_class,))
-        waiting = [state for queue in self.waiting.values() for state in queue]
-        for state in sorted(waiting, key=lambda state: (state.num_tokens, state.order)):
-            if not self.admit(batch, state):
+        batch = Batch(self.requests, now_s)
+        for state in by_arrival(self.requests.device.values()):
+            if state.phase is Phase.DEVICE:  # not preempted for an older one just now
+                batch.run_or_preempt(state, victims=(state.kind,))
+        for state in sorted(by_arrival(self.requests.waiting.values()), key=lambda state: state.num_tokens):
+            if batch.admit(state) is not None:  # out of memory, of tokens or of seats
                 break
-        return self.make_plan(batch, now_s)
+        return batch.plan()
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ from omniserve.runner.runner import ModelRunner
 from omniserve.runner.warm_up import warm_up_attention
 from omniserve.sampling.grammar import GrammarCompiler, GrammarState
 from omniserve.sampling.sampler import Sampler
-from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
+from omniserve.sched import SCHEDULERS, Forecast, Scheduler, SchedulerLimits
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,9 @@ class Engine:
             profile.require(fingerprint_of(model, config))
             self._latency = CorrectedModel(LATENCY_MODELS.get(config.latency_model).from_profile(profile))
             forecast = Forecast.of_profile(profile, self._latency)
-        self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self._limits(), kv=self.kv, forecast=forecast)
+        self.scheduler = Scheduler(
+            SCHEDULERS.get(config.scheduler), limits=self._limits(), kv=self.kv, forecast=forecast
+        )
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         attention = resolve_attention(config.attention, patched.device, is_directed=manager.is_directed)
         rows = PiggybackRows(patched, self.host_tier, config.max_host_requests if self.host_tier else 0)
@@ -258,7 +260,7 @@ class Engine:
             now_s = self._clock()
             waited_s = 0.0 if arrival_s is None else max(0.0, now_s - arrival_s)
             slo = request.slo if request.slo is not None else spec.slo
-            self._must_preempt |= self.scheduler.must_preempt(request, slo, waited_s, now_s)
+            self._must_preempt |= self.scheduler.policy.must_preempt(request, slo, waited_s, now_s)
 
     def _ask_whether_to_leave(self) -> bool:
         """Hear who has come, and tell, once, whether best-effort rows must leave the step for them."""

@@ -13,7 +13,7 @@ from omniserve.engine.step_log import OpenRequest, StepLog
 from omniserve.host.tier import HostTier
 from omniserve.runner.runner import LaunchedStep, ModelRunner
 from omniserve.sampling.sampler import Sampler
-from omniserve.sched.base import Scheduler
+from omniserve.sched import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,10 @@ class Stepper:
             self._in_flight = flight
             if before is not None:
                 outputs += self._collect(before)
-            scheduler.busy_until_s = self._expected_end_s(flight)
+            scheduler.policy.busy_until_s = self._expected_end_s(flight)
         else:
             outputs += self._collect(flight)
-            scheduler.busy_until_s = -math.inf
+            scheduler.policy.busy_until_s = -math.inf
         return outputs
 
     def abort(self, request_id: str) -> bool:

@@ -1,35 +1,39 @@
-"""Schedulers: one file per policy. None of them reads a clock or touches a tensor."""
+"""The scheduler, and one file per policy. None of them reads a clock or touches a tensor."""
 
-from omniserve.sched.apex import APEXScheduler
-from omniserve.sched.base import SCHEDULERS, Scheduler, SchedulerLimits
-from omniserve.sched.bros import BROSScheduler
-from omniserve.sched.conserve import ConServeScheduler
-from omniserve.sched.fcfs import FCFSScheduler
-from omniserve.sched.llumnix import LlumnixScheduler
+from omniserve.sched.apex import APEXPolicy
+from omniserve.sched.bros import BROSPolicy
+from omniserve.sched.conserve import ConServePolicy
+from omniserve.sched.fcfs import FCFSPolicy
+from omniserve.sched.limits import SchedulerLimits
+from omniserve.sched.llumnix import LlumnixPolicy
 from omniserve.sched.load import Forecast
-from omniserve.sched.neo import NEOScheduler
-from omniserve.sched.non_preemptive import NonPreemptiveScheduler
-from omniserve.sched.omniserve import OmniServeScheduler
-from omniserve.sched.online_only import OnlineOnlyScheduler
-from omniserve.sched.priority import PriorityScheduler
-from omniserve.sched.round_robin import RoundRobinScheduler
-from omniserve.sched.sarathi import SarathiScheduler
+from omniserve.sched.neo import NEOPolicy
+from omniserve.sched.non_preemptive import NonPreemptivePolicy
+from omniserve.sched.omniserve import OmniServePolicy
+from omniserve.sched.online_only import OnlineOnlyPolicy
+from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.priority import PriorityPolicy
+from omniserve.sched.round_robin import RoundRobinPolicy
+from omniserve.sched.sarathi import SarathiPolicy
+from omniserve.sched.scheduler import Scheduler, SchedulerStats
 
 __all__ = [
     "SCHEDULERS",
-    "APEXScheduler",
-    "BROSScheduler",
-    "ConServeScheduler",
-    "FCFSScheduler",
+    "APEXPolicy",
+    "BROSPolicy",
+    "ConServePolicy",
+    "FCFSPolicy",
     "Forecast",
-    "LlumnixScheduler",
-    "NEOScheduler",
-    "NonPreemptiveScheduler",
-    "OmniServeScheduler",
-    "OnlineOnlyScheduler",
-    "PriorityScheduler",
-    "RoundRobinScheduler",
-    "SarathiScheduler",
+    "LlumnixPolicy",
+    "NEOPolicy",
+    "NonPreemptivePolicy",
+    "OmniServePolicy",
+    "OnlineOnlyPolicy",
+    "Policy",
+    "PriorityPolicy",
+    "RoundRobinPolicy",
+    "SarathiPolicy",
     "Scheduler",
     "SchedulerLimits",
+    "SchedulerStats",
 ]

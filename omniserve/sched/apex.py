@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omniserve.core.plan import Bound, HostEvent, HostEventKind, StepPlan
-from omniserve.kv.base import KVManager
 from omniserve.latency import BatchFeatures, HostSpeed
-from omniserve.sched import second_batch
-from omniserve.sched.base import SCHEDULERS, SchedulerLimits
-from omniserve.sched.batch import Batch
+from omniserve.sched.batch import Batch, HostRows
+from omniserve.sched.bounds import left_out
 from omniserve.sched.load import Forecast
-from omniserve.sched.neo import NEOScheduler
-from omniserve.sched.policy import HostRows
+from omniserve.sched.omniserve import OmniServePolicy
+from omniserve.sched.policy import SCHEDULERS
+from omniserve.sched.request_table import RequestTable
+from omniserve.sched.second_batch import SecondBatch
 from omniserve.sched.state import RequestState
 
 MIN_HOST_PER_DEVICE = 8
@@ -53,7 +53,7 @@ def pipelining_pays(num_device: int, host_rate: float, times: LayerTimes) -> boo
 
 
 @SCHEDULERS.register("apex")
-class APEXScheduler(NEOScheduler):
+class APEXPolicy(OmniServePolicy):
     """Device first; what memory cannot hold decodes on the host, by one of two strategies each step (Algorithm 1).
 
     Asynchronous overlap moves all host requests as one cohort: they enter together, and their results join together
@@ -65,29 +65,32 @@ class APEXScheduler(NEOScheduler):
     nobody must wait for others that never come). Without a latency model it overlaps always.
     """
 
-    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
-        super().__init__(limits=limits, kv=kv, forecast=forecast)
+    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
+        super().__init__(requests, forecast)
+        self._second = SecondBatch(requests)
         self._host = HostWatch(forecast.host) if forecast is not None and forecast.host is not None else None
 
-    def notify(self, events: Sequence[HostEvent]) -> None:
-        super().notify(events)
+    def on_host_events(self, events: Sequence[HostEvent]) -> None:
         if self._host is not None:
             done = [e for e in events if e.kind is HostEventKind.ATTENTION_DONE]
             self._host.note(len(done), sum(event.position + 1 for event in done))
 
     def schedule(self, now_s: float) -> StepPlan:
         if self._host is not None:
-            self._host.tick(now_s, is_busy=self.residents.is_busy)
+            self._host.tick(now_s, is_busy=self.requests.residents.is_busy)
         return super().schedule(now_s)
 
+    def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
+        return self._second.reserve_s(batch, bound_s)
+
     def host_rows(self, batch: Batch, bound_s: float, device_tokens: int) -> HostRows:
-        if not self.host_is_up:
+        if not self.requests.host_is_up:
             return HostRows()
-        states = second_batch.candidates(self.residents)[: self.limits.max_piggyback_slots]
+        states = self._second.candidates()
         count = self._num_pipelined(batch, states, bound_s)
         if not count:
             return self._overlap(batch, bound_s)
-        return self.run_through(batch, states, count)
+        return self._second.run_through(batch, states, count)
 
     def _num_pipelined(self, batch: Batch, states: Sequence[RequestState], bound_s: float) -> int:
         """Return how many of ``states`` run in a second sub-batch: what the host attends for in time, or none."""
@@ -102,8 +105,7 @@ class APEXScheduler(NEOScheduler):
         most = min(len(states), int(rate * times.overlap_s))
         if most == 0:
             return 0
-        layers = self.limits.num_layers
-        while most and second_batch.seconds_with(batch.load, states[:most], num_layers=layers) > bound_s:
+        while most and self._second.seconds_with(batch.load, states[:most]) > bound_s:
             most //= 2
         return most
 
@@ -121,30 +123,29 @@ class APEXScheduler(NEOScheduler):
         return LayerTimes(linear_s, attention_s, with_s + linear_s + attention_with_s)
 
     def _overlap(self, batch: Batch, bound_s: float) -> HostRows:
-        """Asynchronous overlap: the cohort joins when all of it is there; the next enters when nobody is away."""
-        residents = self.residents
+        """Asynchronous overlap: the cohort joins when all of it is there; the next enters when none is away."""
+        residents = self.requests.residents
         away = [state for state in residents.queue if state.away is not None]
         seats = self.limits.max_piggyback_slots
         if any(state.away is not None and not state.away.ready for state in away):
             return HostRows()
         if away:
-            rows = HostRows(joins=residents.plan_joins(self.max_piggyback_rows, seats))
+            rows = HostRows(joins=residents.plan_joins(self.limits.most_piggyback_rows, seats))
         else:
             wanted = min(
                 residents.num_at_token_boundary,
                 seats,
-                self.max_piggyback_rows,
+                self.limits.most_piggyback_rows,
                 MIN_HOST_PER_DEVICE * max(1, len(batch.chunks)),
             )
-            rows = HostRows(entries=residents.plan_entries(self.host_blocks_for, wanted))
+            rows = HostRows(entries=residents.plan_entries(self.requests.host_blocks_for, wanted))
         if batch.load is None or not (rows.entries or rows.joins):
             return rows
         trial = batch.load.copy()
         self.put_piggyback(trial, rows)
         if trial.seconds() > bound_s and batch.chunks:
             work = "piggyback join" if rows.joins else "piggyback entry"
-            self.leave_out(work, len(rows.joins) or len(rows.entries), "", Bound.TIME)
-            return HostRows()
+            return HostRows(left_out=left_out(work, len(rows.joins) or len(rows.entries), Bound.TIME))
         self.put_piggyback(batch.load, rows)
         return rows
 

@@ -1,31 +1,67 @@
-"""Batch: the device side of a plan while a policy puts it together."""
+"""Batch: the step that a policy puts together."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from omniserve.core.plan import Bound, DeviceChunk
-from omniserve.kv.base import KVManager
+from omniserve.core.plan import (
+    Bound,
+    Decision,
+    DeviceChunk,
+    KVMove,
+    LeftOut,
+    MoveDirection,
+    PiggybackEntry,
+    PiggybackJoin,
+    StepPlan,
+)
+from omniserve.core.request import ServiceClass
+from omniserve.kv.base import Tier
 from omniserve.sched.load import StepLoad
-from omniserve.sched.state import RequestState
+from omniserve.sched.piggyback import seat_bucket
+from omniserve.sched.request_table import RequestTable
+from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRows:
+    """The rows of a step whose attention is the host tier's; see StepPlan."""
+
+    entries: Sequence[PiggybackEntry] = ()
+    joins: Sequence[PiggybackJoin] = ()
+    pipelined: Sequence[PiggybackEntry | PiggybackJoin] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    """Rows of this kind that could have been in the step and are not."""
 
 
 class Batch:
-    """Collects chunks under a token budget and, with a latency model, a time bound.
+    """Collects chunks under a token budget and, with a latency model, a time bound; takes memory for them.
+
+    Methods that let requests in return what keeps one out, or None.
 
     Args:
-        kv: Where the blocks come from.
-        max_tokens: The step's token budget.
+        requests: Where requests come from, and where those that give way go.
+        now_s: When the step is planned.
         load: Is told every chunk; None: there is no latency model, and time bounds mean nothing.
+        max_tokens: The step's token budget; None: that of the limits.
     """
 
-    def __init__(self, kv: KVManager, max_tokens: int, load: StepLoad | None = None) -> None:
-        self._kv = kv
+    def __init__(
+        self, requests: RequestTable, now_s: float, *, load: StepLoad | None = None, max_tokens: int | None = None
+    ) -> None:
+        self._requests = requests
+        self._kv = requests.kv
+        self._limits = requests.limits
         self._chunks: dict[str, DeviceChunk] = {}
+        self._restores: list[KVMove] = []
+        self.now_s = now_s
         self.load = load
-        self.tokens_left = max_tokens
-        self.refused_by: Bound | None = None
-        """Why the last ``add`` was refused."""
+        self.tokens_left = requests.limits.max_step_tokens if max_tokens is None else max_tokens
+        self.moves: list[KVMove] = []
+        """Moves between the tiers that the step starts."""
 
     def __contains__(self, state: RequestState) -> bool:
         return state.request_id in self._chunks
@@ -44,8 +80,12 @@ class Batch:
         chunk = self._chunks.get(state.request_id)
         return state.num_computed_tokens if chunk is None else chunk.start + len(chunk.token_ids)
 
-    def chunk_size(self, state: RequestState, *, bound_s: float = math.inf, min_tokens: int = 0) -> int:
-        """Return how many of a request's tokens the step has time and tokens for; if none, ``refused_by`` says why.
+    # -- one request ---------------------------------------------------------------------------------------------
+
+    def chunk_size(
+        self, state: RequestState, *, bound_s: float = math.inf, min_tokens: int = 0
+    ) -> tuple[int, Bound | None]:
+        """Return how many of a request's tokens the step has time and tokens for; if none, also what it lacks.
 
         A chunk that left an earlier step goes on as it is; if it does not fit, the request forgets it and begins anew.
 
@@ -55,18 +95,15 @@ class Batch:
         """
         count = min(state.num_uncomputed_tokens, self.tokens_left)
         if count <= 0:
-            self.refused_by = Bound.TOKENS
-            return 0
+            return 0, Bound.TOKENS
         if (num_halted := self._resume_or_drop_halted(state, bound_s)) > 0:
-            return num_halted
+            return num_halted, None
         if self.load is None or bound_s == math.inf:
-            return count
+            return count, None
         start = state.num_computed_tokens
         within = self.load.largest_chunk(start, count, bound_s, samples=state.num_logits)
         count = within or min(count, min_tokens)
-        if count == 0:
-            self.refused_by = Bound.TIME
-        return count
+        return count, None if count else Bound.TIME
 
     def _resume_or_drop_halted(self, state: RequestState, bound_s: float) -> int:
         """Return how many tokens of a chunk that left an earlier step can go on; if they do not fit, forget it: 0."""
@@ -84,22 +121,18 @@ class Batch:
 
     def add(
         self, state: RequestState, *, bound_s: float = math.inf, min_tokens: int = 0, reserve_blocks: int = 0
-    ) -> bool:
+    ) -> Bound | None:
         """Schedule the next uncomputed tokens of a request, as many as budget and bound let in.
 
         Blocks are taken for *all* known tokens at the first chunk: two half-prefilled prompts can then never wait for
-        each other's memory.
-
-        Returns:
-            False, and nothing has changed, if blocks, budget or bound do not suffice; ``refused_by`` says which.
+        each other's memory. What is refused has changed nothing.
         """
-        count = self.chunk_size(state, bound_s=bound_s, min_tokens=min_tokens)
-        if count == 0:
-            return False
+        count, refused_by = self.chunk_size(state, bound_s=bound_s, min_tokens=min_tokens)
+        if refused_by is not None:
+            return refused_by
         blocks = self._kv.allocate(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
         if blocks is None:
-            self.refused_by = Bound.MEMORY
-            return False
+            return Bound.MEMORY
         start = state.num_computed_tokens
         self._chunks[state.request_id] = DeviceChunk(
             request_id=state.request_id,
@@ -114,4 +147,186 @@ class Batch:
         self.tokens_left -= count
         if self.load is not None:
             self.load.add_chunk(start, count, samples=state.num_logits(start, count))
+        return None
+
+    def admit(
+        self, state: RequestState, *, bound_s: float = math.inf, min_tokens: int = 0, reserve_blocks: int = 0
+    ) -> Bound | None:
+        """Schedule a WAITING request's first chunk.
+
+        One that has to be restored first takes its blocks and nothing of the batch: it is MOVING then, and on the
+        device when the copy is done.
+        """
+        if self._requests.is_full(state.kind):
+            return Bound.REQUESTS
+        if self._requests.needs_restore(state):
+            return None if self._restore(state, reserve_blocks) else Bound.MEMORY
+        state.num_computed_tokens = num_kept = self._kv.num_kept_tokens(state.request_id, Tier.DEVICE)
+        refused_by = self.add(state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve_blocks)
+        if refused_by is not None:
+            state.num_computed_tokens = 0
+            return refused_by
+        self._requests.counters["resumed_tokens"] += num_kept
+        self._requests.admit(state)
+        return None
+
+    def run_or_preempt(
+        self,
+        state: RequestState,
+        victims: Iterable[ServiceClass],
+        *,
+        bound_s: float = math.inf,
+        min_tokens: int = 0,
+        let_go: Callable[[RequestState], None] | None = None,
+    ) -> Bound | None:
+        """Schedule a DEVICE request; if blocks are short, others give way (youngest first) until it fits.
+
+        If none is left that can, the request itself gives way.
+
+        Args:
+            victims: Kinds that may lose a request, first to last; of the request's own kind only those behind it do.
+            let_go: Takes the memory of a request that gives way; None: it is preempted.
+        """
+        let_go = let_go or self._requests.preempt
+        while (refused_by := self.add(state, bound_s=bound_s, min_tokens=min_tokens)) is Bound.MEMORY:
+            victim = self.youngest_victim(state, victims)
+            let_go(victim or state)
+            if victim is None:
+                break
+        return refused_by
+
+    # -- requests of a kind --------------------------------------------------------------------------------------
+
+    def runnable(self, kind: ServiceClass) -> Iterator[RequestState]:
+        """Yield the DEVICE requests of one kind that the batch lacks, decodes before prefills.
+
+        Those before a request may have taken its memory, so each is looked at only when it is its turn.
+        """
+        for decodes in (True, False):
+            for state in self._requests.device[kind]:
+                if state.phase is Phase.DEVICE and state.decodes is decodes and state not in self:
+                    yield state
+
+    def run_admitted(self, kind: ServiceClass, *, victims: Iterable[ServiceClass]) -> None:
+        """Schedule the DEVICE requests of one kind, decodes before prefills; see ``run_or_preempt``."""
+        for state in self.runnable(kind):
+            self.run_or_preempt(state, victims)
+
+    def run_by_arrival(self, kinds: Iterable[ServiceClass]) -> None:
+        """Schedule the DEVICE requests of some kinds, oldest first; if blocks are short, recompute the youngest of all.
+
+        In arrival order the youngest is never in the batch already.
+        """
+        device = self._requests.device
+        for state in by_arrival(device[kind] for kind in kinds):
+            while state.phase is Phase.DEVICE and self.add(state) is Bound.MEMORY:
+                self._requests.preempt(by_arrival(device.values())[-1])
+
+    def admit_waiting(self, kind: ServiceClass, *, victims: Iterable[ServiceClass] = ()) -> Bound | None:
+        """Admit waiting requests of one kind in order, until one is kept out; return by what.
+
+        Args:
+            victims: Kinds whose requests are recomputed if that makes room for one.
+        """
+        for state in self._requests.waiting[kind]:
+            refused_by = self.admit(state)
+            if refused_by is Bound.MEMORY and self.make_room(self._requests.blocks_for(state), victims):
+                refused_by = self.admit(state)
+            if refused_by is not None:
+                return refused_by
+        return None
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def make_room(self, num_blocks: int, victims: Iterable[ServiceClass]) -> bool:
+        """Recompute requests of the given kinds, last of a queue first, until ``num_blocks`` device blocks are free.
+
+        Returns:
+            False, and none was preempted, if even all of them together would not free enough.
+        """
+        shortage = num_blocks - self._kv.num_free(Tier.DEVICE)
+        chosen = []
+        for kind in victims:
+            for victim in reversed(self._requests.device[kind]):
+                if shortage <= 0:
+                    break
+                if victim not in self:
+                    chosen.append(victim)
+                    shortage -= self._kv.num_blocks(victim.request_id)
+        if shortage > 0:
+            return False
+        for victim in chosen:
+            self._requests.preempt(victim)
         return True
+
+    def youngest_victim(self, state: RequestState, kinds: Iterable[ServiceClass]) -> RequestState | None:
+        """Return which request ``run_or_preempt`` would preempt for ``state``; None if none is left."""
+        for kind in kinds:
+            for victim in reversed(self._requests.device[kind]):
+                same_kind = victim.kind is state.kind
+                if victim in self or victim is state or (same_kind and victim.place < state.place):
+                    continue
+                return victim
+        return None
+
+    def start_move(self, state: RequestState, direction: MoveDirection, *, reserve_blocks: int = 0) -> bool:
+        """Begin to move a request that stands at a token boundary to the other tier; False if there is no room."""
+        move = self._requests.start_move(state, direction, reserve_blocks=reserve_blocks)
+        if move is None:
+            return False
+        state.moved_s = self.now_s
+        self.moves.append(move)
+        return True
+
+    def _restore(self, state: RequestState, reserve_blocks: int) -> bool:
+        move = self._requests.start_restore(state, reserve_blocks=reserve_blocks)
+        if move is not None:
+            self._restores.append(move)
+        return move is not None
+
+    def _prefetch(self) -> None:
+        """Restore the first BE request in line while it waits for its turn, if memory is left. Paper: conserve 4.4."""
+        requests = self._requests
+        first = next(iter(requests.waiting[BE]), None)
+        if first is None or requests.waiting[LS] or requests.is_full(BE) or not requests.needs_restore(first):
+            return
+        # Each device request may need one more block soon.
+        self._restore(first, self._limits.ls_reserve_blocks + sum(map(len, requests.device.values())))
+
+    # -- the plan ------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        *,
+        host_rows: HostRows = HostRows(),
+        preemptible: frozenset[str] = frozenset(),
+        decision: Decision | None = None,
+    ) -> StepPlan:
+        """Close the batch, with the smallest bucket of seats that holds its piggyback rows.
+
+        Restores and checkpoints are added to the moves.
+        """
+        requests = self._requests
+        for chunk in self.chunks:
+            state = requests.states[chunk.request_id]
+            if state.first_scheduled_s is None:
+                state.first_scheduled_s = self.now_s
+        for state in requests.residents.take_changed():
+            state.note_slot(self.now_s)
+        per_layer = Counter(join.layer for join in host_rows.joins)
+        most = max(len(host_rows.entries), max(per_layer.values(), default=0))
+        self._prefetch()
+        copies = requests.start_checkpoints()
+        return StepPlan(
+            step_id=next(requests.step_ids),
+            chunks=self.chunks,
+            entries=tuple(host_rows.entries),
+            joins=tuple(host_rows.joins),
+            num_piggyback_slots=seat_bucket(most, self._limits.max_piggyback_slots),
+            relocations=self._kv.take_relocations(),
+            moves=(*self.moves, *self._restores, *copies),
+            pipelined=tuple(host_rows.pipelined),
+            preemptible=preemptible,
+            cancels=requests.take_cancels(),
+            decision=decision,
+        )

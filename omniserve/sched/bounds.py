@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from omniserve.core.plan import Decision, LeftOut
+from omniserve.core.plan import Bound, Decision, LeftOut
 from omniserve.sched.load import StepLoad
 from omniserve.sched.state import RequestState
 
@@ -61,6 +61,14 @@ def ttft_left_s(state: RequestState, now_s: float) -> float:
     if state.slo.ttft_s is None:
         return math.inf
     return state.arrival_s + (1 - TTFT_HEADROOM) * state.slo.ttft_s - now_s
+
+
+def left_out(work: str, num_requests: int, bound: Bound | None, first_request_id: str = "") -> tuple[LeftOut, ...]:
+    """Return what to note of work that stays out of a step: nothing if it is none."""
+    if num_requests <= 0:
+        return ()
+    bound = bound or Bound.ORDER
+    return (LeftOut(work=work, num_requests=num_requests, first_request_id=first_request_id, bound=bound),)
 
 
 def decision_of(

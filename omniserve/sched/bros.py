@@ -40,16 +40,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from omniserve.core.plan import StepOutput, StepPlan
-from omniserve.core.request import RequestOutput
-from omniserve.kv.base import KVManager, Tier
-from omniserve.sched.base import SCHEDULERS, SchedulerLimits
+from omniserve.core.plan import StepPlan
+from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import TimeBound, decision_of
 from omniserve.sched.load import Forecast, largest
 from omniserve.sched.parking import Parking
-from omniserve.sched.policy import BE, LS, RequestScheduler
-from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.request_table import RequestTable
+from omniserve.sched.state import BE, LS, Phase, RequestState
 
 BASE_BATCH_SIZE = 128
 """B_base."""
@@ -115,16 +114,16 @@ class Selection:
 
 
 @SCHEDULERS.register("bros")
-class BROSScheduler(RequestScheduler):
+class BROSPolicy(Policy):
     """LS by residual time, BE packed beside them and in the place of those that can wait; adaptive batch size."""
 
     predicts = True
     offloads = True
 
-    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
-        super().__init__(limits=limits, kv=kv, forecast=forecast)
-        self._parking = Parking(self)
-        self._base_size = min(BASE_BATCH_SIZE, limits.max_num_requests)
+    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
+        super().__init__(requests, forecast)
+        self._parking = Parking(requests)
+        self._base_size = min(BASE_BATCH_SIZE, self.limits.max_num_requests)
         self._batch_size = self._base_size
         self._average_s: float | None = None
         self._begins_s: dict[int, float] = {}
@@ -132,7 +131,6 @@ class BROSScheduler(RequestScheduler):
         self._ended_s = -math.inf
 
     def schedule(self, now_s: float) -> StepPlan:
-        self._parking.begin_step()
         step = Selection(self.forecast, self.limits.max_step_tokens)
         residuals, lacks_memory = self._choose_ls(step, now_s)
         bound, late = self._bound(step, residuals)
@@ -144,24 +142,23 @@ class BROSScheduler(RequestScheduler):
         retreats = kept_out or any(late)
         self._batch_size = self._base_size if retreats else min(2 * self._batch_size, self.limits.max_num_requests)
         load = self.forecast.load() if self.forecast is not None else None
-        batch = Batch(self.kv, self.limits.max_step_tokens, load)
+        batch = Batch(self.requests, now_s, load=load)
         complete = self._place_ls(batch, [one for one in step.chosen if one.state.kind is LS])
         ls_s = load.seconds() if load is not None else None
         self._place_be(batch, [one for one in step.chosen if one.state.kind is BE], bound.seconds, complete=complete)
-        self._parking.end_step(sorted(self.residents.queue, key=lambda s: (self.kv.num_blocks(s.request_id), s.place)))
-        decision = decision_of(load, ls_s, bound)
-        plan = self.make_plan(batch, now_s, moves=self._parking.moves, decision=decision)
+        parked = self.requests.residents.queue
+        self._parking.bring_back(batch, sorted(parked, key=lambda s: (self.kv.num_blocks(s.request_id), s.place)))
+        plan = batch.plan(decision=decision_of(load, ls_s, bound))
         self._begins_s[plan.step_id] = now_s
         return plan
 
-    def settle(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
+    def on_step_end(self, plan: StepPlan, now_s: float) -> None:
         # One that was planned while another ran begins when that ends.
         seconds = now_s - max(self._begins_s.pop(plan.step_id), self._ended_s)
         if not plan.is_empty:
             self._ended_s = now_s
             average_s = self._average_s if self._average_s is not None else seconds
             self._average_s = average_s + (seconds - average_s) / _AVERAGE_OVER
-        return super().settle(plan, output, now_s)
 
     # -- latency-sensitive (lines 1 to 14) -----------------------------------------------------------------------
 
@@ -181,8 +178,8 @@ class BROSScheduler(RequestScheduler):
 
     def _by_urgency(self, now_s: float) -> Iterator[tuple[float, tuple[int, int], RequestState]]:
         """Poll the sorted running requests and the waiting queue for the most urgent, one after another (Fig. 8)."""
-        pending = sorted((self._residual_s(state, now_s), state.place, state) for state in self.device[LS])
-        waiting = ((self._residual_s(state, now_s), state.place, state) for state in self.waiting[LS])
+        pending = sorted((self._residual_s(state, now_s), state.place, state) for state in self.requests.device[LS])
+        waiting = ((self._residual_s(state, now_s), state.place, state) for state in self.requests.waiting[LS])
         return heapq.merge(pending, waiting)
 
     def _choose_ls(self, step: Selection, now_s: float) -> tuple[list[float], bool]:
@@ -192,14 +189,14 @@ class BROSScheduler(RequestScheduler):
             Their residual times, and whether one that waits finds no memory, be it that of all BE requests.
         """
         blocks = self._parking.num_obtainable
-        seats = self.limits.max_num_requests - len(self.device[LS])
+        seats = self.limits.max_num_requests - len(self.requests.device[LS])
         residuals: list[float] = []
         lacks_memory = False
         for residual_s, _, state in self._by_urgency(now_s):
             if step.tokens_left == 0:
                 break
             if state.phase is Phase.WAITING:
-                needed = self.blocks_for(state)
+                needed = self.requests.blocks_for(state)
                 if seats == 0 or needed > blocks:
                     lacks_memory |= seats > 0
                     continue
@@ -228,9 +225,9 @@ class BROSScheduler(RequestScheduler):
             if not self._is_as_chosen(one):
                 complete = False
             elif state.phase is Phase.DEVICE:
-                complete &= self._parking.run(batch, state, (BE, LS))
+                complete &= self._parking.run(batch, state, (BE, LS)) is None
             else:
-                complete &= self._parking.admit_ls(batch, state)
+                complete &= self._parking.admit_ls(batch, state) is None
         return complete
 
     @staticmethod
@@ -262,15 +259,16 @@ class BROSScheduler(RequestScheduler):
 
     def _best_effort(self, chosen: Sequence[Chosen], *, admits: bool) -> Iterator[RequestState]:
         """Yield BE requests that have KV, then those that find seats and blocks beside the chosen LS requests."""
+        requests = self.requests
         new_ls = sum(one.state.phase is Phase.WAITING for one in chosen)
-        needed = sum(self.blocks_for(one.state) - self.kv.num_blocks(one.state.request_id) for one in chosen)
-        yield from self.device[BE]
-        if not admits or self.residents.queue:  # a parked request comes back before a new one enters
+        needed = sum(requests.blocks_for(one.state) - self.kv.num_blocks(one.state.request_id) for one in chosen)
+        yield from requests.device[BE]
+        if not admits or requests.residents.queue:  # a parked request comes back before a new one enters
             return
         free = self.kv.num_free(Tier.DEVICE) - needed
-        seats = self.limits.max_num_requests - sum(map(len, self.device.values())) - new_ls
+        seats = self.limits.max_num_requests - sum(map(len, requests.device.values())) - new_ls
         for state in itertools.islice(self._by_missing_tokens(), max(0, seats)):
-            free -= self.blocks_for(state)
+            free -= requests.blocks_for(state)
             if free < 0:
                 return
             yield state
@@ -278,13 +276,13 @@ class BROSScheduler(RequestScheduler):
     def _by_missing_tokens(self) -> Iterable[RequestState]:
         """Return waiting BE requests by class, the less KV must be copied back the sooner; last those without any."""
         if not self.kv.restores:
-            return self.waiting[BE]
+            return self.requests.waiting[BE]
 
         def missing(state: RequestState) -> tuple[int, bool, int]:
             on_device, on_host = (self.kv.num_kept_tokens(state.request_id, tier) for tier in (Tier.DEVICE, Tier.HOST))
             return state.place[0], on_device == on_host == 0, max(0, on_host - on_device)
 
-        return sorted(self.waiting[BE], key=missing)
+        return sorted(self.requests.waiting[BE], key=missing)
 
     def _replace_ls(
         self, step: Selection, residuals: Sequence[float], candidates: Iterable[RequestState], bound_s: float
@@ -325,6 +323,6 @@ class BROSScheduler(RequestScheduler):
                 continue
             limit_s = math.inf if complete and one.count == 1 else bound_s
             if state.phase is Phase.DEVICE:
-                complete &= self._parking.run(batch, state, (BE,), bound_s=limit_s)
+                complete &= self._parking.run(batch, state, (BE,), bound_s=limit_s) is None
             elif complete:
-                complete = self.admit(batch, state, bound_s=limit_s)
+                complete = batch.admit(state, bound_s=limit_s) is None

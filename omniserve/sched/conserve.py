@@ -25,52 +25,51 @@ import math
 
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request
-from omniserve.kv.base import KVManager
-from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import TimeBound, decision_of, tpot_bound
 from omniserve.sched.load import Forecast
 from omniserve.sched.parking import Parking
-from omniserve.sched.policy import BE, LS, RequestScheduler
-from omniserve.sched.state import Phase
+from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.request_table import RequestTable
+from omniserve.sched.state import BE, LS, Phase
 
 
 @SCHEDULERS.register("conserve")
-class ConServeScheduler(RequestScheduler):
+class ConServePolicy(Policy):
     """LS, then BE by token within the LS objective; alone, BE in steps of the size with the best throughput."""
 
     predicts = True
     offloads = True
 
-    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
-        super().__init__(limits=limits, kv=kv, forecast=forecast)
-        self._parking = Parking(self)
+    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
+        super().__init__(requests, forecast)
+        self._parking = Parking(requests)
         self._step_ends_s = -math.inf
         """When the running step ends, as predicted."""
 
     def schedule(self, now_s: float) -> StepPlan:
-        self._parking.begin_step()
-        online = [*self.device[LS], *self.waiting[LS]]
-        load = self.forecast.load() if self.forecast is not None else None
-        max_tokens = self.limits.max_step_tokens
-        if self.forecast is not None and not online:
-            max_tokens = self._best_size(self.forecast)
-        batch = Batch(self.kv, max_tokens, load)
+        requests = self.requests
+        online = [*requests.device[LS], *requests.waiting[LS]]
+        load, max_tokens = None, None
+        if self.forecast is not None:
+            load = self.forecast.load()
+            max_tokens = None if online else self._best_size(self.forecast)
+        batch = Batch(requests, now_s, load=load, max_tokens=max_tokens)
         self._serve_ls(batch)
         ls_s = load.seconds() if load is not None else None
         bound = tpot_bound(online, now_s, "step", headroom=0.0) if load is not None else TimeBound()
         self._serve_be(batch, bound.seconds)
-        self._parking.end_step(self.residents.queue)
+        self._parking.bring_back(batch, requests.residents.queue)
         decision = decision_of(load, ls_s, bound)
         self._step_ends_s = self.begin_s(now_s) + (decision.predicted_s or 0.0)
-        offline = frozenset(c.request_id for c in batch.chunks if self.states[c.request_id].kind is BE)
-        return self.make_plan(batch, now_s, moves=self._parking.moves, preemptible=offline, decision=decision)
+        offline = frozenset(c.request_id for c in batch.chunks if requests.states[c.request_id].kind is BE)
+        return batch.plan(preemptible=offline, decision=decision)
 
     def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
         if self.forecast is None or slo.ttft_s is None:
             return False
         load = self.forecast.load()  # Q_on
-        for state in self.waiting[LS]:
+        for state in self.requests.waiting[LS]:
             start, count = state.num_computed_tokens, state.num_uncomputed_tokens
             load.add_chunk(start, count, samples=state.num_logits(start, count))
         load.add_chunk(0, len(request.prompt_token_ids), samples=1 + request.num_rows_to_score)
@@ -78,15 +77,16 @@ class ConServeScheduler(RequestScheduler):
         return waited_s + remaining_s + load.seconds() > slo.ttft_s
 
     def _serve_ls(self, batch: Batch) -> None:
-        for state in self.runnable(batch, LS):
+        for state in batch.runnable(LS):
             self._parking.run(batch, state, (BE, LS))
-        for state in self.waiting[LS]:
-            if not self._parking.admit_ls(batch, state):
+        for state in self.requests.waiting[LS]:
+            if self._parking.admit_ls(batch, state) is not None:
                 return
 
     def _serve_be(self, batch: Batch, bound_s: float) -> None:
         """Add BE decodes, each that fits, then prompts in order until one is cut short: no crumbs follow."""
-        decodes = [state for state in self.device[BE] if state.decodes]
+        requests = self.requests
+        decodes = [state for state in requests.device[BE] if state.decodes]
         each_s = bound_s
         if batch.load is not None and bound_s < math.inf:
             together = batch.load.copy()
@@ -97,14 +97,15 @@ class ConServeScheduler(RequestScheduler):
         for state in decodes:
             if state.phase is Phase.DEVICE:
                 self._parking.run(batch, state, (BE,), bound_s=each_s)
-        for state in self.device[BE]:
+        for state in requests.device[BE]:
             if not state.decodes:
-                if not self._parking.run(batch, state, (BE,), bound_s=bound_s) or not batch.samples(state):
+                self._parking.run(batch, state, (BE,), bound_s=bound_s)
+                if not batch.samples(state):
                     return
-        if self.waiting[LS] or self.residents.queue:
+        if requests.waiting[LS] or requests.residents.queue:
             return  # their memory is not for newcomers
-        for state in self.waiting[BE]:
-            if not self.admit(batch, state, bound_s=bound_s):
+        for state in requests.waiting[BE]:
+            if batch.admit(state, bound_s=bound_s) is not None:
                 return
             if state.phase is not Phase.MOVING and not batch.samples(state):
                 return  # what is copied back takes nothing of the step
@@ -115,8 +116,9 @@ class ConServeScheduler(RequestScheduler):
         Tried are the powers of two, those between them, and the largest: throughput is flat around its peak.
         """
         most = self.limits.max_step_tokens
-        decodes = [state for state in self.device[BE] if state.decodes]
-        prompts = [state for state in (*self.device[BE], *self.waiting[BE]) if not state.decodes]
+        best_effort = [*self.requests.device[BE], *self.requests.waiting[BE]]
+        decodes = [state for state in self.requests.device[BE] if state.decodes]
+        prompts = [state for state in best_effort if not state.decodes]
         best, best_tokens, best_s = most, 0, 1.0
         powers = [1 << i for i in range(most.bit_length())]
         for size in sorted({min(size, most) for power in powers for size in (power, 3 * power)}):

@@ -14,58 +14,54 @@ a host tier BE requests wait, or are recomputed.
 from __future__ import annotations
 
 from omniserve.core.plan import Bound, StepPlan
-from omniserve.kv.base import KVManager, Tier
-from omniserve.sched.base import SCHEDULERS, SchedulerLimits
-from omniserve.sched.batch import Batch
+from omniserve.kv.base import Tier
+from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.load import Forecast
-from omniserve.sched.policy import BE, LS, HostRows, RequestScheduler
+from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.request_table import RequestTable
+from omniserve.sched.state import BE, LS
 from omniserve.sched.tier_moves import TierMoves
 
 
 @SCHEDULERS.register("llumnix")
-class LlumnixScheduler(RequestScheduler):
+class LlumnixPolicy(Policy):
     """LS, then BE beside the LS reserve, decodes before prefills, then all piggyback rows that find a seat."""
 
     offloads = True
 
-    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
-        super().__init__(limits=limits, kv=kv, forecast=forecast)
-        self._moves = TierMoves(self)
+    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
+        super().__init__(requests, forecast)
+        self._moves = TierMoves(requests, forecast)
 
     def schedule(self, now_s: float) -> StepPlan:
-        batch = Batch(self.kv, self.limits.max_step_tokens)
-        self._moves.begin_step(now_s)
-        self.run_admitted(batch, LS, victims=(BE, LS))
+        batch, requests = Batch(self.requests, now_s), self.requests
+        batch.run_admitted(LS, victims=(BE, LS))
         self._admit_ls(batch)
-        self._run_be(batch)
-        if not self.waiting[LS]:  # a BE prompt must not take the memory that an LS one waits for
+        for state in batch.runnable(BE):
+            self._moves.run_or_offload(batch, state)
+        if not requests.waiting[LS]:  # a BE prompt must not take the memory that an LS one waits for
             self._admit_be(batch)
-        seats, max_rows = self.limits.max_piggyback_slots, self.max_piggyback_rows
-        max_entries = min(seats, max_rows) if self.host_is_up else 0
-        entries = self.residents.plan_entries(self.host_blocks_for, max_entries)
-        joins = self.residents.plan_joins(max_rows - len(entries), seats)
-        return self.make_plan(batch, now_s, host_rows=HostRows(entries=entries, joins=joins), moves=self._moves.moves)
+        seats, max_rows = self.limits.max_piggyback_slots, self.limits.most_piggyback_rows
+        max_entries = min(seats, max_rows) if requests.host_is_up else 0
+        entries = requests.residents.plan_entries(requests.host_blocks_for, max_entries)
+        joins = requests.residents.plan_joins(max_rows - len(entries), seats)
+        return batch.plan(host_rows=HostRows(entries=entries, joins=joins))
 
     def _admit_ls(self, batch: Batch) -> None:
-        for state in self.waiting[LS]:
-            if self.admit(batch, state):
-                continue
-            if batch.refused_by is not Bound.MEMORY:
+        for state in self.requests.waiting[LS]:
+            refused_by = batch.admit(state)
+            if refused_by is Bound.MEMORY:
+                self._moves.make_room_for_ls(batch, state)
+                refused_by = batch.admit(state)
+            if refused_by is not None:
                 return
-            self._moves.make_room_for_ls(batch, state)
-            if not self.admit(batch, state):
-                return
-
-    def _run_be(self, batch: Batch) -> None:
-        for state in self.runnable(batch, BE):
-            self._moves.run_or_offload(batch, state)
 
     def _admit_be(self, batch: Batch) -> None:
-        for state in self.waiting[BE]:
-            reserve = self.reserve_for_ls(state)
-            if self.admit(batch, state, reserve_blocks=reserve):
-                continue
-            if batch.refused_by is Bound.MEMORY:
-                shortage = self.blocks_for(state) + reserve - self.kv.num_free(Tier.DEVICE)
-                self._moves.offload_until(shortage - self.blocks_moving_out, batch)
-            return
+        for state in self.requests.waiting[BE]:
+            reserve = self.requests.reserve_for_ls(state)
+            refused_by = batch.admit(state, reserve_blocks=reserve)
+            if refused_by is Bound.MEMORY:
+                shortage = self.requests.blocks_for(state) + reserve - self.kv.num_free(Tier.DEVICE)
+                self._moves.offload_until(batch, shortage - self.requests.blocks_moving_out)
+            if refused_by is not None:
+                return

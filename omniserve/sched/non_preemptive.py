@@ -15,40 +15,37 @@ from __future__ import annotations
 import itertools
 
 from omniserve.core.plan import Bound, StepPlan
-from omniserve.kv.base import KVManager
-from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.load import Forecast
-from omniserve.sched.policy import BE, LS, RequestScheduler
-from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.request_table import RequestTable
+from omniserve.sched.state import BE, LS, Phase, RequestState
 
 
 @SCHEDULERS.register("non-preemptive")
-class NonPreemptiveScheduler(RequestScheduler):
+class NonPreemptivePolicy(Policy):
     """Who runs in the order of admission, then waiting LS, then waiting BE, under a fixed token budget."""
 
-    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
-        super().__init__(limits=limits, kv=kv, forecast=forecast)
+    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
+        super().__init__(requests, forecast)
         self._running: list[RequestState] = []
         """In the order of admission; those that ended or were preempted leave it as the next step begins."""
 
     def schedule(self, now_s: float) -> StepPlan:
-        batch = Batch(self.kv, self.limits.max_step_tokens)
-        preemptions = self.num_preemptions
+        batch, requests = Batch(self.requests, now_s), self.requests
+        preemptions = requests.num_preemptions
         self._running = [state for state in self._running if state.phase is Phase.DEVICE]
         for state in self._running:
             self._run(batch, state)
-        if self.num_preemptions == preemptions:
+        if requests.num_preemptions == preemptions:
             known = {state.request_id for state in self._running}
-            if self.admit_waiting(batch, LS):
-                self.admit_waiting(batch, BE)
-            on_device = itertools.chain(self.device[LS], self.device[BE])
+            if batch.admit_waiting(LS) is None:
+                batch.admit_waiting(BE)
+            on_device = itertools.chain(requests.device[LS], requests.device[BE])
             self._running += [state for state in on_device if state.request_id not in known]
-        return self.make_plan(batch, now_s)
+        return batch.plan()
 
     def _run(self, batch: Batch, state: RequestState) -> None:
         """Schedule a running request; if blocks are short, those admitted last are recomputed until it fits."""
-        while state.phase is Phase.DEVICE and not batch.add(state):
-            if batch.refused_by is not Bound.MEMORY:
-                return
-            self.preempt(next(last for last in reversed(self._running) if last.phase is Phase.DEVICE))
+        while state.phase is Phase.DEVICE and batch.add(state) is Bound.MEMORY:
+            self.requests.preempt(next(last for last in reversed(self._running) if last.phase is Phase.DEVICE))

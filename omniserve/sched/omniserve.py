@@ -1,7 +1,7 @@
-"""``omniserve``: LS first, BE in what is left of the time, BE decodes that find no room on the host tier.
+"""``omniserve``: LS first, BE in what is left of the time, BE decodes without room on the device run on the host tier.
 
 Paper: omniserve 3.3.2 (order), 3.3.3 (admission), 3.3.4 (chunk sizes), 3.3.5 (offload), 3.3.6 (piggyback control),
-3.2.4 (delayed swap-in). Without a forecast nothing bounds a step's time, and nobody is rejected.
+3.2.4 (delayed swap-in). Without a forecast nothing bounds a step's time, and no request is rejected.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from omniserve.core.plan import (
-    Bound,
-    LeftOut,
-    StepPlan,
-)
-from omniserve.core.request import SLO, Request
-from omniserve.kv.base import KVManager, Tier
+from omniserve.core.plan import Bound, LeftOut, StepPlan
+from omniserve.kv.base import Tier
 from omniserve.sched.admission import AdmissionMargin
-from omniserve.sched.base import SCHEDULERS, SchedulerLimits
-from omniserve.sched.batch import Batch
-from omniserve.sched.bounds import BE_HEADROOM, LS_HEADROOM, TimeBound, decision_of, tpot_bound, ttft_left_s
+from omniserve.sched.batch import Batch, HostRows
+from omniserve.sched.bounds import (
+    BE_HEADROOM,
+    LS_HEADROOM,
+    TimeBound,
+    decision_of,
+    left_out,
+    tpot_bound,
+    ttft_left_s,
+)
 from omniserve.sched.load import Forecast, StepLoad, largest
 from omniserve.sched.piggyback import PiggybackPlan, choose, fill, seat_bucket
-from omniserve.sched.policy import BE, LS, HostRows, RequestScheduler
-from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.request_table import RequestTable
+from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.tier_moves import TierMoves
 from omniserve.sched.ttft import MIN_LS_CHUNK, LSMemory, Prefill, TTFTForecast
 
@@ -34,7 +37,7 @@ MIN_BE_CHUNK = 16
 
 
 @SCHEDULERS.register("omniserve")
-class OmniServeScheduler(RequestScheduler):
+class OmniServePolicy(Policy):
     """LS decode, LS chunked prefill, BE decode, BE chunked prefill, then piggyback rows, lowest layer first.
 
     The paper has BE prefill before BE decode (3.3.2; ``be_order="prefill"``). With more BE prompts than the device can
@@ -47,27 +50,19 @@ class OmniServeScheduler(RequestScheduler):
     predicts = True
     offloads = True
 
-    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
-        super().__init__(limits=limits, kv=kv, forecast=forecast)
-        self._ttft = TTFTForecast(forecast, limits) if forecast is not None else None
+    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
+        super().__init__(requests, forecast)
+        self._ttft = TTFTForecast(forecast, self.limits) if forecast is not None else None
         self._margin = AdmissionMargin()
-        self._moves = TierMoves(self)
-        self._left_out: list[LeftOut] = []
+        self._moves = TierMoves(requests, forecast)
         self._without_memory: RequestState | None = None
         """The BE prompt for which the last step had time, but no memory."""
 
-    def add(
-        self, request_id: str, request: Request, slo: SLO, now_s: float, *, arrival_s: float | None = None
-    ) -> float | None:
-        predicted_s = soonest_s = None
-        rank, kind = self._classes[request.service_class]
-        if self._ttft is not None and kind is LS:
-            waited_s = 0.0 if arrival_s is None else max(0.0, now_s - arrival_s)
-            self._ttft.note(len(request.prompt_token_ids), slo.ttft_s)
-            predicted_s, soonest_s = self._predict_ttft(rank, request, slo, waited_s, now_s)
-        super().add(request_id, request, slo, now_s, arrival_s=arrival_s)
-        state = self.states[request_id]
-        state.predicted_ttft_s, state.soonest_ttft_s = predicted_s, soonest_s
+    def on_arrival(self, state: RequestState, now_s: float) -> float | None:
+        if self._ttft is None or state.kind is not LS:
+            return None
+        self._ttft.note(state.num_prompt_tokens, state.slo.ttft_s)
+        predicted_s, state.soonest_ttft_s = self._predict_ttft(state, now_s)
         return predicted_s
 
     def on_first_token(self, state: RequestState, now_s: float) -> None:
@@ -81,113 +76,98 @@ class OmniServeScheduler(RequestScheduler):
             self._ttft.note_end(state)
 
     def schedule(self, now_s: float) -> StepPlan:
-        load = self.forecast.load(host_works=self.residents.is_busy) if self.forecast is not None else None
-        batch = Batch(self.kv, self.limits.max_step_tokens, load)
-        self._moves.begin_step(now_s)
-        self._left_out = []
+        load = self.forecast.load(host_works=self.requests.residents.is_busy) if self.forecast is not None else None
+        batch, begin_s = Batch(self.requests, now_s, load=load), self.begin_s(now_s)
         decoding = self._decode_ls(batch)
-        begin_s = self.begin_s(now_s)
         s_d, s_be = (tpot_bound(decoding, begin_s, self.limits.slack, share) for share in (LS_HEADROOM, BE_HEADROOM))
-        unfinished = self._prefill_ls(batch, s_d, begin_s)
-        ls_s = load.seconds() if load is not None else None
-        bound = self._best_effort_bound(batch, s_be, decoding, unfinished, now_s)
+        unfinished, kept_out = self._prefill_ls(batch, s_d, begin_s)
+        ls_s, tokens_left = load.seconds() if load is not None else None, batch.tokens_left
+        bound = self._best_effort_bound(batch, s_be, decoding, unfinished, begin_s)
         device_bound_s = max(0.0, bound.seconds - self.reserve_for_host_rows(batch, bound.seconds))
-        tokens_before = batch.tokens_left
-        decodes_first = self.limits.be_order == "decode"
-        if not decodes_first:
-            self._prefill_be(batch, device_bound_s)
-        self._make_room_for_be(batch)
-        self._decode_be(batch, device_bound_s)
-        if decodes_first:
-            self._prefill_be(batch, device_bound_s)
-        self._moves.swap_back(batch, device_bound_s, nothing_left_out=not self._left_out)
-        rows = self.host_rows(batch, bound.seconds, tokens_before - batch.tokens_left)
-        decision = decision_of(load, ls_s, bound, self._left_out)
-        return self.make_plan(batch, now_s, host_rows=rows, moves=self._moves.moves, decision=decision)
-
-    def leave_out(self, work: str, states: Sequence[RequestState] | int, first: str, bound: Bound | None) -> None:
-        """Note what stays out of the step, and why."""
-        count = states if isinstance(states, int) else len(states)
-        if count > 0:
-            self._left_out.append(
-                LeftOut(work=work, num_requests=count, first_request_id=first, bound=bound or Bound.ORDER)
-            )
+        kept_out += self._run_be(batch, device_bound_s)
+        self._moves.swap_back(batch, device_bound_s, nothing_left_out=not kept_out)
+        rows = self.host_rows(batch, bound.seconds, tokens_left - batch.tokens_left)
+        decision = decision_of(load, ls_s, bound, kept_out + rows.left_out)
+        return batch.plan(host_rows=rows, decision=decision)
 
     # -- latency-sensitive ---------------------------------------------------------------------------------------
 
     def _decode_ls(self, batch: Batch) -> list[RequestState]:
         """Schedule all LS decodes; return those that are in."""
-        for state in self.device[LS]:
+        for state in self.requests.device[LS]:
             if state.phase is Phase.DEVICE and state.decodes:
-                self.run_or_preempt(batch, state, (BE, LS))
-        return [state for state in self.device[LS] if state in batch]
+                batch.run_or_preempt(state, (BE, LS))
+        return [state for state in self.requests.device[LS] if state in batch]
 
-    def _prefill_ls(self, batch: Batch, s_d: TimeBound, begin_s: float) -> list[RequestState]:
-        """Schedule LS prefill under S_d (3.3.4), best class and oldest first; return whose prefill is not over then."""
-        admitted = [state for state in self.device[LS] if not state.decodes]
+    def _prefill_ls(
+        self, batch: Batch, s_d: TimeBound, begin_s: float
+    ) -> tuple[list[RequestState], tuple[LeftOut, ...]]:
+        """Schedule LS prefill under S_d (3.3.4), best class and oldest first.
+
+        Returns:
+            The requests whose prefill is not over with this step, and what to note of those that are not in it.
+        """
+        admitted = [state for state in self.requests.device[LS] if not state.decodes]
         bound_s, min_tokens, is_full, memory_is_short = s_d.seconds, MIN_LS_CHUNK, False, False
         unfinished: list[RequestState] = []
-        waiting = iter(self.waiting[LS])
-        for state in heapq.merge(admitted, waiting, key=lambda s: s.place):
+        last_refusal: Bound | None = None
+        for state in heapq.merge(admitted, self.requests.waiting[LS], key=lambda s: s.place):
             if is_full or (memory_is_short and state.phase is Phase.WAITING):
                 unfinished.append(state)
                 continue
-            if self._prefill_one(batch, state, bound_s, min_tokens):
+            refused_by = self._prefill_one(batch, state, bound_s, min_tokens)
+            if refused_by is None:
                 min_tokens = 0
-                if batch.samples(state):
-                    # Nobody behind it may make its first token late, if it can still be in time.
-                    left_s = ttft_left_s(state, begin_s)
-                    if batch.load is not None and left_s >= batch.load.seconds():
-                        bound_s = min(bound_s, left_s)
-                else:
-                    unfinished.append(state)
-                continue
-            unfinished.append(state)
-            if batch.refused_by in (Bound.TIME, Bound.TOKENS):
-                is_full = True
             else:
-                memory_is_short = True
+                last_refusal = refused_by
+                is_full = refused_by in (Bound.TIME, Bound.TOKENS)
+                memory_is_short |= not is_full
+            if not batch.samples(state):
+                unfinished.append(state)
+            elif batch.load is not None and (left_s := ttft_left_s(state, begin_s)) >= batch.load.seconds():
+                # None behind it may make its first token late, if it can still be in time.
+                bound_s = min(bound_s, left_s)
         kept_out = [state for state in unfinished if state not in batch]
-        if kept_out:
-            self.leave_out("LS prefill", kept_out, kept_out[0].request_id, batch.refused_by)
-        return unfinished
+        first_id = kept_out[0].request_id if kept_out else ""
+        return unfinished, left_out("LS prefill", len(kept_out), last_refusal, first_id)
 
-    def _prefill_one(self, batch: Batch, state: RequestState, bound_s: float, min_tokens: int) -> bool:
+    def _prefill_one(self, batch: Batch, state: RequestState, bound_s: float, min_tokens: int) -> Bound | None:
         if state.phase is Phase.DEVICE:
-            return self.run_or_preempt(batch, state, (BE, LS), bound_s=bound_s, min_tokens=min_tokens)
-        if state.request_id not in self.states or not batch.chunk_size(state, bound_s=bound_s, min_tokens=min_tokens):
-            return False
+            return batch.run_or_preempt(state, (BE, LS), bound_s=bound_s, min_tokens=min_tokens)
+        _, refused_by = batch.chunk_size(state, bound_s=bound_s, min_tokens=min_tokens)
+        if refused_by is not None:
+            return refused_by
         self._moves.make_room_for_ls(batch, state)
-        return self.admit(batch, state, bound_s=bound_s, min_tokens=min_tokens)
+        return batch.admit(state, bound_s=bound_s, min_tokens=min_tokens)
 
-    def _predict_ttft(
-        self, rank: int, request: Request, slo: SLO, waited_s: float, now_s: float
-    ) -> tuple[float, float]:
+    def _predict_ttft(self, new: RequestState, now_s: float) -> tuple[float, float]:
         """Return the time to first token that a new request would have (3.3.3): as expected, and at the soonest.
 
         Raises:
             RequestRejected: It is longer than the objective.
         """
         assert self._ttft is not None
-        ahead = [s for s in itertools.chain(self.device[LS], self.waiting[LS]) if not s.decodes and s.place[0] <= rank]
-        decoding = [s for s in self.device[LS] if s.decodes]
-        has_best_effort = bool(len(self.waiting[BE]) or len(self.device[BE]))
-        prompt = Prefill(0, len(request.prompt_token_ids), 1 + request.num_rows_to_score)
+        device, waiting = self.requests.device, self.requests.waiting
+        in_line = (state for state in itertools.chain(device[LS], waiting[LS]) if state is not new)
+        ahead = [state for state in in_line if not state.decodes and state.place[0] <= new.place[0]]
+        decoding = [state for state in device[LS] if state.decodes]
+        waited_s, required_s = max(0.0, now_s - new.arrival_s), new.slo.ttft_s
         prediction = self._ttft.predict(
-            ahead, decoding, prompt, slo=slo, waited_s=waited_s, has_best_effort=has_best_effort,
-            host_works=self.residents.is_busy, memory=self._ls_memory(), now_s=now_s,
+            ahead, decoding, Prefill.of(new, 0), slo=new.slo, waited_s=waited_s,
+            has_best_effort=bool(waiting[BE] or device[BE]), host_works=self.requests.residents.is_busy,
+            memory=self._ls_memory(), now_s=now_s,
         )  # fmt: skip
         margin = self._margin.share
         waited_s += self.begin_s(now_s) - now_s  # what it will have waited before a step can have it
-        if self.limits.admission and slo.ttft_s is not None and not prediction.meets(slo.ttft_s, waited_s, margin):
-            self._rejected[request.service_class] += 1
-            raise prediction.rejection(slo.ttft_s, waited_s, margin)
+        if self.limits.admission and required_s is not None and not prediction.meets(required_s, waited_s, margin):
+            raise prediction.rejection(required_s, waited_s, margin)
         return waited_s + prediction.expected_s, waited_s + prediction.soonest_s
 
     def _ls_memory(self) -> LSMemory:
-        free = self.kv.num_free(Tier.DEVICE) + self.blocks_moving_out
-        free += sum(self.kv.num_blocks(state.request_id) for state in self.device[BE])
-        return LSMemory({s.request_id: self.kv.num_blocks(s.request_id) for s in self.device[LS]}, free)
+        requests = self.requests
+        free = self.kv.num_free(Tier.DEVICE) + requests.blocks_moving_out
+        free += sum(self.kv.num_blocks(state.request_id) for state in requests.device[BE])
+        return LSMemory({s.request_id: self.kv.num_blocks(s.request_id) for s in requests.device[LS]}, free)
 
     # -- bounds --------------------------------------------------------------------------------------------------
 
@@ -197,14 +177,13 @@ class OmniServeScheduler(RequestScheduler):
         s_be: TimeBound,
         decoding: Sequence[RequestState],
         unfinished: Sequence[RequestState],
-        now_s: float,
+        begin_s: float,
     ) -> TimeBound:
-        """Return what BE work may lengthen the step to: nobody's TPOT or TTFT may suffer, nor a newcomer's (3.3.4)."""
+        """Return what BE work may lengthen the step to: no TPOT or TTFT may suffer, nor a newcomer's (3.3.4)."""
         if batch.load is None or self._ttft is None:
             return TimeBound()
-        ls_s, begin_s = batch.load.seconds(), self.begin_s(now_s)
-        bound = s_be
-        for state in self.device[LS]:
+        ls_s, bound = batch.load.seconds(), s_be
+        for state in self.requests.device[LS]:
             if state in batch and batch.samples(state) and state.num_output_tokens == 0:
                 bound = bound.or_tighter(max(ttft_left_s(state, begin_s), ls_s), f"ttft of {state.request_id}")
         if unfinished:
@@ -214,7 +193,9 @@ class OmniServeScheduler(RequestScheduler):
                 # Where memory is what it waits for, so many steps come before its own.
                 left_s = (ttft_left_s(state, begin_s) - rest_s) / (1 + num_steps)
                 bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {state.request_id}")
-        newcomer_s = self._ttft.newcomer_bound_s(decoding, s_be.seconds, self._margin.share, busy_s=begin_s - now_s)
+        newcomer_s = self._ttft.newcomer_bound_s(
+            decoding, s_be.seconds, self._margin.share, busy_s=begin_s - batch.now_s
+        )
         bound = bound.or_tighter(newcomer_s, "ttft of a new request")
         if batch.load.is_empty:
             # No LS work: the machine is never left idle because its smallest step is too long for a newcomer.
@@ -228,69 +209,88 @@ class OmniServeScheduler(RequestScheduler):
 
         Paper: OmniServe 3.3.4, whose text gives the stricter bound to steps *without* results; it means the others.
         """
-        if batch.load is None:
+        ready = self.requests.residents.num_ready
+        if batch.load is None or not any(ready):
             return 0.0
-        ready = self.residents.num_ready
-        if not any(ready):
-            return 0.0
-        entries = self.residents.num_at_token_boundary if self.host_is_up else 0
+        entries = self._num_entries()
         seats = seat_bucket(max(entries, *ready), self.limits.max_piggyback_slots)
         trial = batch.load.copy()
-        fill(trial, entries, ready, seats=seats, max_rows=self.max_piggyback_rows)
+        fill(trial, entries, ready, seats=seats, max_rows=self.limits.most_piggyback_rows)
         return trial.seconds() - batch.load.seconds()
 
     # -- best-effort ---------------------------------------------------------------------------------------------
 
-    def _prefill_be(self, batch: Batch, bound_s: float) -> None:
-        """Schedule BE prefill up to the bound; a prompt that is cut short ends it: no crumbs follow."""
-        admitted = [state for state in self.device[BE] if not state.decodes]
+    def _run_be(self, batch: Batch, bound_s: float) -> tuple[LeftOut, ...]:
+        """Schedule BE work on the device in the order of ``be_order``; return what to note of work that is kept out."""
+        if self.limits.be_order == "decode":
+            self._make_room_for_be(batch, self._without_memory)
+            kept_out = self._decode_be(batch, bound_s)
+            kept_out_prefill, self._without_memory = self._prefill_be(batch, bound_s)
+            return kept_out + kept_out_prefill
+        kept_out, without_memory = self._prefill_be(batch, bound_s)
+        self._make_room_for_be(batch, without_memory)
+        return kept_out + self._decode_be(batch, bound_s)
+
+    def _prefill_be(self, batch: Batch, bound_s: float) -> tuple[tuple[LeftOut, ...], RequestState | None]:
+        """Schedule BE prefill up to the bound; a prompt that is cut short ends it: no crumbs follow.
+
+        Returns:
+            What to note of prompts that are kept out, and the first of them if memory is what it lacks.
+        """
+        waiting = self.requests.waiting
+        admitted = [state for state in self.requests.device[BE] if not state.decodes]
         for number, state in enumerate(admitted):
-            if not self._add_be(batch, state, bound_s):  # it holds all its blocks since its first chunk
-                self.leave_out("BE prefill", len(admitted) - number, state.request_id, batch.refused_by)
-                return
+            refused_by = batch.add(state, bound_s=bound_s, min_tokens=self._min_be_tokens(batch))
+            if refused_by is not None:  # not for memory: it holds all its blocks since its first chunk
+                return left_out("BE prefill", len(admitted) - number, refused_by, state.request_id), None
             if not batch.samples(state):
-                return
-        if self.waiting[LS]:
-            return  # a BE prompt must not take the memory that an LS one waits for
-        for state in self.waiting[BE]:
-            reserve = self.reserve_for_ls(state)
-            min_tokens = 0 if batch.chunks else MIN_BE_CHUNK
-            if self.admit(batch, state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve):
-                if state.phase is Phase.MOVING or batch.samples(state):
-                    continue  # what is copied back takes nothing of the step
-                return
-            self.leave_out("BE prefill", len(self.waiting[BE]), state.request_id, batch.refused_by)
-            if batch.refused_by is Bound.MEMORY:
-                self._without_memory = state
+                return (), None
+        if waiting[LS]:
+            return (), None  # a BE prompt must not take the memory that an LS one waits for
+        for state in waiting[BE]:
+            reserve = self.requests.reserve_for_ls(state)
+            refused_by = batch.admit(
+                state, bound_s=bound_s, min_tokens=self._min_be_tokens(batch), reserve_blocks=reserve
+            )
+            if refused_by is not None:
+                kept_out = left_out("BE prefill", len(waiting[BE]), refused_by, state.request_id)
+                return kept_out, state if refused_by is Bound.MEMORY else None
+            if state.phase is not Phase.MOVING and not batch.samples(state):
+                break  # what is copied back takes nothing of the step
+        return (), None
+
+    @staticmethod
+    def _min_be_tokens(batch: Batch) -> int:
+        return 0 if batch.chunks else MIN_BE_CHUNK
+
+    def _make_room_for_be(self, batch: Batch, state: RequestState | None) -> None:
+        """Offload decodes, before they run, for a BE prompt that a step had time but no memory for (3.3.5)."""
+        requests = self.requests
+        if state is None or state.phase is not Phase.WAITING or requests.waiting[LS]:
             return
+        shortage = requests.blocks_for(state) + requests.reserve_for_ls(state) - self.kv.num_free(Tier.DEVICE)
+        self._moves.offload_until(batch, shortage - requests.blocks_moving_out)
 
-    def _make_room_for_be(self, batch: Batch) -> None:
-        """Offload decodes, before they run, for a BE prompt that the last step had time but no memory for (3.3.5)."""
-        state, self._without_memory = self._without_memory, None
-        if state is None or state.phase is not Phase.WAITING or self.waiting[LS]:
-            return
-        shortage = self.blocks_for(state) + self.reserve_for_ls(state) - self.kv.num_free(Tier.DEVICE)
-        self._moves.offload_until(shortage - self.blocks_moving_out, batch)
-
-    def _add_be(self, batch: Batch, state: RequestState, bound_s: float) -> bool:
-        return batch.add(state, bound_s=bound_s, min_tokens=0 if batch.chunks else MIN_BE_CHUNK)
-
-    def _decode_be(self, batch: Batch, bound_s: float) -> None:
-        decodes = [state for state in self.device[BE] if state.decodes and state not in batch]
+    def _decode_be(self, batch: Batch, bound_s: float) -> tuple[LeftOut, ...]:
+        """Schedule BE decodes up to the bound, oldest first; those that find no memory move to the host tier."""
+        decodes = [state for state in self.requests.device[BE] if state.decodes and state not in batch]
         within = self._num_within(batch, decodes, bound_s)
+        kept_out: tuple[LeftOut, ...] = ()
+        out_of_time: list[RequestState] = []
         for number, state in enumerate(decodes):
             if batch.tokens_left == 0 or number >= within:
                 bound = Bound.TOKENS if batch.tokens_left == 0 else Bound.TIME
                 rest = [s for s in decodes[number:] if s.phase is Phase.DEVICE and s not in batch]
-                if rest:
-                    self.leave_out("BE decode", rest, rest[0].request_id, bound)
-                self._moves.offload_for_time(rest if bound is Bound.TIME else [])
-                return
+                kept_out += left_out("BE decode", len(rest), bound, rest[0].request_id if rest else "")
+                out_of_time = rest if bound is Bound.TIME else []
+                break
             if state.phase is not Phase.DEVICE:
                 continue
-            if not self._moves.run_or_offload(batch, state) and state.phase is Phase.DEVICE:
-                self.leave_out("BE decode", 1, state.request_id, Bound.MEMORY)
-        self._moves.offload_for_time([])
+            refused_by = self._moves.run_or_offload(batch, state)
+            if refused_by is not None and state.phase is Phase.DEVICE:
+                kept_out += left_out("BE decode", 1, refused_by, state.request_id)
+        self._moves.offload_for_time(batch, out_of_time)
+        return kept_out
 
     def _num_within(self, batch: Batch, decodes: Sequence[RequestState], bound_s: float) -> int:
         """Return how many decodes, from the first on, the bound lets in (3.3.5); one at least if nothing else runs."""
@@ -311,6 +311,10 @@ class OmniServeScheduler(RequestScheduler):
 
     # -- host tier -----------------------------------------------------------------------------------------------
 
+    def _num_entries(self) -> int:
+        """Return how many host residents have a token that may enter."""
+        return self.requests.residents.num_at_token_boundary if self.requests.host_is_up else 0
+
     def host_rows(self, batch: Batch, bound_s: float, device_tokens: int) -> HostRows:
         """Choose entries and joins: as many seats and rows as pay, lowest layer first (3.3.6).
 
@@ -319,34 +323,30 @@ class OmniServeScheduler(RequestScheduler):
             bound_s: Longest step.
             device_tokens: Device rows of it that are best effort.
         """
-        ready = self.residents.num_ready
-        num_entries = self.residents.num_at_token_boundary if self.host_is_up else 0
-        most_seats = self.limits.max_piggyback_slots
+        residents, most_rows = self.requests.residents, self.limits.most_piggyback_rows
+        ready, num_entries, most_seats = residents.num_ready, self._num_entries(), self.limits.max_piggyback_slots
         if not num_entries and not any(ready):
             return HostRows()
         if batch.load is None:
-            chosen = PiggybackPlan(most_seats, self.max_piggyback_rows)
+            chosen = PiggybackPlan(most_seats, most_rows)
         else:
             if not batch.chunks:
                 trial = batch.load.copy()
                 fill(trial, num_entries, ready, seats=1, max_rows=1)
                 bound_s = max(bound_s, trial.seconds())
             chosen = choose(
-                batch.load, num_entries, ready, bound_s=bound_s, max_seats=most_seats, max_rows=self.max_piggyback_rows,
+                batch.load, num_entries, ready, bound_s=bound_s, max_seats=most_seats, max_rows=most_rows,
                 device_tokens=device_tokens,
             )  # fmt: skip
-        allowed = min(chosen.seats, chosen.rows)
-        entries = self.residents.plan_entries(self.host_blocks_for, min(num_entries, allowed)) if allowed else []
-        joins = self.residents.plan_joins(chosen.rows - len(entries), chosen.seats) if chosen.seats else []
-        bound = Bound.TIME if chosen.rows < min(self.max_piggyback_rows, sum(ready) + num_entries) else Bound.SEATS
-        # Who stands at a token boundary has been asked in turn until the seats were taken.
-        lacks_blocks = len(entries) < min(num_entries, allowed)
-        entry_bound = Bound.HOST_MEMORY if lacks_blocks else bound
-        if num_entries > len(entries):
-            self.leave_out("piggyback entry", num_entries - len(entries), "", entry_bound)
-        if sum(ready) > len(joins):
-            self.leave_out("piggyback join", sum(ready) - len(joins), "", bound)
-        rows = HostRows(entries=entries, joins=joins)
+        allowed = min(num_entries, chosen.seats, chosen.rows)
+        entries = residents.plan_entries(self.requests.host_blocks_for, allowed) if allowed else []
+        joins = residents.plan_joins(chosen.rows - len(entries), chosen.seats) if chosen.seats else []
+        bound = Bound.TIME if chosen.rows < min(most_rows, sum(ready) + num_entries) else Bound.SEATS
+        # Those at a token boundary were asked in turn until the seats were taken: fewer entries lack host blocks.
+        entry_bound = Bound.HOST_MEMORY if len(entries) < allowed else bound
+        kept_out = left_out("piggyback entry", num_entries - len(entries), entry_bound)
+        kept_out += left_out("piggyback join", sum(ready) - len(joins), bound)
+        rows = HostRows(entries=entries, joins=joins, left_out=kept_out)
         if batch.load is not None:
             self.put_piggyback(batch.load, rows)
         return rows
@@ -357,5 +357,9 @@ class OmniServeScheduler(RequestScheduler):
         for join in rows.joins:
             per_layer[join.layer] += 1
         fill(
-            load, len(rows.entries), per_layer, seats=self.limits.max_piggyback_slots, max_rows=self.max_piggyback_rows
+            load,
+            len(rows.entries),
+            per_layer,
+            seats=self.limits.max_piggyback_slots,
+            max_rows=self.limits.most_piggyback_rows,
         )

@@ -9,18 +9,18 @@ after it: what BE requests hold is theirs only until an LS one needs it. For the
 from __future__ import annotations
 
 from omniserve.core.plan import StepPlan
-from omniserve.sched.base import SCHEDULERS
 from omniserve.sched.batch import Batch
-from omniserve.sched.policy import BE, LS, RequestScheduler
+from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.state import BE, LS
 
 
 @SCHEDULERS.register("online-only")
-class OnlineOnlyScheduler(RequestScheduler):
+class OnlineOnlyPolicy(Policy):
     """LS alone, decodes before prefills, under a fixed token budget; BE while there is no LS request."""
 
     def schedule(self, now_s: float) -> StepPlan:
-        batch = Batch(self.kv, self.limits.max_step_tokens)
-        kind, victims = (LS, (BE, LS)) if self.device[LS] or self.waiting[LS] else (BE, (BE,))
-        self.run_admitted(batch, kind, victims=victims)
-        self.admit_waiting(batch, kind, victims=(BE,) if kind is LS else ())
-        return self.make_plan(batch, now_s)
+        batch, requests = Batch(self.requests, now_s), self.requests
+        kind, victims = (LS, (BE, LS)) if requests.device[LS] or requests.waiting[LS] else (BE, (BE,))
+        batch.run_admitted(kind, victims=victims)
+        batch.admit_waiting(kind, victims=(BE,) if kind is LS else ())
+        return batch.plan()

@@ -1,265 +1,85 @@
-"""RequestScheduler: what a policy works with. Subclass it and write ``schedule``."""
+"""Policy: decides what each step computes. Subclass it and write ``schedule``."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import ClassVar
 
-from omniserve.core.plan import Bound, Decision, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
-from omniserve.core.request import ServiceClass
-from omniserve.kv.base import Tier
-from omniserve.sched.batch import Batch
-from omniserve.sched.lifecycle import RequestLifecycle
-from omniserve.sched.piggyback import seat_bucket
-from omniserve.sched.state import Phase, RequestQueue, RequestState
-
-LS, BE = ServiceClass.LS, ServiceClass.BE
+from omniserve.core.plan import HostEvent, StepPlan
+from omniserve.core.registry import Registry
+from omniserve.core.request import SLO, Request
+from omniserve.sched.load import Forecast
+from omniserve.sched.request_table import RequestTable
+from omniserve.sched.state import RequestState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostRows:
-    """The rows of a step whose attention is the host tier's; see StepPlan."""
+class Policy:
+    """Puts together a step from the requests that it is given. It reads no clock and touches no tensor.
 
-    entries: Sequence[PiggybackEntry] = ()
-    joins: Sequence[PiggybackJoin] = ()
-    pipelined: Sequence[PiggybackEntry | PiggybackJoin] = ()
+    All but ``schedule`` are hooks, for policies that learn from what happens.
 
+    Args:
+        requests: All requests, and the KV blocks of each.
+        forecast: What a step will take; None: there is no latency model.
+    """
 
-class RequestScheduler(RequestLifecycle):
-    """The tools of a policy: let requests into a batch, make room for them, close the plan."""
+    predicts: ClassVar[bool] = False
+    """It makes use of a latency model if there is one."""
+    offloads: ClassVar[bool] = False
+    """It moves requests to the host tier."""
+    busy_until_s: float = -math.inf
+    """When the step in flight ends, as predicted, and the next one can begin; the engine keeps it."""
 
-    def admit(
-        self,
-        batch: Batch,
-        state: RequestState,
-        *,
-        bound_s: float = math.inf,
-        min_tokens: int = 0,
-        reserve_blocks: int = 0,
-    ) -> bool:
-        """Schedule a WAITING request's first chunk; False if budget, bound, blocks or the request limit keep it out.
+    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
+        self.requests = requests
+        self.limits = requests.limits
+        self.kv = requests.kv
+        self.forecast = forecast
 
-        One that has to be restored first takes its blocks and nothing of the batch: it is MOVING then, and on the
-        device when the copy is done.
-        """
-        if self.num_admitted(state.kind) >= self.limits.max_num_requests:
-            batch.refused_by = Bound.REQUESTS
-            return False
-        if self.needs_restore(state):
-            if not self.start_restore(state, reserve_blocks=reserve_blocks):
-                batch.refused_by = Bound.MEMORY
-                return False
-            return True
-        state.num_computed_tokens = num_kept = self.kv.num_kept_tokens(state.request_id, Tier.DEVICE)
-        if not batch.add(state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve_blocks):
-            state.num_computed_tokens = 0
-            return False
-        self._counters["resumed_tokens"] += num_kept
-        self.waiting[state.kind].remove(state)
-        state.phase = Phase.DEVICE
-        state.blocked_since_s = None
-        self.device[state.kind].add(state)
-        return True
+    def schedule(self, now_s: float) -> StepPlan:
+        """Decide the next step: fill a ``Batch``, and close it with its ``plan``."""
+        raise NotImplementedError
 
-    def admit_waiting(self, batch: Batch, kind: ServiceClass, *, victims: Iterable[ServiceClass] = ()) -> bool:
-        """Admit waiting requests of one kind in order, until one is kept out.
-
-        Args:
-            victims: Kinds whose requests are recomputed if that makes room for one.
+    def on_arrival(self, state: RequestState, now_s: float) -> float | None:
+        """A request has come, and waits.
 
         Returns:
-            False if one was kept out: ``refused_by`` says why.
+            The predicted time to first token, seconds from arrival; None if the policy predicts none.
+
+        Raises:
+            RequestRejected: Its objectives cannot be met at present load.
         """
-        for state in self.waiting[kind]:
-            if self.admit(batch, state):
-                continue
-            if batch.refused_by is not Bound.MEMORY or not self.make_room(self.blocks_for(state), batch, victims):
-                return False
-            if not self.admit(batch, state):
-                return False
-        return True
-
-    def run_admitted(self, batch: Batch, kind: ServiceClass, *, victims: Iterable[ServiceClass]) -> None:
-        """Schedule the DEVICE requests of one kind, decodes before prefills; see ``run_or_preempt``."""
-        for state in self.runnable(batch, kind):
-            self.run_or_preempt(batch, state, victims)
-
-    def runnable(self, batch: Batch, kind: ServiceClass) -> Iterator[RequestState]:
-        """Yield the DEVICE requests of one kind that the batch lacks, decodes before prefills.
-
-        Those before a request may have taken its memory, so each is looked at only when it is its turn.
-        """
-        for decodes in (True, False):
-            for state in self.device[kind]:
-                if state.phase is Phase.DEVICE and state.decodes is decodes and state not in batch:
-                    yield state
-
-    def num_admitted(self, kind: ServiceClass) -> int:
-        """Return how many requests, on the device or on their way to it, count against the limit of this kind.
-
-        Those on their way to the host do not; one that fails to get there comes on top.
-        """
-        # BE requests never use up the seats of LS ones.
-        kinds = (LS,) if kind is LS else (LS, BE)
-        incoming = (state for state, move in self.moving.values() if move.direction is MoveDirection.TO_DEVICE)
-        return sum(state.kind in kinds for state in incoming) + sum(len(self.device[kind]) for kind in kinds)
-
-    def run_or_preempt(
-        self,
-        batch: Batch,
-        state: RequestState,
-        victims: Iterable[ServiceClass],
-        *,
-        bound_s: float = math.inf,
-        min_tokens: int = 0,
-        let_go: Callable[[RequestState], None] | None = None,
-    ) -> bool:
-        """Schedule a DEVICE request; if blocks are short, others give way (youngest first) until it fits.
-
-        Args:
-            victims: Kinds that may lose a request, first to last; of the request's own kind only those behind it do.
-            let_go: Takes the memory of who gives way; None: ``preempt``.
-
-        Returns:
-            False if it is not scheduled: the budget or the bound is used up, or the request itself had to give way.
-        """
-        let_go = let_go or self.preempt
-        while not batch.add(state, bound_s=bound_s, min_tokens=min_tokens):
-            if batch.refused_by is not Bound.MEMORY:
-                return False
-            victim = self.youngest_victim(batch, state, victims)
-            let_go(victim or state)
-            if victim is None:
-                return False
-        return True
-
-    def run_or_preempt_youngest(self, batch: Batch, state: RequestState) -> None:
-        """Schedule a DEVICE request; if blocks are short, recompute the youngest of all until it fits or is the one.
-
-        To be called in arrival order: the youngest is then never in the batch already.
-        """
-        while state.phase is Phase.DEVICE and not batch.add(state):
-            if batch.refused_by is not Bound.MEMORY:
-                return
-            self.preempt(max(itertools.chain(*self.device.values()), key=lambda s: s.order))
-
-    def make_room(self, num_blocks: int, batch: Batch, victims: Iterable[ServiceClass]) -> bool:
-        """Recompute requests of the given kinds, last of a queue first, until ``num_blocks`` device blocks are free.
-
-        Returns:
-            False, and nobody was preempted, if even all of them together would not free enough.
-        """
-        shortage = num_blocks - self.kv.num_free(Tier.DEVICE)
-        chosen = []
-        for kind in victims:
-            for victim in reversed(self.device[kind]):
-                if shortage <= 0:
-                    break
-                if victim not in batch:
-                    chosen.append(victim)
-                    shortage -= self.kv.num_blocks(victim.request_id)
-        if shortage > 0:
-            return False
-        for victim in chosen:
-            self.preempt(victim)
-        return True
-
-    def youngest_victim(self, batch: Batch, state: RequestState, kinds: Iterable[ServiceClass]) -> RequestState | None:
-        """Return whom ``run_or_preempt`` would preempt for ``state``; None if nobody is left."""
-        for kind in kinds:
-            for victim in reversed(self.device[kind]):
-                same_kind = victim.kind is state.kind
-                if victim in batch or victim is state or (same_kind and victim.place < state.place):
-                    continue
-                return victim
         return None
 
-    def in_arrival_order(self, queues: Iterable[RequestQueue]) -> Iterable[RequestState]:
-        """Merge queues, oldest request first, whatever its class."""
-        return sorted(itertools.chain(*queues), key=lambda state: state.order)
+    def on_first_token(self, state: RequestState, now_s: float) -> None:
+        """A request's first token was sampled, which ends its TTFT."""
 
-    def blocks_for(self, state: RequestState) -> int:
-        """Return how many blocks all known tokens of a request need."""
-        return -(-state.num_tokens // self.limits.block_size)
+    def on_end(self, state: RequestState) -> None:
+        """A request that had a token ended: by itself, at a stop string or because its client left."""
 
-    def reserve_for_ls(self, state: RequestState) -> int:
-        """Return what a BE request leaves free: no block if it has the device to itself, or it might never run."""
-        others = len(self.device[LS]) + len(self.waiting[LS]) + sum(s is not state for s in self.device[BE])
-        return self.limits.ls_reserve_blocks if others else 0
+    def on_step_end(self, plan: StepPlan, now_s: float) -> None:
+        """A step has ended; its tokens are not booked yet."""
 
-    def host_blocks_for(self, state: RequestState) -> tuple[int, ...] | None:
-        """Return blocks for a resident's newest token; if the host is full, the youngest resident is recomputed."""
-        blocks = self.kv.allocate(state.request_id, state.num_tokens)
-        if blocks is None and next(reversed(self.residents.queue)) is state:
-            self.preempt(state)
-        return blocks
+    def on_host_events(self, events: Sequence[HostEvent]) -> None:
+        """Host attention and KV moves have finished, and are booked."""
+
+    def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
+        """Return whether the running step's preemptible rows must leave for an LS request that has just come.
+
+        Asked between the layers of a step, before the request is added; ``conserve`` 4.3, Algorithm 1.
+
+        Args:
+            request: It.
+            slo: Its objectives.
+            waited_s: How long ago it came.
+            now_s: Now.
+        """
+        return False
 
     def begin_s(self, now_s: float) -> float:
         """Return when a step that is planned now begins: when the one in flight ends."""
         return max(now_s, self.busy_until_s)
 
-    @property
-    def max_piggyback_rows(self) -> int:
-        """Most piggyback rows of a step."""
-        rows = self.limits.max_piggyback_rows
-        return rows if rows is not None else self.limits.max_piggyback_slots * (self.limits.num_layers + 1)
 
-    @property
-    def host_headroom(self) -> int:
-        """Host blocks for residents to grow into, so that a full host tier does not drop what it just received."""
-        return 2 * (self.residents.num_slots_used + 1) if self.offloads else 0
-
-    def _prefetch(self) -> None:
-        """Restore the first BE request in line while it waits for its turn, if memory is left. Paper: conserve 4.4."""
-        first = next(iter(self.waiting[BE]), None)
-        if first is None or len(self.waiting[LS]) or self.num_admitted(BE) >= self.limits.max_num_requests:
-            return
-        if self.needs_restore(first):
-            # Each device request may need one more block soon.
-            margin = self.limits.ls_reserve_blocks + sum(map(len, self.device.values()))
-            self.start_restore(first, reserve_blocks=margin)
-
-    def make_plan(
-        self,
-        batch: Batch,
-        now_s: float,
-        *,
-        host_rows: HostRows = HostRows(),
-        moves: Sequence[KVMove] = (),
-        preemptible: frozenset[str] = frozenset(),
-        decision: Decision | None = None,
-    ) -> StepPlan:
-        """Close a batch into a StepPlan with the smallest bucket of seats that holds its piggyback rows.
-
-        Restores and checkpoints are added to the moves.
-        """
-        for chunk in batch.chunks:
-            state = self.states[chunk.request_id]
-            if state.first_scheduled_s is None:
-                state.first_scheduled_s = now_s
-        for state in self.residents.take_changed():
-            state.note_slot(now_s)
-        per_layer = Counter(join.layer for join in host_rows.joins)
-        most = max(len(host_rows.entries), max(per_layer.values(), default=0))
-        self._prefetch()
-        restores, self._restores = self._restores, []
-        copies: list[KVMove] = []
-        if self.checkpoints is not None and self.host_is_up:
-            copies = self.checkpoints.plan(self.device[BE], reserve_blocks=self.host_headroom)
-        cancels, self._cancels = tuple(self._cancels), []
-        return StepPlan(
-            step_id=next(self._step_ids),
-            chunks=batch.chunks,
-            entries=tuple(host_rows.entries),
-            joins=tuple(host_rows.joins),
-            num_piggyback_slots=seat_bucket(most, self.limits.max_piggyback_slots),
-            relocations=self.kv.take_relocations(),
-            moves=(*moves, *restores, *copies),
-            pipelined=tuple(host_rows.pipelined),
-            preemptible=preemptible,
-            cancels=cancels,
-            decision=decision,
-        )
+SCHEDULERS: Registry[type[Policy]] = Registry("scheduler", package="omniserve.sched")

@@ -15,23 +15,22 @@ as everywhere in this engine. Kinds (LS, BE) count only through the order of the
 from __future__ import annotations
 
 from omniserve.core.plan import StepPlan
-from omniserve.sched.base import SCHEDULERS
 from omniserve.sched.batch import Batch
-from omniserve.sched.policy import BE, LS, RequestScheduler
-from omniserve.sched.state import Phase
+from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.state import BE, LS, Phase
 
 
 @SCHEDULERS.register("priority")
-class PriorityScheduler(RequestScheduler):
+class PriorityPolicy(Policy):
     """Continuous batching by (class, arrival); the last by that order is recomputed when a running one lacks memory."""
 
     def schedule(self, now_s: float) -> StepPlan:
-        batch = Batch(self.kv, self.limits.max_step_tokens)
-        preemptions = self.num_preemptions
+        batch, requests = Batch(self.requests, now_s), self.requests
+        preemptions = requests.num_preemptions
         for kind, victims in ((LS, (BE, LS)), (BE, (BE,))):  # classes of kind LS come before those of kind BE
-            for state in self.device[kind]:
+            for state in requests.device[kind]:
                 if state.phase is Phase.DEVICE:
-                    self.run_or_preempt(batch, state, victims)
-        if self.num_preemptions == preemptions and self.admit_waiting(batch, LS):
-            self.admit_waiting(batch, BE)
-        return self.make_plan(batch, now_s)
+                    batch.run_or_preempt(state, victims)
+        if requests.num_preemptions == preemptions and batch.admit_waiting(LS) is None:
+            batch.admit_waiting(BE)
+        return batch.plan()

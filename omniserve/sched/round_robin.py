@@ -13,47 +13,45 @@ from __future__ import annotations
 
 from omniserve.core.plan import Bound, StepPlan
 from omniserve.core.request import ServiceClass
-from omniserve.kv.base import KVManager
-from omniserve.sched.base import SCHEDULERS, SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.load import Forecast
-from omniserve.sched.policy import BE, LS, RequestScheduler
-from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.request_table import RequestTable
+from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
 
 
 @SCHEDULERS.register("round-robin")
-class RoundRobinScheduler(RequestScheduler):
+class RoundRobinPolicy(Policy):
     """LS steps and BE steps in turn; FCFS with chunked prefill in each."""
 
-    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None) -> None:
-        super().__init__(limits=limits, kv=kv, forecast=forecast)
+    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
+        super().__init__(requests, forecast)
         self._turn = LS
         self._lacks_memory: dict[ServiceClass, RequestState | None] = {LS: None, BE: None}
 
     def schedule(self, now_s: float) -> StepPlan:
-        batch = Batch(self.kv, self.limits.max_step_tokens)
+        batch = Batch(self.requests, now_s)
         first, second = (LS, BE) if self._turn is LS else (BE, LS)
         kind = next((kind for kind in (first, second) if self._serve(batch, kind)), second)
         self._turn = BE if kind is LS else LS
-        return self.make_plan(batch, now_s)
+        return batch.plan()
 
     def _serve(self, batch: Batch, kind: ServiceClass) -> bool:
         """Put the requests of one kind into a batch; return whether it has any."""
-        preemptions = self.num_preemptions
-        for state in self.in_arrival_order([self.device[kind]]):
-            if state.phase is Phase.DEVICE:
-                self.run_or_preempt_youngest(batch, state)
-        if self.num_preemptions == preemptions:
+        preemptions = self.requests.num_preemptions
+        batch.run_by_arrival([kind])
+        if self.requests.num_preemptions == preemptions:
             self._admit(batch, kind)
         return bool(batch.chunks)
 
     def _admit(self, batch: Batch, kind: ServiceClass) -> None:
         other = self._lacks_memory[BE if kind is LS else LS]
         self._lacks_memory[kind] = None
-        for state in self.in_arrival_order([self.waiting[kind]]):
+        for state in by_arrival([self.requests.waiting[kind]]):
             if other is not None and other.phase is Phase.WAITING and other.order < state.order:
                 return
-            if not self.admit(batch, state):
-                if batch.refused_by is Bound.MEMORY:
-                    self._lacks_memory[kind] = state
+            refused_by = batch.admit(state)
+            if refused_by is Bound.MEMORY:
+                self._lacks_memory[kind] = state
+            if refused_by is not None:
                 return

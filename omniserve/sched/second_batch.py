@@ -1,81 +1,107 @@
-"""Which host residents form the second sub-batch of asymmetric pipelining, and how many. See ``StepPlan.pipelined``."""
+"""SecondBatch: which host residents form the second sub-batch of asymmetric pipelining. See ``StepPlan.pipelined``."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
-from omniserve.core.plan import PiggybackEntry, PiggybackJoin
+from omniserve.core.plan import Bound, PiggybackEntry, PiggybackJoin
+from omniserve.sched.batch import Batch, HostRows
+from omniserve.sched.bounds import left_out
 from omniserve.sched.load import StepLoad
-from omniserve.sched.residents import HostResidents
-from omniserve.sched.state import RequestState
+from omniserve.sched.request_table import RequestTable
+from omniserve.sched.state import Phase, RequestState
 
-Allocate = Callable[[RequestState], tuple[int, ...] | None]
-
-
-def candidates(residents: HostResidents) -> list[RequestState]:
-    """Return the residents whose token can run: those furthest through the layers first (apex 3.4), then the oldest."""
-    waiting = [s for s in residents.queue if s.away is None or s.away.ready]
-    return sorted(waiting, key=lambda s: -s.away.layer if s.away is not None else 1)
+_MOST_FOR_HOST_ROWS = 0.5
 
 
-def most_per_second(
-    load: StepLoad, states: Sequence[RequestState], *, num_layers: int, num_requests: int, bound_s: float
-) -> int:
-    """Return how many of ``states``, from the first on, let most requests advance a second; 0 if none pay.
-
-    NEO compares what a step with a second sub-batch brings with what one without brings, by predicted times.
+class SecondBatch:
+    """Chooses host residents whose token runs through its layers in one step, while the device waits for each.
 
     Args:
-        load: The step without them.
-        states: In order of preference.
-        num_layers: L.
-        num_requests: Requests that the step without them lets advance.
-        bound_s: Longest step.
+        requests: All of them.
     """
-    if not states:
-        return 0
-    seconds = load.seconds()
-    best, best_rate = 0, num_requests / seconds if seconds > 0 else 0.0
-    for count in _ladder(len(states)):
-        total_s = seconds_with(load, states[:count], num_layers=num_layers)
-        if total_s > bound_s:
-            break
-        if (rate := (num_requests + count) / total_s) >= best_rate:
-            best, best_rate = count, rate
-    return best
 
+    def __init__(self, requests: RequestTable) -> None:
+        self._requests = requests
+        self._num_layers = requests.limits.num_layers
 
-def seconds_with(load: StepLoad, states: Sequence[RequestState], *, num_layers: int) -> float:
-    """Return the step's seconds with these states as its second sub-batch."""
-    trial = load.copy()
-    put(trial, states, num_layers=num_layers)
-    return trial.seconds()
+    def candidates(self) -> list[RequestState]:
+        """Return residents whose token can run: those furthest through the layers first (apex 3.4), then the oldest."""
+        if not self._requests.host_is_up:
+            return []
+        waiting = [s for s in self._requests.residents.queue if s.away is None or s.away.ready]
+        waiting.sort(key=lambda s: -s.away.layer if s.away is not None else 1)
+        return waiting[: self._requests.limits.max_piggyback_slots]
 
+    def reserve_s(self, batch: Batch, bound_s: float) -> float:
+        """Return the seconds of a step within a bound that device work leaves for the candidates."""
+        states = self.candidates()
+        if batch.load is None or bound_s == math.inf or not states:
+            return 0.0
+        load_s = batch.load.seconds()
+        # Device work is the better half of a step: it is never kept out for more host rows than that.
+        return min(self.seconds_with(batch.load, states) - load_s, _MOST_FOR_HOST_ROWS * max(0.0, bound_s - load_s))
 
-def put(load: StepLoad, states: Sequence[RequestState], *, num_layers: int) -> None:
-    """Make these states the second sub-batch of a load."""
-    layers = sum(num_layers - (s.away.layer if s.away is not None else 0) for s in states)
-    keys = sum(load.keys_seen(s.num_tokens - 1) for s in states)
-    load.set_pipelined(len(states), keys, layers / len(states) if states else 0.0)
+    def seconds_with(self, load: StepLoad, states: Sequence[RequestState]) -> float:
+        """Return the step's seconds with these states as its second sub-batch."""
+        trial = load.copy()
+        self._put(trial, states)
+        return trial.seconds()
 
+    def most_per_second(
+        self, load: StepLoad, states: Sequence[RequestState], *, num_requests: int, bound_s: float
+    ) -> int:
+        """Return how many of ``states``, from the first on, let most requests advance a second; 0 if none pay.
 
-def rows_of(
-    residents: HostResidents, states: Sequence[RequestState], allocate: Allocate
-) -> list[PiggybackEntry | PiggybackJoin]:
-    """Return the plan's rows for these states, entries first and then joins by layer.
+        NEO compares what a step with a second sub-batch brings with what one without brings, by predicted times.
 
-    Args:
-        residents: Where they are.
-        states: From ``candidates``.
-        allocate: Returns the host blocks for a request's newest token, or None: it stays out.
-    """
-    chosen = {state.request_id for state in states}
-    entries = residents.plan_entries(
-        lambda state: allocate(state) if state.request_id in chosen else None, max_entries=len(states)
-    )
-    joins = [residents.join_of(state) for state in states if state.away is not None]
-    return [*entries, *sorted(joins, key=lambda join: join.layer)]
+        Args:
+            load: The step without them.
+            states: In order of preference.
+            num_requests: Requests that the step without them lets advance.
+            bound_s: Longest step.
+        """
+        if not states:
+            return 0
+        seconds = load.seconds()
+        best, best_rate = 0, num_requests / seconds if seconds > 0 else 0.0
+        for count in _ladder(len(states)):
+            total_s = self.seconds_with(load, states[:count])
+            if total_s > bound_s:
+                break
+            if (rate := (num_requests + count) / total_s) >= best_rate:
+                best, best_rate = count, rate
+        return best
+
+    def run_through(self, batch: Batch, states: Sequence[RequestState], count: int) -> HostRows:
+        """Make a second sub-batch of the first ``count`` candidates, those of them that get host blocks."""
+        requests, chosen = self._requests, states[:count]
+        rows = self._rows_of(chosen)
+        if count > 0 and not rows and all(state.phase is Phase.HOST for state in chosen):
+            # Those with seats are the oldest, and wait for blocks: the youngest, which has no seat, gives way.
+            requests.preempt(next(state for state in reversed(requests.residents.queue) if state.away is None))
+        if batch.load is not None:
+            taken = {row.request_id for row in rows}
+            self._put(batch.load, [s for s in states if s.request_id in taken])
+        kept_out = left_out("pipelined row", count - len(rows), Bound.HOST_MEMORY)
+        return HostRows(pipelined=rows, left_out=kept_out + left_out("pipelined row", len(states) - count, Bound.TIME))
+
+    def _put(self, load: StepLoad, states: Sequence[RequestState]) -> None:
+        layers = sum(self._num_layers - (s.away.layer if s.away is not None else 0) for s in states)
+        keys = sum(load.keys_seen(s.num_tokens - 1) for s in states)
+        load.set_pipelined(len(states), keys, layers / len(states) if states else 0.0)
+
+    def _rows_of(self, states: Sequence[RequestState]) -> list[PiggybackEntry | PiggybackJoin]:
+        """Return the plan's rows for these states, entries first and then joins by layer."""
+        residents, allocate = self._requests.residents, self._requests.host_blocks_for
+        chosen = {state.request_id for state in states}
+        entries = residents.plan_entries(
+            lambda state: allocate(state) if state.request_id in chosen else None, max_entries=len(states)
+        )
+        joins = [residents.join_of(state) for state in states if state.away is not None]
+        return [*entries, *sorted(joins, key=lambda join: join.layer)]
 
 
 def _ladder(most: int) -> list[int]:

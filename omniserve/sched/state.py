@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import enum
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -21,6 +22,8 @@ from omniserve.core.request import (
     TokenLogprob,
     add_stay,
 )
+
+LS, BE = ServiceClass.LS, ServiceClass.BE
 
 
 class Phase(enum.StrEnum):
@@ -269,3 +272,8 @@ class RequestQueue:
 
     def __len__(self) -> int:
         return len(self._states)
+
+
+def by_arrival(queues: Iterable[RequestQueue]) -> list[RequestState]:
+    """Merge queues, oldest request first, whatever its class."""
+    return sorted(itertools.chain(*queues), key=lambda state: state.order)

@@ -18,9 +18,9 @@ from typing import Self
 
 from omniserve.core.errors import RequestRejected
 from omniserve.core.request import SLO, ServiceClass
-from omniserve.sched.base import SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import LS_HEADROOM, TTFT_HEADROOM, tpot_bound
+from omniserve.sched.limits import SchedulerLimits
 from omniserve.sched.load import Forecast, StepLoad
 from omniserve.sched.state import Phase, RequestState
 

@@ -14,8 +14,7 @@ from omniserve.core.request import Request, RequestOutput, ServiceClass
 from omniserve.engine.capacity import max_model_len, num_blocks
 from omniserve.kv import KV_MANAGERS
 from omniserve.latency import CorrectedModel, Predictor, features_of
-from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
-from omniserve.sched.base import SchedulerStats
+from omniserve.sched import SCHEDULERS, Forecast, Scheduler, SchedulerLimits, SchedulerStats
 from omniserve.simulate.host_tier import SimulatedHostTier
 from omniserve.simulate.machine import Machine
 
@@ -82,7 +81,7 @@ class SimulatedEngine:
         forecast = Forecast(
             predictor, self._shape, host_has_own_cores=machine.host_has_own_cores, host=machine.host_speed
         )
-        self.scheduler = SCHEDULERS.get(config.scheduler)(limits=self.limits, kv=self.kv, forecast=forecast)
+        self.scheduler = Scheduler(SCHEDULERS.get(config.scheduler), limits=self.limits, kv=self.kv, forecast=forecast)
         self._noise = noise
         self._rng = random.Random(seed)
         self._draw = machine.spread.draws(random.Random(f"{seed} spread")) if machine.spread is not None else None
@@ -143,8 +142,7 @@ class SimulatedEngine:
                 if output.finish_reason is not None:
                     self.tier.forget(output.request_id)
         if self._check:
-            check = getattr(self.scheduler, "check_integrity", self.kv.check_integrity)
-            check()
+            self.scheduler.check_integrity()
         return outputs
 
     def wait(self, until_s: float) -> None:
@@ -208,5 +206,5 @@ class SimulatedEngine:
             spec = self.config.class_named(request.service_class)
             if spec.kind is ServiceClass.LS:
                 slo = request.slo if request.slo is not None else spec.slo
-                must |= self.scheduler.must_preempt(request, slo, now_s - arrival_s, now_s)
+                must |= self.scheduler.policy.must_preempt(request, slo, now_s - arrival_s, now_s)
         return must

@@ -460,7 +460,7 @@ def test_primed_requests_decode_at_once_where_they_should() -> None:
     with open_engine(model, config) as engine:
         for name in (names := ["ls0", "be0", "be1"]):
             engine.add(request(name, 70, 8, spec.vocab_size))
-            engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+            engine.scheduler.check_integrity()
         (output,) = engine.step()
         assert output.request_id == "ls0" and len(output.new_token_ids) == 1  # no prefill
         with pytest.raises(ValueError, match="no slot"):
@@ -472,7 +472,7 @@ def test_primed_requests_decode_at_once_where_they_should() -> None:
             engine.wait(0.01)
         assert engine.stats().host_output_tokens >= 2
         drain(engine, names)
-        engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+        engine.scheduler.check_integrity()
         add_decoding(engine, 1, 70, 4)
         with pytest.raises(RuntimeError, match="a request ended"):
             step_times(engine, 10, warm_up=1)

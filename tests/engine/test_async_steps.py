@@ -32,14 +32,14 @@ def make_async(make_engine: MakeEngine) -> MakeEngine:
 def run(engine: Engine) -> Iterator[RequestOutput]:
     while engine.has_unfinished:
         yield from engine.step()
-        engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+        engine.scheduler.check_integrity()
         if engine.last_plan_was_empty:
             engine.wait(0.01)
 
 
 def is_clean(engine: Engine) -> bool:
     stats = engine.stats()
-    return stats.device_blocks_used == stats.host_blocks_used == 0 and not engine.scheduler._in_flight  # type: ignore[attr-defined]
+    return stats.device_blocks_used == stats.host_blocks_used == 0 and not engine.scheduler._in_flight
 
 
 def test_a_step_is_launched_before_the_one_before_it_is_collected(make_async: MakeEngine) -> None:

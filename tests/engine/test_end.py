@@ -115,7 +115,7 @@ def step_until(engine: Engine, got: dict[str, list[int]], over: Callable[[], boo
         assert time.monotonic() < deadline_s, "nothing gets on"
         for output in engine.step():
             got[output.request_id] += output.new_token_ids
-        engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+        engine.scheduler.check_integrity()
         if engine.last_plan_was_empty:
             engine.wait(0.01)
 

@@ -242,7 +242,7 @@ def run_history(
                     scores[output.request_id] += output.prompt_logprobs
                 if output.finish_reason is not None:
                     reasons[output.request_id] = output.finish_reason
-            engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+            engine.scheduler.check_integrity()
             if engine.last_plan_was_empty:
                 engine.wait(0.01)
         else:

@@ -11,8 +11,7 @@ from typing import Any
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.kv import KV_MANAGERS, BidirectionalKVManager
-from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
-from omniserve.sched.policy import RequestScheduler
+from omniserve.sched import SCHEDULERS, Forecast, Scheduler, SchedulerLimits
 from tests.sched.fake_device import FakeDevice
 from tests.sched.predictor import forecast
 from tests.sched.stepping import OverlappingStepping, Stepping
@@ -48,16 +47,15 @@ class Machine:
         self.forecast: Forecast | None = None
         if predict is not None:
             self.forecast = forecast(self.limits.num_layers, **predict)
-        scheduler = SCHEDULERS.get(policy)(limits=self.limits, kv=self.kv, forecast=self.forecast)
-        assert isinstance(scheduler, RequestScheduler)
-        self.scheduler = scheduler
+        self.scheduler = Scheduler(SCHEDULERS.get(policy), limits=self.limits, kv=self.kv, forecast=self.forecast)
+        self.requests = self.scheduler.requests
         self.device = FakeDevice(
             block_size=BLOCK, num_layers=self.limits.num_layers, max_tokens=self.limits.max_step_tokens,
             rng=random.Random(seed),
         )  # fmt: skip
-        self.device.abandoned = scheduler.abandoned_moves
+        self.device.abandoned = self.requests.abandoned_moves
         stepping = OverlappingStepping if overlaps else Stepping
-        self._stepping = stepping(scheduler, self.device.execute)
+        self._stepping = stepping(self.scheduler, self.device.execute)
         if isinstance(self.kv, BidirectionalKVManager):
             self.device.sharers = self.kv._device.sharers
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request
-from omniserve.sched import SarathiScheduler
-from omniserve.sched.batch import Batch
-from omniserve.sched.policy import BE
+from omniserve.sched import SarathiPolicy
+from omniserve.sched.state import BE
 
 NAME = "tests.sched.preemptible:PreemptibleSarathi"
 
 
-class PreemptibleSarathi(SarathiScheduler):
+class PreemptibleSarathi(SarathiPolicy):
     """``sarathi`` with safepoints."""
 
-    def make_plan(self, batch: Batch, now_s: float, **others: Any) -> StepPlan:
-        ids = frozenset(c.request_id for c in batch.chunks if self.states[c.request_id].kind is BE)
-        return super().make_plan(batch, now_s, preemptible=ids, **others)
+    def schedule(self, now_s: float) -> StepPlan:
+        plan = super().schedule(now_s)
+        ids = frozenset(c.request_id for c in plan.chunks if self.requests.states[c.request_id].kind is BE)
+        return dataclasses.replace(plan, preemptible=ids)
 
     def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
         return True

@@ -51,7 +51,7 @@ class OverlappingStepping(Stepping):
         result = self._execute(plan)
         if not overlaps:
             now_s += seconds
-            scheduler.busy_until_s = -math.inf
+            scheduler.policy.busy_until_s = -math.inf
             return now_s, outputs + scheduler.update(plan, result, now_s)
         scheduler.advance(plan)
         begin_s = now_s
@@ -60,7 +60,7 @@ class OverlappingStepping(Stepping):
             now_s, outputs = self._settle(before, now_s)
             begin_s = now_s
         self._in_flight = plan, result, begin_s + seconds
-        scheduler.busy_until_s = begin_s + seconds
+        scheduler.policy.busy_until_s = begin_s + seconds
         return now_s, outputs
 
     def _settle(self, flight: tuple[StepPlan, StepOutput, float], now_s: float) -> tuple[float, list[RequestOutput]]:

@@ -64,7 +64,7 @@ def test_admission_counts_the_step_in_flight() -> None:
     alone_s = clock.scheduler.add("ls", request_of(20), SLO(ttft_s=10.0), clock.now_s)
     clock.scheduler.abort("ls", clock.now_s)
     clock.step()
-    left_s = clock.scheduler.busy_until_s - clock.now_s
+    left_s = clock.scheduler.policy.busy_until_s - clock.now_s
     assert left_s > 0.05, "a step of 100 tokens is in flight"
     predicted_s = clock.scheduler.add("ls", request_of(20), SLO(ttft_s=10.0), clock.now_s)
     assert predicted_s is not None and alone_s is not None
@@ -76,7 +76,7 @@ def test_who_ends_has_no_pending_tokens_in_its_output() -> None:
     stop = expected_tokens((7,) * 4, 3)[2]
     bench.scheduler.add("ls", request_of(4, stop_token_ids=(stop,)), SLO(), 0.0)
     ended: list[int] = []
-    bench.scheduler.on_end = lambda state: ended.append(state.num_output_tokens)  # type: ignore[method-assign]
+    bench.scheduler.policy.on_end = lambda state: ended.append(state.num_output_tokens)  # type: ignore[method-assign]
     bench.run_until(lambda: ended)
     assert ended == [expected_tokens((7,) * 4, 3).index(stop) + 1]
 

@@ -66,7 +66,7 @@ def test_priority_takes_no_memory_from_running_requests_for_one_that_waits() -> 
     for plan, _ in bench.steps_until(lambda: "be" in bench.finished):
         assert names(plan) == ["be"], "nobody overtakes the LS prompt either"
     assert names(bench.step()[0]) == ["ls", "be-small"]
-    assert bench.scheduler.num_preemptions == 0
+    assert bench.requests.num_preemptions == 0
 
 
 def test_priority_recomputes_the_last_of_the_lowest_class_when_a_running_request_lacks_memory() -> None:
@@ -78,7 +78,7 @@ def test_priority_recomputes_the_last_of_the_lowest_class_when_a_running_request
     bench.step()
     # The LS request, which came last, needs a third block first.
     assert names(bench.step()[0]) == ["ls", "be0"]
-    assert bench.scheduler.num_preemptions == 1 and "be1" in bench.scheduler.states
+    assert bench.requests.num_preemptions == 1 and "be1" in bench.requests.states
 
 
 def test_priority_admits_nobody_in_a_step_that_preempted() -> None:
@@ -89,7 +89,7 @@ def test_priority_admits_nobody_in_a_step_that_preempted() -> None:
     bench.add("ls", prompt=4)
     bench.step()
     assert names(bench.step()[0]) == ["be0"]
-    assert bench.scheduler.num_preemptions == 1
+    assert bench.requests.num_preemptions == 1
     assert names(bench.step()[0]) == ["be0", "ls"]
 
 
@@ -107,7 +107,7 @@ def test_online_only_serves_ls_requests_just_as_if_they_were_alone() -> None:
             if i % 10 == 5 and i < 100:
                 bench.add(f"ls{i}a", prompt=30, output=4)
                 bench.add(f"ls{i}b", prompt=5, output=4)
-            has_ls = any(name.startswith("ls") for name in bench.scheduler.states)
+            has_ls = any(name.startswith("ls") for name in bench.requests.states)
             plan, _ = bench.step()
             if has_ls:
                 assert all(name.startswith("ls") for name in names(plan))
@@ -126,7 +126,7 @@ def test_online_only_keeps_what_best_effort_requests_hold_until_an_ls_one_needs_
     assert tokens(bench) == {"be": 1}, "it goes on where it was"
     bench.add("ls1", prompt=24, output=1)
     assert names(bench.step()[0]) == ["ls1"]
-    assert bench.scheduler.num_preemptions == 1
+    assert bench.requests.num_preemptions == 1
 
 
 # -- non-preemptive ----------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_non_preemptive_gives_a_running_best_effort_request_a_token_every_step()
         bench.add(f"ls{i}", prompt=10, output=5)
         assert {"be0", "be1"} <= set(names(bench.step()[0]))
     assert {"be0", "be1"} <= bench.finished
-    assert bench.scheduler.num_preemptions > 0, "memory was never short"
+    assert bench.requests.num_preemptions > 0, "memory was never short"
 
 
 def test_non_preemptive_makes_an_ls_prompt_wait_for_the_memory_of_best_effort_requests() -> None:
@@ -183,8 +183,8 @@ def test_llumnix_best_effort_requests_neither_enter_the_reserve_nor_grow_into_it
     num_shared = 0
     for _ in bench.steps_until(lambda: len(bench.finished) == 4):
         # One that has the device to itself may have all of it.
-        assert bench.kv.usage().device_used <= 6 or len(bench.scheduler.device["BE"]) <= 1
-        num_shared += len(bench.scheduler.device["BE"]) > 1
+        assert bench.kv.usage().device_used <= 6 or len(bench.requests.device["BE"]) <= 1
+        num_shared += len(bench.requests.device["BE"]) > 1
     assert num_shared > 3
 
 
@@ -195,10 +195,10 @@ def test_llumnix_ls_requests_take_the_reserve_first_and_then_the_memory_of_best_
     bench.step()
     bench.add("ls0", prompt=15)
     assert names(bench.step()[0]) == ["ls0", "be0", "be1"]
-    assert bench.scheduler.num_preemptions == 0
+    assert bench.requests.num_preemptions == 0
     bench.add("ls1", prompt=11)
     assert "ls1" in names(bench.step()[0])
-    assert bench.scheduler.num_preemptions == 1 and "be1" in [s.request_id for s in bench.scheduler.waiting["BE"]]
+    assert bench.requests.num_preemptions == 1 and "be1" in [s.request_id for s in bench.requests.waiting["BE"]]
 
 
 def test_llumnix_best_effort_requests_that_overflow_end_on_the_host_tier() -> None:
@@ -211,5 +211,5 @@ def test_llumnix_best_effort_requests_that_overflow_end_on_the_host_tier() -> No
         on_device_after |= moved & set(names(plan))
         moved |= {move.request_id for move in plan.moves}
     assert moved and not on_device_after, "who moved stays"
-    assert bench.scheduler.num_preemptions == 0
+    assert bench.requests.num_preemptions == 0
     assert bench.scheduler.stats().host_output_tokens > 0

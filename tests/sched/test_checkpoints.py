@@ -9,8 +9,10 @@ import pytest
 from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.kv import KV_MANAGERS, Tier, TieredKVManager
+from omniserve.sched import SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.checkpoints import Checkpoints
+from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import Phase, RequestState
 from tests.sched.fake_device import FakeDevice
 
@@ -25,6 +27,8 @@ class CheckpointBench:
         self.checkpoints = Checkpoints(self.kv, BLOCK, max_blocks_per_step=max_blocks)
         self.device = FakeDevice(block_size=BLOCK, num_layers=1, max_tokens=1000, rng=random.Random(0))
         self.states: list[RequestState] = []
+        limits = SchedulerLimits(num_layers=1, block_size=BLOCK, max_model_len=1000, max_step_tokens=1000)
+        self.requests = RequestTable(limits=limits, kv=self.kv, offloads=False)
 
     def add(self, num_tokens: int) -> RequestState:
         number = len(self.states)
@@ -47,10 +51,10 @@ class CheckpointBench:
         return state
 
     def step(self, moves: list[KVMove]) -> None:
-        batch = Batch(self.kv, 1000)
+        batch = Batch(self.requests, 0.0)
         for state in self.states:
             if state.phase is Phase.DEVICE:
-                assert batch.add(state)
+                assert batch.add(state) is None
         output = self.device.execute(StepPlan(step_id=0, chunks=batch.chunks, moves=tuple(moves)))
         for chunk in batch.chunks:
             state = next(state for state in self.states if state.request_id == chunk.request_id)

@@ -81,11 +81,11 @@ def test_who_was_parked_comes_back_before_anybody_new_enters(policy: str) -> Non
     bench = with_checkpoints(policy, device_blocks=8, prompt=19, output=40)
     bench.add("ls", prompt=11, output=10)
     bench.step()
-    assert len(bench.scheduler.residents.queue) + len(bench.scheduler.moving) == 1
+    assert len(bench.requests.residents.queue) + len(bench.requests.moving) == 1
     bench.add("be-new", prompt=3, output=3)
     order = [name for _ in range(20) for name in names(bench.step()[0]) if name.startswith("be")]
     assert order[0] == "be0" and "be-new" in order
-    assert bench.scheduler.num_preemptions == 0
+    assert bench.requests.num_preemptions == 0
 
 
 @both
@@ -98,11 +98,11 @@ def test_a_parked_request_stays_away_while_an_ls_prompt_waits_for_memory(policy:
     bench.run_until(lambda: "ls-first" in bench.finished)
     for _ in range(10):
         assert names(bench.step()[0]) == ["ls-long"]
-    assert bench.kv.num_free(Tier.DEVICE) > 10 and len(bench.scheduler.residents.queue) == 1
+    assert bench.kv.num_free(Tier.DEVICE) > 10 and len(bench.requests.residents.queue) == 1
     bench.run_until(lambda: "ls-large" in bench.finished)
     for _ in range(5):
         bench.step()
-    assert len(bench.scheduler.device["BE"]) == 1 and bench.scheduler.num_preemptions == 0
+    assert len(bench.requests.device["BE"]) == 1 and bench.requests.num_preemptions == 0
 
 
 @both
@@ -111,7 +111,7 @@ def test_a_parked_request_as_large_as_the_device_comes_back(policy: str) -> None
     bench.add("ls", prompt=15, output=3)
     for _ in range(12):
         bench.step()
-    assert bench.finished == {"be0", "ls"} and bench.scheduler.num_preemptions == 0
+    assert bench.finished == {"be0", "ls"} and bench.requests.num_preemptions == 0
 
 
 @both
@@ -170,7 +170,7 @@ def test_conserve_without_a_forecast_is_sarathi(kv: str, host_blocks: int) -> No
             if rng.random() < 0.4:
                 bench.add(rng.choice(["ls", "be"]) + str(i), prompt=rng.randint(1, 20), output=rng.randint(1, 20))
             plans[policy].append(bench.step()[0].chunks)
-        assert bench.scheduler.num_preemptions > 3
+        assert bench.requests.num_preemptions > 3
     assert plans["sarathi"] == plans["conserve"]
 
 
@@ -190,7 +190,7 @@ def test_best_effort_requests_with_checkpoints_leave_the_device_at_once_and_come
         assert not plan.entries
         returns.update(move.request_id for move in plan.moves if move.direction is MoveDirection.TO_DEVICE)
     assert returns[outgoing[0].request_id] == 1
-    assert bench.scheduler.num_preemptions == 0, "nothing was computed twice"
+    assert bench.requests.num_preemptions == 0, "nothing was computed twice"
 
 
 @both
@@ -279,8 +279,8 @@ def test_bros_recovers_from_an_overload(monkeypatch: pytest.MonkeyPatch) -> None
             bench.add(f"ls{count}", prompt=1, output=20, ttft=0.001 if late else 0.1, tpot=0.02)
             due_s, count = due_s + 0.04, count + 1
         bench.step()
-    assert len(bench.scheduler.waiting["LS"]) == 0
-    assert len(bench.scheduler.states) < 16
+    assert len(bench.requests.waiting["LS"]) == 0
+    assert len(bench.requests.states) < 16
     times = bench.token_s[f"ls{count - 20}"]
     assert max(b - a for a, b in itertools.pairwise(times)) <= 0.02
 
@@ -339,7 +339,7 @@ def test_bros_replaces_an_ls_request_that_can_wait_and_no_other(monkeypatch: pyt
         bench.add("ls1", tpot=0.030)
         bench.add("ls2", tpot=tpot)
         bench.step()
-        bench.scheduler._average_s = 0.045  # type: ignore[attr-defined]
+        bench.scheduler.policy._average_s = 0.045  # type: ignore[attr-defined]
         assert names(bench.step()) == expected, tpot
         for _ in range(60):
             bench.step()
@@ -387,8 +387,8 @@ def test_bros_counts_the_steps_that_a_long_prompt_still_takes() -> None:
     bench = Clock(policy="bros", max_step_tokens=20)
     bench.add("ls1", prompt=4, ttft=1.0)
     bench.add("ls2", prompt=100, ttft=1.0)
-    bench.scheduler._average_s = 0.05  # type: ignore[attr-defined]
-    residual_s = [bench.scheduler._residual_s(s, 0.1) for s in bench.scheduler.waiting["LS"]]  # type: ignore[attr-defined]
+    bench.scheduler.policy._average_s = 0.05  # type: ignore[attr-defined]
+    residual_s = [bench.scheduler.policy._residual_s(s, 0.1) for s in bench.requests.waiting["LS"]]  # type: ignore[attr-defined]
     assert residual_s == pytest.approx([0.9, 0.9 - 4 * 0.05])
 
 
@@ -396,9 +396,9 @@ def test_bros_averages_what_steps_took() -> None:
     bench = Bench("bros", device_blocks=100)
     bench.add("be")
     bench.step(seconds=0.1)
-    assert bench.scheduler._average_s == pytest.approx(0.1)  # type: ignore[attr-defined]
+    assert bench.scheduler.policy._average_s == pytest.approx(0.1)  # type: ignore[attr-defined]
     for _ in range(200):
         bench.step(seconds=0.02)
         if not bench.scheduler.has_unfinished:
             bench.add("be")
-    assert bench.scheduler._average_s == pytest.approx(0.02, rel=0.01)  # type: ignore[attr-defined]
+    assert bench.scheduler.policy._average_s == pytest.approx(0.02, rel=0.01)  # type: ignore[attr-defined]

@@ -18,9 +18,8 @@ from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, Sa
 from omniserve.kv import KV_MANAGERS, BidirectionalKVManager, Tier, TieredKVManager
 from omniserve.kv.base import KVManager
 from omniserve.latency import features_of
-from omniserve.sched import SCHEDULERS, Forecast, SchedulerLimits
+from omniserve.sched import SCHEDULERS, Forecast, Scheduler, SchedulerLimits
 from omniserve.sched.admission import LARGEST_MARGIN
-from omniserve.sched.policy import RequestScheduler
 from omniserve.sched.state import RequestState
 from tests.sched import preemptible
 from tests.sched.fake_device import VOCAB, FakeDevice, expected_tokens
@@ -74,11 +73,11 @@ def make(
         halt_rate=halt_rate,
     )
     oracle = draw_forecast(rng, limits.num_layers) if has_forecast else None
-    policy = SCHEDULERS.get(scheduler)(limits=limits, kv=kv, forecast=oracle)
-    device.abandoned = policy.abandoned_moves
+    made = Scheduler(SCHEDULERS.get(scheduler), limits=limits, kv=kv, forecast=oracle)
+    device.abandoned = made.requests.abandoned_moves
     if isinstance(kv, BidirectionalKVManager):
         device.sharers = kv._device.sharers
-    return policy, device
+    return made, device
 
 
 def draw_forecast(rng: random.Random, num_layers: int) -> Forecast:
@@ -164,13 +163,13 @@ def run_history(
                     check_tokens(requests[victim], got[victim], reasons.pop(victim), about=(seed, victim))
                     requests[victim], got[victim], stays[victim] = new, [], []
         events = device.poll(speed)
-        if step == down_at and sched.limits.num_host_slots:
+        if step == down_at and sched.requests.limits.num_host_slots:
             device.is_down = True
             events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
         sched.notify(events)
         plan = sched.schedule(now_s)
         if may_check_limit():
-            assert max(holding(sched).values()) <= sched.limits.max_num_requests, holding(sched)
+            assert max(holding(sched).values()) <= sched.requests.limits.max_num_requests, holding(sched)
         if has_forecast and SCHEDULERS.get(scheduler).predicts:
             num_bounded += check_decision(sched, plan)
         seconds = 0.005 if plan.decision is None or not plan.decision.predicted_s else plan.decision.predicted_s
@@ -192,9 +191,9 @@ def run_history(
     assert set(reasons) == set(requests)
     for request_id, request in requests.items():
         check_tokens(request, got[request_id], reasons[request_id], about=(seed, request_id))
-    usage = sched.kv.usage()
+    usage = sched.requests.kv.usage()
     assert usage.device_used == usage.host_used == 0
-    assert len(sched.kv.free_block_ids(Tier.DEVICE)) == usage.device_total, "somebody who ended still keeps KV"
+    assert len(sched.requests.kv.free_block_ids(Tier.DEVICE)) == usage.device_total, "somebody who ended still keeps KV"
     stats = sched.stats()
     assert stats.layer_preemptions == device.num_halts
     return {"overtaken": getattr(stepping, "num_overtaken", 0), "pending": device.num_pending,
@@ -203,8 +202,8 @@ def run_history(
             "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
             "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,
             "bounded": num_bounded, "resumed": stats.resumed_tokens, "restored": device.num_restored,
-            "relocated": device.num_relocated, "shared": getattr(sched.kv, "num_shared_blocks", 0),
-            "overwritten": getattr(sched.kv, "num_overwritten_tokens", 0),
+            "relocated": device.num_relocated, "shared": getattr(sched.requests.kv, "num_shared_blocks", 0),
+            "overwritten": getattr(sched.requests.kv, "num_overwritten_tokens", 0),
             "failed_returns": device.num_failed_returns}  # fmt: skip
 
 
@@ -226,29 +225,31 @@ def check_tokens(request: Request, got: list[int], reason: FinishReason, *, abou
     assert got == want, about
 
 
-def holding(sched: RequestScheduler) -> Counter[ServiceClass]:
+def holding(sched: Scheduler) -> Counter[ServiceClass]:
     """Return how many requests of each kind are on the device or on their way to it."""
-    holding = Counter({kind: len(sched.device[kind]) for kind in ServiceClass})
-    holding.update(state.kind for state, move in sched.moving.values() if move.direction is MoveDirection.TO_DEVICE)
+    holding = Counter({kind: len(sched.requests.device[kind]) for kind in ServiceClass})
+    holding.update(
+        state.kind for state, move in sched.requests.moving.values() if move.direction is MoveDirection.TO_DEVICE
+    )
     return holding
 
 
-def watch_returns(sched: RequestScheduler, may_check: Callable[[], bool]) -> None:
+def watch_returns(sched: Scheduler, may_check: Callable[[], bool]) -> None:
     """Verify that no BE request comes back to a device that is full of LS and BE requests, whoever comes after it."""
 
     def watched(begin: Callable[..., Any]) -> Callable[..., Any]:
         def begin_and_check(state: RequestState, *args: Any, **kwargs: Any) -> Any:
             begun = begin(state, *args, **kwargs)
             if begun and may_check() and state.kind is ServiceClass.BE:
-                (move,) = (move for moved, move in sched.moving.values() if moved is state)
-                full = holding(sched).total() > sched.limits.max_num_requests
+                (move,) = (move for moved, move in sched.requests.moving.values() if moved is state)
+                full = holding(sched).total() > sched.requests.limits.max_num_requests
                 assert not full or move.direction is MoveDirection.TO_HOST, holding(sched)
             return begun
 
         return begin_and_check
 
     for name in ("start_move", "start_restore"):
-        setattr(sched, name, watched(getattr(sched, name)))
+        setattr(sched.requests, name, watched(getattr(sched.requests, name)))
 
 
 def check_stays(output: RequestOutput, stays: list[Stay], *, overlaps: bool) -> None:
@@ -265,13 +266,15 @@ def check_stays(output: RequestOutput, stays: list[Stay], *, overlaps: bool) -> 
         assert moments == sorted(moments), (output.request_id, moments)
 
 
-def check_blocks_by_class(sched: RequestScheduler) -> None:
+def check_blocks_by_class(sched: Scheduler) -> None:
     """Verify that the classes' blocks add up to those in use, but for shared ones and copies that nobody waits for."""
-    usage, stats = sched.kv.usage(), sched.stats()
+    usage, stats = sched.requests.kv.usage(), sched.stats()
     on_device, on_host = sum(stats.device_blocks.values()), sum(stats.host_blocks.values())
-    sharers = sched.kv._device.sharers.values() if isinstance(sched.kv, BidirectionalKVManager) else ()
-    assert on_device == usage.device_used + sum(sched.kv.tier(be) is not None for _, be in sharers)
-    assert on_host == usage.host_used - num_given_up(sched.kv)
+    sharers = (
+        sched.requests.kv._device.sharers.values() if isinstance(sched.requests.kv, BidirectionalKVManager) else ()
+    )
+    assert on_device == usage.device_used + sum(sched.requests.kv.tier(be) is not None for _, be in sharers)
+    assert on_host == usage.host_used - num_given_up(sched.requests.kv)
 
 
 def num_given_up(kv: KVManager) -> int:
@@ -287,17 +290,17 @@ def num_given_up(kv: KVManager) -> int:
     return sum(map(len, blocks))
 
 
-def check_decision(sched: RequestScheduler, plan: StepPlan) -> bool:
+def check_decision(sched: Scheduler, plan: StepPlan) -> bool:
     """Check what policies with a forecast promise of a step; return whether its bound kept anything out."""
     decision = plan.decision
-    assert decision is not None and sched.forecast is not None
+    assert decision is not None and sched.policy.forecast is not None
     assert decision.predicted_s is not None and decision.predicted_ls_s is not None
-    kinds = {chunk.request_id: sched.states[chunk.request_id].kind for chunk in plan.chunks}
+    kinds = {chunk.request_id: sched.requests.states[chunk.request_id].kind for chunk in plan.chunks}
     has_ls = ServiceClass.LS in kinds.values()
     has_be = ServiceClass.BE in kinds.values() or plan.entries or plan.joins
     # The prediction is of just this plan (what is unknown here is whether the tier was at work already).
-    features = [features_of(plan, sched.forecast.shape, host_works=works) for works in (False, True)]
-    seconds = [sched.forecast.predictor.step_s(f) if not plan.is_empty else 0.0 for f in features]
+    features = [features_of(plan, sched.policy.forecast.shape, host_works=works) for works in (False, True)]
+    seconds = [sched.policy.forecast.predictor.step_s(f) if not plan.is_empty else 0.0 for f in features]
     assert any(abs(decision.predicted_s - s) < 1e-9 for s in seconds), (decision.predicted_s, seconds)
     if has_ls and has_be and decision.bound_s is not None:
         assert decision.predicted_s <= decision.bound_s + 1e-9, "best-effort work beyond the bound"

@@ -69,7 +69,7 @@ def test_a_full_host_pool_with_more_residents_than_seats_stalls_nobody() -> None
     kept_out: Counter[Bound] = Counter()
     for plan, _ in bench.steps_until(lambda: len(bench.finished) == 40):
         num_empty = num_empty + 1 if plan.is_empty else 0
-        longest, most_residents = max(longest, num_empty), max(most_residents, len(bench.scheduler.residents.queue))
+        longest, most_residents = max(longest, num_empty), max(most_residents, len(bench.requests.residents.queue))
         assert plan.decision is not None
         kept_out.update(out.bound for out in plan.decision.left_out if out.work == "pipelined row")
     assert longest <= 1
@@ -124,8 +124,8 @@ def test_a_partially_advanced_token_goes_on_from_its_layer() -> None:
     bench = overfull("apex", predict={"host_key": 1.0})
     next(plan for plan in bench.steps_until(lambda: False) if plan.entries)
     # The host became fast: what is under way comes first, from where it is.
-    assert bench.scheduler._host is not None  # type: ignore[attr-defined]
-    bench.scheduler._host = HostWatch(HostSpeed(1e-9, 0.0, 1e-9, 1))  # type: ignore[attr-defined]
+    assert bench.scheduler.policy._host is not None  # type: ignore[attr-defined]
+    bench.scheduler.policy._host = HostWatch(HostSpeed(1e-9, 0.0, 1e-9, 1))  # type: ignore[attr-defined]
     rows = bench.step().pipelined
     assert rows and all(isinstance(row, PiggybackJoin) and row.layer == 0 for row in rows)
     assert all(isinstance(row, PiggybackEntry) for row in bench.step().pipelined)

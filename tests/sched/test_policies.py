@@ -41,7 +41,7 @@ def test_an_ls_prompt_gets_memory_that_be_holds(policy: str) -> None:
     bench.add("ls", prompt=16)
     plan, _ = bench.step()
     assert names(plan)[0] == "ls"
-    assert bench.scheduler.num_preemptions >= 1
+    assert bench.requests.num_preemptions >= 1
 
 
 def test_an_ls_prompt_waits_for_a_swap_out_only_as_long_as_it_is_patient() -> None:
@@ -87,7 +87,7 @@ def test_be_decodes_that_find_no_memory_go_to_the_host_and_finish_there() -> Non
         if not bench.scheduler.has_unfinished:
             break
     assert len(host_tokens) == 4 and sum(host_tokens.values()) > 0
-    assert bench.scheduler.num_preemptions == 0
+    assert bench.requests.num_preemptions == 0
 
 
 def test_kv_comes_back_only_after_memory_was_light_for_a_while() -> None:
@@ -102,7 +102,7 @@ def test_kv_comes_back_only_after_memory_was_light_for_a_while() -> None:
     steps_of_light = 0
     for _ in range(60):
         plan, _ = bench.step()
-        if bench.scheduler.stats().host_requests and "ls-big" not in bench.scheduler.states:
+        if bench.scheduler.stats().host_requests and "ls-big" not in bench.requests.states:
             steps_of_light += 1
         if any(move.direction is MoveDirection.TO_DEVICE for move in plan.moves):
             returned_after = steps_of_light
@@ -129,11 +129,11 @@ def test_kv_comes_back_only_where_the_request_limit_has_room(policy: str) -> Non
     num_full = 0
     for _ in range(200):
         bench.step()
-        scheduler = bench.scheduler
-        returning = sum(move.direction is MoveDirection.TO_DEVICE for _, move in scheduler.moving.values())
-        num_holding = sum(map(len, scheduler.device.values())) + returning
+        requests = bench.requests
+        returning = sum(move.direction is MoveDirection.TO_DEVICE for _, move in requests.moving.values())
+        num_holding = sum(map(len, requests.device.values())) + returning
         assert num_holding <= 2
-        num_full += num_holding == 2 and len(scheduler.residents.queue) > 0
+        num_full += num_holding == 2 and len(requests.residents.queue) > 0
     assert num_full > 5, "nobody was kept from coming back"
     assert len(bench.finished) == 6
 
@@ -145,7 +145,7 @@ def test_piggyback_rows_are_admitted_lowest_layer_first() -> None:
     num_choices = 0
     for _ in range(200):
         bench.scheduler.notify(bench.device.poll(0.5))
-        away = [state.away for state in bench.scheduler.residents.queue]
+        away = [state.away for state in bench.requests.residents.queue]
         ready = [token.layer for token in away if token is not None and token.ready]
         plan, _ = bench.step(host_chance=0.0)
         assert len(plan.entries) + len(plan.joins) <= 1
@@ -169,7 +169,7 @@ def test_a_stale_result_is_dropped() -> None:
         position=event.position,
     )
     bench.scheduler.notify([stale])
-    assert not any(state.away and state.away.ready for state in bench.scheduler.residents.queue)
+    assert not any(state.away and state.away.ready for state in bench.requests.residents.queue)
 
 
 def test_bucket_is_the_smallest_power_of_two_that_holds_the_rows() -> None:
@@ -184,11 +184,11 @@ def test_a_best_effort_prompt_without_memory_sends_a_decode_to_the_host(policy: 
     bench = Bench(policy, device_blocks=13, host_blocks=64, be_order=be_order, min_residence_s=0.0)
     bench.add("be0", prompt=17, output=40)
     bench.add("be1", prompt=13, output=40)
-    bench.run_until(lambda: all(state.decodes for state in bench.scheduler.states.values()))
+    bench.run_until(lambda: all(state.decodes for state in bench.requests.states.values()))
     bench.add("be2", prompt=17, output=2)
-    bench.run_until(lambda: bench.scheduler.states["be2"].num_computed_tokens > 0, most=4)
+    bench.run_until(lambda: bench.requests.states["be2"].num_computed_tokens > 0, most=4)
     assert bench.scheduler.stats().swaps_out == 1
-    assert bench.scheduler.num_preemptions == 0
+    assert bench.requests.num_preemptions == 0
 
 
 def test_an_id_is_not_reused_while_a_copy_still_uses_its_blocks() -> None:
@@ -196,9 +196,9 @@ def test_an_id_is_not_reused_while_a_copy_still_uses_its_blocks() -> None:
     bench = Bench("omniserve", device_blocks=8, host_blocks=24)
     for i in range(4):
         bench.add(f"be{i}", prompt=6, output=20)
-    while not bench.scheduler.moving:
+    while not bench.requests.moving:
         bench.step(host_chance=0.0)
-    ((state, _),) = list(bench.scheduler.moving.values())[:1]
+    ((state, _),) = list(bench.requests.moving.values())[:1]
     bench.scheduler.abort(state.request_id, bench.now_s)
     with pytest.raises(ValueError, match="still uses; choose another"):
         bench.add(state.request_id)

@@ -32,7 +32,7 @@ def preempt_be(bench: Bench, *, ls_prompt: int) -> None:
         bench.step()
     bench.add("ls", prompt=ls_prompt, output=2)
     plan, _ = bench.step()
-    assert names(plan) == ["ls"] and bench.scheduler.states["be"].phase is Phase.WAITING
+    assert names(plan) == ["ls"] and bench.requests.states["be"].phase is Phase.WAITING
 
 
 def run_to_the_end(bench: Bench) -> tuple[list[StepPlan], dict[str, list[int]]]:
@@ -51,7 +51,7 @@ def run_to_the_end(bench: Bench) -> tuple[list[StepPlan], dict[str, list[int]]]:
 def test_only_what_is_behind_the_checkpoint_is_recomputed(kv: str, num_recomputed: int) -> None:
     bench = make(kv=kv)
     preempt_be(bench, ls_prompt=8 * BLOCK - 2)
-    assert bench.scheduler.states["be"].num_output_tokens == 4, "19 tokens had been computed"
+    assert bench.requests.states["be"].num_output_tokens == 4, "19 tokens had been computed"
     plans, tokens = run_to_the_end(bench)
     assert sum(tokens_of("be", plan) for plan in plans) == 12 - 4 + num_recomputed
     copied = [len(move.src_block_ids) for plan in plans for move in restores(plan)]
@@ -79,7 +79,7 @@ def test_who_is_resumed_at_once_recomputes_nothing() -> None:
     bench.add("be", prompt=10, output=12)
     for _ in range(3):
         bench.step()
-    bench.scheduler.preempt(bench.scheduler.states["be"])
+    bench.requests.preempt(bench.requests.states["be"])
     plan, outputs = bench.step()
     assert tokens_of("be", plan) == 1 and len(outputs) == 1
 
@@ -90,9 +90,9 @@ def test_a_restored_request_has_its_tokens_under_every_policy(policy: str) -> No
     bench.add("be", prompt=16, output=12)
     for _ in range(4):
         bench.step()
-    state = bench.scheduler.states["be"]
+    state = bench.requests.states["be"]
     num_computed = state.num_computed_tokens
-    bench.scheduler.preempt(state)
+    bench.requests.preempt(state)
     bench.kv.allocate("other", 8 * BLOCK)
     bench.kv.free("other")
     plan, _ = bench.step()
@@ -108,7 +108,7 @@ def test_other_requests_are_served_while_one_is_restored() -> None:
     bench.add("be", prompt=16, output=30)
     for _ in range(4):
         bench.step()
-    bench.scheduler.preempt(bench.scheduler.states["be"])
+    bench.requests.preempt(bench.requests.states["be"])
     bench.kv.allocate("other", 16 * BLOCK)
     bench.kv.free("other")
     bench.add("be-young", prompt=4, output=30)
@@ -123,10 +123,10 @@ def test_the_first_in_line_is_restored_before_its_turn() -> None:
     bench = make("omniserve", device_blocks=40, max_step_tokens=4, be_order="prefill")
     bench.add("be-old", prompt=60, output=4)
     bench.add("be", prompt=16, output=12)
-    bench.run_until(lambda: bench.scheduler.states["be"].num_output_tokens >= 2)
-    old, be = (bench.scheduler.states[name] for name in ("be-old", "be"))
+    bench.run_until(lambda: bench.requests.states["be"].num_output_tokens >= 2)
+    old, be = (bench.requests.states[name] for name in ("be-old", "be"))
     for state in (be, old):
-        bench.scheduler.preempt(state)
+        bench.requests.preempt(state)
     bench.kv._checkpoints.drop("be-old")  # type: ignore[attr-defined]
     bench.kv.allocate("other", 40 * BLOCK)
     bench.kv.free("other")
@@ -140,7 +140,7 @@ def test_the_first_in_line_is_restored_before_its_turn() -> None:
 def test_who_is_aborted_while_it_is_restored_leaves_nothing(fails: bool) -> None:
     bench = make()
     preempt_be(bench, ls_prompt=8 * BLOCK - 2)
-    plan, _ = bench.run_until(lambda: bench.scheduler.states["be"].phase is Phase.MOVING)[-1]
+    plan, _ = bench.run_until(lambda: bench.requests.states["be"].phase is Phase.MOVING)[-1]
     output = bench.scheduler.abort("be", bench.now_s)
     assert output is not None and output.finish_reason is FinishReason.ABORT
     assert bench.kv.usage().device_used > 0, "the copy still writes there"
@@ -154,7 +154,7 @@ def test_who_is_aborted_while_it_is_restored_leaves_nothing(fails: bool) -> None
 def test_after_a_failed_restore_a_request_is_recomputed() -> None:
     bench = make()
     preempt_be(bench, ls_prompt=8 * BLOCK - 2)
-    state = bench.scheduler.states["be"]
+    state = bench.requests.states["be"]
     bench.run_until(lambda: state.phase is Phase.MOVING)
     before = bench.scheduler.stats()
     bench.device.failure_rate = 1.0
@@ -162,7 +162,7 @@ def test_after_a_failed_restore_a_request_is_recomputed() -> None:
     assert tokens_of("be", plan) == state.num_tokens - 1 and not restores(plan)
     after = bench.scheduler.stats()
     assert after.preempted_tokens == before.preempted_tokens > 0, "it gave way once"
-    assert bench.scheduler.num_preemptions == 1 and after.resumed_tokens == 0
+    assert bench.requests.num_preemptions == 1 and after.resumed_tokens == 0
     bench.device.failure_rate = 0.0
     _, tokens = run_to_the_end(bench)
     assert tokens["be"] == expected_tokens((7,) * 16, 12)[5:]
@@ -207,9 +207,9 @@ def test_who_is_aborted_on_its_way_to_the_host_leaves_nothing_when_its_move_is_a
     bench.add("be", prompt=16, output=12)
     for _ in range(4):
         bench.step()
-    move = bench.scheduler.start_move(bench.scheduler.states["be"], MoveDirection.TO_HOST)
+    move = bench.requests.start_move(bench.requests.states["be"], MoveDirection.TO_HOST)
     assert move is not None and bench.kv.num_checkpointed("be") == 0, "its checkpoint is the front of the target"
     bench.scheduler.abort("be", bench.now_s)
-    bench.scheduler.abandon_move(move.move_id)
+    bench.requests.abandon_move(move.move_id)
     bench.scheduler.notify([HostEvent(kind=HostEventKind.MOVE_DONE, move_id=move.move_id)])
     assert holds_nothing(bench) and not bench.scheduler.has_unfinished

@@ -21,7 +21,7 @@ def test_an_ls_request_moves_in_beside_a_be_request_that_goes_on(
     bench.add("ls", prompt=1, output=2)
     plan, _ = bench.step()
     assert sorted(names(plan)) == sorted(first), "else the BE request has to give way"
-    assert bench.scheduler.num_preemptions == num_preemptions
+    assert bench.requests.num_preemptions == num_preemptions
     bench.run_until(lambda: {"be", "ls"} <= bench.finished)
 
 
@@ -45,15 +45,15 @@ def test_bros_goes_on_with_the_be_request_of_which_least_must_be_copied_back() -
     bench.add("be1", prompt=16)
     bench.add("be2", prompt=16)
     bench.step()
-    scheduler, kv = bench.scheduler, bench.kv
+    requests, kv = bench.requests, bench.kv
     assert isinstance(kv, BidirectionalKVManager)
     for name in ("be1", "be2"):
-        scheduler.preempt(scheduler.states[name])
+        requests.preempt(requests.states[name])
     for move in kv.start_saving(num_ahead=12, max_blocks=12):
         kv.finish_move(move.move_id, succeeded=True)
     assert kv.allocate("somebody", 8 * BLOCK) is not None
     kv.free("somebody")
-    assert scheduler.needs_restore(scheduler.states["be1"]) and not scheduler.needs_restore(scheduler.states["be2"])
+    assert requests.needs_restore(requests.states["be1"]) and not requests.needs_restore(requests.states["be2"])
     bench.add("ls", prompt=4)
     plan, _ = bench.step()
-    assert names(plan) == ["ls", "be2"] and scheduler.states["be1"].phase is Phase.WAITING
+    assert names(plan) == ["ls", "be2"] and requests.states["be1"].phase is Phase.WAITING

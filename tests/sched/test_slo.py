@@ -103,7 +103,7 @@ def test_an_idle_machine_works_whatever_the_bound() -> None:
     bench.add("be", prompt=100, output=5)
     for _ in range(40):
         bench.step()
-    assert "be" not in bench.scheduler.states
+    assert "be" not in bench.requests.states
 
 
 @pytest.mark.parametrize(("order", "decodes"), [("decode", True), ("prefill", False)])
@@ -129,7 +129,7 @@ def test_best_effort_requests_all_finish_while_ls_leaves_slack() -> None:
         if i % 10 == 0:
             bench.add(f"ls{i}", prompt=10, output=8, tpot=0.030, ttft=0.5)
         bench.step()
-    assert not any(name.startswith("be") for name in bench.scheduler.states)
+    assert not any(name.startswith("be") for name in bench.requests.states)
     assert bench.scheduler.stats().host_output_tokens > 0
 
 
@@ -142,7 +142,7 @@ def test_a_prompt_that_would_miss_its_ttft_is_rejected_at_once_and_told_when_to_
     error = caught.value
     assert error.predicted_ttft_s == pytest.approx(0.92, abs=0.03) and error.required_ttft_s == 0.5
     assert error.retry_after_s == pytest.approx(error.predicted_ttft_s - 0.8 * 0.5)
-    assert "ls9" not in bench.scheduler.states and bench.scheduler.stats().rejected == {"LS": 1, "BE": 0}
+    assert "ls9" not in bench.requests.states and bench.scheduler.stats().rejected == {"LS": 1, "BE": 0}
     until_s = bench.now_s + error.retry_after_s
     bench.run_until(lambda: bench.now_s >= until_s)
     bench.add("ls9", prompt=100, ttft=0.5)
@@ -370,7 +370,7 @@ def test_a_square_wave_of_ls_load_moves_nobody_more_than_once_a_period() -> None
     wave = 0
     while bench.now_s < 8 * period_s:
         phase = bench.now_s % period_s
-        running = sum(name.startswith("ls") for name in bench.scheduler.states)
+        running = sum(name.startswith("ls") for name in bench.requests.states)
         if phase < period_s / 2 and running < 6:
             wave += 1
             bench.add(f"ls{wave}", prompt=80, output=40, tpot=0.1)

@@ -112,7 +112,7 @@ def serve(
             meanwhile()
         for output in engine.step():
             got[output.request_id] += output.new_token_ids
-        engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+        engine.scheduler.check_integrity()
         if engine.last_plan_was_empty:
             engine.wait(0.01)
     wrong = [i for i, name in enumerate(ids) if not sampling and tuple(got[name]) != reference.tokens[i]]

@@ -1,0 +1,361 @@
+"""RequestTable: all requests, where each of them is, and how they change place."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection
+from omniserve.core.request import ServiceClass
+from omniserve.kv.base import KVManager, MoveResult, Tier
+from omniserve.sched.checkpoints import Checkpoints
+from omniserve.sched.limits import SchedulerLimits
+from omniserve.sched.residents import HostResidents
+from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
+
+logger = logging.getLogger(__name__)
+
+
+class RequestTable:
+    """The requests that have not ended, the queue that each is in, and the KV moves under way.
+
+    A request is in exactly one of ``waiting[kind]``, ``device[kind]``, ``residents.queue`` and ``moving``, by its
+    phase, or in none of them and ENDING. WAITING and ENDING requests have no block table. HOST requests hold a slot,
+    and so do MOVING ones that come from the host tier or go there.
+
+    Args:
+        limits: Sizes and budgets.
+        kv: The block ids; nothing else allocates and frees.
+        offloads: Requests may move to the host tier.
+    """
+
+    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, offloads: bool) -> None:
+        self.limits = limits
+        self.kv = kv
+        self.states: dict[str, RequestState] = {}
+        self.waiting = {c: RequestQueue() for c in ServiceClass}
+        self.device = {c: RequestQueue() for c in ServiceClass}
+        self.residents = HostResidents(num_slots=limits.num_host_slots, num_layers=limits.num_layers)
+        self.moving: dict[int, tuple[RequestState, KVMove]] = {}
+        self.abandoned_moves: set[int] = set()
+        self.host_is_up = limits.num_host_slots > 0
+        self.counters: Counter[str] = Counter()
+        """Fields of SchedulerStats that are not by class."""
+        self.step_ids = itertools.count()
+        self._offloads = offloads
+        self._draining: dict[int, RequestState] = {}
+        self._cancels: list[int] = []
+        self._checkpoints: Checkpoints | None = None
+        if (kv.restores or offloads) and limits.checkpoint_blocks > 0 and limits.num_host_slots > 0:
+            self._checkpoints = Checkpoints(kv, limits.block_size, max_blocks_per_step=limits.checkpoint_blocks)
+
+    # -- arrivals and ends ---------------------------------------------------------------------------------------
+
+    def add(self, state: RequestState) -> None:
+        """Put a new request into its queue.
+
+        Raises:
+            ValueError: A request of that id has ended, but a copy or a host task still uses its KV.
+        """
+        if any(ended.request_id == state.request_id for ended in self.ended()):
+            raise ValueError(
+                f"request id {state.request_id!r} is of a request that has ended, but whose KV a copy or a host task "
+                "still uses; choose another"
+            )
+        self.states[state.request_id] = state
+        self.kv.declare(state.request_id, state.kind)
+        self.waiting[state.kind].add(state)
+
+    def end(self, state: RequestState) -> None:
+        """Forget a request; its KV is freed now, or when the copy or host task that uses it is over."""
+        del self.states[state.request_id]
+        self.let_go(state, Phase.FINISHED)
+
+    def let_go(self, state: RequestState, into: Phase) -> None:
+        """Take a request from where it is; its phase is ``into``, or DRAINING if something still uses its KV."""
+        phase, state.phase = state.phase, into
+        if phase is Phase.WAITING:
+            self.waiting[state.kind].remove(state)
+            self.kv.free(state.request_id)
+        elif phase is Phase.DEVICE:
+            self.device[state.kind].remove(state)
+            self.kv.free(state.request_id)
+        elif phase is Phase.MOVING:
+            state.phase = Phase.DRAINING
+        elif phase is Phase.HOST:
+            self.residents.queue.remove(state)
+            if state.away is not None and not state.away.ready:
+                state.phase = Phase.DRAINING
+                self._draining[state.slot] = state
+                self._cancels.append(state.slot)
+            else:
+                self._leave_host(state)
+
+    def ended(self) -> Iterator[RequestState]:
+        """Yield the requests that have ended, but whose KV a copy or a host task still uses."""
+        yield from (state for state, _ in self.moving.values() if state.phase is Phase.DRAINING)
+        yield from self._draining.values()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no request is left, and no slot, move or copy has to be given back."""
+        is_copying = self._checkpoints is not None and self._checkpoints.busy
+        return not (self.states or self.moving or self.abandoned_moves or self._draining or is_copying)
+
+    # -- changes of place ----------------------------------------------------------------------------------------
+
+    def admit(self, state: RequestState) -> None:
+        """Book that a WAITING request has its first chunk, and so its blocks, on the device."""
+        self.waiting[state.kind].remove(state)
+        state.phase = Phase.DEVICE
+        state.blocked_since_s = None
+        self.device[state.kind].add(state)
+
+    def preempt(self, state: RequestState) -> None:
+        """Take a request's memory back; it waits, in arrival order, to be resumed. Its tokens are kept.
+
+        What the KV manager does not keep of its KV is recomputed then.
+        """
+        if state.phase is Phase.DEVICE:
+            self.device[state.kind].remove(state)
+        elif state.phase is Phase.HOST:
+            self.residents.queue.remove(state)
+            self.residents.release_slot(state)
+        else:
+            raise RuntimeError(f"request {state.request_id} cannot be preempted while {state.phase}")
+        self.kv.evict(state.request_id, state.num_computed_tokens)
+        self._requeue(state)
+
+    def start_move(self, state: RequestState, direction: MoveDirection, *, reserve_blocks: int = 0) -> KVMove | None:
+        """Begin to move a DEVICE or HOST request that stands at a token boundary; None if there is no room."""
+        assert state.decodes and state.away is None, f"{state.request_id} is not at a token boundary"
+        assert self._offloads, "the policy moves requests between the tiers: set its offloads to True"
+        to_host = direction is MoveDirection.TO_HOST
+        if to_host and (not self.host_is_up or self.residents.num_free_slots == 0):
+            return None
+        keep_tokens = 0 if to_host or self._checkpoints is None else state.num_computed_tokens
+        move = self.kv.start_move(state.request_id, direction, reserve_blocks=reserve_blocks, keep_tokens=keep_tokens)
+        if move is None:
+            return None
+        state.halted = None
+        if to_host:
+            self.device[state.kind].remove(state)
+            self.residents.take_slot(state)
+        else:
+            self.residents.queue.remove(state)
+        state.phase = Phase.MOVING
+        self.moving[move.move_id] = (state, move)
+        return move
+
+    def needs_restore(self, state: RequestState) -> bool:
+        """Tell whether a WAITING request has a checkpoint of tokens whose KV is not on the device any more."""
+        num_kept = self.kv.num_kept_tokens
+        return self.host_is_up and num_kept(state.request_id, Tier.HOST) > num_kept(state.request_id, Tier.DEVICE)
+
+    def start_restore(self, state: RequestState, *, reserve_blocks: int = 0) -> KVMove | None:
+        """Begin to copy a WAITING request back that needs it; None if there is no room.
+
+        It holds device blocks for all its tokens from now on, and is on the device, with those behind its checkpoint
+        uncomputed, when the copy is done.
+        """
+        num_tokens = self.kv.num_kept_tokens(state.request_id, Tier.HOST)
+        move = self.kv.start_restore(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
+        if move is None:
+            return None
+        self.waiting[state.kind].remove(state)
+        state.num_computed_tokens = num_tokens
+        state.blocked_since_s = None
+        state.phase = Phase.MOVING
+        self.moving[move.move_id] = (state, move)
+        return move
+
+    def abandon_move(self, move_id: int) -> None:
+        """Take the device memory back from a request that is moving to the host; it waits to be recomputed."""
+        state, _ = self.moving.pop(move_id)
+        self.kv.abandon_move(move_id)
+        self.abandoned_moves.add(move_id)
+        self.residents.release_slot(state)
+        if state.phase is Phase.DRAINING:
+            state.phase = Phase.FINISHED
+            self.kv.free(state.request_id)
+        else:
+            self._requeue(state)
+
+    def start_checkpoints(self) -> list[KVMove]:
+        """Begin to copy BE blocks to the host ahead of need; to be called when the step is decided."""
+        if self._checkpoints is None or not self.host_is_up:
+            return []
+        return self._checkpoints.plan(self.device[BE], reserve_blocks=self.host_headroom)
+
+    def take_cancels(self) -> tuple[int, ...]:
+        """Return, once, the host slots of requests that have ended while their token was away."""
+        cancels, self._cancels = tuple(self._cancels), []
+        return cancels
+
+    # -- what happens beside the steps ---------------------------------------------------------------------------
+
+    def notify(self, events: Sequence[HostEvent]) -> None:
+        """Book what finished beside the steps: host attention and KV moves."""
+        for event in events:
+            if event.kind in (HostEventKind.MOVE_DONE, HostEventKind.MOVE_FAILED):
+                self._finish_move(event)
+            elif event.kind is HostEventKind.TIER_DOWN:
+                self.host_is_up = False
+                for state in self.residents.queue:
+                    if state.away is None:
+                        self.preempt(state)
+            else:
+                self._finish_attention(event)
+
+    def _finish_attention(self, event: HostEvent) -> None:
+        ended = self._draining.get(event.slot)
+        if ended is not None and ended.epoch == event.epoch:
+            del self._draining[event.slot]
+            ended.phase = Phase.FINISHED
+            self._leave_host(ended)
+            return
+        state = self.residents.on_event(event)
+        if state is None:
+            logger.warning("dropped a stale host result: %s", event)
+        elif event.kind is HostEventKind.ATTENTION_FAILED:
+            self.preempt(state)
+
+    def _finish_move(self, event: HostEvent) -> None:
+        if self._checkpoints is not None and self._checkpoints.on_move(event):
+            return
+        succeeded = event.kind is HostEventKind.MOVE_DONE
+        result = self.kv.finish_move(event.move_id, succeeded=succeeded)
+        if event.move_id in self.abandoned_moves:
+            self.abandoned_moves.remove(event.move_id)
+            return
+        state, _ = self.moving.pop(event.move_id)
+        on_host = self.kv.tier(state.request_id) is Tier.HOST
+        if state.phase is Phase.DRAINING:
+            state.phase = Phase.FINISHED
+            self._leave_host(state)
+            return
+        if result is MoveResult.LOST:
+            if state.slot >= 0:
+                self.residents.release_slot(state)
+                self._requeue(state)
+            else:
+                self._wait(state)  # it was counted when it gave way
+            return
+        if succeeded and state.slot >= 0:
+            self.counters["swaps_out" if on_host else "swaps_in"] += 1
+        if on_host:
+            state.phase = Phase.HOST
+            self.residents.queue.add(state)
+            if not self.host_is_up:
+                self.preempt(state)
+        else:
+            if state.slot < 0:
+                self.counters["resumed_tokens"] += state.num_computed_tokens
+            self._release_slot(state)
+            state.phase = Phase.DEVICE
+            self.device[state.kind].add(state)
+
+    def _requeue(self, state: RequestState) -> None:
+        self.counters["preemptions"] += 1
+        self.counters["preempted_tokens"] += state.num_computed_tokens
+        self._wait(state)
+
+    def _wait(self, state: RequestState) -> None:
+        state.num_computed_tokens = 0
+        state.halted = None
+        state.phase = Phase.WAITING
+        self.waiting[state.kind].add(state)
+
+    def _leave_host(self, state: RequestState) -> None:
+        self._release_slot(state)
+        self.kv.free(state.request_id)
+
+    def _release_slot(self, state: RequestState) -> None:
+        if state.slot >= 0:  # a request that is restored has none
+            self.residents.release_slot(state)
+
+    # -- what policies ask ---------------------------------------------------------------------------------------
+
+    @property
+    def moves_to_host(self) -> list[KVMove]:
+        """Moves of requests to the host that are under way, the first begun first."""
+        return [move for _, move in self.moving.values() if move.direction is MoveDirection.TO_HOST]
+
+    @property
+    def blocks_moving_out(self) -> int:
+        """Device blocks that they will free."""
+        return sum(len(move.src_block_ids) for move in self.moves_to_host)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.counters["preemptions"]
+
+    @property
+    def num_blocks_checkpointed(self) -> int:
+        """Blocks of the copies that joined a checkpoint, if only in part."""
+        return self._checkpoints.num_blocks_copied if self._checkpoints is not None else 0
+
+    @property
+    def host_headroom(self) -> int:
+        """Host blocks for residents to grow into, so that a full host tier does not drop what it just received."""
+        return 2 * (self.residents.num_slots_used + 1) if self._offloads else 0
+
+    def num_admitted(self, kind: ServiceClass) -> int:
+        """Return how many requests, on the device or on their way to it, count against the limit of this kind.
+
+        Those on their way to the host do not; one that fails to get there comes on top.
+        """
+        # BE requests never use up the seats of LS ones.
+        kinds = (LS,) if kind is LS else (LS, BE)
+        incoming = (state for state, move in self.moving.values() if move.direction is MoveDirection.TO_DEVICE)
+        return sum(state.kind in kinds for state in incoming) + sum(len(self.device[kind]) for kind in kinds)
+
+    def is_full(self, kind: ServiceClass) -> bool:
+        """Return whether the limit on requests keeps out another one of this kind."""
+        return self.num_admitted(kind) >= self.limits.max_num_requests
+
+    def blocks_for(self, state: RequestState) -> int:
+        """Return how many blocks all known tokens of a request need."""
+        return -(-state.num_tokens // self.limits.block_size)
+
+    def reserve_for_ls(self, state: RequestState) -> int:
+        """Return what a BE request leaves free: no block if it has the device to itself, or it might never run."""
+        others = len(self.device[LS]) + len(self.waiting[LS]) + sum(s is not state for s in self.device[BE])
+        return self.limits.ls_reserve_blocks if others else 0
+
+    def host_blocks_for(self, state: RequestState) -> tuple[int, ...] | None:
+        """Return blocks for a resident's newest token; if the host is full, the youngest resident is recomputed."""
+        blocks = self.kv.allocate(state.request_id, state.num_tokens)
+        if blocks is None and next(reversed(self.residents.queue)) is state:
+            self.preempt(state)
+        return blocks
+
+    def check_integrity(self) -> None:
+        """Verify the class's invariants and the KV manager's; for tests and debugging.
+
+        Raises:
+            AssertionError: With what does not fit.
+        """
+        self.kv.check_integrity()
+        for state in self.states.values():
+            homes = {
+                Phase.WAITING: state in self.waiting[state.kind],
+                Phase.DEVICE: state in self.device[state.kind],
+                Phase.HOST: state in self.residents.queue,
+                Phase.MOVING: any(other is state for other, _ in self.moving.values()),
+                Phase.ENDING: state.phase is Phase.ENDING,
+            }
+            assert [phase for phase, home in homes.items() if home] == [state.phase], (state.request_id, homes)
+            holds = self.kv.num_blocks(state.request_id)
+            assert (holds == 0) == (state.phase in (Phase.WAITING, Phase.ENDING)), (
+                state.request_id,
+                state.phase,
+                holds,
+            )
+            may_hold, must_hold = state.phase in (Phase.HOST, Phase.MOVING), state.phase is Phase.HOST
+            assert may_hold if state.slot >= 0 else not must_hold, (state.request_id, state.phase, state.slot)
+        held = self.residents.num_slots_used
+        on_host = sum(s.slot >= 0 for s in (*self.states.values(), *self.ended()))
+        assert held == on_host, f"{held} slots are taken, {on_host} requests hold one"

@@ -1,0 +1,339 @@
+"""Scheduler: what the engine drives. It plans steps by a policy, and books what comes of them.
+
+A step may be launched while the one before it runs, so a request's newest token may be *pending*: its place is taken,
+its value comes with ``settle``. If it then turns out to have been the last, what a later step in flight computes for
+the request is dropped. Its blocks are free at once all the same: steps, and the copies that a plan starts, run on the
+device in the order of their launch, so whichever request is given the blocks writes them after that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from omniserve.core.errors import RequestRejected
+from omniserve.core.plan import (
+    PENDING_TOKEN,
+    DeviceChunk,
+    HostEvent,
+    PiggybackEntry,
+    SampledToken,
+    StepOutput,
+    StepPlan,
+)
+from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
+from omniserve.kv.base import KVManager, Tier
+from omniserve.sched.limits import SchedulerLimits
+from omniserve.sched.load import Forecast
+from omniserve.sched.policy import Policy
+from omniserve.sched.request_table import RequestTable
+from omniserve.sched.state import HaltedChunk, Phase, RequestState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerStats:
+    """Gauges and counters of a scheduler; see EngineStats."""
+
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    running: Mapping[str, int] = field(default_factory=dict)
+    device_blocks: Mapping[str, int] = field(default_factory=dict)
+    """Gauge: device KV blocks that requests hold, by class."""
+    host_blocks: Mapping[str, int] = field(default_factory=dict)
+    host_requests: int = 0
+    output_tokens: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens: Mapping[str, int] = field(default_factory=dict)
+    host_output_tokens: int = 0
+    preemptions: int = 0
+    preempted_tokens: int = 0
+    layer_preemptions: int = 0
+    swaps_out: int = 0
+    swaps_in: int = 0
+    checkpoints: int = 0
+    resumed_tokens: int = 0
+    rejected: Mapping[str, int] = field(default_factory=dict)
+
+
+class Scheduler:
+    """A policy and the requests it plans for. Called by one thread, in the order: notify, schedule, update.
+
+    An engine whose device shall not wait between steps takes ``update`` apart: ``advance`` as it launches a step, then
+    notify, schedule and launch of the next one, then ``settle`` of the first. At most one step is ahead of another, and
+    only one whose plan ``is_certain`` is advanced before its outcome is known. Requests may end in between.
+
+    Args:
+        policy: Decides what each step computes.
+        limits: Sizes and budgets.
+        kv: The block ids; nothing else allocates and frees.
+        forecast: What a step will take; None: there is no latency model.
+    """
+
+    def __init__(
+        self, policy: type[Policy], *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None
+    ) -> None:
+        self.requests = RequestTable(limits=limits, kv=kv, offloads=policy.offloads)
+        self.policy = policy(self.requests, forecast)
+        self._limits = limits
+        self._kv = kv
+        self._classes = {spec.name: (rank, ServiceClass(spec.kind)) for rank, spec in enumerate(limits.classes)}
+        self._in_flight: dict[int, list[tuple[RequestState, DeviceChunk | None]]] = {}
+        """Step id -> what ``settle`` has to look at: states, as ids may be in use again by then; no chunk: on the host
+        tier the token has passed its last layer."""
+        self._orders = itertools.count()
+        self._output_tokens: Counter[str] = Counter()
+        self._prompt_tokens: Counter[str] = Counter()
+        self._rejected: Counter[str] = Counter(dict.fromkeys(self._classes, 0))
+
+    # -- arrivals and ends ---------------------------------------------------------------------------------------
+
+    def add(
+        self, request_id: str, request: Request, slo: SLO, now_s: float, *, arrival_s: float | None = None
+    ) -> float | None:
+        """Take a request.
+
+        Args:
+            arrival_s: When it came to the server, at most ``now_s``; None: now.
+
+        Returns:
+            The predicted time to first token, seconds from arrival; None if the policy predicts none.
+
+        Raises:
+            RequestRejected: Its objectives cannot be met at present load.
+            ValueError: A request of that id has ended, but a copy or a host task still uses its KV.
+        """
+        rank, kind = self._classes[request.service_class]
+        state = RequestState(
+            request_id=request_id,
+            request=request,
+            slo=slo,
+            kind=kind,
+            place=(rank, next(self._orders)),
+            arrival_s=now_s if arrival_s is None else arrival_s,
+            token_ids=list(request.prompt_token_ids),
+        )
+        self.requests.add(state)
+        try:
+            state.predicted_ttft_s = self.policy.on_arrival(state, now_s)
+        except Exception as error:
+            self._rejected[state.service_class] += isinstance(error, RequestRejected)
+            self.requests.end(state)
+            raise
+        return state.predicted_ttft_s
+
+    def abort(self, request_id: str, now_s: float) -> RequestOutput | None:
+        """End a request now; None if it is unknown or has finished. Its KV is freed as soon as nothing reads it."""
+        state = self.requests.states.get(request_id)
+        if state is None:
+            return None
+        if state.num_output_tokens:
+            self.policy.on_end(state)
+        self.requests.end(state)
+        return state.output(reason=FinishReason.ABORT, now_s=now_s)
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def notify(self, events: Sequence[HostEvent]) -> None:
+        """Learn what finished beside the steps: host attention and KV moves."""
+        self.requests.notify(events)
+        self.policy.on_host_events(events)
+
+    def schedule(self, now_s: float) -> StepPlan:
+        """Decide the next step; allocates the KV it needs."""
+        return self.policy.schedule(now_s)
+
+    def update(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
+        """Book what a step computed: append tokens, finish requests, free KV."""
+        self.advance(plan, output)
+        return self.settle(plan, output, now_s)
+
+    def is_certain(self, plan: StepPlan) -> bool:
+        """Return whether all that ``advance`` books of a plan is known before it has run."""
+        if plan.preemptible or plan.pipelined:
+            return False
+        if any(chunk.from_layer or chunk.scores is not None for chunk in plan.chunks):
+            return False
+        # What a grammar allows next depends on the token before.
+        ids = itertools.chain((chunk.request_id for chunk in plan.chunks), (join.request_id for join in plan.joins))
+        return all(self.requests.states[request_id].request.sampling.grammar is None for request_id in ids)
+
+    def advance(self, plan: StepPlan, output: StepOutput | None = None) -> None:
+        """Book what is known of a step without its tokens: which KV there is, where requests are, which get a token.
+
+        Each new token is PENDING_TOKEN until ``settle``. A request that gets its last one is not scheduled any more.
+
+        Args:
+            plan: The step; to be called once for each plan, in their order.
+            output: What came of it; None: nothing yet, and the plan is certain.
+        """
+        output, requests = output or StepOutput(), self.requests
+        rows: list[tuple[RequestState, DeviceChunk | None]] = []
+        for chunk in plan.chunks:
+            state = requests.states[chunk.request_id]
+            state.halted = None
+            if (layer := output.halted.get(chunk.request_id)) is not None:
+                requests.counters["layer_preemptions"] += 1
+                if layer > 0:
+                    state.halted = HaltedChunk(layer, chunk.start, len(chunk.token_ids))
+                continue
+            state.num_computed_tokens = chunk.start + len(chunk.token_ids)
+            if chunk.samples:
+                self._expect_token(state)
+            if chunk.samples or chunk.scores is not None:
+                rows.append((state, chunk))
+        for entry in plan.entries:
+            requests.residents.enter(requests.states[entry.request_id], entry.position)
+        for join in plan.joins:
+            state = requests.states[join.request_id]
+            if requests.residents.advance(state):
+                self._expect_token_from_host(state)
+                rows.append((state, None))
+        for row in plan.pipelined:
+            state = requests.states[row.request_id]
+            requests.residents.arrive(state)
+            if row.request_id in output.lost:
+                requests.preempt(state)
+            else:
+                self._expect_token_from_host(state)
+                rows.append((state, None))
+        self._in_flight[plan.step_id] = rows
+
+    def _expect_token(self, state: RequestState) -> None:
+        if state.expect_token(self._limits.max_model_len):
+            self.requests.let_go(state, Phase.ENDING)
+
+    def _expect_token_from_host(self, state: RequestState) -> None:
+        state.num_computed_tokens += 1
+        self._expect_token(state)
+
+    def settle(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
+        """Fill in a step's tokens and end requests; to be called once for each advanced plan, in their order.
+
+        What the step computed for requests that have ended since it was launched is dropped.
+        """
+        self.policy.on_step_end(plan, now_s)
+        outputs: list[RequestOutput] = []
+        for state, chunk in self._in_flight.pop(plan.step_id):
+            request_id = state.request_id
+            if self.requests.states.get(request_id) is not state:
+                continue  # it has ended; the id may be another request's
+            if chunk is None:
+                state.num_host_tokens += 1
+                self.requests.counters["host_output_tokens"] += 1
+            elif chunk.scores is not None and request_id in output.prompt_logprobs:
+                state.prompt_logprobs += output.prompt_logprobs[request_id]
+                state.num_scored_rows = chunk.start + chunk.scores.first_row + len(chunk.scores.token_ids)
+            if chunk is None or chunk.samples or request_id in output.failed:
+                outputs.append(self._settle_token(state, output, now_s))
+        return outputs
+
+    def refresh(self, plan: StepPlan) -> StepPlan:
+        """Return a plan that was made before the last ``settle``, without ended requests and with the tokens that came.
+
+        Only of a plan that is neither launched nor advanced.
+        """
+
+        def token(row: PiggybackEntry) -> PiggybackEntry:
+            if row.token_id != PENDING_TOKEN:
+                return row
+            return dataclasses.replace(row, token_id=states[row.request_id].token_ids[row.position])
+
+        def tokens(chunk: DeviceChunk) -> DeviceChunk:
+            if chunk.token_ids[-1] != PENDING_TOKEN:
+                return chunk
+            end = chunk.start + len(chunk.token_ids)
+            known = tuple(states[chunk.request_id].token_ids[chunk.start : end])
+            return dataclasses.replace(chunk, token_ids=known)
+
+        states = self.requests.states
+        return dataclasses.replace(
+            plan,
+            chunks=tuple(tokens(chunk) for chunk in plan.chunks if chunk.request_id in states),
+            entries=tuple(token(entry) for entry in plan.entries if entry.request_id in states),
+            pipelined=tuple(
+                token(row) if isinstance(row, PiggybackEntry) else row
+                for row in plan.pipelined
+                if row.request_id in states
+            ),
+        )
+
+    def _settle_token(self, state: RequestState, output: StepOutput, now_s: float) -> RequestOutput:
+        if (message := output.failed.get(state.request_id)) is not None:
+            about = {"engine_request_id": state.request_id}
+            logger.error("request %s failed: %s", state.request_id, message, extra=about)
+            self.requests.end(state)
+            return state.output(reason=FinishReason.ERROR, stop_reason=message, now_s=now_s)
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        state.last_token_s = now_s
+        if state.first_token_s is None:
+            state.first_token_s = now_s
+            self._prompt_tokens[state.service_class] += state.num_prompt_tokens
+            self.policy.on_first_token(state, now_s)
+            prompt_logprobs = tuple(state.prompt_logprobs)
+            if state.request.sampling.max_tokens == 0:
+                self.requests.end(state)
+                return state.output(prompt_logprobs=prompt_logprobs, reason=FinishReason.LENGTH, now_s=now_s)
+        sampled: SampledToken = output.tokens[state.request_id]
+        state.put_token(sampled.token_id)
+        self._output_tokens[state.service_class] += 1
+        reason, stop_reason = state.finish_reason(
+            sampled.token_id, self._limits.eos_token_ids, self._limits.max_model_len
+        )
+        if reason is not None:
+            state.drop_pending()  # of a later step in flight
+            self.policy.on_end(state)
+            self.requests.end(state)
+        return state.output(
+            (sampled.token_id,), sampled.logprob, prompt_logprobs=prompt_logprobs, reason=reason,
+            stop_reason=stop_reason, now_s=now_s,
+        )  # fmt: skip
+
+    # -- what others ask -----------------------------------------------------------------------------------------
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while a request is unfinished or a slot or move has not been given back."""
+        return not self.requests.is_empty
+
+    def stats(self) -> SchedulerStats:
+        """Return gauges and counters."""
+        waiting, running = dict.fromkeys(self._classes, 0), dict.fromkeys(self._classes, 0)
+        for state in self.requests.states.values():
+            (waiting if state.phase is Phase.WAITING else running)[state.service_class] += 1
+        blocks = {tier: dict.fromkeys(self._classes, 0) for tier in Tier}
+        for state in (*self.requests.states.values(), *self.requests.ended()):
+            for tier, held in blocks.items():
+                held[state.service_class] += self._kv.num_held(state.request_id, tier)
+        return SchedulerStats(
+            waiting=waiting,
+            running=running,
+            device_blocks=blocks[Tier.DEVICE],
+            host_blocks=blocks[Tier.HOST],
+            host_requests=len(self.requests.residents.queue),
+            output_tokens=dict(self._output_tokens),
+            prompt_tokens=dict(self._prompt_tokens),
+            host_output_tokens=self.requests.counters["host_output_tokens"],
+            preemptions=self.requests.counters["preemptions"],
+            preempted_tokens=self.requests.counters["preempted_tokens"],
+            layer_preemptions=self.requests.counters["layer_preemptions"],
+            swaps_out=self.requests.counters["swaps_out"],
+            swaps_in=self.requests.counters["swaps_in"],
+            checkpoints=self.requests.num_blocks_checkpointed,
+            resumed_tokens=self.requests.counters["resumed_tokens"],
+            rejected=dict(self._rejected),
+        )
+
+    def check_integrity(self) -> None:
+        """Verify the invariants of the requests, of their tokens and of the KV manager; for tests and debugging.
+
+        Raises:
+            AssertionError: With what does not fit.
+        """
+        self.requests.check_integrity()
+        for state in self.requests.states.values():
+            pending = state.token_ids.count(PENDING_TOKEN)
+            assert pending == state.num_pending_tokens <= len(self._in_flight), (state.request_id, pending)
