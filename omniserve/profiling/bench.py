@@ -5,6 +5,7 @@ Legend: T rows, D hidden, N query heads, K KV heads, H head size, R rows of the 
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -114,19 +115,20 @@ class ModuleBench:
         )
 
         decodes = self._served.constant and all(count == 1 for count, _ in chunks)
-        block_table_RM = inputs.block_table_RM
+        metadata = inputs.attention
         if decodes:
-            block_table_RM = pad(block_table_RM, (0, self._served.max_blocks - block_table_RM.shape[1]))
+            more_blocks = self._served.max_blocks - metadata.block_table_RM.shape[1]
+            metadata = dataclasses.replace(
+                metadata, block_table_RM=pad(metadata.block_table_RM, (0, more_blocks)), host_lengths=None,
+                one_query_each=True,
+            )  # fmt: skip
 
         def run() -> Tensor:
             out_TNH = q_TNH
             for layer in range(spec.num_layers):
                 k_cache, v_cache = self.storage.k_layers[layer], self.storage.v_layers[layer]
                 torch.ops.omniserve.store_kv.default(k_TKH, v_TKH, k_cache, v_cache, inputs.slot_mapping)
-                out_TNH = self._served.attend(
-                    q_TNH, k_cache, v_cache, block_table_RM, inputs.query_start_R1, inputs.seq_lens_R,
-                    spec.attention[layer], lengths=None if decodes else inputs.lengths, one_query_each=decodes,
-                )  # fmt: skip
+                out_TNH = self._served.attend(q_TNH, k_cache, v_cache, metadata, spec.attention[layer])
             return out_TNH
 
         return self._served.launched(run, num_rows=rows) if decodes else run

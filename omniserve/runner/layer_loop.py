@@ -180,15 +180,5 @@ class LayerLoop:
             q_TNH, k_TKH, v_TKH = q_TNH[:n], k_TKH[:n], v_TKH[:n]
         k_cache, v_cache = self._storage.k_layers[layer], self._storage.v_layers[layer]
         _store_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.slot_mapping)
-        out_TNH = self._attend(
-            q_TNH,
-            k_cache,
-            v_cache,
-            inputs.block_table_RM,
-            inputs.query_start_R1,
-            inputs.seq_lens_R,
-            self._model.spec.attention[layer],
-            lengths=inputs.lengths,
-            reversed_RM=inputs.reversed_RM,
-        )
+        out_TNH = self._attend(q_TNH, k_cache, v_cache, inputs.attention, self._model.spec.attention[layer])
         return out_TNH.view(n, -1)

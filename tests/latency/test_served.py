@@ -126,8 +126,8 @@ def test_decodes_attend_as_in_a_recording_and_chunks_as_beside_it(patched: Patch
     calls: list[tuple[bool, bool, int]] = []
     served = Served(patched, config)
 
-    def spy(q, k, v, table, *rest, lengths, one_query_each):
-        calls.append((one_query_each, lengths is None, table.shape[1]))
+    def spy(q, k, v, metadata, spec):
+        calls.append((metadata.one_query_each, metadata.host_lengths is None, metadata.block_table_RM.shape[1]))
         return q
 
     served.attend = spy

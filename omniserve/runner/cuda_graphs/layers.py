@@ -6,20 +6,16 @@ Legend: T device rows, P piggyback seats, D hidden, N query heads, H head size, 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from itertools import repeat
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
-from omniserve.ops.attention import DeviceAttention, HostLengths
-from omniserve.ops.device_copies import upload
+from omniserve.ops.attention import AttentionMetadata, DeviceAttention
 from omniserve.runner.cuda_graphs.inputs import ConstantInputs
 from omniserve.runner.piggyback_rows import PiggybackRows
-from omniserve.runner.step_inputs import DeviceRows
 
 _store_kv = torch.ops.omniserve.store_kv.default
 _piggyback_concat = torch.ops.omniserve.piggyback_concat.default
@@ -27,31 +23,6 @@ _residual_fetch = torch.ops.omniserve.residual_fetch.default
 
 Pieces = Generator[tuple[int, Tensor], Tensor, Tensor]
 """Yields (layer, queries ``[T, N, H]``), wants attention rows ``[T, N * H]``, returns hidden states ``[T + P, D]``."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkTensors:
-    """What attention to chunks of any lengths needs, on the device; see StepInputs."""
-
-    num_rows: int
-    block_table_RM: Tensor
-    query_start_R1: Tensor
-    seq_lens_R: Tensor
-    lengths: HostLengths
-    reversed_RM: Tensor | None
-
-    @classmethod
-    def of(cls, rows: DeviceRows, device: torch.device) -> Self:
-        """Return those of a step's device rows."""
-        reversed_RM = rows.reversed_blocks
-        return cls(
-            len(rows.token_ids),
-            upload(torch.from_numpy(rows.block_table), device),
-            upload(torch.from_numpy(rows.query_start).int(), device),
-            upload(torch.from_numpy(rows.seq_lens).int(), device),
-            rows.lengths,
-            upload(torch.from_numpy(reversed_RM), device) if reversed_RM is not None else None,
-        )
 
 
 class ConstantLayers:
@@ -97,41 +68,20 @@ class ConstantLayers:
                 hidden_TD, q_TNH, k_TKH, v_TKH = model.between_attentions(layer, attn_TD, hidden_TD, *next(rotary))
         return model.post_attention(model.num_layers - 1, attn_TD, hidden_TD)
 
-    def attend_chunks(self, layer: int, q_TNH: Tensor, chunks: ChunkTensors) -> Tensor:
-        """Attend for the rows of chunks, the first n of T; the padding's rows are zeros."""
-        n = chunks.num_rows
-        out_TNH = torch.zeros_like(q_TNH, memory_format=torch.contiguous_format)
-        out_TNH[:n] = self._attend(
-            q_TNH[:n],
-            self._storage.k_layers[layer],
-            self._storage.v_layers[layer],
-            chunks.block_table_RM,
-            chunks.query_start_R1,
-            chunks.seq_lens_R,
-            self._model.spec.attention[layer],
-            lengths=chunks.lengths,
-            reversed_RM=chunks.reversed_RM,
-        )
-        return out_TNH.flatten(1)
+    def attend(self, layer: int, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Return attention rows ``[T, N * H]``."""
+        k_cache, v_cache = self._storage.k_layers[layer], self._storage.v_layers[layer]
+        return self._attend(q_TNH, k_cache, v_cache, metadata, self._model.spec.attention[layer]).flatten(1)
+
+    def attend_padded(self, layer: int, q_TNH: Tensor, metadata: AttentionMetadata, num_rows: int) -> Tensor:
+        """Attend for the first ``num_rows`` of T; the padding's rows are zeros."""
+        out_TD = torch.zeros_like(q_TNH, memory_format=torch.contiguous_format).flatten(1)
+        out_TD[:num_rows] = self.attend(layer, q_TNH[:num_rows], metadata)
+        return out_TD
 
     def whole(self, inputs: ConstantInputs) -> Tensor:
         """Run the layers of a step in which every request has one device row; return ``[T + P, D]``."""
-        return finish(self.pieces(inputs), lambda layer, q_TNH: self.attend_decodes(layer, q_TNH, inputs))
-
-    def attend_decodes(self, layer: int, q_TNH: Tensor, inputs: ConstantInputs) -> Tensor:
-        """Attend for one row a request."""
-        out_TNH = self._attend(
-            q_TNH,
-            self._storage.k_layers[layer],
-            self._storage.v_layers[layer],
-            inputs.block_table_TM,
-            inputs.query_start_T1,
-            inputs.seq_lens_T,
-            self._model.spec.attention[layer],
-            reversed_RM=inputs.reversed_TM,
-            one_query_each=True,
-        )
-        return out_TNH.view(q_TNH.shape[0], -1)
+        return finish(self.pieces(inputs), lambda layer, q_TNH: self.attend(layer, q_TNH, inputs.attention))
 
     def _rotary_per_layer(self, inputs: ConstantInputs) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield (cos, sin) ``[T + P, H]`` for each layer: device rows keep theirs, seats change hands."""

@@ -25,7 +25,7 @@ from omniserve.ops.attention import DeviceAttention, is_graph_safe
 from omniserve.ops.device_copies import upload
 from omniserve.runner.cuda_graphs.budget import Budget
 from omniserve.runner.cuda_graphs.inputs import ConstantInputs, InputMemory
-from omniserve.runner.cuda_graphs.layers import ChunkTensors, ConstantLayers
+from omniserve.runner.cuda_graphs.layers import ConstantLayers
 from omniserve.runner.cuda_graphs.recorder import Attend, GraphRecorder, PlainRecorder, Recorder
 from omniserve.runner.cuda_graphs.shapes import (
     CHUNK_ROWS,
@@ -202,8 +202,8 @@ class ConstantSteps:
             inputs, replay_with = self._chunks[shape]
             inputs.fill(plan, rows, decodes=False)
             pending.fill(inputs.token_ids_T, plan, first_seat=shape.rows)
-            chunks = ChunkTensors.of(rows, self._memory.device)
-            hidden_TD = replay_with(lambda layer, q_TNH: self._layers.attend_chunks(layer, q_TNH, chunks))
+            metadata, num_rows = rows.attention_metadata(self._memory.device), len(rows.token_ids)
+            hidden_TD = replay_with(lambda layer, q_TNH: self._layers.attend_padded(layer, q_TNH, metadata, num_rows))
         at_last_layer = [join for join in plan.joins if join.layer == self._memory.num_layers - 1]
         sampled, request_ids = sampling_rows(rows, at_last_layer, first_seat=shape.rows)
         return LayersOutput(
