@@ -157,7 +157,7 @@ class Engine:
                 is_directed=manager.is_directed,
             )
         if constant is not None:
-            patched.warm_up(constant=True)  # also the layers that no recording calls by themselves
+            patched.warm_up(fused=True)  # also the layers that no recording calls by themselves
             constant.record_all()
         self._request_limits = RequestLimits(
             vocab_size=self.spec.vocab_size,

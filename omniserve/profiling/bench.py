@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -58,22 +59,15 @@ class ModuleBench:
         ids = torch.arange(num_rows, device=self.model.device) % self.model.spec.vocab_size
         positions = torch.arange(num_rows, device=self.model.device) % self.model.spec.max_model_len
         embedded = self.model.embed(ids, positions)
-        cos, sin = self.model.rotary(positions) or (None, None)
-
-        q_TNH, _, _ = self.model.pre_attention(0, embedded, cos, sin)
+        rotary = self.model.rotary(positions) or (None, None)
+        q_TNH, _, _ = self.model.pre_attention(0, embedded, *rotary)
         attn_TD = q_TNH.flatten(1).contiguous()
-        is_constant = self._served.is_constant(num_rows)
 
         def run() -> Tensor:
-            hidden_TD, last = embedded, self.model.num_layers - 1
-            self.model.pre_attention(0, hidden_TD, cos, sin)
-            for layer in range(last):
-                if is_constant:
-                    hidden_TD, *_ = self.model.between_attentions(layer, attn_TD, hidden_TD, cos, sin)
-                else:
-                    hidden_TD = self.model.post_attention(layer, attn_TD, hidden_TD)
-                    self.model.pre_attention(layer + 1, hidden_TD, cos, sin)
-            return self.model.post_attention(last, attn_TD, hidden_TD)
+            return self.model.run_layers(
+                range(self.model.num_layers), embedded, repeat(rotary), lambda *_: attn_TD,
+                fused=self._served.is_constant(num_rows),
+            )  # fmt: skip
 
         return self._served.launched(run, num_rows=num_rows)
 

@@ -46,7 +46,7 @@ def profile_model(
     patched: PatchedModel = model.__dict__["omniserve"]
     fingerprint = fingerprint_of(model, config)
     progress("compiling", 0.0)
-    patched.warm_up(constant=has_constant_steps(config, patched.device))
+    patched.warm_up(fused=has_constant_steps(config, patched.device))
     on_cpu = patched.device.type == "cpu"  # on a GPU one thread waits for it
     most_threads = max(fingerprint.device_threads, fingerprint.shared_threads + fingerprint.host_threads)
     surroundings = Surroundings(most_threads if on_cpu else 1 + fingerprint.host_threads)

@@ -22,7 +22,7 @@ from omniserve.layers.patching import PatchedModel
 from omniserve.ops.attention import DeviceAttention
 from omniserve.ops.device_copies import Mark
 from omniserve.runner.cuda_graphs.steps import ConstantSteps
-from omniserve.runner.layer_loop import LayerLoop, LayersOutput
+from omniserve.runner.layer_loop import LayerLoop, LayersOutput, stops_between_layers
 from omniserve.runner.pending_tokens import PendingTokens
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.pipelining import SecondBatch
@@ -146,10 +146,11 @@ class ModelRunner:
         return LaunchedStep(output, sample)
 
     def _run_layers(self, plan: StepPlan, second: SecondBatch | None) -> LayersOutput:
-        shape = self.constant.shape_for(plan) if self.constant is not None else None
-        if self.constant is None or shape is None:
-            return self.loop.run(plan, second)
-        return self.constant.run(plan, shape, self._pending)
+        if stops_between_layers(plan):
+            return self.loop.run_one_by_one(plan, second)
+        if self.constant is not None and (shape := self.constant.shape_for(plan)) is not None:
+            return self.constant.run(plan, shape, self._pending)
+        return self.loop.run(plan)
 
     def take_events(self) -> list[HostEvent]:
         """Return, once, the host tier's events that came while a step waited for others."""

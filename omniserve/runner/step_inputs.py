@@ -73,6 +73,7 @@ class StepInputs:
     """What the layers of one step need, made once before the first."""
 
     num_device_rows: int
+    num_seats: int
     token_ids_T: Tensor
     """int64; the seats hold the tokens that enter, 0 where empty."""
     positions_T: Tensor
@@ -90,6 +91,10 @@ class StepInputs:
     sampling_request_ids: tuple[str, ...]
     scores: tuple[tuple[str, int, PromptScores], ...]
     """Request, first row and what to tell, for chunks with log-probabilities of the prompt."""
+
+    def leaving(self, layer: int) -> SeatRows | None:
+        """Return the seats whose rows go to the host tier at a layer; None: all are empty."""
+        return self.joining.get(layer - 1) if layer else self.entering
 
 
 def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
@@ -169,6 +174,7 @@ def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device
     sampled, request_ids = sampling_rows(rows, joining.get(num_layers - 1, ()), first_seat=num_rows)
     return StepInputs(
         num_device_rows=num_rows,
+        num_seats=seats,
         token_ids_T=_on(device, token_ids),
         positions_T=_on(device, positions),
         slot_mapping=_on(device, rows.slot_mapping),

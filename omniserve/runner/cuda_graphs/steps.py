@@ -36,7 +36,7 @@ from omniserve.runner.cuda_graphs.shapes import (
     size,
     smallest_fitting,
 )
-from omniserve.runner.layer_loop import LayersOutput
+from omniserve.runner.layer_loop import LayersOutput, stops_between_layers
 from omniserve.runner.pending_tokens import PendingTokens
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.step_inputs import make_device_rows, prompt_scores, sampling_rows
@@ -175,9 +175,7 @@ class ConstantSteps:
 
     def shape_for(self, plan: StepPlan) -> StepShape | None:
         """Return the recorded shape that a step is padded to; None: it fits none, or its rows may come and go."""
-        if plan.preemptible or plan.pipelined:
-            return None
-        if any(chunk.from_layer for chunk in plan.chunks):
+        if stops_between_layers(plan):
             return None
         shapes = self._decode_shapes if decodes_only(plan) else self._chunk_shapes
         return smallest_fitting(shapes, plan.num_device_tokens, plan.num_piggyback_slots)
