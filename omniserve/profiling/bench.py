@@ -53,7 +53,7 @@ class ModuleBench:
     def dense(self, num_rows: int) -> Callable[[], object]:
         """Return a pass through pre- and post-attention of all layers; queries stand in for attention's results.
 
-        In constant shapes it is one recording, as in a decode step, of one compiled function between two attentions;
+        In constant shapes it is one graph, as in a decode step, of one compiled function between two attentions;
         that of a step with longer chunks is in pieces, of which a launch each is a layer's.
         """
         ids = torch.arange(num_rows, device=self.model.device) % self.model.spec.vocab_size
@@ -80,7 +80,7 @@ class ModuleBench:
         """Return storing K and V and attending in all layers, for chunks of (rows, context before them).
 
         In constant shapes, decodes (chunks of one row) attend with ``one_query_each`` and the block table of the
-        longest request, and are recorded; longer chunks are not.
+        longest request, and are captured; longer chunks are not.
         """
         plan_chunks, first = [], 0
         for i, (count, start) in enumerate(chunks):

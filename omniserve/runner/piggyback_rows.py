@@ -54,7 +54,7 @@ class PiggybackRows:
         if tier is not None and device.type == "cuda":
             self.results_SD = torch.zeros(num_slots, width, dtype=model.dtype, device=device)
             self._stream = torch.cuda.Stream(device)
-            self._gather(torch.tensor([-1]))  # compiles the kernel: no recording has it
+            self._gather(torch.tensor([-1]))  # compiles the kernel: no graph has it
         elif tier is not None:
             self.results_SD = tier.results_SD
 

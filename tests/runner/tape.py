@@ -1,9 +1,9 @@
-"""A recorder on the CPU that forgets the Python code as a CUDA graph does: operators are noted and run again."""
+"""A capture on the CPU that forgets the Python code as a CUDA graph does: operators are noted and run again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention import AttentionMetadata
-from omniserve.runner.cuda_graphs.recorder import DeviceWorkRecorder
+from omniserve.runner.cuda_graphs.capture import DeviceWorkCapture
 
-Result = TypeVar("Result")
 _READ_BACK = (torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default)  # no tag says so
 
 
@@ -44,13 +43,16 @@ class Tape(TorchDispatchMode):
                     mine.copy_(again)
 
 
-class TapeRecorder(DeviceWorkRecorder):
-    """Records on tapes."""
+class TapeCapture(DeviceWorkCapture):
+    """Captures on tapes."""
 
-    def _record(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        with Tape() as tape:
-            result = run()
-        return tape.replay, result
+    def _begin(self) -> None:
+        self._tape = Tape()
+        self._tape.__enter__()
+
+    def _end(self) -> Callable[[], None]:
+        self._tape.__exit__(None, None, None)
+        return self._tape.replay
 
 
 def attend(

@@ -1,4 +1,4 @@
-"""ConstantInputs: the tensors of a step at addresses and in shapes that do not change; what is in them does.
+"""StaticInputs: the tensors of a step at addresses and in shapes that do not change; what is in them does.
 
 Legend: T device rows, P piggyback seats, L layers, M blocks per request, all of a bucket.
 """
@@ -48,7 +48,7 @@ class InputMemory:
         self.query_start_loc = torch.arange(largest.rows + 1, dtype=torch.int32, device=device)
 
 
-class ConstantInputs:
+class StaticInputs:
     """The inputs of one shape: views of the memory, which ``fill`` writes; two copies come from the host.
 
     A device row that nobody has is token 0 at position 0, is stored nowhere (slot -1) and attends to nothing (length
