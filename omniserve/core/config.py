@@ -100,15 +100,15 @@ class EngineConfig:
     compile: bool = True
     """torch.compile the dense halves; False runs the same code eagerly."""
     step_graphs: str = "auto"
-    """Run steps in a small set of constant shapes, recorded at the start: a decode step is then one launch, its
+    """Run steps in a small set of constant shapes, captured at the start: a decode step is then one launch, its
     piggyback rows included. ``auto``: as CUDA graphs on a GPU, not on the CPU; ``on``: on the CPU, too, where it is of
     use for tests only; ``off``."""
     step_graphs_limit_s: float = 60.0
-    """Most seconds that recording steps may take at the start, with compiling kernels; steps that are not recorded run
+    """Most seconds that capturing steps may take at the start, with compiling kernels; steps that are not captured run
     kernel by kernel. Some hundred steps take a few seconds, and kernels that are compiled for the first time most of
     a minute."""
     step_graphs_bytes: int = 2 * GIB
-    """Most device memory that recorded steps may take, beside the KV pool and the weights."""
+    """Most device memory that captured steps may take, beside the KV pool and the weights."""
     classes: tuple[ClassSpec, ...] = DEFAULT_CLASSES
     """Classes of requests, highest priority first; latency-sensitive ones come before best-effort ones."""
     seed: int = 0

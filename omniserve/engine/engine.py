@@ -34,7 +34,7 @@ from omniserve.latency.trace import StepTracer
 from omniserve.layers.patching import PatchedModel, patch
 from omniserve.ops.attention import attend_triton, resolve_attention
 from omniserve.ops.waiting import drain
-from omniserve.runner.cuda_graphs.steps import ConstantSteps
+from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.runner import ModelRunner
 from omniserve.runner.warm_up import warm_up_attention
@@ -121,7 +121,7 @@ class Engine:
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         attention = resolve_attention(config.attention, patched.device, is_directed=manager.is_directed)
         rows = PiggybackRows(patched, self.host_tier, config.max_host_requests if self.host_tier else 0)
-        constant = ConstantSteps.of(
+        graphs = CudaGraphRunner.of(
             config,
             model=patched,
             storage=storage,
@@ -139,7 +139,7 @@ class Engine:
             sampler=self._sampler,
             tier=self.host_tier,
             rows=rows,
-            constant=constant,
+            graphs=graphs,
             cores=CoreSplit(
                 device=patched.device,
                 device_threads=config.device_threads,
@@ -158,9 +158,9 @@ class Engine:
                 max_blocks=-(-self.max_model_len // config.block_size),
                 is_directed=manager.is_directed,
             )
-        if constant is not None:
-            patched.warm_up(constant=True)  # also the layers that no recording calls by themselves
-            constant.record_all()
+        if graphs is not None:
+            patched.warm_up(fused=True)  # also the layers that no graph calls by themselves
+            graphs.capture_all()
         self._request_limits = RequestLimits(
             vocab_size=self.spec.vocab_size,
             max_model_len=self.max_model_len,

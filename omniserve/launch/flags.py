@@ -123,7 +123,7 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("--host-threads", "host_threads", integer(1), "threads of the host tier"),
     ("--host-cores", "host_cores", _cores, "cores that host threads are pinned to, such as 0-3,8"),
     ("--step-graphs", "step_graphs", str, "auto (CUDA graphs on a GPU), on (constant shapes anywhere) or off"),
-    ("--step-graphs-time-limit", "step_graphs_limit_s", number, "most seconds for recording CUDA graphs at the start"),
+    ("--step-graphs-time-limit", "step_graphs_limit_s", number, "most seconds for capturing CUDA graphs at the start"),
     ("--step-graphs-gib", "step_graphs_bytes", _gib, "most GiB of device memory for CUDA graphs"),
     ("--async-steps", "async_steps", _switch, "on or off: launch a step while the last one runs (default: with a GPU)"),
     ("--seed", "seed", int, "seeds the sampling of requests that bring no seed"),

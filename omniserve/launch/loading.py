@@ -24,7 +24,7 @@ BUILTIN_MODEL_NAME = "omniserve-builtin"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Share of the time limit of measuring after which progress is told again.
 _TELL_EACH = 0.1
-# And after so many seconds: on a GPU compiling and recording do not count against the limit.
+# And after so many seconds: on a GPU compiling and capturing do not count against the limit.
 _TELL_EACH_S = 15.0
 
 
@@ -38,7 +38,7 @@ class EngineLoader:
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         config: The engine's settings.
         profile: Latency profile to read; None takes the cached one, or measures.
-        profile_time_limit_s: Of measuring; what a GPU compiles and records first does not count.
+        profile_time_limit_s: Of measuring; what a GPU compiles and captures first does not count.
         with_profile: False makes an engine without a latency model.
     """
 

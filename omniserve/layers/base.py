@@ -81,7 +81,7 @@ class LayerFamily(ABC):
         """Name the modules that the halves call through ``packed.project``; disjoint, in the order of the call."""
         return []
 
-    def why_not_recorded(self) -> str:
+    def why_not_captured(self) -> str:
         """Return why a CUDA graph cannot hold the halves, and what to do about it; empty: it can."""
         return ""
 

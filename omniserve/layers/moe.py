@@ -32,7 +32,7 @@ class _SparseFeedForward(LlamaFamily):
                 f"graph; call model.set_experts_implementation() with one of {', '.join(_GRAPH_EXPERTS)}"
             )
 
-    def why_not_recorded(self) -> str:
+    def why_not_captured(self) -> str:
         if self._probe.device.type != "cuda" or self.config._experts_implementation != "grouped_mm":
             return ""
         major, minor = torch.cuda.get_device_capability(self._probe.device)

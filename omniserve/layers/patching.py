@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from itertools import pairwise
+from collections.abc import Callable, Iterable
+from itertools import pairwise, repeat
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -28,6 +29,12 @@ from omniserve.ops.isa import has_products
 logger = logging.getLogger(__name__)
 
 Prepack = bool | Literal["auto"]
+
+Rotary = tuple[Tensor | None, Tensor | None]
+"""cos and sin ``[T, H]`` of a layer's pre-attention."""
+
+AttentionHook = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(layer, its input ``[T, D]``, q, k, v) -> attention rows ``[T, N * H]``, contiguous."""
 
 _WARM_UP_ROWS = {"cuda": USUAL_TOKENS}
 
@@ -64,7 +71,7 @@ class PatchedModel:
             torch._check(attn.shape[0] == hidden_TD.shape[0])
             return family.post_attention(layer, attn, hidden_TD)
 
-        def seam(
+        def post_pre(
             layer: nn.Module, after: nn.Module, attn: Tensor, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
         ) -> Any:
             hidden_TD = post(layer, attn, hidden_TD)
@@ -74,11 +81,11 @@ class PatchedModel:
         pairs = [*pairwise(self._layers)]
         self._pre: list[Half] = [pre] * len(alone)
         self._post: list[Half] = [post] * len(alone)
-        self._seam: list[Half] = [seam] * len(pairs)
+        self._post_pre: list[Half] = [post_pre] * len(pairs)
         if compile:
             self._pre = compile_halves(pre, alone, "pre-attention")
             self._post = compile_halves(post, alone, "post-attention")
-            self._seam = compile_halves(seam, pairs, "post-attention with the next pre-attention")
+            self._post_pre = compile_halves(post_pre, pairs, "post-attention with the next pre-attention")
 
     def pre_attention(
         self, layer: int, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
@@ -95,32 +102,64 @@ class PatchedModel:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return what ``post_attention`` of ``layer`` does, and what ``pre_attention`` of the next one makes of it.
 
-        One graph: where nobody comes or goes between two layers, a sum and the norm of it need one kernel.
+        Both are compiled as one function, in which a sum and the norm of it need one kernel.
         """
-        hidden_TD, q_TNH, k_TKH, v_TKH = self._seam[layer](
+        hidden_TD, q_TNH, k_TKH, v_TKH = self._post_pre[layer](
             self._layers[layer], self._layers[layer + 1], attn, hidden_TD, cos, sin
         )
         return hidden_TD, q_TNH, k_TKH, v_TKH
 
-    def warm_up(self, *, constant: bool = False) -> None:
+    def run_layers(
+        self,
+        layers: range,
+        hidden_TD: Tensor,
+        rotary: Iterable[Rotary],
+        attend: AttentionHook,
+        *,
+        fused: bool = False,
+    ) -> Tensor:
+        """Pass rows through consecutive layers, and return them as the last one left them, ``[T, D]``.
+
+        Args:
+            layers: Which layers, at least one.
+            hidden_TD: What the first of them is given, contiguous, T >= 1.
+            rotary: cos and sin of each of these layers, as ``rotary`` returns them; None for a family without them.
+                What is behind the last layer's is not taken.
+            attend: The attention. It may write to the layer's input, to which post-attention adds.
+            fused: Run the two halves between two attentions as one function (``between_attentions``).
+        """
+        if not fused:
+            for layer, (cos, sin) in zip(layers, rotary, strict=False):
+                q_TNH, k_TKH, v_TKH = self.pre_attention(layer, hidden_TD, cos, sin)
+                attn_TD = attend(layer, hidden_TD, q_TNH, k_TKH, v_TKH)
+                hidden_TD = self.post_attention(layer, attn_TD, hidden_TD)
+            return hidden_TD
+        tables, last = iter(rotary), layers[-1]
+        q_TNH, k_TKH, v_TKH = self.pre_attention(layers[0], hidden_TD, *next(tables))
+        for layer in layers[:-1]:
+            attn_TD = attend(layer, hidden_TD, q_TNH, k_TKH, v_TKH)
+            hidden_TD, q_TNH, k_TKH, v_TKH = self.between_attentions(layer, attn_TD, hidden_TD, *next(tables))
+        return self.post_attention(last, attend(last, hidden_TD, q_TNH, k_TKH, v_TKH), hidden_TD)
+
+    def warm_up(self, *, fused: bool = False) -> None:
         """Run every half once, so that compiling does not fall into the first request.
 
         On one row; on a GPU on a usual number of them, as kernels are tuned to the first that they see.
 
         Args:
-            constant: Also what is between two attentions as one, which steps in constant shapes run.
+            fused: Also what is between two attentions as one function.
         """
+
+        def attend(layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+            return q_TNH.flatten(1).contiguous()
+
         with torch.inference_mode():
             num_rows = _WARM_UP_ROWS.get(self.device.type, 1)
             positions_T = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
             hidden_TD = self.embed(positions_T, positions_T)
-            cos, sin = self.rotary(positions_T) or (None, None)
-            for layer in range(self.num_layers):
-                q_TNH, _, _ = self.pre_attention(layer, hidden_TD, cos, sin)
-                attn = q_TNH.flatten(1).contiguous()
-                if constant and layer + 1 < self.num_layers:
-                    self.between_attentions(layer, attn, hidden_TD, cos, sin)
-                hidden_TD = self.post_attention(layer, attn, hidden_TD)
+            rotary = repeat(self.rotary(positions_T) or (None, None))
+            for is_fused in (False, True)[: 1 + fused]:
+                hidden_TD = self.run_layers(range(self.num_layers), hidden_TD, rotary, attend, fused=is_fused)
             self.logits(hidden_TD[:1])  # the head is not compiled, and of many rows it takes memory
 
 

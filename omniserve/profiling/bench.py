@@ -5,8 +5,10 @@ Legend: T rows, D hidden, N query heads, K KV heads, H head size, R rows of the 
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -51,28 +53,21 @@ class ModuleBench:
     def dense(self, num_rows: int) -> Callable[[], object]:
         """Return a pass through pre- and post-attention of all layers; queries stand in for attention's results.
 
-        In constant shapes it is one recording, as in a decode step, of one compiled function between two attentions;
+        In constant shapes it is one graph, as in a decode step, of one compiled function between two attentions;
         that of a step with longer chunks is in pieces, of which a launch each is a layer's.
         """
         ids = torch.arange(num_rows, device=self.model.device) % self.model.spec.vocab_size
         positions = torch.arange(num_rows, device=self.model.device) % self.model.spec.max_model_len
         embedded = self.model.embed(ids, positions)
-        cos, sin = self.model.rotary(positions) or (None, None)
-
-        q_TNH, _, _ = self.model.pre_attention(0, embedded, cos, sin)
+        rotary = self.model.rotary(positions) or (None, None)
+        q_TNH, _, _ = self.model.pre_attention(0, embedded, *rotary)
         attn_TD = q_TNH.flatten(1).contiguous()
-        is_constant = self._served.is_constant(num_rows)
 
         def run() -> Tensor:
-            hidden_TD, last = embedded, self.model.num_layers - 1
-            self.model.pre_attention(0, hidden_TD, cos, sin)
-            for layer in range(last):
-                if is_constant:
-                    hidden_TD, *_ = self.model.between_attentions(layer, attn_TD, hidden_TD, cos, sin)
-                else:
-                    hidden_TD = self.model.post_attention(layer, attn_TD, hidden_TD)
-                    self.model.pre_attention(layer + 1, hidden_TD, cos, sin)
-            return self.model.post_attention(last, attn_TD, hidden_TD)
+            return self.model.run_layers(
+                range(self.model.num_layers), embedded, repeat(rotary), lambda *_: attn_TD,
+                fused=self._served.is_constant(num_rows),
+            )  # fmt: skip
 
         return self._served.launched(run, num_rows=num_rows)
 
@@ -85,7 +80,7 @@ class ModuleBench:
         """Return storing K and V and attending in all layers, for chunks of (rows, context before them).
 
         In constant shapes, decodes (chunks of one row) attend with ``one_query_each`` and the block table of the
-        longest request, and are recorded; longer chunks are not.
+        longest request, and are captured; longer chunks are not.
         """
         plan_chunks, first = [], 0
         for i, (count, start) in enumerate(chunks):
@@ -114,19 +109,20 @@ class ModuleBench:
         )
 
         decodes = self._served.constant and all(count == 1 for count, _ in chunks)
-        block_table_RM = inputs.block_table_RM
+        metadata = inputs.attention
         if decodes:
-            block_table_RM = pad(block_table_RM, (0, self._served.max_blocks - block_table_RM.shape[1]))
+            more_blocks = self._served.max_blocks - metadata.block_table_RM.shape[1]
+            metadata = dataclasses.replace(
+                metadata, block_table_RM=pad(metadata.block_table_RM, (0, more_blocks)), host_lengths=None,
+                one_query_each=True,
+            )  # fmt: skip
 
         def run() -> Tensor:
             out_TNH = q_TNH
             for layer in range(spec.num_layers):
                 k_cache, v_cache = self.storage.k_layers[layer], self.storage.v_layers[layer]
                 torch.ops.omniserve.store_kv.default(k_TKH, v_TKH, k_cache, v_cache, inputs.slot_mapping)
-                out_TNH = self._served.attend(
-                    q_TNH, k_cache, v_cache, block_table_RM, inputs.query_start_R1, inputs.seq_lens_R,
-                    spec.attention[layer], lengths=None if decodes else inputs.lengths, one_query_each=decodes,
-                )  # fmt: skip
+                out_TNH = self._served.attend(q_TNH, k_cache, v_cache, metadata, spec.attention[layer])
             return out_TNH
 
         return self._served.launched(run, num_rows=rows) if decodes else run

@@ -30,7 +30,7 @@ def profile_model(
         model: A Hugging Face causal language model; it is patched in place if it is not yet.
         config: The settings it will be served with.
         time_limit_s: Measuring ends about so long after compiling. The smallest set of points is measured however
-            long it takes. On a GPU first calls, which choose and compile kernels, recording of CUDA graphs and starts
+            long it takes. On a GPU first calls, which choose and compile kernels, capture of CUDA graphs and starts
             of engines do not count: they take minutes at times, and samples of a few milliseconds are to be had after.
         progress: Told what goes on.
 
@@ -46,7 +46,7 @@ def profile_model(
     patched: PatchedModel = model.__dict__["omniserve"]
     fingerprint = fingerprint_of(model, config)
     progress("compiling", 0.0)
-    patched.warm_up(constant=has_constant_steps(config, patched.device))
+    patched.warm_up(fused=has_constant_steps(config, patched.device))
     on_cpu = patched.device.type == "cpu"  # on a GPU one thread waits for it
     most_threads = max(fingerprint.device_threads, fingerprint.shared_threads + fingerprint.host_threads)
     surroundings = Surroundings(most_threads if on_cpu else 1 + fingerprint.host_threads)

@@ -151,7 +151,7 @@ def measure_mixed_steps(
     The pools are small, so that best-effort requests do move to the host. On a slow device prompts are short, so that
     there is time for enough steps.
 
-    On a GPU the start of an engine, which records its steps' graphs, does not count against the time limit, nor do its
+    On a GPU the start of an engine, which captures its steps' graphs, does not count against the time limit, nor do its
     first steps, which compile what no module needed; and one engine is gone before the next is made.
 
     Args:

@@ -62,7 +62,7 @@ class Timer:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Do here what is done once before something can be timed: choosing, compiling and recording kernels."""
+        """Do here what is done once before something can be timed: choosing, compiling and capturing kernels."""
         if self.counts_preparing:
             yield
             return

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from omniserve.core.plan import StepPlan
 from omniserve.host.tier import HostTier
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patching import PatchedModel, Rotary
 from omniserve.ops.device_copies import upload
 from omniserve.runner.step_inputs import SeatRows, StepInputs
 
+_piggyback_concat = torch.ops.omniserve.piggyback_concat.default
+_residual_fetch = torch.ops.omniserve.residual_fetch.default
 _residual_store = torch.ops.omniserve.residual_store.default
 _piggyback_send = torch.ops.omniserve.piggyback_send.default
 
@@ -52,7 +54,7 @@ class PiggybackRows:
         if tier is not None and device.type == "cuda":
             self.results_SD = torch.zeros(num_slots, width, dtype=model.dtype, device=device)
             self._stream = torch.cuda.Stream(device)
-            self._gather(torch.tensor([-1]))  # compiles the kernel: no recording has it
+            self._gather(torch.tensor([-1]))  # compiles the kernel: no graph has it
         elif tier is not None:
             self.results_SD = tier.results_SD
 
@@ -105,14 +107,26 @@ class PiggybackRows:
             hidden_TD, q_TNH, k_TKH, v_TKH, slots_P, self.residuals_SD, tier.mailbox_SW, tier.flags_S, self._step_1
         )
 
+    def join(self, slots_P: Tensor, attn_TD: Tensor, hidden_TD: Tensor) -> Tensor:
+        """Return attention rows with the host tier's results in the seats behind them.
+
+        Args:
+            slots_P: Host slot of each seat, int64 on the device; -1: empty.
+            attn_TD: The device rows' attention, ``[num_device_rows, N * H]``.
+            hidden_TD: The layer's input; its last P rows become the residuals that the seats' rows left behind.
+        """
+        attn_TD = _piggyback_concat(attn_TD, self.results_SD, slots_P)
+        _residual_fetch(self.residuals_SD, slots_P, hidden_TD)
+        return attn_TD
+
     def empty_seats(self, num_seats: int) -> Tensor:
-        """Return the slots of seats that nobody has, ``[P]`` int64 on the device."""
+        """Return the slots of empty seats, ``[P]`` int64 on the device."""
         return torch.full((num_seats,), -1, dtype=torch.int64, device=self._model.device)
 
-    def rotary_per_layer(self, inputs: StepInputs, num_seats: int) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    def rotary_per_layer(self, inputs: StepInputs) -> Iterator[Rotary]:
         """Yield (cos, sin) ``[T, H]`` for each layer's pre-attention: device rows keep theirs, seats change hands."""
         n = inputs.num_device_rows
-        leaving = [inputs.entering, *(inputs.joining.get(layer) for layer in range(self._model.num_layers - 1))]
+        leaving = [inputs.leaving(layer) for layer in range(self._model.num_layers)]
         seat_positions = [p for seats in leaving if seats is not None for p in seats.positions]
         seats_T = upload(torch.tensor(seat_positions, dtype=torch.int64), inputs.positions_T.device)
         rotary = self._model.rotary(torch.cat([inputs.positions_T[:n], seats_T]))
@@ -120,7 +134,7 @@ class PiggybackRows:
             for _ in leaving:
                 yield None, None
             return
-        rows = [torch.cat([table[:n], table.new_zeros(num_seats, table.shape[1])]) for table in rotary]
+        rows = [torch.cat([table[:n], table.new_zeros(inputs.num_seats, table.shape[1])]) for table in rotary]
         first = n
         for seats in leaving:
             if seats is not None:

@@ -1,7 +1,7 @@
 """ModelRunner: StepPlan -> layers -> token ids, whatever the policy. Paper: omniserve 3.2, 4.
 
-Batch rows are ``[device rows | P piggyback seats]``. They pass the layers in constant shapes where such were recorded
-(``graphs``), else in shapes of their own (``layer_loop``).
+Batch rows are ``[device rows | P piggyback seats]``. They pass the layers in constant shapes where such were captured
+(``cuda_graphs``), else in shapes of their own (``layer_loop``).
 
 Legend: T rows, D hidden, P seats.
 """
@@ -21,8 +21,8 @@ from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops.attention import DeviceAttention
 from omniserve.ops.device_copies import Mark
-from omniserve.runner.cuda_graphs.steps import ConstantSteps
-from omniserve.runner.layer_loop import LayerLoop, LayersOutput
+from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
+from omniserve.runner.layer_loop import LayerLoop, LayersOutput, stops_between_layers
 from omniserve.runner.pending_tokens import PendingTokens
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.pipelining import SecondBatch
@@ -54,7 +54,7 @@ class ModelRunner:
         tier: The host tier, or None.
         rows: Who changes tiers.
         cores: Told before each step whether the host tier works.
-        constant: Runs the steps that fit a recorded shape; None: nothing is recorded.
+        graphs: Runs the steps that fit a captured shape; None: nothing is captured.
         keep_halted: Keep what rows that leave a step between two layers had computed.
         safepoint: Asked between the layers of a step with preemptible rows: must they leave? None: they never do.
     """
@@ -69,7 +69,7 @@ class ModelRunner:
         tier: HostTier | None,
         rows: PiggybackRows,
         cores: CoreSplit,
-        constant: ConstantSteps | None = None,
+        graphs: CudaGraphRunner | None = None,
         keep_halted: bool = True,
         safepoint: Callable[[], bool] | None = None,
     ) -> None:
@@ -86,8 +86,8 @@ class ModelRunner:
         """Rows that left a step between two layers."""
         self._rows = rows
         self._pending = PendingTokens(model.device)
-        self.constant = constant
-        """Runs the steps that fit a recorded shape."""
+        self.graphs = graphs
+        """Runs the steps that fit a captured shape."""
         self.loop = LayerLoop(
             model=model, storage=storage, attend=attend, rows=rows, halted=self.halted, pending=self._pending,
             safepoint=safepoint,
@@ -146,10 +146,11 @@ class ModelRunner:
         return LaunchedStep(output, sample)
 
     def _run_layers(self, plan: StepPlan, second: SecondBatch | None) -> LayersOutput:
-        shape = self.constant.shape_for(plan) if self.constant is not None else None
-        if self.constant is None or shape is None:
-            return self.loop.run(plan, second)
-        return self.constant.run(plan, shape, self._pending)
+        if stops_between_layers(plan):
+            return self.loop.run_one_by_one(plan, second)
+        if self.graphs is not None and (shape := self.graphs.shape_for(plan)) is not None:
+            return self.graphs.run(plan, shape, self._pending)
+        return self.loop.run(plan)
 
     def take_events(self) -> list[HostEvent]:
         """Return, once, the host tier's events that came while a step waited for others."""

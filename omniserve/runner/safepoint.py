@@ -7,7 +7,7 @@ setting drops them too, for comparison. Legend: T rows of a chunk, D hidden.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -83,13 +83,75 @@ class LayerPace:
         self._last = event
 
 
-def until_layer(plan: StepPlan, layer: int) -> StepPlan:
-    """Return a plan with the chunks that are there at a layer: those that began before, then those that go on there."""
+class Safepoints:
+    """Which rows of a step are at each layer: preemptible rows may leave before it, and others go on there.
+
+    Args:
+        plan: The step.
+        halted: Takes the rows that leave, and holds those that go on.
+        must_leave: Asked before each layer at which preemptible rows are: must they leave? None: they never do.
+        device: The device tier's.
+    """
+
+    def __init__(
+        self, plan: StepPlan, *, halted: HaltedRows, must_leave: Callable[[], bool] | None, device: torch.device
+    ) -> None:
+        self._plan = plan
+        self._halted = halted
+        self._must_leave = must_leave
+        self._pace = LayerPace(device)
+        self.present = _until_layer(plan, 0)
+        """The step with the chunks that are at this layer; another object after each change."""
+        self.left: dict[str, int] = {}
+        """Request -> the layer before which its chunk left."""
+
+    def before_layer(self, layer: int, hidden_TD: Tensor) -> Tensor:
+        """Let rows leave before a layer, and go on there; return the rows that are at it, ``[T, D]``."""
+        if layer and self._are_to_leave():
+            hidden_TD = self._leave(layer, hidden_TD)
+        if layer and any(chunk.from_layer == layer for chunk in self._plan.chunks):
+            hidden_TD = self._rejoin(layer, hidden_TD)
+        return hidden_TD
+
+    def _are_to_leave(self) -> bool:
+        is_there = any(chunk.request_id in self._plan.preemptible for chunk in self.present.chunks)
+        if not is_there or self._must_leave is None:
+            return False
+        self._pace.keep()
+        return self._must_leave()
+
+    def _leave(self, layer: int, hidden_TD: Tensor) -> Tensor:
+        """Halt the preemptible chunks that are here, and leave out those that would go on later; return other rows."""
+        preemptible = self._plan.preemptible
+        kept: list[Tensor] = []
+        row = 0
+        for chunk in self.present.chunks:
+            rows_TD = hidden_TD[row : row + len(chunk.token_ids)]
+            row += len(chunk.token_ids)
+            if chunk.request_id in preemptible:
+                self.left[chunk.request_id] = self._halted.halt(chunk, layer, rows_TD)
+            else:
+                kept.append(rows_TD)
+        later = (c for c in self._plan.chunks if c.from_layer >= layer and c.request_id in preemptible)
+        self.left |= {chunk.request_id: chunk.from_layer for chunk in later}  # they stay where they are
+        self.present, self._plan = _without(self.present, self.left), _without(self._plan, self.left)
+        return torch.cat([*kept, hidden_TD[row:]])
+
+    def _rejoin(self, layer: int, hidden_TD: Tensor) -> Tensor:
+        """Put the rows that left an earlier step before this layer behind the other device rows."""
+        self.present = _until_layer(self._plan, layer)
+        back = [self._halted.take(chunk) for chunk in self.present.chunks if chunk.from_layer == layer]
+        n = sum(len(chunk.token_ids) for chunk in self.present.chunks) - sum(map(len, back))
+        return torch.cat([hidden_TD[:n], *back, hidden_TD[n:]])
+
+
+def _until_layer(plan: StepPlan, layer: int) -> StepPlan:
+    """Return a plan with the chunks that are at a layer: those that began before it, then those that go on there."""
     chunks = sorted((c for c in plan.chunks if c.from_layer <= layer), key=lambda chunk: chunk.from_layer)
     return dataclasses.replace(plan, chunks=tuple(chunks))
 
 
-def without(plan: StepPlan, request_ids: Iterable[str]) -> StepPlan:
+def _without(plan: StepPlan, request_ids: Iterable[str]) -> StepPlan:
     """Return a plan without the chunks of some requests."""
     left_out = set(request_ids)
     return dataclasses.replace(plan, chunks=tuple(c for c in plan.chunks if c.request_id not in left_out))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from omniserve.core.plan import PiggybackEntry, PiggybackJoin, PromptScores, StepPlan
-from omniserve.ops.attention import HostLengths
+from omniserve.ops.attention import AttentionMetadata, HostLengths
 from omniserve.ops.device_copies import upload
 
 
@@ -41,7 +41,7 @@ class DeviceRows:
     """``[n]`` int64."""
     slot_mapping: np.ndarray
     """``[n]`` int64: block * block_size + offset."""
-    query_start: np.ndarray
+    query_start_loc: np.ndarray
     """``[R + 1]`` int64 prefix sums."""
     seq_lens: np.ndarray
     """``[R]`` int64: context after this step."""
@@ -52,16 +52,20 @@ class DeviceRows:
     sampling: tuple[tuple[int, str], ...]
     """Row and request of each that samples."""
 
-    @property
-    def lengths(self) -> HostLengths:
-        return HostLengths(query_lens=tuple(np.diff(self.query_start).tolist()), seq_lens=tuple(self.seq_lens.tolist()))
-
-    @property
-    def reversed_blocks(self) -> np.ndarray | None:
-        """The direction table ``[R, M]``, bool; None: no block runs from the right."""
-        if self.is_reversed is None:
-            return None
-        return np.repeat(self.is_reversed[:, None], self.block_table.shape[1], axis=1)
+    def attention_metadata(self, device: torch.device) -> AttentionMetadata:
+        """Return what attention on ``device`` needs of these rows."""
+        reversed_RM: Tensor | None = None
+        if self.is_reversed is not None:
+            reversed_RM = _on(device, np.repeat(self.is_reversed[:, None], self.block_table.shape[1], axis=1))
+        return AttentionMetadata(
+            block_table_RM=_on(device, self.block_table),
+            query_start_loc_R1=_on(device, self.query_start_loc.astype(np.int32)),
+            seq_lens_R=_on(device, self.seq_lens.astype(np.int32)),
+            host_lengths=HostLengths(
+                query_lens=tuple(np.diff(self.query_start_loc).tolist()), seq_lens=tuple(self.seq_lens.tolist())
+            ),
+            reversed_RM=reversed_RM,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,22 +73,15 @@ class StepInputs:
     """What the layers of one step need, made once before the first."""
 
     num_device_rows: int
+    num_seats: int
     token_ids_T: Tensor
     """int64; the seats hold the tokens that enter, 0 where empty."""
     positions_T: Tensor
     """int64, likewise."""
     slot_mapping: Tensor
     """``[num_device_rows]`` int64: block * block_size + offset."""
-    block_table_RM: Tensor
-    """int32, padded with 0."""
-    reversed_RM: Tensor | None
-    """The direction table, bool; None: no block runs from the right."""
-    query_start_R1: Tensor
-    """int32 prefix sums."""
-    seq_lens_R: Tensor
-    """int32: context after this step."""
-    lengths: HostLengths
-    """Query and context lengths once more, on the host."""
+    attention: AttentionMetadata
+    """Of the device rows."""
     entering: SeatRows | None
     """Seats before pre-attention of layer 0; None if nobody enters."""
     joining: dict[int, SeatRows]
@@ -95,17 +92,21 @@ class StepInputs:
     scores: tuple[tuple[str, int, PromptScores], ...]
     """Request, first row and what to tell, for chunks with log-probabilities of the prompt."""
 
+    def leaving(self, layer: int) -> SeatRows | None:
+        """Return the seats whose rows go to the host tier at a layer; None: all are empty."""
+        return self.joining.get(layer - 1) if layer else self.entering
+
 
 def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
     """Turn the ids and counts of a plan's chunks into arrays."""
     chunks = plan.chunks
     lengths = np.fromiter((len(c.token_ids) for c in chunks), np.int64, len(chunks))
     starts = np.fromiter((c.start for c in chunks), np.int64, len(chunks))
-    query_start = np.zeros(len(chunks) + 1, np.int64)
-    np.cumsum(lengths, out=query_start[1:])
-    num_rows = int(query_start[-1])
+    query_start_loc = np.zeros(len(chunks) + 1, np.int64)
+    np.cumsum(lengths, out=query_start_loc[1:])
+    num_rows = int(query_start_loc[-1])
     # Position of each row: its chunk's start plus its index inside the chunk.
-    positions = np.arange(num_rows) + np.repeat(starts - query_start[:-1], lengths)
+    positions = np.arange(num_rows) + np.repeat(starts - query_start_loc[:-1], lengths)
     token_ids = np.fromiter(chain.from_iterable(c.token_ids for c in chunks), np.int64, num_rows)
 
     widest = max((len(c.block_ids) for c in chunks), default=0)
@@ -121,11 +122,11 @@ def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
         token_ids=token_ids,
         positions=positions,
         slot_mapping=blocks.astype(np.int64) * block_size + offsets,
-        query_start=query_start,
+        query_start_loc=query_start_loc,
         seq_lens=starts + lengths,
         block_table=block_table,
         is_reversed=is_reversed if is_directed else None,
-        sampling=tuple((int(query_start[i + 1]) - 1, c.request_id) for i, c in enumerate(chunks) if c.samples),
+        sampling=tuple((int(query_start_loc[i + 1]) - 1, c.request_id) for i, c in enumerate(chunks) if c.samples),
     )
 
 
@@ -154,7 +155,7 @@ def sampling_rows(
 def prompt_scores(plan: StepPlan, rows: DeviceRows) -> tuple[tuple[str, int, PromptScores], ...]:
     """Return request, first row and what to tell, for chunks with log-probabilities of the prompt."""
     return tuple(
-        (c.request_id, int(rows.query_start[i]) + c.scores.first_row, c.scores)
+        (c.request_id, int(rows.query_start_loc[i]) + c.scores.first_row, c.scores)
         for i, c in enumerate(plan.chunks)
         if c.scores is not None
     )
@@ -171,17 +172,13 @@ def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device
         positions[num_rows + seat] = entry.position
     joining = joins_by_layer(plan)
     sampled, request_ids = sampling_rows(rows, joining.get(num_layers - 1, ()), first_seat=num_rows)
-    reversed_RM = rows.reversed_blocks
     return StepInputs(
         num_device_rows=num_rows,
+        num_seats=seats,
         token_ids_T=_on(device, token_ids),
         positions_T=_on(device, positions),
         slot_mapping=_on(device, rows.slot_mapping),
-        block_table_RM=_on(device, rows.block_table),
-        reversed_RM=_on(device, reversed_RM) if reversed_RM is not None else None,
-        query_start_R1=_on(device, rows.query_start.astype(np.int32)),
-        seq_lens_R=_on(device, rows.seq_lens.astype(np.int32)),
-        lengths=rows.lengths,
+        attention=rows.attention_metadata(device),
         entering=_seat_rows(plan.entries, seats, device) if plan.entries else None,
         joining={layer: _seat_rows(joins, seats, device) for layer, joins in joining.items()},
         sampling_rows=_on(device, sampled),

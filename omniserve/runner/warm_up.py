@@ -13,7 +13,7 @@ import torch
 
 from omniserve.core.spec import ModelSpec
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.ops.attention import DeviceAttention, HostLengths
+from omniserve.ops.attention import AttentionMetadata, DeviceAttention, HostLengths
 from omniserve.ops.device_copies import upload
 
 
@@ -50,16 +50,18 @@ def warm_up_attention(
         lens_R = torch.tensor(query_lens, dtype=torch.int32)
         q_TNH = torch.zeros(num_rows, spec.num_heads, spec.head_size, dtype=dtype, device=device)
         block_table_RM = torch.zeros(num_requests, num_blocks, dtype=torch.int32, device=device)
-        query_start_R1 = upload(torch.cat([lens_R.new_zeros(1), lens_R.cumsum(0, dtype=torch.int32)]), device)
-        seq_lens_R = upload(lens_R, device)
         for is_reversed in {False, is_directed}:
+            metadata = AttentionMetadata(
+                block_table_RM=block_table_RM,
+                query_start_loc_R1=upload(
+                    torch.cat([lens_R.new_zeros(1), lens_R.cumsum(0, dtype=torch.int32)]), device
+                ),
+                seq_lens_R=upload(lens_R, device),
+                host_lengths=HostLengths(query_lens=query_lens, seq_lens=query_lens),
+                reversed_RM=torch.zeros_like(block_table_RM, dtype=torch.bool) if is_reversed else None,
+            )
             for kind, layer in layers.items():
-                attend(
-                    q_TNH, storage.k_layers[layer], storage.v_layers[layer], block_table_RM, query_start_R1, seq_lens_R,
-                    kind,
-                    lengths=HostLengths(query_lens=query_lens, seq_lens=query_lens),
-                    reversed_RM=torch.zeros_like(block_table_RM, dtype=torch.bool) if is_reversed else None,
-                )  # fmt: skip
+                attend(q_TNH, storage.k_layers[layer], storage.v_layers[layer], metadata, kind)
 
 
 def _shapes(

@@ -26,7 +26,7 @@ from omniserve.core.plan import (
     StepPlan,
 )
 from omniserve.layers import merged
-from omniserve.runner.cuda_graphs import steps
+from omniserve.runner.cuda_graphs import graph_runner
 from omniserve.runner.runner import LaunchedStep
 from tests.fake_cuda.runtime import FakeRuntime
 from tests.fake_cuda.watch import is_on_device
@@ -63,10 +63,10 @@ class FakeGpuEngine:
         with gpu.lenient(), pytest.MonkeyPatch.context() as patch:  # an engine may wait for the device as it starts
             with torch.device("cuda"):
                 self.model = blank_model(family, dtype, num_layers=2)
-            patch.setattr(steps, "DECODE_ROWS", (0,))  # and all that max_num_requests allows: few shapes
+            patch.setattr(graph_runner, "DECODE_ROWS", (0,))  # and all that max_num_requests allows: few shapes
             # A Parameter on the fake GPU is a FakeTensor, which `is_plain` takes for a subclass of some library's.
             patch.setattr(merged, "is_plain", lambda module: type(module) is nn.Linear)
-            patch.setattr(steps.gc, "collect", lambda: 0)  # takes as long as all captures here
+            patch.setattr(graph_runner.gc, "collect", lambda: 0)  # takes as long as all captures here
             self.engine = Engine(self.model, settings)
         self._watch_launches()
         self._deliver_at_once()

@@ -19,7 +19,7 @@ from omniserve.host.memory import allocate_pool
 from omniserve.host.tier import HostTier
 from omniserve.ops.device_copies import Download, Mark
 from omniserve.profiling.timer import Timer
-from omniserve.runner.cuda_graphs.recorder import GraphRecorder
+from omniserve.runner.cuda_graphs.capture import CudaGraphCapture
 from omniserve.runner.safepoint import LayerPace
 from tests.cuda_indices import FakeCuda, fake_cuda  # noqa: F401  a fixture
 from tests.host.helpers import make_spec
@@ -54,9 +54,9 @@ def test_pace_of_the_layers(cuda: FakeCuda) -> None:
 
 def test_captured_graphs(cuda: FakeCuda) -> None:
     with FakeTensorMode():
-        recorder = GraphRecorder((4, 2, 3), torch.float32, SECOND)
+        capture = CudaGraphCapture((4, 2, 3), torch.float32, SECOND)
         rows = torch.zeros(4, 6, device=SECOND)
-        recorder.whole(lambda: rows + 1)
+        capture.full(lambda: rows + 1)
     assert cuda.noted == [("synchronize", 1), ("capture_begin", 1), ("capture_end", 1)]
 
 

@@ -24,7 +24,7 @@ from tests.fake_cuda.runtime import FakeRuntime
 from tests.fake_cuda.watch import is_on_device
 from tests.parity.models import MODELS
 
-# Their products wait for the device in other dtypes; see `why_not_recorded`.
+# Their products wait for the device in other dtypes; see `why_not_captured`.
 GROUPED = ("mixtral", "qwen3_moe")
 # These have one linear for q, k and v, and one or none for gate and up, as Hugging Face has them.
 FUSED_BY_THEMSELVES = ("phi3", "gpt_neox", "gpt_neox_serial")
@@ -44,7 +44,7 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("family", "dtype"), cases())
 def test_captured_steps(family: str, dtype: torch.dtype, gpu: FakeRuntime) -> None:
     with engine_on(gpu, family, dtype) as fake:
-        constant = fake.engine.runner.constant
+        constant = fake.engine.runner.graphs
         if family in GROUPED and dtype is not torch.bfloat16:
             assert constant is None
             return
@@ -88,7 +88,7 @@ def test_steps_in_their_own_shapes(family: str, dtype: torch.dtype, attention: s
     with engine_on(gpu, family, dtype, step_graphs="off", attention=attention) as fake:
         for name in ("a", "b", "host"):
             fake.sample(name)
-        assert fake.engine.runner.constant is None
+        assert fake.engine.runner.graphs is None
         assert set(fake.run(chunks=(chunk("a", 5), chunk("b", 1, 9))).tokens) == {"a", "b"}
         assert set(fake.pass_host_tier((chunk("a", 3, 2), chunk("b", 1, 3))).tokens) == {"a", "b", "host"}
         assert set(fake.pass_host_tier().tokens) == {"host"}

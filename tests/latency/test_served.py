@@ -1,4 +1,4 @@
-"""What is measured is what an engine runs: in constant shapes, recorded, through the mailbox."""
+"""What is measured is what an engine runs: in constant shapes, captured, through the mailbox."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from omniserve.profiling.served import Served
 from omniserve.profiling.timer import Timer
 from tests.latency.samples import FINGERPRINT
 from tests.parity.models import tiny_model
-from tests.runner.tape import TapeRecorder, attend
+from tests.runner.tape import TapeCapture, attend
 
 BLOCK = 8
 CPU = torch.device("cpu")
@@ -51,10 +51,10 @@ def config(patched: PatchedModel) -> EngineConfig:
 
 @pytest.fixture
 def taped(patched: PatchedModel, config: EngineConfig) -> Served:
-    """Recorded as on a GPU: of a recording only the device's work runs again."""
+    """Captured as on a GPU: of a graph only the device's work runs again."""
     spec = patched.spec
-    recorder = TapeRecorder((0, spec.num_heads, spec.head_size), patched.dtype, patched.device)
-    served = Served(patched, config, recorder=recorder)
+    capture = TapeCapture((0, spec.num_heads, spec.head_size), patched.dtype, patched.device)
+    served = Served(patched, config, capture=capture)
     served.attend = attend
     return served
 
@@ -77,7 +77,7 @@ def test_an_engine_runs_what_is_measured(model: PreTrainedModel, config: EngineC
     config = dataclasses.replace(config, step_graphs=setting)
     served = Served(model.omniserve, config)
     with Engine(model, config) as engine:
-        assert served.constant == (engine.runner.constant is not None)
+        assert served.constant == (engine.runner.graphs is not None)
         assert engine.host_tier is not None
         assert served.mailbox == (engine.host_tier.mailbox_SW is not None)
         assert served.max_blocks == -(-engine.max_model_len // BLOCK)
@@ -126,8 +126,8 @@ def test_decodes_attend_as_in_a_recording_and_chunks_as_beside_it(patched: Patch
     calls: list[tuple[bool, bool, int]] = []
     served = Served(patched, config)
 
-    def spy(q, k, v, table, *rest, lengths, one_query_each):
-        calls.append((one_query_each, lengths is None, table.shape[1]))
+    def spy(q, k, v, metadata, spec):
+        calls.append((metadata.one_query_each, metadata.host_lengths is None, metadata.block_table_RM.shape[1]))
         return q
 
     served.attend = spy
@@ -143,11 +143,11 @@ def test_more_rows_than_any_shape_has_are_not_recorded(patched: PatchedModel, co
     recorded: list[object] = []
 
     class Spy:
-        def whole(self, run):
+        def full(self, run):
             recorded.append(run)
             return run
 
-    served = Served(patched, config, recorder=Spy())  # type: ignore[arg-type]
+    served = Served(patched, config, capture=Spy())  # type: ignore[arg-type]
     most = config.max_step_tokens + config.max_piggyback_slots
     run = served.launched(lambda: torch.zeros(1), num_rows=most + 1)
     assert not recorded and run().shape == (1,)
@@ -246,4 +246,4 @@ def test_a_gpu_is_measured_through_graphs_and_serves_with_the_profile() -> None:
     assert profile.piggyback and profile.host_attention and len(profile.dense["alone"]) > 5
     assert {step.features.host_works for step in profile.steps} == {False, True}
     with Engine(model, config, profile=profile) as engine:
-        assert engine.runner.constant is not None
+        assert engine.runner.graphs is not None

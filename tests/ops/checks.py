@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from omniserve.core.spec import AttentionSpec
 from omniserve.ops import OPS, Sample
+from omniserve.ops.attention import AttentionMetadata, HostLengths
 from tests.ops.tolerances import Tolerance, tolerance
 
 CPU = torch.device("cpu")
@@ -41,6 +43,25 @@ def check_against_reference(
     if isinstance(result, Tensor):
         assert result.isfinite().all(), "poison leaked into the result"
     assert_same((result, *mine), (reference, *wanted), name, dtype, within)
+
+
+def attention_call(
+    args: Sequence[Any], *, on_host: bool = False, one_query_each: bool = False
+) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata, AttentionSpec]:
+    """Return what device attention takes for the arguments of the operator ``paged_attention``.
+
+    Args:
+        args: The operator's.
+        on_host: The lengths are on the host, too.
+        one_query_each: See ``AttentionMetadata``.
+    """
+    q, k, v, table, starts, lens, scale, window, softcap, *directions = args
+    lengths = HostLengths(query_lens=tuple(starts.diff().tolist()), seq_lens=tuple(lens.tolist()))
+    metadata = AttentionMetadata(
+        block_table_RM=table, query_start_loc_R1=starts, seq_lens_R=lens, host_lengths=lengths if on_host else None,
+        reversed_RM=directions[0] if directions else None, one_query_each=one_query_each,
+    )  # fmt: skip
+    return q, k, v, metadata, AttentionSpec(scale=scale, window=window, softcap=softcap)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.core.spec import AttentionSpec
 from omniserve.ops import OPS
 from omniserve.ops.attention import (
     DEVICE_ATTENTION,
     DeviceAttention,
-    HostLengths,
     attend_cpu,
     attend_flex,
     attend_sdpa,
@@ -26,7 +24,7 @@ from omniserve.ops.attention import (
     resolve_attention,
 )
 from omniserve.ops.table import AttentionShape, attention_args
-from tests.ops.checks import CPU, DTYPES
+from tests.ops.checks import CPU, DTYPES, attention_call
 from tests.ops.tolerances import TORCH_HALF_ATTENTION
 
 CUDA = torch.device("cuda")
@@ -76,13 +74,8 @@ def test_an_unknown_name_lists_the_known() -> None:
 def test_sdpa_agrees_with_the_operator(dtype: torch.dtype, on_host: bool) -> None:
     rtol, atol = TORCH_HALF_ATTENTION[dtype]
     for sample in OPS["paged_attention"].samples(CPU, dtype):
-        q, k, v, table, starts, lens, scale, window, softcap, *directions = sample.args
-        spec = AttentionSpec(scale=scale, window=window, softcap=softcap)
-        lengths = HostLengths(query_lens=tuple(starts.diff().tolist()), seq_lens=tuple(lens.tolist()))
-        args = (q, k, v, table, starts, lens, spec)
-        reversed_RM = directions[0] if directions else None
-        out = attend_sdpa(*args, lengths=lengths if on_host else None, reversed_RM=reversed_RM)
-        expected = attend_cpu(*args, reversed_RM=reversed_RM)
+        call = attention_call(sample.args, on_host=on_host)
+        out, expected = attend_sdpa(*call), attend_cpu(*call)
         torch.testing.assert_close(out, expected, rtol=rtol, atol=atol, msg=lambda m, s=sample: s.label + m)
 
 
@@ -109,22 +102,15 @@ def test_head_pages_find_one_heads_rows() -> None:
         assert torch.equal(rows[page * 4 : page * 4 + 4], expected)
 
 
-def spec_of(sample_args: tuple[Any, ...]) -> AttentionSpec:
-    scale, window, softcap = sample_args[6:9]
-    return AttentionSpec(scale=scale, window=window, softcap=softcap)
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_flex_agrees_with_the_operator(dtype: torch.dtype) -> None:
     rtol, atol = TORCH_HALF_ATTENTION[dtype]
     for sample in list(OPS["paged_attention"].samples(CPU, dtype))[:: 2 if dtype == torch.float32 else 5]:
-        q, k, v, table, starts, lens, *_ = sample.args
+        q, k, v, *rest = sample.args
         # It multiplies what it must not see by 0; large instead of NaN, a mistake still shows.
-        k, v = k.nan_to_num(1e3), v.nan_to_num(1e3)
-        reversed_RM = sample.args[9] if len(sample.args) > 9 else None
-        out = attend_flex(q, k, v, table, starts, lens, spec_of(sample.args), reversed_RM=reversed_RM)
-        expected = attend_cpu(q, k, v, table, starts, lens, spec_of(sample.args), reversed_RM=reversed_RM)
+        call = attention_call((q, k.nan_to_num(1e3), v.nan_to_num(1e3), *rest))
+        out, expected = attend_flex(*call), attend_cpu(*call)
         torch.testing.assert_close(out, expected, rtol=rtol, atol=atol, msg=lambda m, s=sample: s.label + m)
 
 
@@ -144,22 +130,18 @@ def padded_decodes(window: int, directed: bool) -> tuple[Any, ...]:
 def test_padding_gives_zeros_beside_one_query_each(attend: DeviceAttention, window: int, directed: bool) -> None:
     if attend is attend_triton:
         pytest.importorskip("triton")
-    q, k, v, table, starts, lens, *_ = args = padded_decodes(window, directed)
+    q, k, v, table, starts, lens, *rest = padded_decodes(window, directed)
     if attend is attend_flex:
         k, v = k.nan_to_num(1e3), v.nan_to_num(1e3)
     q[[1, 4]] = torch.nan
-    reversed_RM = args[9] if directed else None
-    lengths = None if is_graph_safe(attend) else HostLengths(query_lens=(1,) * 5, seq_lens=tuple(lens.tolist()))
-    out = attend(
-        q, k, v, table, starts, lens, spec_of(args), lengths=lengths, reversed_RM=reversed_RM, one_query_each=True
-    )
+    args = (q, k, v, table, starts, lens, *rest)
+    out = attend(*attention_call(args, on_host=not is_graph_safe(attend), one_query_each=True))
     assert torch.equal(out[[1, 4]], torch.zeros(2, 4, 16))
     for request in (0, 2, 3):
         only = slice(request, request + 1)
-        alone = attend_cpu(
-            q[only], k, v, table[only], torch.tensor([0, 1]).int(), lens[only], spec_of(args),
-            reversed_RM=reversed_RM[only] if directed else None,
-        )  # fmt: skip
+        numbers, directions = rest[:3], [table[only] for table in rest[3:]]
+        args = (q[only], k, v, table[only], torch.tensor([0, 1]).int(), lens[only], *numbers, *directions)
+        alone = attend_cpu(*attention_call(args))
         torch.testing.assert_close(out[only], alone, rtol=2e-6, atol=2e-5)
 
 
@@ -169,7 +151,7 @@ def test_who_needs_lengths_on_the_host_does_not_read_them_back(attend: DeviceAtt
         pytest.importorskip("xformers")
     args = padded_decodes(0, False)
     with pytest.raises(ValueError, match=r"nothing may be read back from.*attention='triton'"):
-        attend(*args[:6], spec_of(args), one_query_each=True)
+        attend(*attention_call(args, one_query_each=True))
 
 
 def test_graph_safe_are_those_that_follow_from_shapes() -> None:
@@ -186,21 +168,18 @@ def test_cuda_agrees_with_the_operator(name: str, dtype: torch.dtype) -> None:
     attend = resolve_attention(name, CUDA)
     rtol, atol = TORCH_HALF_ATTENTION[dtype]
     for sample in OPS["paged_attention"].samples(CPU, dtype):
-        q, k, v, *tensors = sample.args[:6]
-        softcap = sample.args[8]
-        reversed_RM = sample.args[9] if len(sample.args) > 9 else None
+        q, k, v, *rest = sample.args
+        is_capped, is_directed = sample.args[8], len(sample.args) > 9
         block_size, head_size = k.shape[2:]
-        if name == "xformers" and (softcap or reversed_RM is not None):
+        if name == "xformers" and (is_capped or is_directed):
             continue
         if name == "flex":
             if block_size < 16 or block_size & (block_size - 1) or head_size < 16:
                 continue
             k, v = k.nan_to_num(1e3), v.nan_to_num(1e3)
-        on_cuda = reversed_RM.cuda() if reversed_RM is not None else None
-        args = (q, k, v, *tensors)
-        spec = spec_of(sample.args)
-        out = attend(*(tensor.cuda() for tensor in args), spec, reversed_RM=on_cuda)
-        expected = attend_cpu(*args, spec, reversed_RM=reversed_RM)
+        args = (q, k, v, *rest)
+        out = attend(*attention_call([arg.cuda() if isinstance(arg, Tensor) else arg for arg in args]))
+        expected = attend_cpu(*attention_call(args))
         torch.testing.assert_close(out.cpu(), expected, rtol=rtol, atol=atol, msg=lambda m, s=sample: s.label + m)
 
 
@@ -214,19 +193,20 @@ def test_a_graph_follows_lengths_blocks_and_padding(name: str) -> None:
     table = torch.zeros(6, 6, dtype=torch.int32, device="cuda")
     lens = torch.ones(6, dtype=torch.int32, device="cuda")
     starts = torch.arange(7, dtype=torch.int32, device="cuda")
-    spec = AttentionSpec(scale=0.125)
+    args = (q, k, v, table, starts, lens, 0.125, 0, 0.0)
+    call = attention_call(args, one_query_each=True)
     with torch.inference_mode():
         for _ in range(2):
-            attend(q, k, v, table, starts, lens, spec, one_query_each=True)
+            attend(*call)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = attend(q, k, v, table, starts, lens, spec, one_query_each=True)
+            out = attend(*call)
     for seed, new_lens in enumerate(((1, 96, 33, 0, 16, 17), (90, 0, 0, 0, 0, 0), (5, 6, 7, 8, 9, 10))):
         table.copy_(torch.randperm(40, generator=torch.Generator().manual_seed(seed))[:36].view(6, 6))
         lens.copy_(torch.tensor(new_lens))
         graph.replay()
         live = lens.cpu() > 0
-        args = (q, k, v, table, starts, lens)
-        expected = attend_cpu(*(tensor.cpu() for tensor in args), spec, one_query_each=True)
+        on_cpu = [arg.cpu() if isinstance(arg, Tensor) else arg for arg in args]
+        expected = attend_cpu(*attention_call(on_cpu, one_query_each=True))
         assert not out[~live.cuda()].any()
         torch.testing.assert_close(out.cpu(), expected, rtol=2**-6, atol=3e-2)

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.core.spec import AttentionSpec
 from omniserve.ops import OPS
-from omniserve.ops.attention import HostLengths, attend_cpu, attend_xformers
+from omniserve.ops.attention import attend_cpu, attend_xformers
 from omniserve.ops.table import AttentionShape, attention_args
 from tests.ops import fake_xformers
-from tests.ops.checks import CPU
+from tests.ops.checks import CPU, attention_call
 from tests.ops.tolerances import TORCH_HALF_ATTENTION
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -27,14 +26,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare(args: Sequence[Any], *, on_host: bool = True, one_query_each: bool = False) -> None:
-    q, k, v, table, starts, lens, scale, window, softcap, *_ = args
-    spec = AttentionSpec(scale=scale, window=window, softcap=softcap)
-    lengths = HostLengths(query_lens=tuple(starts.diff().tolist()), seq_lens=tuple(lens.tolist()))
-    expected = attend_cpu(q, k, v, table, starts, lens, spec, one_query_each=one_query_each)
-    out = attend_xformers(
-        q, k, v, table, starts, lens, spec, lengths=lengths if on_host else None, one_query_each=one_query_each
-    )
-    rtol, atol = TORCH_HALF_ATTENTION[q.dtype]
+    call = attention_call(args[:9], on_host=on_host, one_query_each=one_query_each)
+    expected, out = attend_cpu(*call), attend_xformers(*call)
+    rtol, atol = TORCH_HALF_ATTENTION[out.dtype]
     torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
 
 

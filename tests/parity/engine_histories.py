@@ -248,9 +248,9 @@ def run_history(
         else:
             raise AssertionError(f"seed {seed}: unfinished after all steps: {engine.stats()}")
         stats = engine.stats()
-        if engine.runner.constant is not None:
-            tally.constant_decodes += engine.runner.constant.num_decode_steps
-            tally.constant_chunks += engine.runner.constant.num_chunk_steps
+        if engine.runner.graphs is not None:
+            tally.constant_decodes += engine.runner.graphs.num_decode_steps
+            tally.constant_chunks += engine.runner.graphs.num_chunk_steps
         assert stats.device_blocks_used == stats.host_blocks_used == 0, stats
         assert len(engine.kv.free_block_ids(Tier.DEVICE)) == stats.device_blocks_total, "somebody who ended keeps KV"
     assert set(reasons) == set(which), f"seed {seed}: {set(which) - set(reasons)} never ended"

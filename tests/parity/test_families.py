@@ -209,7 +209,7 @@ def test_three_graphs_serve_any_depth_and_token_count(
         unpatch(model)
         counters.clear()
         patched = patch(model, compile=True).omniserve
-        patched.warm_up(constant=True)
+        patched.warm_up(fused=True)
         compiled = _probe(patched)
         assert counters["stats"]["unique_graphs"] == 3  # one a half, and one of both
         for got, want in zip(compiled, eager, strict=True):

@@ -1,9 +1,9 @@
-"""A recorder on the CPU that forgets the Python code as a CUDA graph does: operators are noted and run again."""
+"""A capture on the CPU that forgets the Python code as a CUDA graph does: operators are noted and run again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from omniserve.core.spec import AttentionSpec
-from omniserve.ops.attention import HostLengths
-from omniserve.runner.cuda_graphs.recorder import DeviceWorkRecorder
+from omniserve.ops.attention import AttentionMetadata
+from omniserve.runner.cuda_graphs.capture import DeviceWorkCapture
 
-Result = TypeVar("Result")
 _READ_BACK = (torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default)  # no tag says so
 
 
@@ -44,31 +43,27 @@ class Tape(TorchDispatchMode):
                     mine.copy_(again)
 
 
-class TapeRecorder(DeviceWorkRecorder):
-    """Records on tapes."""
+class TapeCapture(DeviceWorkCapture):
+    """Captures on tapes."""
 
-    def _record(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        with Tape() as tape:
-            result = run()
-        return tape.replay, result
+    def _begin(self) -> None:
+        self._tape = Tape()
+        self._tape.__enter__()
+
+    def _end(self) -> Callable[[], None]:
+        self._tape.__exit__(None, None, None)
+        return self._tape.replay
 
 
 def attend(
-    q_TNH: Tensor,
-    k_cache_BKSH: Tensor,
-    v_cache_BKSH: Tensor,
-    block_table_RM: Tensor,
-    query_start_R1: Tensor,
-    seq_lens_R: Tensor,
-    spec: AttentionSpec,
-    *,
-    lengths: HostLengths | None = None,
-    reversed_RM: Tensor | None = None,
-    one_query_each: bool = False,
+    q_TNH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
 ) -> Tensor:
     """Device attention that looks at no value, padding included."""
     out_TNH: Tensor = torch.ops.omniserve.paged_attention(
-        q_TNH, k_cache_BKSH, v_cache_BKSH, block_table_RM, query_start_R1, seq_lens_R.clamp(min=1),
-        spec.scale, spec.window, spec.softcap, reversed_RM,
+        q_TNH, k_cache_BKSH, v_cache_BKSH,
+        metadata.block_table_RM, metadata.query_start_loc_R1, metadata.seq_lens_R.clamp(min=1),
+        spec.scale, spec.window, spec.softcap, metadata.reversed_RM,
     )  # fmt: skip
-    return torch.where((seq_lens_R == 0)[:, None, None], 0, out_TNH) if one_query_each else out_TNH
+    if metadata.one_query_each:
+        out_TNH = torch.where((metadata.seq_lens_R == 0)[:, None, None], 0, out_TNH)
+    return out_TNH

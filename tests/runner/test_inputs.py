@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from omniserve.core.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, StepPlan
-from omniserve.runner.cuda_graphs.inputs import ConstantInputs, InputMemory
+from omniserve.runner.cuda_graphs.inputs import InputMemory, StaticInputs
 from omniserve.runner.cuda_graphs.shapes import StepShape
 from omniserve.runner.step_inputs import make_device_rows
 
@@ -18,7 +18,7 @@ def chunk(request_id: str, tokens: tuple[int, ...], start: int, blocks: tuple[in
     return DeviceChunk(request_id=request_id, token_ids=tokens, start=start, block_ids=blocks, samples=True)
 
 
-def fill(inputs: ConstantInputs, plan: StepPlan, *, decodes: bool = True) -> None:
+def fill(inputs: StaticInputs, plan: StepPlan, *, decodes: bool = True) -> None:
     inputs.fill(plan, make_device_rows(plan, block_size=BLOCK), decodes=decodes)
 
 
@@ -30,7 +30,7 @@ def memory(*, is_directed: bool = False) -> InputMemory:
 
 def test_decodes_entries_and_joins_are_in_their_places() -> None:
     shared = memory()
-    inputs = ConstantInputs(StepShape(4, 2), shared)
+    inputs = StaticInputs(StepShape(4, 2), shared)
     for tensor in (shared.longs, shared.seq_lens, shared.block_table):
         tensor.fill_(77)  # what the last step left
     plan = StepPlan(
@@ -48,11 +48,11 @@ def test_decodes_entries_and_joins_are_in_their_places() -> None:
     assert inputs.token_ids_T.tolist() == [5, 9, 0, 0, 8, 0]
     assert inputs.positions_T.tolist() == [6, 0, 0, 0, 11, 0]
     assert inputs.slot_mapping_T.tolist() == [1 * BLOCK + 2, 2 * BLOCK, -1, -1]
-    assert inputs.seq_lens_T.tolist() == [7, 1, 0, 0]
-    assert inputs.block_table_TM[0, :2].tolist() == [3, 1] and inputs.block_table_TM[1, 0] == 2
-    assert inputs.block_table_TM[2:, 0].tolist() == [0, 0], "padding names a block that exists"
-    assert (inputs.block_table_TM[:, 2:] == 77).all(), "no wider than the longest request of the step"
-    assert inputs.query_start_T1.tolist() == [0, 1, 2, 3, 4]
+    assert inputs.attention.seq_lens_R.tolist() == [7, 1, 0, 0]
+    assert inputs.attention.block_table_RM[0, :2].tolist() == [3, 1] and inputs.attention.block_table_RM[1, 0] == 2
+    assert inputs.attention.block_table_RM[2:, 0].tolist() == [0, 0], "padding names a block that exists"
+    assert (inputs.attention.block_table_RM[:, 2:] == 77).all(), "no wider than the longest request of the step"
+    assert inputs.attention.query_start_loc_R1.tolist() == [0, 1, 2, 3, 4]
     leaving = [inputs.slots_leaving(layer).tolist() for layer in range(LAYERS)]
     joining = [inputs.slots_joining(layer).tolist() for layer in range(LAYERS)]
     assert leaving == [[7, -1], [4, -1], [-1, -1]]
@@ -61,37 +61,39 @@ def test_decodes_entries_and_joins_are_in_their_places() -> None:
 
 
 def test_a_step_leaves_nothing_of_the_one_before() -> None:
-    inputs = ConstantInputs(StepShape(4, 2), memory())
+    inputs = StaticInputs(StepShape(4, 2), memory())
     full = tuple(chunk(str(i), (i + 1,), 9, (0, 1, 2)) for i in range(4))
     joins = tuple(PiggybackJoin(request_id=f"j{i}", position=3, slot=i, epoch=1, layer=1) for i in range(2))
     fill(inputs, StepPlan(step_id=0, chunks=full, joins=joins, num_piggyback_slots=2))
     fill(inputs, StepPlan(step_id=1, chunks=(chunk("x", (3,), 1, (4,)),)))
     assert inputs.token_ids_T.tolist() == [3, 0, 0, 0, 0, 0]
     assert inputs.slot_mapping_T.tolist() == [4 * BLOCK + 1, -1, -1, -1]
-    assert inputs.seq_lens_T.tolist() == [2, 0, 0, 0]
+    assert inputs.attention.seq_lens_R.tolist() == [2, 0, 0, 0]
     assert all((inputs.slots_leaving(layer) == -1).all() for layer in range(LAYERS))
     assert all((inputs.slots_joining(layer) == -1).all() for layer in range(LAYERS))
 
 
 def test_rows_of_chunks_and_views_that_stay_where_they_are() -> None:
     shared = memory()
-    inputs = ConstantInputs(StepShape(8, 0), shared)
-    before = [t.data_ptr() for t in (inputs.token_ids_T, inputs.slot_mapping_T, inputs.block_table_TM)]
+    inputs = StaticInputs(StepShape(8, 0), shared)
+    before = [t.data_ptr() for t in (inputs.token_ids_T, inputs.slot_mapping_T, inputs.attention.block_table_RM)]
     fill(inputs, StepPlan(step_id=0, chunks=(chunk("a", (1, 2, 3), 3, (2, 4)),)), decodes=False)
     assert inputs.positions_T.tolist() == [3, 4, 5, 0, 0, 0, 0, 0]
     assert inputs.slot_mapping_T[:3].tolist() == [2 * BLOCK + 3, 4 * BLOCK, 4 * BLOCK + 1]
-    assert [t.data_ptr() for t in (inputs.token_ids_T, inputs.slot_mapping_T, inputs.block_table_TM)] == before
+    assert [
+        t.data_ptr() for t in (inputs.token_ids_T, inputs.slot_mapping_T, inputs.attention.block_table_RM)
+    ] == before
     assert shared.longs.data_ptr() == before[0]
 
 
 def test_directions_of_a_step_and_none_of_the_one_before() -> None:
-    inputs = ConstantInputs(StepShape(4, 0), memory(is_directed=True))
-    assert inputs.reversed_TM is not None
+    inputs = StaticInputs(StepShape(4, 0), memory(is_directed=True))
+    assert inputs.attention.reversed_RM is not None
     left = chunk("a", (5,), 6, (3, 1))
     right = dataclasses.replace(chunk("b", (9,), 9, (2, 0, 4)), is_reversed=True)
     fill(inputs, StepPlan(step_id=0, chunks=(left, right)))
-    assert inputs.reversed_TM[:, :3].tolist() == [[False] * 3, [True] * 3, [False] * 3, [False] * 3]
+    assert inputs.attention.reversed_RM[:, :3].tolist() == [[False] * 3, [True] * 3, [False] * 3, [False] * 3]
     assert inputs.slot_mapping_T.tolist() == [1 * BLOCK + 2, 4 * BLOCK + BLOCK - 1 - 1, -1, -1]
     fill(inputs, StepPlan(step_id=1, chunks=(left, left)))
-    assert not inputs.reversed_TM[:, :2].any()
-    assert ConstantInputs(StepShape(4, 0), memory()).reversed_TM is None
+    assert not inputs.attention.reversed_RM[:, :2].any()
+    assert StaticInputs(StepShape(4, 0), memory()).attention.reversed_RM is None

@@ -10,12 +10,12 @@ import torch
 from omniserve import Engine, EngineConfig
 from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.layers.merged import MergedLinear
-from omniserve.runner.cuda_graphs import steps
+from omniserve.runner.cuda_graphs import graph_runner
 from omniserve.runner.cuda_graphs.budget import Budget
 from omniserve.sched import SCHEDULERS
 from tests.parity.engine_histories import Tally, run_histories, run_history
 from tests.parity.test_engine import DEVICES, model_and_reference
-from tests.runner.tape import TapeRecorder
+from tests.runner.tape import TapeCapture
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -75,12 +75,12 @@ def test_late_failing_and_dying_host_attention(deaths: bool, device: str) -> Non
 
 
 @pytest.mark.parametrize("scheduler", ["omniserve", "sarathi"])
-def test_recordings_do_what_the_code_did(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_do_what_the_code_did(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with CUDA graphs, Python runs once, and later steps only write other inputs to the same places."""
     model, reference = model_and_reference("llama", "cpu")
     spec = model.__dict__["omniserve"].spec
     shape = (64, spec.num_heads, spec.head_size)
-    monkeypatch.setattr(steps, "PlainRecorder", lambda: TapeRecorder(shape, torch.float32, torch.device("cpu")))
+    monkeypatch.setattr(graph_runner, "NoCapture", lambda: TapeCapture(shape, torch.float32, torch.device("cpu")))
     run_histories(
         model, reference, range(730, 732), reach=("constant_decodes", "constant_chunks"), scheduler=scheduler,
         step_graphs="on", async_steps=True, attention="tests.runner.tape:attend", max_step_tokens=16,
@@ -89,13 +89,13 @@ def test_recordings_do_what_the_code_did(scheduler: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("kv", "share"), [("tiered", 0.0), ("tiered", 0.5), ("bidirectional", 0.2)])
-def test_some_recordings_or_none(kv: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever part of the table the budget has room for, steps are padded to a recorded shape or run eagerly."""
+def test_some_graphs_or_none(kv: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever part of the table the budget has room for, steps are padded to a captured shape or run eagerly."""
     model, reference = model_and_reference("llama", "cpu")
     spec = model.__dict__["omniserve"].spec
     shape = (64, spec.num_heads, spec.head_size)
     rng = random.Random(f"{kv} {share}")
-    monkeypatch.setattr(steps, "PlainRecorder", lambda: TapeRecorder(shape, torch.float32, torch.device("cpu")))
+    monkeypatch.setattr(graph_runner, "NoCapture", lambda: TapeCapture(shape, torch.float32, torch.device("cpu")))
     monkeypatch.setattr(Budget, "admits", lambda self, kind: rng.random() < share)
     tally = run_histories(
         model, reference, range(740, 742), reach=("host_tokens",), kv=kv, scheduler="omniserve", has_profile=False,
@@ -106,8 +106,8 @@ def test_some_recordings_or_none(kv: str, share: float, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kind", ["decodes", "chunks"])
-def test_blocks_that_run_from_the_right_do_not_leave_the_recordings(kind: str) -> None:
-    """They would need kernels that no recording has compiled."""
+def test_blocks_that_run_from_the_right_do_not_leave_the_graphs(kind: str) -> None:
+    """They would need kernels that no graph has compiled."""
     model, _ = model_and_reference("llama", "cpu")
     config = EngineConfig(
         block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, max_model_len=64, compile=False,
@@ -118,4 +118,4 @@ def test_blocks_that_run_from_the_right_do_not_leave_the_recordings(kind: str) -
         request_id="be", token_ids=tokens, start=9, block_ids=(1, 2), samples=True, is_reversed=True
     )  # fmt: skip
     with Engine(model, config) as engine:
-        assert engine.runner.constant.shape_for(StepPlan(step_id=0, chunks=(chunk,))) is not None
+        assert engine.runner.graphs.shape_for(StepPlan(step_id=0, chunks=(chunk,))) is not None

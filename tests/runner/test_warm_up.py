@@ -12,7 +12,7 @@ from torch import Tensor
 
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.ops.attention import HostLengths
+from omniserve.ops.attention import AttentionMetadata
 from omniserve.runner.warm_up import warm_up_attention
 from tests.host.helpers import make_spec
 
@@ -32,13 +32,15 @@ def warmed(
     noted = []
 
     def attend(
-        q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, block_table_RM: Tensor, query_start_R1: Tensor,
-        seq_lens_R: Tensor, kind: AttentionSpec, *, lengths: HostLengths, reversed_RM: Tensor | None,
-    ) -> None:  # fmt: skip
-        assert q_TNH.shape == (query_start_R1[-1], spec.num_heads, spec.head_size) and q_TNH.dtype == dtype
-        assert tuple(query_start_R1.diff().tolist()) == lengths.query_lens
+        q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, kind: AttentionSpec
+    ) -> None:
+        block_table_RM, query_start_loc_R1 = metadata.block_table_RM, metadata.query_start_loc_R1
+        seq_lens_R, reversed_RM, lengths = metadata.seq_lens_R, metadata.reversed_RM, metadata.host_lengths
+        assert lengths is not None and not metadata.one_query_each
+        assert q_TNH.shape == (query_start_loc_R1[-1], spec.num_heads, spec.head_size) and q_TNH.dtype == dtype
+        assert tuple(query_start_loc_R1.diff().tolist()) == lengths.query_lens
         assert tuple(seq_lens_R.tolist()) == lengths.seq_lens
-        assert {query_start_R1.dtype, seq_lens_R.dtype, block_table_RM.dtype} == {torch.int32}
+        assert {query_start_loc_R1.dtype, seq_lens_R.dtype, block_table_RM.dtype} == {torch.int32}
         assert block_table_RM.shape[1] * block_size >= max(lengths.seq_lens)
         assert reversed_RM is None or (reversed_RM.shape == block_table_RM.shape and reversed_RM.dtype == torch.bool)
         noted.append((len(q_TNH), *block_table_RM.shape, kind, reversed_RM is not None))

@@ -19,7 +19,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 from transformers import PreTrainedModel
 
 from omniserve.core.spec import AttentionSpec
-from omniserve.ops.attention import HostLengths
+from omniserve.ops.attention import AttentionMetadata
 from omniserve.ops.attention.base import graph_safe
 from omniserve.ops.cuda import kernels
 from omniserve.ops.host_layout import pack_blocks, read_blocks
@@ -228,20 +228,7 @@ def _copy_blocks(
 
 @graph_safe
 def attend(
-    q_TNH: Tensor,
-    k_cache_BKSH: Tensor,
-    v_cache_BKSH: Tensor,
-    block_table_RM: Tensor,
-    query_start_R1: Tensor,
-    seq_lens_R: Tensor,
-    spec: AttentionSpec,
-    *,
-    lengths: HostLengths | None = None,
-    reversed_RM: Tensor | None = None,
-    one_query_each: bool = False,
+    q_TNH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
 ) -> Tensor:
     """Device attention that looks at no value on the host."""
-    return tape.attend(
-        q_TNH, k_cache_BKSH, v_cache_BKSH, block_table_RM, query_start_R1, seq_lens_R, spec, reversed_RM=reversed_RM,
-        one_query_each=one_query_each,
-    )  # fmt: skip
+    return tape.attend(q_TNH, k_cache_BKSH, v_cache_BKSH, metadata, spec)

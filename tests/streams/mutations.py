@@ -24,8 +24,8 @@ from omniserve.host.staging import StagedMover
 from omniserve.host.tier import HostTier
 from omniserve.ops.device_copies import Download
 from omniserve.ops.waiting import wait_for
-from omniserve.runner.cuda_graphs.inputs import ConstantInputs
-from omniserve.runner.cuda_graphs.recorder import GraphRecorder
+from omniserve.runner.cuda_graphs.capture import CudaGraphCapture
+from omniserve.runner.cuda_graphs.inputs import StaticInputs
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.runner import LaunchedStep, ModelRunner
 from omniserve.runner.safepoint import LayerPace
@@ -114,25 +114,25 @@ def _one_download_buffer() -> Iterator[None]:
 def _one_input_buffer() -> Iterator[None]:
     buffers: dict[torch.Size, Tensor] = {}
 
-    def buffer_of(inputs: ConstantInputs, target: Tensor) -> Tensor:
+    def buffer_of(inputs: StaticInputs, target: Tensor) -> Tensor:
         if target.shape not in buffers:
             buffers[target.shape] = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
         return buffers[target.shape]
 
-    with mock.patch.object(ConstantInputs, "_host_buffer", buffer_of):
+    with mock.patch.object(StaticInputs, "_host_buffer", buffer_of):
         yield
 
 
 @contextlib.contextmanager
 def _inputs_beside_the_step() -> Iterator[None]:
-    fill, side = ConstantInputs.fill, torch.cuda.Stream()
+    fill, side = StaticInputs.fill, torch.cuda.Stream()
 
     def fill_beside(*args: Any, **kwargs: Any) -> None:
         with torch.cuda.stream(side):
             fill(*args, **kwargs)
         torch.cuda.current_stream().wait_stream(side)
 
-    with mock.patch.object(ConstantInputs, "fill", fill_beside):
+    with mock.patch.object(StaticInputs, "fill", fill_beside):
         yield
 
 
@@ -226,9 +226,9 @@ def _collect_without_end(runner: ModelRunner, step: LaunchedStep, collect: Any =
     return collect(runner, dataclasses.replace(step, end=None))
 
 
-def _record_without_waiting(recorder: Any, run: Any, record: Any = GraphRecorder._record) -> Any:
+def _capture_without_waiting(capture: Any, run: Any, inner: Any = CudaGraphCapture._capture) -> Any:
     with mock.patch.object(torch.cuda, "synchronize", lambda *_: None):
-        return record(recorder, run)
+        return inner(capture, run)
 
 
 PACE: Mapping[str, Mutation] = {
@@ -239,7 +239,7 @@ PACE: Mapping[str, Mutation] = {
         "safepoints", _replace(LayerPace, "keep", lambda pace: None)
     ),
     "graphs are captured while the device works": Mutation(
-        "host, graphs", _replace(GraphRecorder, "_record", _record_without_waiting)
+        "host, graphs", _replace(CudaGraphCapture, "_capture", _capture_without_waiting)
     ),
 }
 """Waits that keep the host near the device, or a capture alone on it. No token depends on them."""

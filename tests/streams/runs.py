@@ -210,7 +210,7 @@ class Bench:
                     if engine.last_plan_was_empty:
                         engine.wait(0.01)
                 tally = dataclasses.asdict(engine.stats())
-                if (constant := engine.runner.constant) is not None:
+                if (constant := engine.runner.graphs) is not None:
                     tally |= {"decode_graphs": constant.num_decode_steps, "chunk_graphs": constant.num_chunk_steps}
             late = [work for work in self.cuda.device.works() if isinstance(work, HostWork)]
             self.cuda.device.drain()

@@ -17,7 +17,7 @@ from benchmarks.gpu.program import run_program
 from benchmarks.gpu.script import NotHere, Script, argument_parser, scrubbed
 from omniserve.core.spec import AttentionSpec
 from omniserve.ops import OPS, Sample
-from omniserve.ops.attention import resolve_attention
+from omniserve.ops.attention import AttentionMetadata, resolve_attention
 
 TOOLS = ("memcheck", "racecheck")
 _FEW = 2
@@ -107,8 +107,11 @@ def run_kernels(device: torch.device, *, few: bool) -> int:
         for sample in samples_of("paged_attention", device, few=few):
             q, k, v, blocks, starts, lens, scale, window, softcap, *directions = sample.args
             spec = AttentionSpec(scale=scale, window=window, softcap=softcap)
+            metadata = AttentionMetadata(
+                block_table_RM=blocks, query_start_loc_R1=starts, seq_lens_R=lens, reversed_RM=(*directions, None)[0]
+            )
             try:
-                attend(q, k, v, blocks, starts, lens, spec, reversed_RM=directions[0] if directions else None)
+                attend(q, k, v, metadata, spec)
             except (ValueError, NotImplementedError) as error:  # xformers: no soft-caps, no blocks from the right
                 print(f"attention {name} refuses {sample.label}: {error}")
             calls += 1

@@ -121,12 +121,12 @@ def serve(
 
 def described(engine: Engine) -> str:
     """Return what an engine has done, and how."""
-    stats, constant = engine.stats(), engine.runner.constant
+    stats, graphs = engine.stats(), engine.runner.graphs
     assert stats.piggyback_rows > 0, "no row passed through the host tier: this run says nothing about it"
-    if constant is None:
+    if graphs is None:
         return f"{stats.steps} steps, {stats.piggyback_rows} piggyback rows"
-    shapes = len(constant._decodes) + len(constant._chunks)
-    captured = constant.num_decode_steps + constant.num_chunk_steps
+    shapes = len(graphs._decodes) + len(graphs._chunks)
+    captured = graphs.num_decode_steps + graphs.num_chunk_steps
     return f"{stats.steps} steps, {captured} in {shapes} shapes, {stats.piggyback_rows} piggyback rows"
 
 

@@ -14,7 +14,7 @@ from benchmarks.gpu.models import LLAMA_8B, TINY
 from benchmarks.gpu.script import Case, NotHere, Script, argument_parser
 from benchmarks.gpu.timing import graph_of, median_seconds
 from omniserve.core.spec import AttentionSpec
-from omniserve.ops.attention import HostLengths, is_graph_safe, resolve_attention
+from omniserve.ops.attention import AttentionMetadata, HostLengths, is_graph_safe, resolve_attention
 
 _BLOCK = 64
 _LAYERS = 8
@@ -73,19 +73,20 @@ def time_layer(script: Script, case: Case, name: str, load: _Load) -> None:
     num_blocks = load.requests * blocks
     q_TNH = tensor(load.requests * load.queries, heads, head_size)
     caches = [[tensor(num_blocks, kv_heads, _BLOCK, head_size) for _ in "kv"] for _ in range(_LAYERS)]
-    table_RM = torch.randperm(num_blocks, device=device).int().view(load.requests, blocks)
-    starts_R1 = torch.arange(load.requests + 1, device=device, dtype=torch.int32) * load.queries
-    lens_R = torch.full((load.requests,), load.context, device=device, dtype=torch.int32)
-    lengths = HostLengths(query_lens=(load.queries,) * load.requests, seq_lens=(load.context,) * load.requests)
     attend, spec = resolve_attention(name, device), AttentionSpec(scale=head_size**-0.5)
     in_graph = load.queries == 1 and is_graph_safe(attend)
+    lengths = HostLengths(query_lens=(load.queries,) * load.requests, seq_lens=(load.context,) * load.requests)
+    metadata = AttentionMetadata(
+        block_table_RM=torch.randperm(num_blocks, device=device).int().view(load.requests, blocks),
+        query_start_loc_R1=torch.arange(load.requests + 1, device=device, dtype=torch.int32) * load.queries,
+        seq_lens_R=torch.full((load.requests,), load.context, device=device, dtype=torch.int32),
+        host_lengths=None if in_graph else lengths,
+        one_query_each=in_graph,
+    )
 
     def run() -> None:
         for k, v in caches:
-            attend(
-                q_TNH, k, v, table_RM, starts_R1, lens_R, spec, lengths=None if in_graph else lengths,
-                one_query_each=in_graph,
-            )  # fmt: skip
+            attend(q_TNH, k, v, metadata, spec)
 
     timed = graph_of(run, device) if in_graph else run
     taken_s = median_seconds(timed, device, repeats=3 if script.dry else 20) / _LAYERS

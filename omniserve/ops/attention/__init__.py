@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from omniserve.ops.attention.base import (
     DEVICE_ATTENTION,
+    AttentionMetadata,
     DeviceAttention,
     HostLengths,
     is_graph_safe,
@@ -27,6 +28,7 @@ from omniserve.ops.attention.xformers import attend_xformers
 
 __all__ = [
     "DEVICE_ATTENTION",
+    "AttentionMetadata",
     "DeviceAttention",
     "HostLengths",
     "attend_cpu",

@@ -24,12 +24,32 @@ F = TypeVar("F", bound=Callable[..., Tensor])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostLengths:
-    """Lengths of a batch's requests, on the host: without them some CUDA implementations must wait for the device."""
+    """The lengths of a step's requests as Python numbers."""
 
     query_lens: tuple[int, ...]
     """Query tokens of each request in this step."""
     seq_lens: tuple[int, ...]
     """Context of each request, this step's tokens included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionMetadata:
+    """Which queries of a step see which blocks. It is built once a step, and every layer attends with it."""
+
+    block_table_RM: Tensor
+    """Blocks of each request, int32 ``[R, M]``. Entries behind a request's last block are never read."""
+    query_start_loc_R1: Tensor
+    """The row where each request's queries begin, int32 ``[R + 1]``; the last entry is T."""
+    seq_lens_R: Tensor
+    """Context of each request, this step's tokens included, int32 ``[R]``."""
+    host_lengths: HostLengths | None = None
+    """The same lengths on the host. Without them some implementations copy them from the device, and wait for it."""
+    reversed_RM: Tensor | None = None
+    """The direction table, bool ``[R, M]``: True where a block runs from the right, so that offset i of the block is
+    its row ``S - 1 - i``. None: all blocks run from the left. Paper: bros 6."""
+    one_query_each: bool = False
+    """Every request has exactly one query token (``T == R``), and nothing may be read back from the device. A request
+    that only pads the batch has a seq_len of 0, and its row of the output becomes zeros."""
 
 
 class DeviceAttention(Protocol):
@@ -40,14 +60,8 @@ class DeviceAttention(Protocol):
         q_TNH: Tensor,
         k_cache_BKSH: Tensor,
         v_cache_BKSH: Tensor,
-        block_table_RM: Tensor,
-        query_start_R1: Tensor,
-        seq_lens_R: Tensor,
+        metadata: AttentionMetadata,
         spec: AttentionSpec,
-        *,
-        lengths: HostLengths | None = None,
-        reversed_RM: Tensor | None = None,
-        one_query_each: bool = False,
     ) -> Tensor:
         """Return ``[T, N, H]``, the dtype of q.
 
@@ -55,15 +69,8 @@ class DeviceAttention(Protocol):
             q_TNH: Queries of all requests, one after the other; rotary applied.
             k_cache_BKSH: The layer's keys, head-major blocks, this step's tokens included.
             v_cache_BKSH: The layer's values.
-            block_table_RM: Blocks of each request, int32.
-            query_start_R1: Where each request's queries begin, int32; the last entry is T.
-            seq_lens_R: Context of each request including this chunk, int32.
+            metadata: Blocks and lengths of the requests.
             spec: Scale, window, softcap.
-            lengths: The same lengths on the host; None copies them from the device where they are needed.
-            reversed_RM: The direction table: which entries of the block table are of blocks that run from the right,
-                bool, so that offset i of such a block is its row ``S - 1 - i``. None: no block does. Paper: bros 6.
-            one_query_each: Every request has exactly one query token (``T == R``), and nothing may be read back from
-                the device. A padding request has seq_len 0, and its row becomes zeros.
 
         Raises:
             ValueError: This implementation cannot do what the arguments ask for; the message names one that can.
@@ -118,26 +125,30 @@ def _first_installed(*packages: str) -> str | None:
     return next((package for package in packages if importlib.util.find_spec(package)), None)
 
 
-def host_lengths(
-    lengths: HostLengths | None, query_start_R1: Tensor, seq_lens_R: Tensor, *, one_query_each: bool, name: str
-) -> HostLengths:
-    """Return ``lengths``, or read them back from the device: for implementations whose launches follow from lengths.
+def host_lengths(metadata: AttentionMetadata, name: str) -> HostLengths:
+    """Return the lengths of a step's requests for implementations that choose their launches by them.
+
+    Lengths that are not on the host yet are read back from the device.
+
+    Args:
+        metadata: The step's.
+        name: The implementation's, for error messages.
 
     Raises:
-        ValueError: They are not given, and ``one_query_each`` forbids to read them back. Or the call is captured in a
-            CUDA graph, which would go on with the lengths of its capture.
+        ValueError: The lengths are not on the host, and ``one_query_each`` forbids to read them back. Or the call is
+            captured in a CUDA graph, which would go on with the lengths of its capture.
     """
-    if seq_lens_R.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if metadata.seq_lens_R.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             f"device attention {name!r} cannot be captured in a CUDA graph: what it launches follows from the lengths; "
             "take attention='triton' or 'flex', or run without graphs"
         )
-    if lengths is not None:
-        return lengths
-    if one_query_each:
+    if metadata.host_lengths is not None:
+        return metadata.host_lengths
+    if metadata.one_query_each:
         raise ValueError(
             f"device attention {name!r} needs the lengths on the host, and with one_query_each nothing may be read "
-            "back from the device; give lengths, or take attention='triton' or 'flex'"
+            "back from the device; give host_lengths, or take attention='triton' or 'flex'"
         )
-    query_lens = tuple(end - begin for begin, end in pairwise(query_start_R1.tolist()))
-    return HostLengths(query_lens=query_lens, seq_lens=tuple(seq_lens_R.tolist()))
+    query_lens = tuple(end - begin for begin, end in pairwise(metadata.query_start_loc_R1.tolist()))
+    return HostLengths(query_lens=query_lens, seq_lens=tuple(metadata.seq_lens_R.tolist()))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from omniserve.core.spec import AttentionSpec
-from omniserve.ops.attention.base import DEVICE_ATTENTION, HostLengths, graph_safe, host_lengths
+from omniserve.ops.attention.base import DEVICE_ATTENTION, AttentionMetadata, graph_safe, host_lengths
 from omniserve.ops.attention.pages import head_pages
 
 _TILE_ROWS = 128
@@ -27,21 +27,11 @@ _TILE_ROWS = 128
 @DEVICE_ATTENTION.register("flex")
 @graph_safe
 def attend_flex(
-    q_TNH: Tensor,
-    k_cache_BKSH: Tensor,
-    v_cache_BKSH: Tensor,
-    block_table_RM: Tensor,
-    query_start_R1: Tensor,
-    seq_lens_R: Tensor,
-    spec: AttentionSpec,
-    *,
-    lengths: HostLengths | None = None,
-    reversed_RM: Tensor | None = None,
-    one_query_each: bool = False,
+    q_TNH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
 ) -> Tensor:
     """Attend with FlexAttention: compiled on CUDA; on the CPU as plain torch over the whole cache, for tests.
 
-    Chunks are padded to the longest (its length is read from ``lengths``, or waited for); with ``one_query_each``
+    Chunks are padded to the longest (its length is read from ``host_lengths``, or waited for); with ``one_query_each``
     nothing is. Slots of a request's blocks that nobody has written yet are multiplied by 0, so they must be finite: the
     KV storage begins with zeros. Not yet run on CUDA.
 
@@ -53,17 +43,17 @@ def attend_flex(
         raise ValueError(
             f"device attention 'flex' needs a block_size of 16, 32, 64 ...; got {block_size}; give attention='triton'"
         )
-    num_requests, group = block_table_RM.shape[0], num_heads // kv_heads
+    query_start_loc_R1 = metadata.query_start_loc_R1
+    num_requests, group = metadata.block_table_RM.shape[0], num_heads // kv_heads
     if not num_tokens:
         return torch.empty_like(q_TNH)
     longest, place_T = 1, None
-    if one_query_each:
+    if metadata.one_query_each:
         q_RLKGH = q_TNH.reshape(num_requests, 1, kv_heads, group, head_size)
     else:
-        known = host_lengths(lengths, query_start_R1, seq_lens_R, one_query_each=False, name="flex")
-        longest = max(known.query_lens)
-        request_T = torch.repeat_interleave(query_start_R1.diff(), output_size=num_tokens)
-        begin_T = query_start_R1[request_T]
+        longest = max(host_lengths(metadata, "flex").query_lens)
+        request_T = torch.repeat_interleave(query_start_loc_R1.diff(), output_size=num_tokens)
+        begin_T = query_start_loc_R1[request_T]
         place_T = request_T * longest + torch.arange(num_tokens, device=q_TNH.device) - begin_T
         padded = q_TNH.new_zeros(num_requests * longest, num_heads, head_size)
         padded[place_T] = q_TNH
@@ -71,7 +61,8 @@ def attend_flex(
     q_E1LH = q_RLKGH.transpose(1, 2).reshape(num_requests * kv_heads, 1, longest * group, head_size)
     attend = _compiled() if q_TNH.is_cuda else _attend_pages
     out_E1LH = attend(
-        q_E1LH, k_cache_BKSH, v_cache_BKSH, block_table_RM, query_start_R1.diff(), seq_lens_R, reversed_RM,
+        q_E1LH, k_cache_BKSH, v_cache_BKSH,
+        metadata.block_table_RM, query_start_loc_R1.diff(), metadata.seq_lens_R, metadata.reversed_RM,
         group=group, scale=spec.scale, window=spec.window, softcap=spec.softcap,
     )  # fmt: skip
     out_RLKGH = out_E1LH.view(num_requests, kv_heads, longest, group, head_size).transpose(1, 2)

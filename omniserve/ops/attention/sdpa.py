@@ -7,23 +7,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from omniserve.core.spec import AttentionSpec
-from omniserve.ops.attention.base import DEVICE_ATTENTION, HostLengths, host_lengths
+from omniserve.ops.attention.base import DEVICE_ATTENTION, AttentionMetadata, host_lengths
 from omniserve.ops.attention.pages import first_key, gather_keys
 
 
 @DEVICE_ATTENTION.register("sdpa")
 def attend_sdpa(
-    q_TNH: Tensor,
-    k_cache_BKSH: Tensor,
-    v_cache_BKSH: Tensor,
-    block_table_RM: Tensor,
-    query_start_R1: Tensor,
-    seq_lens_R: Tensor,
-    spec: AttentionSpec,
-    *,
-    lengths: HostLengths | None = None,
-    reversed_RM: Tensor | None = None,
-    one_query_each: bool = False,
+    q_TNH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
 ) -> Tensor:
     """Attend request by request with torch's SDPA over gathered KV (soft-capped: plain matrix products).
 
@@ -31,9 +21,9 @@ def attend_sdpa(
     on CUDA.
 
     Raises:
-        ValueError: ``one_query_each`` without ``lengths``.
+        ValueError: ``one_query_each`` without ``host_lengths``.
     """
-    lengths = host_lengths(lengths, query_start_R1, seq_lens_R, one_query_each=one_query_each, name="sdpa")
+    lengths, block_table_RM, reversed_RM = host_lengths(metadata, "sdpa"), metadata.block_table_RM, metadata.reversed_RM
     out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
     end = 0
     for request, (query_len, seq_len) in enumerate(zip(lengths.query_lens, lengths.seq_lens, strict=True)):

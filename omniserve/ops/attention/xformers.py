@@ -8,23 +8,13 @@ import torch
 from torch import Tensor
 
 from omniserve.core.spec import AttentionSpec
-from omniserve.ops.attention.base import DEVICE_ATTENTION, HostLengths, host_lengths
+from omniserve.ops.attention.base import DEVICE_ATTENTION, AttentionMetadata, host_lengths
 from omniserve.ops.attention.pages import first_key, gather_keys, head_pages
 
 
 @DEVICE_ATTENTION.register("xformers")
 def attend_xformers(
-    q_TNH: Tensor,
-    k_cache_BKSH: Tensor,
-    v_cache_BKSH: Tensor,
-    block_table_RM: Tensor,
-    query_start_R1: Tensor,
-    seq_lens_R: Tensor,
-    spec: AttentionSpec,
-    *,
-    lengths: HostLengths | None = None,
-    reversed_RM: Tensor | None = None,
-    one_query_each: bool = False,
+    q_TNH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
 ) -> Tensor:
     """Attend with xformers: decodes over the pages where its kernel can, the rest over gathered KV.
 
@@ -34,7 +24,7 @@ def attend_xformers(
 
     Raises:
         ValueError: The layer soft-caps its scores, or there is a direction table: xformers can do neither. Or the call
-            is captured in a graph, or has ``one_query_each`` without ``lengths``.
+            is captured in a graph, or has ``one_query_each`` without ``host_lengths``.
         NotImplementedError: xformers has no kernel for this GPU, dtype or head size; its message says why.
     """
     from xformers.ops import fmha  # optional; slow to import
@@ -43,12 +33,12 @@ def attend_xformers(
         PagedBlockDiagonalCausalWithOffsetPaddedKeysMask,
     )
 
-    if reversed_RM is not None:
+    if metadata.reversed_RM is not None:
         raise ValueError("xformers reads blocks from the left only; give attention='triton' or 'sdpa'")
     if spec.softcap:
         raise ValueError("xformers has no soft-capped attention; give attention='triton' or 'sdpa' for this model")
-    lengths = host_lengths(lengths, query_start_R1, seq_lens_R, one_query_each=one_query_each, name="xformers")
-    has_padding = one_query_each and 0 in lengths.seq_lens
+    lengths, block_table_RM = host_lengths(metadata, "xformers"), metadata.block_table_RM
+    has_padding = metadata.one_query_each and 0 in lengths.seq_lens
     if has_padding:
         # Give padding the first block's first row, and throw it away.
         lengths = replace(lengths, seq_lens=tuple(max(1, seq_len) for seq_len in lengths.seq_lens))
@@ -105,4 +95,4 @@ def attend_xformers(
     with torch.cuda.device_of(q_TNH):  # Triton launches on the current device
         out = fmha.memory_efficient_attention_forward(q, k, v, attn_bias=bias, scale=spec.scale, op=operator)
     out = out.reshape(q_TNH.shape)
-    return out.masked_fill(seq_lens_R[:, None, None] == 0, 0) if has_padding else out
+    return out.masked_fill(metadata.seq_lens_R[:, None, None] == 0, 0) if has_padding else out

@@ -1,4 +1,4 @@
-"""ConstantInputs: the tensors of a step at addresses and in shapes that do not change; what is in them does.
+"""StaticInputs: the tensors of a step at addresses and in shapes that do not change; what is in them does.
 
 Legend: T device rows, P piggyback seats, L layers, M blocks per request, all of a bucket.
 """
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from omniserve.core.plan import StepPlan
+from omniserve.ops.attention import AttentionMetadata
 from omniserve.ops.device_copies import upload
 from omniserve.runner.cuda_graphs.shapes import StepShape
 from omniserve.runner.step_inputs import DeviceRows, joins_by_layer
@@ -44,10 +45,10 @@ class InputMemory:
         self.reversed_blocks: Tensor | None = None
         if is_directed:
             self.reversed_blocks = torch.zeros(largest.rows, max_blocks, dtype=torch.bool, device=device)
-        self.query_start = torch.arange(largest.rows + 1, dtype=torch.int32, device=device)
+        self.query_start_loc = torch.arange(largest.rows + 1, dtype=torch.int32, device=device)
 
 
-class ConstantInputs:
+class StaticInputs:
     """The inputs of one shape: views of the memory, which ``fill`` writes; two copies come from the host.
 
     A device row that nobody has is token 0 at position 0, is stored nowhere (slot -1) and attends to nothing (length
@@ -68,13 +69,14 @@ class ConstantInputs:
         self._seat_slots = seat_slots.view(num_layers + 1, seats)
         self.seat_positions: Tensor = seat_positions
         """``[L * P]``: positions of those in the seats before the attention of each layer."""
-        self.seq_lens_T: Tensor = memory.seq_lens[:rows]
-        self.block_table_TM: Tensor = memory.block_table[:rows]
-        self.reversed_TM: Tensor | None = None
-        """The direction table, also of a step in which no block runs from the right; None: blocks never do."""
-        if memory.reversed_blocks is not None:
-            self.reversed_TM = memory.reversed_blocks[:rows]
-        self.query_start_T1: Tensor = memory.query_start[: rows + 1]
+        self.attention = AttentionMetadata(
+            block_table_RM=memory.block_table[:rows],
+            query_start_loc_R1=memory.query_start_loc[: rows + 1],
+            seq_lens_R=memory.seq_lens[:rows],
+            reversed_RM=memory.reversed_blocks[:rows] if memory.reversed_blocks is not None else None,
+            one_query_each=True,
+        )
+        """Of a step of decodes. If blocks may run from the right it has a direction table in every step."""
 
     def slots_leaving(self, layer: int) -> Tensor:
         """Return the slots ``[P]`` of those that leave for the host tier at a layer."""
@@ -127,10 +129,10 @@ class ConstantInputs:
             table[:num_rows, 1] = rows.is_reversed
         table[:num_rows, 2 : 2 + num_blocks] = rows.block_table
         on_device = upload(torch.from_numpy(table), self._memory.device)
-        self.seq_lens_T.copy_(on_device[:, 0])
-        self.block_table_TM[:, :width].copy_(on_device[:, 2:])
-        if self.reversed_TM is not None:
-            self.reversed_TM[:, :width].copy_(on_device[:, 1:2])  # a request's blocks all run the same way
+        self.attention.seq_lens_R.copy_(on_device[:, 0])
+        self.attention.block_table_RM[:, :width].copy_(on_device[:, 2:])
+        if self.attention.reversed_RM is not None:
+            self.attention.reversed_RM[:, :width].copy_(on_device[:, 1:2])  # a request's blocks all run the same way
 
     def _host_buffer(self, target: Tensor) -> Tensor:
         # torch hands out a page-locked buffer again only when the copies from it are over.

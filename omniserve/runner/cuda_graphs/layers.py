@@ -1,61 +1,29 @@
-"""ConstantLayers: all layers over constant-shape inputs, cut where device attention stands.
+"""PaddedLayers: all layers of a step over static inputs.
 
-Legend: T device rows, P piggyback seats, D hidden, N query heads, H head size, L layers.
+Legend: T device rows, P piggyback seats, D hidden, N query heads, K KV heads, H head size, L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from itertools import repeat
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.layers.patching import PatchedModel
-from omniserve.ops.attention import DeviceAttention, HostLengths
-from omniserve.ops.device_copies import upload
-from omniserve.runner.cuda_graphs.inputs import ConstantInputs
+from omniserve.layers.patching import PatchedModel, Rotary
+from omniserve.ops.attention import AttentionMetadata, DeviceAttention
+from omniserve.runner.cuda_graphs.capture import Attend
+from omniserve.runner.cuda_graphs.inputs import StaticInputs
 from omniserve.runner.piggyback_rows import PiggybackRows
-from omniserve.runner.step_inputs import DeviceRows
 
 _store_kv = torch.ops.omniserve.store_kv.default
-_piggyback_concat = torch.ops.omniserve.piggyback_concat.default
-_residual_fetch = torch.ops.omniserve.residual_fetch.default
-
-Pieces = Generator[tuple[int, Tensor], Tensor, Tensor]
-"""Yields (layer, queries ``[T, N, H]``), wants attention rows ``[T, N * H]``, returns hidden states ``[T + P, D]``."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkTensors:
-    """What attention to chunks of any lengths needs, on the device; see StepInputs."""
-
-    num_rows: int
-    block_table_RM: Tensor
-    query_start_R1: Tensor
-    seq_lens_R: Tensor
-    lengths: HostLengths
-    reversed_RM: Tensor | None
-
-    @classmethod
-    def of(cls, rows: DeviceRows, device: torch.device) -> Self:
-        """Return those of a step's device rows."""
-        reversed_RM = rows.reversed_blocks
-        return cls(
-            len(rows.token_ids),
-            upload(torch.from_numpy(rows.block_table), device),
-            upload(torch.from_numpy(rows.query_start).int(), device),
-            upload(torch.from_numpy(rows.seq_lens).int(), device),
-            rows.lengths,
-            upload(torch.from_numpy(reversed_RM), device) if reversed_RM is not None else None,
-        )
-
-
-class ConstantLayers:
-    """Runs the layers of steps whose shapes do not depend on who is in them.
+class PaddedLayers:
+    """Runs the layers of steps whose shapes do not depend on the requests in them.
 
     Every seat takes part in every layer, empty or not, and nothing is decided by values: what runs once can be replayed
     with other inputs at the same addresses.
@@ -64,7 +32,7 @@ class ConstantLayers:
         model: The patched model.
         storage: The device tier's KV.
         attend: Device attention.
-        rows: Who changes tiers.
+        rows: Moves rows between the tiers.
     """
 
     def __init__(
@@ -75,65 +43,42 @@ class ConstantLayers:
         self._attend = attend
         self._rows = rows
 
-    def pieces(self, inputs: ConstantInputs) -> Pieces:
-        """Run the layers, except for their device attention, which is the caller's."""
+    def run_decodes(self, inputs: StaticInputs) -> Tensor:
+        """Run the layers of a step in which every request has one device row; return ``[T + P, D]``."""
+        return self.run(inputs, partial(self.attend, metadata=inputs.attention))
+
+    def run(self, inputs: StaticInputs, attend: Attend) -> Tensor:
+        """Run the layers with an attention of the device rows; return ``[T + P, D]``."""
         model, num_rows, num_seats = self._model, inputs.shape.rows, inputs.shape.seats
-        hidden_TD = model.embed(inputs.token_ids_T, inputs.positions_T)
-        rotary = self._rotary_per_layer(inputs)
-        attn_TD = self._rows.no_results
-        q_TNH, k_TKH, v_TKH = model.pre_attention(0, hidden_TD, *next(rotary))
-        for layer in range(model.num_layers):
+
+        def attend_with_seats(layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
             if num_seats:
                 self._rows.post(inputs.slots_leaving(layer), hidden_TD, q_TNH, k_TKH, v_TKH)
+            attn_TD = self._rows.no_results
             if num_rows:
                 k_cache, v_cache = self._storage.k_layers[layer], self._storage.v_layers[layer]
                 _store_kv(k_TKH[:num_rows], v_TKH[:num_rows], k_cache, v_cache, inputs.slot_mapping_T)
-                attn_TD = yield layer, q_TNH[:num_rows]
+                attn_TD = attend(layer, q_TNH[:num_rows])
             if num_seats:
-                slots_P = inputs.slots_joining(layer)
-                attn_TD = _piggyback_concat(attn_TD[:num_rows], self._rows.results_SD, slots_P)
-                _residual_fetch(self._rows.residuals_SD, slots_P, hidden_TD)
-            if layer + 1 < model.num_layers:
-                hidden_TD, q_TNH, k_TKH, v_TKH = model.between_attentions(layer, attn_TD, hidden_TD, *next(rotary))
-        return model.post_attention(model.num_layers - 1, attn_TD, hidden_TD)
+                attn_TD = self._rows.join(inputs.slots_joining(layer), attn_TD, hidden_TD)
+            return attn_TD
 
-    def attend_chunks(self, layer: int, q_TNH: Tensor, chunks: ChunkTensors) -> Tensor:
-        """Attend for the rows of chunks, the first n of T; the padding's rows are zeros."""
-        n = chunks.num_rows
-        out_TNH = torch.zeros_like(q_TNH, memory_format=torch.contiguous_format)
-        out_TNH[:n] = self._attend(
-            q_TNH[:n],
-            self._storage.k_layers[layer],
-            self._storage.v_layers[layer],
-            chunks.block_table_RM,
-            chunks.query_start_R1,
-            chunks.seq_lens_R,
-            self._model.spec.attention[layer],
-            lengths=chunks.lengths,
-            reversed_RM=chunks.reversed_RM,
-        )
-        return out_TNH.flatten(1)
+        hidden_TD = model.embed(inputs.token_ids_T, inputs.positions_T)
+        rotary = self._rotary_per_layer(inputs)
+        return model.run_layers(range(model.num_layers), hidden_TD, rotary, attend_with_seats, fused=True)
 
-    def whole(self, inputs: ConstantInputs) -> Tensor:
-        """Run the layers of a step in which every request has one device row; return ``[T + P, D]``."""
-        return finish(self.pieces(inputs), lambda layer, q_TNH: self.attend_decodes(layer, q_TNH, inputs))
+    def attend(self, layer: int, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Return attention rows ``[T, N * H]``."""
+        k_cache, v_cache = self._storage.k_layers[layer], self._storage.v_layers[layer]
+        return self._attend(q_TNH, k_cache, v_cache, metadata, self._model.spec.attention[layer]).flatten(1)
 
-    def attend_decodes(self, layer: int, q_TNH: Tensor, inputs: ConstantInputs) -> Tensor:
-        """Attend for one row a request."""
-        out_TNH = self._attend(
-            q_TNH,
-            self._storage.k_layers[layer],
-            self._storage.v_layers[layer],
-            inputs.block_table_TM,
-            inputs.query_start_T1,
-            inputs.seq_lens_T,
-            self._model.spec.attention[layer],
-            reversed_RM=inputs.reversed_TM,
-            one_query_each=True,
-        )
-        return out_TNH.view(q_TNH.shape[0], -1)
+    def attend_padded(self, layer: int, q_TNH: Tensor, metadata: AttentionMetadata, num_rows: int) -> Tensor:
+        """Attend for the first ``num_rows`` of T; the padding's rows are zeros."""
+        out_TD = torch.zeros_like(q_TNH, memory_format=torch.contiguous_format).flatten(1)
+        out_TD[:num_rows] = self.attend(layer, q_TNH[:num_rows], metadata)
+        return out_TD
 
-    def _rotary_per_layer(self, inputs: ConstantInputs) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    def _rotary_per_layer(self, inputs: StaticInputs) -> Iterator[Rotary]:
         """Yield (cos, sin) ``[T + P, H]`` for each layer: device rows keep theirs, seats change hands."""
         rows, seats, num_layers = inputs.shape.rows, inputs.shape.seats, self._model.num_layers
         rotary = self._model.rotary(torch.cat([inputs.positions_T[:rows], inputs.seat_positions]))
@@ -147,14 +92,3 @@ class ConstantLayers:
             table.index_select(0, index.flatten()).view(num_layers, rows + seats, -1) for table in rotary
         )
         yield from zip(cos_LTH, sin_LTH, strict=True)
-
-
-def finish(pieces: Pieces, attend: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Run pieces to their end with an attention; return what they return."""
-    try:
-        layer, q_TNH = next(pieces)
-        while True:
-            layer, q_TNH = pieces.send(attend(layer, q_TNH))
-    except StopIteration as end:
-        hidden_TD: Tensor = end.value
-        return hidden_TD

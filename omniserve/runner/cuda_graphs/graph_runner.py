@@ -1,20 +1,18 @@
-"""ConstantSteps: which steps run in constant shapes, and their recordings.
+"""CudaGraphRunner: which steps run in constant shapes, and their CUDA graphs.
 
-A step in which every request has one device row (decodes, and any rows of the host tier) is one recording: one launch.
-One with longer chunks is recorded in pieces between the attentions, which depend on the chunks' lengths. What fits no
-recording runs as it is: see ``ModelRunner``. Recordings end when their budget is spent.
+A step in which every request has one device row (decodes, and any rows of the host tier) is a FULL graph: one launch.
+One with longer chunks is captured PIECEWISE, between the attentions, which depend on the chunks' lengths. A step that
+fits no captured shape runs as it is: see ``ModelRunner``. Capturing ends when its budget is spent.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Self
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from omniserve.core.config import GIB, EngineConfig
@@ -24,9 +22,9 @@ from omniserve.layers.patching import PatchedModel
 from omniserve.ops.attention import DeviceAttention, is_graph_safe
 from omniserve.ops.device_copies import upload
 from omniserve.runner.cuda_graphs.budget import Budget
-from omniserve.runner.cuda_graphs.inputs import ConstantInputs, InputMemory
-from omniserve.runner.cuda_graphs.layers import ChunkTensors, ConstantLayers
-from omniserve.runner.cuda_graphs.recorder import Attend, GraphRecorder, PlainRecorder, Recorder
+from omniserve.runner.cuda_graphs.capture import Capture, CudaGraphCapture, FullStep, NoCapture, PiecewiseStep
+from omniserve.runner.cuda_graphs.inputs import InputMemory, StaticInputs
+from omniserve.runner.cuda_graphs.layers import PaddedLayers
 from omniserve.runner.cuda_graphs.shapes import (
     CHUNK_ROWS,
     DECODE_ROWS,
@@ -36,7 +34,7 @@ from omniserve.runner.cuda_graphs.shapes import (
     size,
     smallest_fitting,
 )
-from omniserve.runner.layer_loop import LayersOutput
+from omniserve.runner.layer_loop import LayersOutput, stops_between_layers
 from omniserve.runner.pending_tokens import PendingTokens
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.step_inputs import make_device_rows, prompt_scores, sampling_rows
@@ -44,25 +42,25 @@ from omniserve.runner.step_inputs import make_device_rows, prompt_scores, sampli
 logger = logging.getLogger(__name__)
 
 
-class ConstantSteps:
+class CudaGraphRunner:
     """Runs the layers of the steps that fit a shape.
 
     Args:
         layers: What a step is made of.
         memory: For the inputs, large enough for all shapes.
-        recorder: Makes the recordings.
+        capture: Captures the steps.
         decodes: Shapes of steps with one row a request.
         chunks: Shapes of other steps.
         block_size: Tokens per KV block.
-        limit_s: Most seconds that recording may take.
-        limit_bytes: Most device memory that recordings may take.
+        limit_s: Most seconds that capturing may take.
+        limit_bytes: Most device memory that graphs may take.
     """
 
     def __init__(
         self,
-        layers: ConstantLayers,
+        layers: PaddedLayers,
         memory: InputMemory,
-        recorder: Recorder,
+        capture: Capture,
         *,
         decodes: ShapeTable,
         chunks: ShapeTable,
@@ -72,13 +70,13 @@ class ConstantSteps:
     ) -> None:
         self._layers = layers
         self._memory = memory
-        self._recorder = recorder
+        self._capture = capture
         self._order = capture_order(decodes, chunks)
         self._block_size = block_size
         self._limit_s, self._limit_bytes = limit_s, limit_bytes
-        self._decodes: dict[StepShape, tuple[ConstantInputs, Callable[[], Tensor]]] = {}
-        self._chunks: dict[StepShape, tuple[ConstantInputs, Callable[[Attend], Tensor]]] = {}
-        self._decode_shapes: list[StepShape] = []  # those that were recorded, by size
+        self._decodes: dict[StepShape, tuple[StaticInputs, FullStep]] = {}
+        self._chunks: dict[StepShape, tuple[StaticInputs, PiecewiseStep]] = {}
+        self._decode_shapes: list[StepShape] = []  # those that were captured, by size
         self._chunk_shapes: list[StepShape] = []
         self.num_decode_steps = 0
         """Counter: steps with at most one row a request that ran in a constant shape."""
@@ -98,7 +96,7 @@ class ConstantSteps:
         has_host_tier: bool,
         is_directed: bool,
     ) -> Self | None:
-        """Return an engine's, nothing recorded yet; None: its steps all run in their own shapes.
+        """Return an engine's, nothing captured yet; None: its steps all run in their own shapes.
 
         Raises:
             ValueError: The settings ask for constant shapes, which the device attention or the model cannot have.
@@ -106,16 +104,16 @@ class ConstantSteps:
         device, spec = model.device, model.spec
         if config.step_graphs == "off" or (config.step_graphs == "auto" and device.type != "cuda"):
             return None
-        if reason := why_not_recorded(model, attention, config):
+        if reason := why_not_captured(model, attention, config):
             if config.step_graphs == "auto":
-                logger.warning("steps are not recorded: %s", reason)
+                logger.warning("steps are not captured: %s", reason)
                 return None
             raise ValueError(f"step_graphs={config.step_graphs!r} is not possible: {reason}")
         seats = config.max_piggyback_slots if has_host_tier else 0
         # A best-effort request may be admitted beside as many latency-sensitive ones.
         most = min(2 * config.max_num_requests, config.max_step_tokens)
         decodes = ShapeTable.of(DECODE_ROWS, max_rows=most, max_seats=seats)
-        # Beyond that, launching the pieces of a layer takes less time than running them, recorded or not.
+        # Beyond that, launching the pieces of a layer takes less time than running them, captured or not.
         most = min(config.max_step_tokens, CHUNK_ROWS[-1])
         chunks = ShapeTable.of(CHUNK_ROWS, max_rows=most, max_seats=seats)
         largest = StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats)
@@ -124,60 +122,60 @@ class ConstantSteps:
             is_directed=is_directed,
         )  # fmt: skip
         attention_shape = (chunks.rows[-1], spec.num_heads, spec.head_size)
-        recorder = GraphRecorder(attention_shape, model.dtype, device) if device.type == "cuda" else PlainRecorder()
+        capture: Capture = NoCapture()
+        if device.type == "cuda":
+            capture = CudaGraphCapture(attention_shape, model.dtype, device)
         return cls(
-            ConstantLayers(model, storage, attention, rows), memory, recorder,
+            PaddedLayers(model, storage, attention, rows), memory, capture,
             decodes=decodes, chunks=chunks, block_size=config.block_size,
             limit_s=config.step_graphs_limit_s, limit_bytes=config.step_graphs_bytes,
         )  # fmt: skip
 
     @torch.inference_mode()
-    def record_all(self) -> None:
-        """Record the shapes, the most useful ones first, until the budget is spent; on a terminal, with a progress bar.
+    def capture_all(self) -> None:
+        """Capture the shapes, the most useful ones first, until the budget is spent; a terminal has a progress bar.
 
-        No step has to wait for a recording: one that fits none runs eagerly.
+        No step has to wait for a capture: one that fits none runs eagerly.
         """
         device = self._memory.device
         budget = Budget(
             limit_s=self._limit_s, limit_bytes=self._limit_bytes, used_bytes=lambda: _used_bytes(device)
         )  # fmt: skip
         gc.collect()
-        gc.disable()  # to free a graph while another is being recorded is an error
+        gc.disable()  # to free a graph while another is being captured is an error
         try:
-            for index, (shape, is_decode) in enumerate(tqdm(self._order, desc="recording steps", disable=None)):
+            for index, (shape, is_decode) in enumerate(tqdm(self._order, desc="capturing steps", disable=None)):
                 kind = is_decode, index < 2  # the first two, the largest, pay for the pool and most of the compiling
                 if budget.admits(kind):
                     with budget.spending(kind):
-                        self._record(shape, is_decode=is_decode)
+                        self._capture_shape(shape, is_decode=is_decode)
         finally:
             gc.enable()
         self._decode_shapes, self._chunk_shapes = sorted(self._decodes, key=size), sorted(self._chunks, key=size)
-        num_recorded, num_shapes = len(self._decodes) + len(self._chunks), len(self._order)
+        num_captured, num_shapes = len(self._decodes) + len(self._chunks), len(self._order)
         seconds, num_bytes = budget.spent()
         logger.info(
-            "recorded %d of %d step shapes in %.1f s and %.2f GiB", num_recorded, num_shapes, seconds, num_bytes / GIB
+            "captured %d of %d step shapes in %.1f s and %.2f GiB", num_captured, num_shapes, seconds, num_bytes / GIB
         )
-        if num_recorded < num_shapes:
+        if num_captured < num_shapes:
             logger.warning(
-                "%d step shapes are not recorded: such steps are padded further or run without graphs; for more, raise "
+                "%d step shapes are not captured: such steps are padded further or run without graphs; for more, raise "
                 "step_graphs_limit_s (%g) or step_graphs_bytes (%d)",
-                num_shapes - num_recorded, self._limit_s, self._limit_bytes,
+                num_shapes - num_captured, self._limit_s, self._limit_bytes,
             )  # fmt: skip
 
-    def _record(self, shape: StepShape, *, is_decode: bool) -> None:
-        inputs = ConstantInputs(shape, self._memory)
-        # Nobody is in it, so nothing is stored or sent.
-        inputs.fill(_NOBODY, make_device_rows(_NOBODY, block_size=1), decodes=is_decode)
+    def _capture_shape(self, shape: StepShape, *, is_decode: bool) -> None:
+        inputs = StaticInputs(shape, self._memory)
+        # An empty step: nothing is stored or sent.
+        inputs.fill(_EMPTY, make_device_rows(_EMPTY, block_size=1), decodes=is_decode)
         if is_decode:
-            self._decodes[shape] = inputs, self._recorder.whole(partial(self._layers.whole, inputs))
+            self._decodes[shape] = inputs, self._capture.full(partial(self._layers.run_decodes, inputs))
         else:
-            self._chunks[shape] = inputs, self._recorder.in_pieces(partial(self._layers.pieces, inputs))
+            self._chunks[shape] = inputs, self._capture.piecewise(partial(self._layers.run, inputs))
 
     def shape_for(self, plan: StepPlan) -> StepShape | None:
-        """Return the recorded shape that a step is padded to; None: it fits none, or its rows may come and go."""
-        if plan.preemptible or plan.pipelined:
-            return None
-        if any(chunk.from_layer for chunk in plan.chunks):
+        """Return the captured shape that a step is padded to; None: it fits none, or its rows may come and go."""
+        if stops_between_layers(plan):
             return None
         shapes = self._decode_shapes if decodes_only(plan) else self._chunk_shapes
         return smallest_fitting(shapes, plan.num_device_tokens, plan.num_piggyback_slots)
@@ -202,8 +200,8 @@ class ConstantSteps:
             inputs, replay_with = self._chunks[shape]
             inputs.fill(plan, rows, decodes=False)
             pending.fill(inputs.token_ids_T, plan, first_seat=shape.rows)
-            chunks = ChunkTensors.of(rows, self._memory.device)
-            hidden_TD = replay_with(lambda layer, q_TNH: self._layers.attend_chunks(layer, q_TNH, chunks))
+            metadata, num_rows = rows.attention_metadata(self._memory.device), len(rows.token_ids)
+            hidden_TD = replay_with(lambda layer, q_TNH: self._layers.attend_padded(layer, q_TNH, metadata, num_rows))
         at_last_layer = [join for join in plan.joins if join.layer == self._memory.num_layers - 1]
         sampled, request_ids = sampling_rows(rows, at_last_layer, first_seat=shape.rows)
         return LayersOutput(
@@ -215,7 +213,7 @@ class ConstantSteps:
         )
 
 
-def why_not_recorded(model: PatchedModel, attention: DeviceAttention, config: EngineConfig) -> str:
+def why_not_captured(model: PatchedModel, attention: DeviceAttention, config: EngineConfig) -> str:
     """Return why a CUDA graph cannot hold a model's steps, and what to do about it; empty: nothing is in its way."""
     if model.device.type != "cuda":
         return ""
@@ -224,7 +222,7 @@ def why_not_recorded(model: PatchedModel, attention: DeviceAttention, config: En
             f"device attention {config.attention!r} launches what lengths on the host say; set attention='triton' or "
             "'flex'"
         )
-    return model.family.why_not_recorded()
+    return model.family.why_not_captured()
 
 
 def decodes_only(plan: StepPlan) -> bool:
@@ -232,7 +230,7 @@ def decodes_only(plan: StepPlan) -> bool:
     return all(len(chunk.token_ids) == 1 for chunk in plan.chunks)
 
 
-_NOBODY = StepPlan(step_id=0)
+_EMPTY = StepPlan(step_id=0)
 
 
 def _used_bytes(device: torch.device) -> int:

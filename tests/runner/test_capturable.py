@@ -11,14 +11,14 @@ import torch
 from omniserve import EngineConfig
 from omniserve.layers import family_of
 from omniserve.ops.attention import resolve_attention
-from omniserve.runner.cuda_graphs.steps import ConstantSteps, why_not_recorded
+from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner, why_not_captured
 from tests.parity.models import tiny_model
 
 CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "capability", "is_recorded"),
+    ("family", "dtype", "capability", "is_captured"),
     [
         ("mixtral", torch.bfloat16, (9, 0), True),
         ("mixtral", torch.bfloat16, (10, 0), True),
@@ -30,18 +30,18 @@ CUDA = torch.device("cuda")
     ],
 )
 def test_experts_whose_products_wait_for_the_device(
-    family: str, dtype: torch.dtype, capability: tuple[int, int], is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: torch.dtype, capability: tuple[int, int], is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = family_of(tiny_model(family))
-    assert not layers.why_not_recorded(), "it is not on a GPU"
+    assert not layers.why_not_captured(), "it is not on a GPU"
     layers._probe = SimpleNamespace(device=CUDA, dtype=dtype)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    reason = layers.why_not_recorded()
-    assert not reason if is_recorded else "set step_graphs='off'" in reason
+    reason = layers.why_not_captured()
+    assert not reason if is_captured else "set step_graphs='off'" in reason
 
 
 def model_on(device: torch.device, reason: str) -> SimpleNamespace:
-    return SimpleNamespace(device=device, spec=None, family=SimpleNamespace(why_not_recorded=lambda: reason))
+    return SimpleNamespace(device=device, spec=None, family=SimpleNamespace(why_not_captured=lambda: reason))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flex"])
@@ -52,8 +52,8 @@ def test_what_is_asked_for_is_refused_and_what_is_not_is_left_out(
     reason = "set attention='triton' or 'flex'" if attention == "sdpa" else "experts wait"
     model = model_on(CUDA, "experts wait")
 
-    def constant_steps(step_graphs: str) -> ConstantSteps | None:
-        return ConstantSteps.of(
+    def constant_steps(step_graphs: str) -> CudaGraphRunner | None:
+        return CudaGraphRunner.of(
             EngineConfig(attention=attention, step_graphs=step_graphs), model=model, storage=None, attention=attend,
             rows=None, max_model_len=64, has_host_tier=False, is_directed=False,
         )  # fmt: skip
@@ -67,4 +67,4 @@ def test_what_is_asked_for_is_refused_and_what_is_not_is_left_out(
 
 def test_without_a_gpu_there_is_nothing_to_refuse() -> None:
     attend = resolve_attention("sdpa", torch.device("cpu"))
-    assert not why_not_recorded(model_on(torch.device("cpu"), "experts wait"), attend, EngineConfig(attention="sdpa"))
+    assert not why_not_captured(model_on(torch.device("cpu"), "experts wait"), attend, EngineConfig(attention="sdpa"))

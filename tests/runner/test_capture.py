@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from omniserve.runner.cuda_graphs.recorder import DeviceWorkRecorder, GraphRecorder, PlainRecorder, Result
-from tests.runner.tape import TapeRecorder
+from omniserve.runner.cuda_graphs.capture import Attend, CudaGraphCapture, DeviceWorkCapture, NoCapture
+from tests.runner.tape import TapeCapture
 
 SHAPE = (4, 2, 3)  # T, N, H
 
@@ -23,14 +23,13 @@ class Toy:
         self.x = torch.zeros(4, 6, device=device)
         self.weights = [torch.randn(6, 6, generator=generator).to(device) for _ in range(2)]
 
-    def pieces(self):
+    def run(self, attend: Attend) -> torch.Tensor:
         hidden = self.x * 1.5
         for layer, weight in enumerate(self.weights):
-            attn = yield layer, (hidden @ weight).view(*SHAPE)
-            hidden = hidden + attn
+            hidden = hidden + attend(layer, (hidden @ weight).view(*SHAPE))
         return hidden
 
-    def whole(self) -> torch.Tensor:
+    def decode(self) -> torch.Tensor:
         hidden = self.x * 1.5
         for weight in self.weights:
             hidden = hidden + torch.tanh(hidden @ weight)
@@ -41,40 +40,43 @@ class Toy:
 def test_replays_follow_their_inputs(which: str) -> None:
     device = "cuda" if which == "graph" else "cpu"
     toy = Toy(device)
-    recorder = (GraphRecorder if which == "graph" else TapeRecorder)(SHAPE, torch.float32, torch.device(device))
-    plain = PlainRecorder()
+    capture = (CudaGraphCapture if which == "graph" else TapeCapture)(SHAPE, torch.float32, torch.device(device))
+    plain = NoCapture()
 
     def attend(layer: int, q_TNH: torch.Tensor) -> torch.Tensor:
         return torch.tanh(q_TNH.flatten(1) + layer)
 
     with torch.inference_mode():
-        whole, in_pieces = recorder.whole(toy.whole), recorder.in_pieces(toy.pieces)
+        full, piecewise = capture.full(toy.decode), capture.piecewise(toy.run)
         for seed in range(5):
             toy.x.copy_(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)))
-            torch.testing.assert_close(whole(), plain.whole(toy.whole)())
-            torch.testing.assert_close(in_pieces(attend), plain.in_pieces(toy.pieces)(attend))
+            torch.testing.assert_close(full(), plain.full(toy.decode)())
+            torch.testing.assert_close(piecewise(attend), plain.piecewise(toy.run)(attend))
 
 
-class Forgetful(DeviceWorkRecorder):
-    """Keeps nothing of what it recorded: a CUDA graph keeps addresses."""
+class Forgetful(DeviceWorkCapture):
+    """Keeps nothing of what it captured: a CUDA graph keeps addresses."""
 
-    def _record(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        return (lambda: None), run()
+    def _begin(self) -> None:
+        pass
+
+    def _end(self) -> Callable[[], None]:
+        return lambda: None
 
 
-def test_what_a_recording_reads_lives_as_long_as_it() -> None:
-    recorder = Forgetful(SHAPE, torch.float32, torch.device("cpu"))
+def test_what_a_graph_reads_lives_as_long_as_it() -> None:
+    capture = Forgetful(SHAPE, torch.float32, torch.device("cpu"))
 
-    def recorded() -> tuple[Callable[..., torch.Tensor], weakref.ref[Toy]]:
+    def full() -> tuple[Callable[..., torch.Tensor], weakref.ref[Toy]]:
         toy = Toy("cpu")
-        return recorder.whole(lambda: toy.whole()), weakref.ref(toy)
+        return capture.full(lambda: toy.decode()), weakref.ref(toy)
 
-    def recorded_in_pieces() -> tuple[Callable[..., torch.Tensor], weakref.ref[Toy]]:
+    def piecewise() -> tuple[Callable[..., torch.Tensor], weakref.ref[Toy]]:
         toy = Toy("cpu")
-        return recorder.in_pieces(lambda: toy.pieces()), weakref.ref(toy)
+        return capture.piecewise(lambda attend: toy.run(attend)), weakref.ref(toy)
 
-    for record in (recorded, recorded_in_pieces):
-        replay, inputs = record()
+    for make in (full, piecewise):
+        replay, inputs = make()
         gc.collect()
         assert inputs() is not None, "its memory would be somebody else's at the next replay"
         del replay

@@ -1,0 +1,169 @@
+"""Capture of steps: run the layers of a step once, and get something that runs them again on the same tensors.
+
+As in vLLM a capture is FULL (one graph is the whole step) or PIECEWISE (graphs of what is between the attentions, which
+are launched one by one).
+
+Legend: T device rows, P piggyback seats, N query heads, H head size, D hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Attend = Callable[[int, Tensor], Tensor]
+"""(layer, queries ``[T, N, H]``) -> attention rows ``[T, N * H]``."""
+FullStep = Callable[[], Tensor]
+"""Runs a step and returns its hidden states ``[T + P, D]``, valid until the next step."""
+PiecewiseStep = Callable[[Attend], Tensor]
+"""The same with an attention that is given at each call."""
+
+
+class Capture(Protocol):
+    """Captures steps. A step waits for nothing, and its shapes and addresses do not depend on values."""
+
+    def full(self, run: FullStep) -> FullStep:
+        """Capture a step with its attention."""
+        ...
+
+    def piecewise(self, run: PiecewiseStep) -> PiecewiseStep:
+        """Capture what is between the attentions of a step."""
+        ...
+
+
+class NoCapture:
+    """Runs the step anew each time: padded steps on any device, to compare with and to debug."""
+
+    def full(self, run: FullStep) -> FullStep:
+        return run
+
+    def piecewise(self, run: PiecewiseStep) -> PiecewiseStep:
+        return run
+
+
+@dataclass(frozen=True, slots=True)
+class FullGraph:
+    """A step captured with its attention."""
+
+    replay: Callable[[], None]
+    hidden_TD: Tensor
+    run: FullStep
+    """What was captured. A graph holds addresses only; this keeps the tensors alive that it reads."""
+
+    def __call__(self) -> Tensor:
+        self.replay()
+        return self.hidden_TD
+
+
+@dataclass(frozen=True, slots=True)
+class PiecewiseGraph:
+    """A step captured between its attentions."""
+
+    before_attention: tuple[tuple[Callable[[], None], int, Tensor], ...]
+    """Replay of the piece that ends with a layer's queries, the layer, the queries."""
+    attn_TD: Tensor
+    """Where each piece finds the attention rows of the layer before."""
+    replay_last: Callable[[], None]
+    """Replay of what follows the last attention."""
+    hidden_TD: Tensor
+    run: PiecewiseStep
+    """See FullGraph."""
+
+    def __call__(self, attend: Attend) -> Tensor:
+        for replay, layer, q_TNH in self.before_attention:
+            replay()
+            self.attn_TD[: len(q_TNH)] = attend(layer, q_TNH)
+        self.replay_last()
+        return self.hidden_TD
+
+
+class DeviceWorkCapture(ABC):
+    """Captures what the device is given to do; the Python code around it runs twice, and never again.
+
+    Args:
+        attention_shape: ``[T, N, H]`` with the largest T that is captured in pieces.
+        dtype: Of queries and attention rows.
+        device: Where they are.
+    """
+
+    def __init__(self, attention_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self._q_TNH = torch.zeros(attention_shape, dtype=dtype, device=device)
+        self._attn_TD = torch.zeros(attention_shape, dtype=dtype, device=device).flatten(1)
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Begin to capture."""
+
+    @abstractmethod
+    def _end(self) -> Callable[[], None]:
+        """End what ``_begin`` began; return what does the captured work again."""
+
+    def _capture(self, run: FullStep) -> tuple[Callable[[], None], Tensor]:
+        """Return the replay of a step, or of the last of its pieces, and the hidden states that it writes."""
+        self._begin()
+        try:
+            hidden_TD = run()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # it says that the capture failed, not why
+                self._end()
+            raise
+        return self._end(), hidden_TD
+
+    def full(self, run: FullStep) -> FullStep:
+        run()  # compiles kernels, which must not happen in a capture
+        replay, hidden_TD = self._capture(run)
+        return FullGraph(replay, hidden_TD, run)
+
+    def piecewise(self, run: PiecewiseStep) -> PiecewiseStep:
+        pieces: list[tuple[Callable[[], None], int, Tensor]] = []
+
+        def keep(layer: int, q_TNH: Tensor) -> Tensor:
+            """Copy queries to where they wait for their attention: a later piece writes to where they were made."""
+            self._q_TNH[: len(q_TNH)].copy_(q_TNH)
+            return self._attn_TD[: len(q_TNH)]
+
+        def cut(layer: int, q_TNH: Tensor) -> Tensor:
+            attn_TD = keep(layer, q_TNH)
+            pieces.append((self._end(), layer, self._q_TNH[: len(q_TNH)]))
+            self._begin()
+            return attn_TD
+
+        run(keep)  # compiles kernels
+        replay_last, hidden_TD = self._capture(lambda: run(cut))
+        return PiecewiseGraph(tuple(pieces), self._attn_TD, replay_last, hidden_TD, run)
+
+
+class CudaGraphCapture(DeviceWorkCapture):
+    """CUDA graphs. They share one memory pool, as only one of them runs at a time, and pieces in their order."""
+
+    def __init__(self, attention_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(attention_shape, dtype, device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = _capture_stream(device)
+
+    def _capture(self, run: FullStep) -> tuple[Callable[[], None], Tensor]:
+        with torch.cuda.stream(self._stream):  # its device is then the current one, too
+            return super()._capture(run)
+
+    def _begin(self) -> None:
+        # Not torch.cuda.graph: it collects garbage and empties caches before each of hundreds of captures.
+        torch.cuda.synchronize(self._stream.device)
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
+
+    def _end(self) -> Callable[[], None]:
+        self._graph.capture_end()
+        return self._graph.replay
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream that graphs are captured on: cuBLAS keeps a workspace for each, for good."""
+    return torch.cuda.Stream(device)
