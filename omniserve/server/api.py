@@ -21,12 +21,11 @@ from omniserve import __version__
 from omniserve.core.errors import EngineStopped
 from omniserve.server import answer_models, health, tokenize
 from omniserve.server.access import Gate, caller_of, is_free
-from omniserve.server.answers import AnswerShape, collect
-from omniserve.server.calls import ENDPOINTS, Endpoint
+from omniserve.server.answers import ENDPOINTS, AnswerShape, Endpoint
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError, milliseconds
-from omniserve.server.generation import Generation
 from omniserve.server.keys import KeyRing
 from omniserve.server.openapi import GENERATION_ERRORS, answers, document, takes
+from omniserve.server.output_stream import OutputStream
 from omniserve.server.protocol import ChatRequest, CompletionRequest, parse
 from omniserve.server.request_ids import RequestIds
 from omniserve.server.service import Service, new_call_id
@@ -157,7 +156,7 @@ def create_app(
 class _Call:
     """What is left of a request once its prompt is token ids: its texts need not wait in memory with them."""
 
-    generation: Generation
+    outputs: OutputStream
     shape: AnswerShape
     stream: bool
     include_usage: bool
@@ -180,36 +179,36 @@ async def _begin(service: Service, http: Request, endpoint: Endpoint) -> _Call:
         service.check_model(request.model)
         call_id = new_call_id(endpoint.id_prefix)
         shape = endpoint.shape(service, request, call_id)
-        generation = http.state.generation = await service.begin(request, call_id, arrival_s)
-        return _Call(generation, shape, request.stream, request.include_usage)
+        outputs = http.state.outputs = await service.begin(request, call_id, arrival_s)
+        return _Call(outputs, shape, request.stream, request.include_usage)
 
 
 async def _generate(service: Service, http: Request, endpoint: Endpoint) -> Response:
     call = await _begin(service, http, endpoint)
-    generation, caller = call.generation, caller_of(http)
+    outputs, caller = call.outputs, caller_of(http)
 
     def end() -> None:
-        service.end(generation)
-        caller.use_tokens(generation.usage.num_output_tokens)
+        service.end(outputs)
+        caller.use_tokens(outputs.usage.num_output_tokens)
 
     handed_over = False
     try:
-        await or_disconnect(http.receive, generation.start())
-        caller.use_tokens(generation.usage.num_prompt_tokens)
-        predicted_ms = milliseconds(generation.predicted_ttft_s)
+        await or_disconnect(http.receive, outputs.start())
+        caller.use_tokens(outputs.usage.num_prompt_tokens)
+        predicted_ms = milliseconds(outputs.predicted_ttft_s)
         headers = {} if predicted_ms is None else {_PREDICTED_TTFT_HEADER: str(predicted_ms)}
         if call.stream:
             handed_over = True
             return EventStream(
-                generation,
+                outputs,
                 call.shape,
                 headers=headers,
                 include_usage=call.include_usage,
                 stall_timeout_s=service.limits.stall_timeout_s,
                 on_close=end,
             )
-        deltas = await or_disconnect(http.receive, collect(generation))
-        answer = call.shape.answer(deltas, generation.usage.as_dict())
+        deltas = await or_disconnect(http.receive, outputs.collect())
+        answer = call.shape.answer(deltas, outputs.usage.as_dict())
         return Response(answer, headers=headers, media_type="application/json")
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -1,4 +1,4 @@
-"""Service: from a checked request to a running Generation. What all calls share lives here."""
+"""Service: from a checked request to the stream of its outputs. What all calls share lives here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from omniserve.server.body import BodyReader
 from omniserve.server.classes import class_of_tier
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
-from omniserve.server.generation import Generation, Job
 from omniserve.server.limits import Limits
 from omniserve.server.metrics import ServerMetrics
+from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
@@ -56,7 +56,7 @@ class Service:
         self.bodies = BodyReader(limits.max_body_bytes, limits.stall_timeout_s)
         self._backlog = Backlog([spec.name for spec in info.classes], limits.max_queued_requests)
         self.metrics.show_backlog(self._backlog.num_waiting)
-        self._running: set[Generation] = set()
+        self._running: set[OutputStream] = set()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -124,8 +124,8 @@ class Service:
                 )
         return prompts
 
-    async def begin(self, request: GenerationRequest, call_id: str, arrival_s: float) -> Generation:
-        """Return a call's generation, not started; hand it to ``end`` at last.
+    async def begin(self, request: GenerationRequest, call_id: str, arrival_s: float) -> OutputStream:
+        """Return a call's outputs, not started; hand them to ``end`` at last.
 
         Raises:
             ApiError: The request does not fit the model, or too many of its class wait already.
@@ -143,7 +143,7 @@ class Service:
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
         echoes = await self._echoes(request, prompts) if request.echoes else None
         self.check_open()  # again: encoding a long prompt takes a while
-        generation = Generation(
+        outputs = OutputStream(
             Job(
                 call_id=call_id,
                 arrival_s=arrival_s,
@@ -162,9 +162,9 @@ class Service:
             metrics=self.metrics,
             backlog=self._backlog,
         )
-        self._running.add(generation)
+        self._running.add(outputs)
         self._idle.clear()
-        return generation
+        return outputs
 
     def _check_token_ids(self, request: GenerationRequest) -> None:
         biased = [token_id for token_id, _ in request.logit_bias]
@@ -183,10 +183,10 @@ class Service:
             for sent, ids in zip(request.prompt, prompts, strict=True)
         ]
 
-    def end(self, generation: Generation) -> None:
+    def end(self, outputs: OutputStream) -> None:
         """Free what a call still holds."""
-        generation.close()
-        self._running.discard(generation)
+        outputs.close()
+        self._running.discard(outputs)
         if not self._running:
             self._idle.set()
 
@@ -196,8 +196,8 @@ class Service:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
-            for generation in self._running:
-                generation.fail(shutting_down())
+            for outputs in self._running:
+                outputs.fail(shutting_down())
             # A client that reads nothing cannot hold the server: the connection is cut after this.
             await asyncio.wait([asyncio.ensure_future(self._idle.wait())], timeout=_GOODBYE_S)
 

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from omniserve.server.answers import AnswerShape
 from omniserve.server.errors import ApiError
-from omniserve.server.generation import Generation
+from omniserve.server.output_stream import OutputStream
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class EventStream(Response):
     """A streamed answer: every step's chunks go out in one write.
 
     Args:
-        generation: Started already, so that a refusal had its own status.
+        outputs: Started already, so that a refusal had its own status.
         shape: Makes the chunks.
         headers: More of the answer's headers.
         include_usage: Send a last chunk with the token counts.
@@ -76,7 +76,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        generation: Generation,
+        outputs: OutputStream,
         shape: AnswerShape,
         *,
         headers: Mapping[str, str],
@@ -86,7 +86,7 @@ class EventStream(Response):
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]  # of the empty body that Response was made with
-        self._generation = generation
+        self._outputs = outputs
         self._shape = shape
         self._include_usage = include_usage
         self._stall_timeout_s = stall_timeout_s
@@ -108,13 +108,13 @@ class EventStream(Response):
         tail = ',"usage":null}\n\n' if self._include_usage else "}\n\n"
         dumps, pieces = json.dumps, self._shape.pieces
         try:
-            async for deltas in self._generation.deltas():
+            async for deltas in self._outputs.deltas():
                 choices = [choice for delta in deltas for choice in pieces(delta)]
                 data = "".join([f'data: {head},"choices":[{dumps(choice)}]{tail}' for choice in choices])
                 await self._send(send, {"type": "http.response.body", "body": data.encode(), "more_body": True})
             last = ""
             if self._include_usage:
-                last = f'data: {head},"choices":[],"usage":{dumps(self._generation.usage.as_dict())}}}\n\n'
+                last = f'data: {head},"choices":[],"usage":{dumps(self._outputs.usage.as_dict())}}}\n\n'
         except ApiError as error:
             last = f"data: {dumps(error.body())}\n\n"
         last += "data: [DONE]\n\n"
