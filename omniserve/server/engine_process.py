@@ -20,8 +20,8 @@ import zmq
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import OmniServeError, RequestRejected
+from omniserve.core.limits import RequestLimits
 from omniserve.core.request import SLO, Request, RequestOutput, SamplingParams
-from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.server import wire
 from omniserve.server.garbage import Collector
@@ -41,11 +41,9 @@ class EngineLike(Protocol):
     """What this process needs of an engine."""
 
     @property
-    def spec(self) -> ModelSpec: ...
-    @property
     def config(self) -> EngineConfig: ...
     @property
-    def max_model_len(self) -> int: ...
+    def limits(self) -> RequestLimits: ...
     @property
     def has_unfinished(self) -> bool: ...
     @property
@@ -159,27 +157,19 @@ def _start(make_engine: EngineMaker, link: _Link) -> tuple[EngineLike, Collector
         expected = isinstance(error, (ValueError, OSError, OmniServeError, ImportError))
         link.send("failed", str(error) if expected and str(error) else f"{type(error).__name__}: {error}")
         return None
-    spec, config = engine.spec, engine.config
-    info = wire.EngineInfo(
-        vocab_size=spec.vocab_size,
-        max_model_len=engine.max_model_len,
-        kv_pool_tokens=config.device_kv_bytes // spec.kv_block_bytes(config.block_size) * config.block_size,
-        eos_token_ids=tuple(spec.eos_token_ids),
-        classes=config.classes,
-    )
-    link.send("ready", wire.encode_info(info))
+    link.send("ready", wire.encode_info(wire.EngineInfo(limits=engine.limits, classes=engine.config.classes)))
     return engine, collector
 
 
 def _warm_up(engine: EngineLike) -> None:
     """Run a request of each kind of class, so that compiling is over before the first user comes."""
     engine.prepare_grammars()
-    limit = engine.max_model_len
+    limit = engine.limits.max_model_len
     num_prompt = max(1, min(_WARM_UP_TOKENS, limit // 2))
     for name in {spec.kind: spec.name for spec in engine.config.classes}.values():
         engine.add(
             Request(
-                prompt_token_ids=[i % engine.spec.vocab_size for i in range(num_prompt)],
+                prompt_token_ids=[i % engine.limits.vocab_size for i in range(num_prompt)],
                 sampling=SamplingParams(max_tokens=max(1, min(4, limit - num_prompt)), ignore_eos=True),
                 service_class=name,
                 slo=SLO(),  # so that it is not refused

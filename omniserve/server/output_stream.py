@@ -32,6 +32,9 @@ class Job:
     """When the call came; monotonic seconds."""
     prompts: Sequence[Sequence[int]]
     samplings: Sequence[SamplingParams]
+    """Without stop strings: these are looked for here, where the text is."""
+    stop: Sequence[str] = ()
+    """Strings that end an output; they are not part of the text."""
     service_class: str
     slo: SLO
     """The call's own or its class's default."""
@@ -93,14 +96,14 @@ class OutputStream:
                 request = Request(
                     request_id=f"{job.call_id}-{index}",
                     prompt_token_ids=prompt,
-                    sampling=dataclasses.replace(sampling, stop=()),  # looked for here, where the text is
+                    sampling=sampling,
                     service_class=job.service_class,
                     slo=job.slo,
                 )
                 echo = None if job.echoes is None else job.echoes[i]
                 parser = ToolCallParser() if job.calls_tools else None
                 self._choices[f"{job.call_id}-{index}"] = Choice(
-                    index, request, codec, sampling.stop, job.arrival_s, echo=echo, parser=parser, at_once=job.at_once
+                    index, request, codec, job.stop, job.arrival_s, echo=echo, parser=parser, at_once=job.at_once
                 )  # fmt: skip
         self._num_unaccepted = self._num_running = len(self._choices)
         try:

@@ -10,6 +10,7 @@ from typing import Any
 import msgpack
 
 from omniserve.core.errors import RequestRejected
+from omniserve.core.limits import RequestLimits
 from omniserve.core.request import (
     SLO,
     ClassSpec,
@@ -38,11 +39,7 @@ _STATS_FIELDS = tuple(f.name for f in dataclasses.fields(EngineStats))
 class EngineInfo:
     """What the API process has to know of the engine."""
 
-    vocab_size: int
-    max_model_len: int
-    kv_pool_tokens: int
-    """Tokens that the device KV pool holds: no request can be longer."""
-    eos_token_ids: tuple[int, ...]
+    limits: RequestLimits
     classes: tuple[ClassSpec, ...]
     """Highest priority first."""
 
@@ -153,8 +150,8 @@ def decode_stats(data: dict[str, Any]) -> EngineStats:
 
 def encode_info(info: EngineInfo) -> dict[str, Any]:
     """Return the engine's description as plain data."""
-    values = {f.name: getattr(info, f.name) for f in dataclasses.fields(EngineInfo)}
-    return values | {"classes": [(spec.name, str(spec.kind), _encode_slo(spec.slo)) for spec in info.classes]}
+    classes = [(spec.name, str(spec.kind), _encode_slo(spec.slo)) for spec in info.classes]
+    return {"limits": dataclasses.asdict(info.limits), "classes": classes}
 
 
 def decode_info(data: dict[str, Any]) -> EngineInfo:
@@ -162,7 +159,7 @@ def decode_info(data: dict[str, Any]) -> EngineInfo:
     classes = tuple(
         ClassSpec(name=name, kind=kind, slo=SLO(ttft_s=slo[0], tpot_s=slo[1])) for name, kind, slo in data["classes"]
     )
-    return EngineInfo(**(data | {"classes": classes}))
+    return EngineInfo(limits=RequestLimits(**data["limits"]), classes=classes)
 
 
 def _encode_logprobs(entries: tuple[TokenLogprob, ...]) -> Message:
