@@ -22,9 +22,9 @@ from omniserve.server.body import BodyReader
 from omniserve.server.choice import Delta, merge
 from omniserve.server.engine_client import Accepted
 from omniserve.server.errors import ApiError
+from omniserve.server.generate import EventStream
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Job, OutputStream
-from omniserve.server.streaming import EventStream
 from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ParsedCall
 from tests.server.attack.sockets import connect, head, read_all, send

@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when the client goes away."""
+"""The endpoints that generate, /v1/completions and /v1/chat/completions: from the body to the answer's last byte."""
 
 from __future__ import annotations
 
@@ -6,16 +6,107 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from omniserve.server.answers import AnswerShape
-from omniserve.server.errors import ApiError
+from omniserve.server import answer_models
+from omniserve.server.access import caller_of, take_body
+from omniserve.server.answers import ENDPOINTS, AnswerShape, Endpoint
+from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError, milliseconds
+from omniserve.server.openapi import GENERATION_ERRORS, answers, takes
 from omniserve.server.output_stream import OutputStream
+from omniserve.server.protocol import ChatRequest, CompletionRequest, parse
+from omniserve.server.service import Service, new_call_id
 
 T = TypeVar("T")
+
+_PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
+# Stands for service_tier where a program cannot set that.
+_SERVICE_TIER_HEADER = "x-omniserve-service-tier"
+
+
+def router(service: Service) -> APIRouter:
+    """Return the two routes."""
+    routes = APIRouter()
+
+    @routes.post(
+        "/v1/completions",
+        openapi_extra=takes(CompletionRequest),
+        responses=answers(answer_models.Completion, *GENERATION_ERRORS, streams=True),
+    )
+    async def completions(request: Request) -> Response:
+        return await _generate(service, request, ENDPOINTS["/v1/completions"])
+
+    @routes.post(
+        "/v1/chat/completions",
+        openapi_extra=takes(ChatRequest),
+        responses=answers(answer_models.ChatCompletion, *GENERATION_ERRORS, streams=True),
+    )
+    async def chat_completions(request: Request) -> Response:
+        return await _generate(service, request, ENDPOINTS["/v1/chat/completions"])
+
+    return routes
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What is left of a request once its prompt is token ids: its texts need not wait in memory with them."""
+
+    outputs: OutputStream
+    shape: AnswerShape
+    stream: bool
+    include_usage: bool
+
+
+async def _begin(service: Service, http: Request, endpoint: Endpoint) -> _Call:
+    arrival_s = time.monotonic()
+    service.check_open()
+    async with take_body(http, service.bodies) as body:
+        request = parse(endpoint.request_kind, body, default_tier=http.headers.get(_SERVICE_TIER_HEADER))
+        request = caller_of(http).limited(request, service.info.classes)
+        service.check_model(request.model)
+        call_id = new_call_id(endpoint.id_prefix)
+        shape = endpoint.shape(service, request, call_id)
+        outputs = http.state.outputs = await service.begin(request, call_id, arrival_s)
+        return _Call(outputs, shape, request.stream, request.include_usage)
+
+
+async def _generate(service: Service, http: Request, endpoint: Endpoint) -> Response:
+    call = await _begin(service, http, endpoint)
+    outputs, caller = call.outputs, caller_of(http)
+
+    def end() -> None:
+        service.end(outputs)
+        caller.use_tokens(outputs.usage.num_output_tokens)
+
+    handed_over = False
+    try:
+        await or_disconnect(http.receive, outputs.start())
+        caller.use_tokens(outputs.usage.num_prompt_tokens)
+        predicted_ms = milliseconds(outputs.predicted_ttft_s)
+        headers = {} if predicted_ms is None else {_PREDICTED_TTFT_HEADER: str(predicted_ms)}
+        if call.stream:
+            handed_over = True
+            return EventStream(
+                outputs,
+                call.shape,
+                headers=headers,
+                include_usage=call.include_usage,
+                stall_timeout_s=service.limits.stall_timeout_s,
+                on_close=end,
+            )
+        deltas = await or_disconnect(http.receive, outputs.collect())
+        answer = call.shape.answer(deltas, outputs.usage.as_dict())
+        return Response(answer, headers=headers, media_type="application/json")
+    except ClientGone:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    finally:
+        if not handed_over:
+            end()
 
 
 class ClientGone(Exception):
@@ -97,7 +188,7 @@ class EventStream(Response):
         try:
             await or_disconnect(receive, self._stream(send), patience_s=self._patience_s)
         except ClientGone:
-            pass  # nobody is left to tell; on_close frees the request
+            pass  # there is nothing to send any more; on_close frees the request
         finally:
             self._on_close()
 
