@@ -50,8 +50,8 @@ class ClassSpec:
 
     name: str
     """What requests and ``service_tier`` call it."""
-    kind: ServiceClass | str
-    """How its requests are treated."""
+    kind: str
+    """How its requests are treated; a ``ServiceClass``, whatever string was given."""
     slo: SLO = field(default_factory=SLO)
     """Objectives of its requests that bring none of their own."""
 

@@ -1,51 +1,10 @@
-"""What fits into an engine: blocks of its pools, its context, and so a request. Plain numbers, no tensors."""
+"""What fits into an engine: blocks of its pools and its context. Plain numbers, no tensors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from omniserve.core.config import EngineConfig
-from omniserve.core.request import Request
 from omniserve.core.spec import ModelSpec
 from omniserve.kv import KV_MANAGERS
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestLimits:
-    """What no request of an engine can have, whatever its load."""
-
-    vocab_size: int
-    max_model_len: int
-    """Longest prompt plus output, in tokens."""
-    pool_tokens: int
-    """Tokens that the device KV pool holds."""
-    has_tokenizer: bool
-
-    def check(self, request: Request) -> None:
-        """Refuse what can never be served.
-
-        Raises:
-            ValueError: A token is outside the vocabulary, the prompt plus output is longer than the model or the KV
-                pool allows, or there are stop strings and no tokenizer.
-        """
-        num_prompt, sampling = len(request.prompt_token_ids), request.sampling
-        if (largest := max(request.prompt_token_ids)) >= self.vocab_size:
-            raise ValueError(f"prompt token {largest} is outside the vocabulary of {self.vocab_size} tokens")
-        if (biased := max((token_id for token_id, _ in sampling.logit_bias), default=0)) >= self.vocab_size:
-            raise ValueError(f"logit_bias's token {biased} is outside the vocabulary of {self.vocab_size} tokens")
-        total = num_prompt + sampling.max_tokens
-        if total > self.max_model_len:
-            raise ValueError(
-                f"the prompt has {num_prompt} tokens and max_tokens is {sampling.max_tokens}: {total} in all, but the "
-                f"context is {self.max_model_len} tokens; shorten the prompt or lower max_tokens"
-            )
-        if total > self.pool_tokens:
-            raise ValueError(
-                f"the prompt and max_tokens are {total} tokens, but the device KV pool holds {self.pool_tokens}; "
-                f"raise device_kv_bytes or lower max_tokens"
-            )
-        if sampling.stop and not self.has_tokenizer:
-            raise ValueError("stop strings need a tokenizer: give Engine(..., tokenizer=...) or use stop_token_ids")
 
 
 def has_host_tier(config: EngineConfig) -> bool:

@@ -15,11 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import EngineStopped, Stalled
+from omniserve.core.limits import RequestLimits
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import Completion, Request, RequestOutput, ServiceClass
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
-from omniserve.engine.capacity import RequestLimits, max_model_len, num_blocks
+from omniserve.engine.capacity import max_model_len, num_blocks
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.step_log import OpenRequest, StepLog
@@ -161,7 +162,7 @@ class Engine:
         if graphs is not None:
             patched.warm_up(fused=True)  # also the layers that no graph calls by themselves
             graphs.capture_all()
-        self._request_limits = RequestLimits(
+        self.limits = RequestLimits(
             vocab_size=self.spec.vocab_size,
             max_model_len=self.max_model_len,
             pool_tokens=self._num_device_blocks * config.block_size,
@@ -215,7 +216,7 @@ class Engine:
         request_id = request.request_id if request.request_id is not None else f"req-{next(self._ids)}"
         if request_id in self._outputs:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
-        self._request_limits.check(request)
+        self.limits.check(request)
         grammar = self._start_grammar(request.sampling.grammar)
         spec = self.config.class_named(request.service_class)
         slo = request.slo if request.slo is not None else spec.slo

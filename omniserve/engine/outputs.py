@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from omniserve.core.request import Completion, FinishReason, Request, RequestOutput, TokenLogprob
+from omniserve.core.request import Completion, Request, RequestOutput, TokenLogprob
 from omniserve.sampling.detokenizer import Detokenizer
 
 
@@ -53,7 +53,7 @@ class OutputCollector:
         """Take a step's output; return it, finished if a stop string was completed."""
         entry = self._open[output.request_id]
         if entry.detokenizer is not None:
-            text = entry.detokenizer.push(output.new_token_ids)
+            text, finish_reason = entry.detokenizer.advance(output.new_token_ids, output.finish_reason)
             if entry.detokenizer.stopped is not None:
                 times, stays = output.times, output.host_stays
                 if times is not None:
@@ -62,7 +62,7 @@ class OutputCollector:
                     times = dataclasses.replace(times, finished_s=now_s, host_since_s=None)
                 output = dataclasses.replace(
                     output,
-                    finish_reason=FinishReason.STOP,
+                    finish_reason=finish_reason,
                     stop_reason=entry.detokenizer.stopped,
                     times=times,
                     host_stays=stays,
@@ -86,9 +86,7 @@ class OutputCollector:
     def completion(self, output: RequestOutput) -> Completion:
         """Return, once, the whole result of a kept request; ``output`` is its last one."""
         entry = self._ended.pop(output.request_id)
-        text = None
-        if entry.detokenizer is not None:
-            text = "".join(entry.text) + entry.detokenizer.flush()
+        text = None if entry.detokenizer is None else "".join(entry.text)
         assert output.finish_reason is not None and output.times is not None
         return Completion(
             request_id=output.request_id,

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from omniserve.core.request import FinishReason
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A UTF-8 character has at most four bytes and a token at least one, so the last four tokens tell whether the
 # text ends inside a character.
@@ -43,6 +45,24 @@ class Detokenizer:
     def stopped(self) -> str | None:
         """The stop string that ended the text; what is pushed afterwards is ignored."""
         return None if self._stop is None else self._stop.found
+
+    def advance(
+        self, token_ids: Iterable[int], finish_reason: FinishReason | None
+    ) -> tuple[str, FinishReason | None]:  # fmt: skip
+        """Add what a step produced.
+
+        Args:
+            token_ids: New tokens.
+            finish_reason: Why no token follows; None: some may.
+
+        Returns:
+            The new text that is certain by now, and why the text ends there: ``STOP`` if it has come to a stop string,
+            whatever the reason that was given.
+        """
+        text = self.push(token_ids)
+        if finish_reason is not None:
+            text += self.flush()
+        return text, finish_reason if self.stopped is None else FinishReason.STOP
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Add tokens; return the new text that is certain by now."""

@@ -1,6 +1,6 @@
 """HTTP server with OpenAI's API. The API runs in one process, the engine in another.
 
-``__main__`` and ``cli`` read flags, ``serve`` runs and stops everything, ``api`` routes, ``protocol`` checks requests,
-``completions`` and ``chat`` shape answers, ``generation`` drives engine requests through ``engine_client``, and
-``engine_process`` is the other side.
+``__main__`` and ``cli`` read flags, ``serve`` runs and stops everything, ``api`` and ``generate`` have the routes,
+``protocol`` checks requests, ``output_stream`` drives engine requests through ``engine_client``, ``engine_process`` is
+the other side, and ``answers`` shapes what comes back.
 """

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from omniserve.core.request import ClassSpec
+from omniserve.server.body import BodyReader
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing
 from omniserve.server.protocol import R
@@ -73,6 +75,18 @@ _ANYBODY = Caller(None)
 def caller_of(request: Request) -> Caller:
     """Return whose key a request came with; behind no gate everybody is the same caller without limits."""
     return getattr(request.state, "caller", _ANYBODY)
+
+
+@contextlib.asynccontextmanager
+async def take_body(http: Request, bodies: BodyReader) -> AsyncIterator[bytes]:
+    """Count a call for its caller, then hold its body; see ``BodyReader.hold``.
+
+    Raises:
+        ApiError: 429: the caller made too many calls of late. Others: as ``hold`` does.
+    """
+    caller_of(http).admit()
+    async with bodies.hold(http) as body:
+        yield body
 
 
 class Gate:

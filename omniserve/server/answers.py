@@ -1,17 +1,20 @@
-"""What the parts that shape an answer have in common."""
+"""The answers of /v1/completions and /v1/chat/completions: OpenAI's objects, made of the text of choices."""
 
 from __future__ import annotations
 
 import abc
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from omniserve.core.request import TokenLogprob
-from omniserve.server.choice import Delta, Echo
-from omniserve.server.generation import Generation
+from omniserve.server.choice import Delta
+from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from omniserve.server.service import Service
+from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ParsedCall
 
 # JSON has no infinity, and no client can do anything with one.
@@ -25,13 +28,19 @@ class AnswerShape(abc.ABC):
         call_id: The answer's id.
         model: The name that the model is served under.
         service_tier: The tier that was used.
+        codec: Shows tokens beside their log-probabilities.
+        with_logprobs: Log-probabilities were asked for.
     """
 
     answer_object: str
     chunk_object: str
 
-    def __init__(self, *, call_id: str, model: str, service_tier: str) -> None:
+    def __init__(
+        self, *, call_id: str, model: str, service_tier: str, codec: TextCodec, with_logprobs: bool
+    ) -> None:  # fmt: skip
         self._common = {"id": call_id, "created": int(time.time()), "model": model, "service_tier": service_tier}
+        self._codec = codec
+        self._with_logprobs = with_logprobs
 
     @abc.abstractmethod
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
@@ -51,36 +60,139 @@ class AnswerShape(abc.ABC):
         return json.dumps(self._common | {"object": self.chunk_object})[:-1]
 
 
-@dataclass(slots=True)
-class _Text:
-    parts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
-    echo: Echo | None = None
-    mean_logprob: float = 0.0
-    tool_calls: list[ParsedCall] = field(default_factory=list)
+class CompletionShape(AnswerShape):
+    """Text completion objects."""
+
+    answer_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, **common: Any) -> None:
+        super().__init__(**common)
+        self._offsets: defaultdict[int, int] = defaultdict(int)
+
+    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+        return [self.whole(delta)]
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        echo = delta.echo
+        return {
+            "index": delta.index,
+            "text": delta.text if echo is None else echo.text + delta.text,
+            "logprobs": self._logprobs(delta) if self._with_logprobs else None,
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _logprobs(self, delta: Delta) -> dict[str, list[Any]]:
+        text, entries = self._codec.token_text, delta.logprobs
+        first: list[int] = []
+        if delta.echo is not None:
+            first, entries = [delta.echo.first_token_id], [*delta.echo.logprobs, *entries]
+        tokens = [text(i) for i in (*first, *(entry.token_id for entry in entries))]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[delta.index])
+            self._offsets[delta.index] += len(token)
+        nothing = [None] * len(first)  # nothing predicts a prompt's first token
+        return {
+            "tokens": tokens,
+            "token_logprobs": [*nothing, *(_finite(entry.logprob) for entry in entries)],
+            # The token that was taken belongs to the table even if it is not among the likeliest.
+            "top_logprobs": [
+                *nothing,
+                *(
+                    {text(i): _finite(lp) for i, lp in (*entry.top, (entry.token_id, entry.logprob))}
+                    for entry in entries
+                ),
+            ],
+            "text_offset": offsets,
+        }
 
 
-async def collect(generation: Generation) -> list[Delta]:
-    """Wait for the whole output; return one delta per choice of the answer, in order."""
-    texts: dict[int, _Text] = {}
-    async for deltas in generation.deltas():
-        for delta in deltas:
-            text = texts.setdefault(delta.index, _Text())
-            text.parts.append(delta.text)
-            text.logprobs += delta.logprobs
-            text.finish_reason = delta.finish_reason
-            text.echo = text.echo or delta.echo
-            text.mean_logprob = delta.mean_logprob
-            text.tool_calls += delta.tool_calls
-    return generation.best(
-        [
-            Delta(i, "".join(t.parts), t.logprobs, t.finish_reason, t.echo, t.mean_logprob, t.tool_calls)
-            for i, t in sorted(texts.items())
+class ChatShape(AnswerShape):
+    """Chat completion objects."""
+
+    answer_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, **common: Any) -> None:
+        super().__init__(**common)
+        self._opened: set[int] = set()
+
+    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+        chunks = []
+        if delta.index not in self._opened:
+            self._opened.add(delta.index)
+            chunks.append(_chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}))
+        if delta.text or delta.logprobs:
+            chunks.append(_chunk(delta.index, {"content": delta.text}, self._logprobs(delta.logprobs)))
+        for call in delta.tool_calls:
+            chunks.append(_chunk(delta.index, {"tool_calls": [{"index": call.index, **_call(call)}]}))
+        if delta.finish_reason is not None:
+            chunks.append(_chunk(delta.index, {}, finish_reason=delta.finish_reason))
+        return chunks
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.tool_calls:
+            message |= {"content": delta.text or None, "tool_calls": [_call(call) for call in delta.tool_calls]}
+        return {
+            "index": delta.index,
+            "message": message,
+            "logprobs": self._logprobs(delta.logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, list[Any]] | None:
+        if not self._with_logprobs:
+            return None
+        content = [
+            self._token(entry.token_id, entry.logprob) | {"top_logprobs": [self._token(i, lp) for i, lp in entry.top]}
+            for entry in entries
         ]
-    )
+        return {"content": content, "refusal": []}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._codec.token_text(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(self._codec.token_bytes(token_id)),
+        }
 
 
-def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can hold."""
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An endpoint that generates."""
+
+    request_kind: type[GenerationRequest]
+    shape_kind: type[ChatShape] | type[CompletionShape]
+    id_prefix: str
+
+    def shape(self, service: Service, request: GenerationRequest, call_id: str) -> AnswerShape:
+        """Return what shapes the answer of one call."""
+        return self.shape_kind(
+            call_id=call_id,
+            model=service.model_name,
+            service_tier=request.answered_tier,
+            codec=service.codec,
+            with_logprobs=request.num_logprobs is not None,
+        )
+
+
+ENDPOINTS: Mapping[str, Endpoint] = {
+    "/v1/completions": Endpoint(CompletionRequest, CompletionShape, "cmpl"),
+    "/v1/chat/completions": Endpoint(ChatRequest, ChatShape, "chatcmpl"),
+}
+
+
+def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST_LOGPROB)
+
+
+def _call(call: ParsedCall) -> dict[str, Any]:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _chunk(
+    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}

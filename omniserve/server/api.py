@@ -1,12 +1,13 @@
-"""The HTTP routes."""
+"""The HTTP application: its routes, what errors are answered with, what is around it all.
+
+Routes that generate are in ``generate``, those of the tokenizer in ``tokenize``, of files and batches in
+``batches.routes``, of the page in ``dashboard.pages``; all others are here.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from http import HTTPStatus
 
 from fastapi import APIRouter, FastAPI, Request
@@ -19,23 +20,14 @@ from starlette.types import ASGIApp
 
 from omniserve import __version__
 from omniserve.core.errors import EngineStopped
-from omniserve.server import answer_models, health, tokenize
-from omniserve.server.access import Gate, caller_of, is_free
-from omniserve.server.answers import AnswerShape, collect
-from omniserve.server.calls import ENDPOINTS, Endpoint
-from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError, milliseconds
-from omniserve.server.generation import Generation
+from omniserve.server import answer_models, generate, tokenize
+from omniserve.server.access import Gate, is_free
+from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.keys import KeyRing
-from omniserve.server.openapi import GENERATION_ERRORS, answers, document, takes
-from omniserve.server.protocol import ChatRequest, CompletionRequest, parse
+from omniserve.server.openapi import answers, document
 from omniserve.server.request_ids import RequestIds
-from omniserve.server.service import Service, new_call_id
-from omniserve.server.streaming import ClientGone, EventStream, or_disconnect
+from omniserve.server.service import Service
 from omniserve.server.traces import TraceCalls, Traces
-
-_PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
-# Stands for service_tier where a program cannot set that.
-_SERVICE_TIER_HEADER = "x-omniserve-service-tier"
 
 
 def create_app(
@@ -52,46 +44,83 @@ def create_app(
     Args:
         service: What is behind the routes.
         routers: More routes, behind the same keys.
-        keys: Who may call; None: everybody.
+        keys: Keys of which each call needs one; None: it needs none.
         guard_all: Ask for a key for health and metrics, too.
-        cors_origins: Whose pages may call from a browser; ``*`` for all.
-        traces: Told of completions and chats when they are over; None: nobody is.
+        cors_origins: Origins whose pages may call from a browser; ``*`` for all.
+        traces: Told of completions and chats when they are over.
     """
     app = FastAPI(title="OmniServe", openapi_url=None)
+    ours = [generate.router(service), tokenize.router(service), _models(service), _health(service)]
+    for router in (*ours, *routers, _metrics(service)):
+        app.include_router(router)
+    _answer_errors(app, service)
+    described = document(
+        app.routes,
+        version=__version__,
+        is_guarded=lambda path: keys is not None and not is_free(path, guard_all),
+    )
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        return JSONResponse(described)
+
+    if keys is not None:
+        app.add_middleware(Gate, ring=keys, guard_all=guard_all, on_refused=service.metrics.refused)
+    if cors_origins:  # added last, so it is outermost: a browser asks without a key what it may send
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    return RequestIds(
+        app if traces is None else TraceCalls(app, traces)
+    )  # around it all, so that internal errors have ids, too
+
+
+def _models(service: Service) -> APIRouter:
+    """Return /v1/models and /v1/models/NAME."""
+    routes = APIRouter()
     created = int(time.time())
     model = {"id": service.model_name, "object": "model", "created": created, "owned_by": "omniserve"}
 
-    @app.post(
-        "/v1/completions",
-        openapi_extra=takes(CompletionRequest),
-        responses=answers(answer_models.Completion, *GENERATION_ERRORS, streams=True),
-    )
-    async def completions(request: Request) -> Response:
-        return await _generate(service, request, ENDPOINTS["/v1/completions"])
-
-    @app.post(
-        "/v1/chat/completions",
-        openapi_extra=takes(ChatRequest),
-        responses=answers(answer_models.ChatCompletion, *GENERATION_ERRORS, streams=True),
-    )
-    async def chat_completions(request: Request) -> Response:
-        return await _generate(service, request, ENDPOINTS["/v1/chat/completions"])
-
-    app.include_router(tokenize.router(service, functools.partial(_take_body, service)))
-
-    @app.get("/v1/models", responses=answers(answer_models.ModelList))
+    @routes.get("/v1/models", responses=answers(answer_models.ModelList))
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [model]})
 
-    @app.get("/v1/models/{name:path}", responses=answers(answer_models.Model, 404))
+    @routes.get("/v1/models/{name:path}", responses=answers(answer_models.Model, 404))
     async def one_model(name: str) -> Response:
         service.check_model(name)
         return JSONResponse(model)
 
-    for router in (health.router(service), *routers):
-        app.include_router(router)
+    return routes
 
-    @app.get("/metrics", response_class=PlainTextResponse, responses=answers(None, 503, media_type="text/plain"))
+
+def _health(service: Service) -> APIRouter:
+    """Return /health, /health/live and /health/ready; the port opens when the engine is ready for the first time."""
+    routes = APIRouter()
+
+    @routes.get("/health/live", responses=answers(answer_models.Status))
+    async def live() -> Response:
+        """Answer 200 as long as the process can answer: while the engine is started again, too."""
+        return JSONResponse({"status": "ok"})
+
+    @routes.get("/health", responses=answers(answer_models.Status, 503))
+    @routes.get("/health/ready", responses=answers(answer_models.Status, 503))
+    async def ready() -> Response:
+        """Answer 200 while new calls are taken, else 503 with the reason."""
+        service.check_open()
+        return JSONResponse({"status": "ok"})
+
+    return routes
+
+
+def _metrics(service: Service) -> APIRouter:
+    """Return /metrics."""
+    routes = APIRouter()
+
+    @routes.get("/metrics", response_class=PlainTextResponse, responses=answers(None, 503, media_type="text/plain"))
     async def metrics() -> Response:
         try:
             stats = await service.client.stats()
@@ -101,6 +130,12 @@ def create_app(
             raise ApiError("the engine is in a long step; ask again", status=503, retry_after_s=1) from None
         body = service.metrics.render(stats, num_restarts=service.engine.num_restarts)
         return Response(body, media_type=CONTENT_TYPE_LATEST)
+
+    return routes
+
+
+def _answer_errors(app: FastAPI, service: Service) -> None:
+    """Answer every error in OpenAI's shape, and count it."""
 
     def refuse(request: Request, error: ApiError) -> Response:
         request.state.refusal = error
@@ -127,92 +162,3 @@ def create_app(
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
         return refuse(request, ApiError(f"internal error ({type(error).__name__}); see the server's log", status=500))
-
-    described = document(
-        app.routes,
-        version=__version__,
-        is_guarded=lambda path: keys is not None and not is_free(path, guard_all),
-    )
-
-    @app.get("/openapi.json", include_in_schema=False)
-    async def openapi() -> Response:
-        return JSONResponse(described)
-
-    if keys is not None:
-        app.add_middleware(Gate, ring=keys, guard_all=guard_all, on_refused=service.metrics.refused)
-    if cors_origins:  # added last, so it is outermost: a browser asks without a key what it may send
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=cors_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["*"],
-        )
-    return RequestIds(
-        app if traces is None else TraceCalls(app, traces)
-    )  # around it all, so that internal errors have ids, too
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What is left of a request once its prompt is token ids: its texts need not wait in memory with them."""
-
-    generation: Generation
-    shape: AnswerShape
-    stream: bool
-    include_usage: bool
-
-
-@contextlib.asynccontextmanager
-async def _take_body(service: Service, http: Request) -> AsyncIterator[bytes]:
-    """Count a call for its caller, then hold its body."""
-    caller_of(http).admit()
-    async with service.bodies.hold(http) as body:
-        yield body
-
-
-async def _begin(service: Service, http: Request, endpoint: Endpoint) -> _Call:
-    arrival_s = time.monotonic()
-    service.check_open()
-    async with _take_body(service, http) as body:
-        request = parse(endpoint.request_kind, body, default_tier=http.headers.get(_SERVICE_TIER_HEADER))
-        request = caller_of(http).limited(request, service.info.classes)
-        service.check_model(request.model)
-        call_id = new_call_id(endpoint.id_prefix)
-        shape = endpoint.shape(service, request, call_id)
-        generation = http.state.generation = await service.begin(request, call_id, arrival_s)
-        return _Call(generation, shape, request.stream, request.include_usage)
-
-
-async def _generate(service: Service, http: Request, endpoint: Endpoint) -> Response:
-    call = await _begin(service, http, endpoint)
-    generation, caller = call.generation, caller_of(http)
-
-    def end() -> None:
-        service.end(generation)
-        caller.use_tokens(generation.usage.num_output_tokens)
-
-    handed_over = False
-    try:
-        await or_disconnect(http.receive, generation.start())
-        caller.use_tokens(generation.usage.num_prompt_tokens)
-        predicted_ms = milliseconds(generation.predicted_ttft_s)
-        headers = {} if predicted_ms is None else {_PREDICTED_TTFT_HEADER: str(predicted_ms)}
-        if call.stream:
-            handed_over = True
-            return EventStream(
-                generation,
-                call.shape,
-                headers=headers,
-                include_usage=call.include_usage,
-                stall_timeout_s=service.limits.stall_timeout_s,
-                on_close=end,
-            )
-        deltas = await or_disconnect(http.receive, collect(generation))
-        answer = call.shape.answer(deltas, generation.usage.as_dict())
-        return Response(answer, headers=headers, media_type="application/json")
-    except ClientGone:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    finally:
-        if not handed_over:
-            end()

@@ -10,32 +10,8 @@ from omniserve.core.request import FinishReason, Request, RequestOutput, Request
 from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ParsedCall, ToolCallParser
 
-# Tokens that become text together where nobody waits for it; more would keep others waiting.
-_WAITING_TOKENS = 1024
-
-
-@dataclass(slots=True)
-class Delta:
-    """New text of one choice."""
-
-    index: int
-    text: str
-    logprobs: list[TokenLogprob]
-    """Of the tokens since the last delta; empty when none were asked for."""
-    finish_reason: str | None
-    echo: Echo | None = None
-    """In the first delta only, if the answer begins with the prompt."""
-    mean_logprob: float = 0.0
-    """Of the output so far, a stop token at its end included; 0 when none were asked for."""
-    tool_calls: Sequence[ParsedCall] = ()
-
-    def extend(self, later: Delta) -> None:
-        """Append the delta of the same choice that came after this one."""
-        self.text += later.text
-        self.logprobs += later.logprobs
-        self.finish_reason = later.finish_reason
-        self.mean_logprob = later.mean_logprob
-        self.tool_calls = [*self.tool_calls, *later.tool_calls]
+# Tokens of an answer that is read as a whole become text in such parts: each decoding keeps other requests waiting.
+_TOKENS_PER_PART = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +22,34 @@ class Echo:
     first_token_id: int
     logprobs: tuple[TokenLogprob, ...]
     """Of the tokens behind the first; empty when none were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text of one choice."""
+
+    index: int
+    text: str
+    logprobs: Sequence[TokenLogprob]
+    """Of the tokens since the last delta; empty when none were asked for."""
+    finish_reason: str | None
+    echo: Echo | None = None
+    """In the first delta only, if the answer begins with the prompt."""
+    tool_calls: Sequence[ParsedCall] = ()
+
+
+def merge(deltas: Sequence[Delta]) -> Delta:
+    """Return deltas of one choice, which follow one another, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        deltas[0].index,
+        "".join([delta.text for delta in deltas]),
+        [entry for delta in deltas for entry in delta.logprobs],
+        deltas[-1].finish_reason,
+        deltas[0].echo,
+        [call for delta in deltas for call in delta.tool_calls],
+    )
 
 
 @dataclass(slots=True)
@@ -87,7 +91,7 @@ class Choice:
         arrival_s: When the HTTP request came.
         echo: Text of the prompt, which the answer begins with; None: it does not.
         parser: Tells tool calls from the text; None: it is all text.
-        at_once: Nobody reads the text before it is complete: it comes in large parts.
+        at_once: The text is read when it is complete, so it may come in large parts.
     """
 
     def __init__(
@@ -112,8 +116,13 @@ class Choice:
         self._parser = parser
         self._total_logprob, self._num_logprobs = 0.0, 0
         # A stop string has to be found when it is there.
-        self._can_wait = at_once and not stop
-        self._waiting: list[int] = []
+        self._in_large_parts = at_once and not stop
+        self._token_ids: list[int] = []
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the output so far, a stop token at its end included; 0 when no log-probabilities were asked for."""
+        return self._total_logprob / max(1, self._num_logprobs)
 
     def advance(self, output: RequestOutput) -> Delta | None:
         """Take what a step produced; return the text that is certain by now, if any or if the choice is complete."""
@@ -131,37 +140,27 @@ class Choice:
             token_ids, logprobs = token_ids[:-1], logprobs[: len(token_ids) - 1]
         if logprobs:
             self._logprobs += logprobs
-        if self._can_wait:
-            self._waiting += token_ids
-            if output.finish_reason is None and self._echo is None and len(self._waiting) < _WAITING_TOKENS:
+        if self._in_large_parts:
+            self._token_ids += token_ids
+            if output.finish_reason is None and self._echo is None and len(self._token_ids) < _TOKENS_PER_PART:
                 return None
-            token_ids = tuple(self._waiting)
-            self._waiting.clear()
-        text = self._detokenizer.push(token_ids)
-        if output.finish_reason is not None:
-            text += self._detokenizer.flush()
-            self.finish_reason = str(output.finish_reason)
-        if self._detokenizer.stopped is not None:
-            self.finish_reason = str(FinishReason.STOP)
+            token_ids = tuple(self._token_ids)
+            self._token_ids.clear()
+        text, finish_reason = self._detokenizer.advance(token_ids, output.finish_reason)
         calls: Sequence[ParsedCall] = ()
         if self._parser is not None:
-            text, calls = self._tell_calls(self._parser, text)
+            text, calls = self._parser.push(text)
+            if finish_reason is not None:
+                rest, last_calls = self._parser.flush()
+                text, calls = text + rest, calls + last_calls
         echo = None
         if self._echo is not None:
             echo = Echo(self._echo, self.request.prompt_token_ids[0], output.prompt_logprobs)
             self._echo = None
-        elif not text and not calls and self.finish_reason is None:
+        elif not text and not calls and finish_reason is None:
             return None
-        logprobs_so_far, self._logprobs = self._logprobs, []
-        mean = self._total_logprob / max(1, self._num_logprobs)
-        reason = self.finish_reason
-        if self._parser is not None and self._parser.num_calls and reason == FinishReason.STOP:
+        new_logprobs, self._logprobs = self._logprobs, []
+        reason = self.finish_reason = None if finish_reason is None else str(finish_reason)
+        if self._parser is not None and self._parser.num_calls and finish_reason is FinishReason.STOP:
             reason = "tool_calls"
-        return Delta(self.index, text, logprobs_so_far, reason, echo, mean, calls)
-
-    def _tell_calls(self, parser: ToolCallParser, text: str) -> tuple[str, list[ParsedCall]]:
-        text, calls = parser.push(text)
-        if self.finish_reason is not None:
-            rest, last = parser.flush()
-            text, calls = text + rest, calls + last
-        return text, calls
+        return Delta(self.index, text, new_logprobs, reason, echo, calls)

@@ -158,7 +158,7 @@ class EngineClient:
             raise EngineStopped(self.failure or "the engine has stopped")
         assert request.request_id is not None
         self._queues[request.request_id] = queue
-        num_bytes = self._send("add", wire.encode_request(request), arrival_s, logs.request_id.get()) + _BYTES_BESIDE
+        num_bytes = self._send(wire.Add(request, arrival_s, logs.request_id.get())) + _BYTES_BESIDE
         self._untaken[request.request_id] = num_bytes
         self._num_untaken_bytes += num_bytes
 
@@ -178,7 +178,7 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         """End a request; nothing more is heard of it. Unknown and finished ones are ignored."""
         if self._queues.pop(request_id, None) is not None and not self.stopped.is_set():
-            self._send("abort", request_id)
+            self._send(wire.Abort(request_id))
 
     async def stats(self, timeout_s: float = 5.0) -> EngineStats:
         """Ask the engine about itself; it answers between two steps, all who wait at once.
@@ -191,7 +191,7 @@ class EngineClient:
             raise EngineStopped(self.failure or "the engine has stopped")
         if self._stats is None:  # in a long step whoever asks again would only make the queue longer
             self._stats = asyncio.get_running_loop().create_future()
-            self._send("stats")
+            self._send(wire.AskStats())
         return await asyncio.wait_for(asyncio.shield(self._stats), timeout_s)
 
     async def close(self) -> None:
@@ -202,7 +202,7 @@ class EngineClient:
         if not self._ready:
             self._process.kill()  # it loads a model and hears nothing
         elif self._process.is_alive() and not self.stopped.is_set():
-            self._send("close")
+            self._send(wire.Close())
         await asyncio.to_thread(self._process.join, _CLOSE_S)
         if self._process.is_alive():
             self._process.kill()
@@ -245,9 +245,9 @@ class EngineClient:
                 self.kill()
                 return
 
-    def _send(self, *message: object) -> int:
+    def _send(self, message: wire.Command) -> int:
         """Return how many bytes were sent."""
-        data = wire.pack(message)
+        data = wire.encode(message)
         try:
             self._commands.send(data, zmq.NOBLOCK)
         except zmq.Again:
@@ -263,31 +263,29 @@ class EngineClient:
         """Handle every message that is there: the descriptor tells of new ones only once all were taken."""
         while True:
             try:
-                message = wire.unpack(self._outputs.recv(zmq.NOBLOCK))
+                report = wire.decode_report(self._outputs.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            match message[0]:
-                case "step":
-                    for request_id, predicted_ttft_s in message[1]:
+            match report:
+                case wire.Step(accepted, outputs):
+                    for request_id, predicted_ttft_s in accepted:
                         self._taken(request_id)
                         self._deliver(request_id, Accepted(predicted_ttft_s))
-                    for data in message[2]:
-                        self._deliver(data[0], wire.decode_output(data))
-                case "refused":
-                    self._taken(message[1])
-                    self._deliver(message[1], wire.decode_error(message[2]))
-                case "stats":
+                    for output in outputs:
+                        self._deliver(output.request_id, output)
+                case wire.Refused(request_id):
+                    self._taken(request_id)
+                    self._deliver(request_id, report.error)
+                case wire.Stats(stats):
                     assert self._stats is not None
-                    self._stats.set_result(wire.decode_stats(message[1]))
+                    self._stats.set_result(stats)
                     self._stats = None
-                case "progress":
-                    on_progress(message[1])
-                case "ready":
-                    ready.set_result(wire.decode_info(message[1]))
-                case "failed" | "fatal":
-                    self._fail(message[1])
-                case kind:
-                    raise AssertionError(f"unknown message {kind!r} from the engine")
+                case wire.Progress(text):
+                    on_progress(text)
+                case wire.Ready(info):
+                    ready.set_result(info)
+                case wire.Failed(reason):
+                    self._fail(reason)
 
     def _deliver(self, request_id: str, item: Accepted | RequestOutput | Exception) -> None:
         queue = self._queues.get(request_id)

@@ -20,8 +20,8 @@ import zmq
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import OmniServeError, RequestRejected
+from omniserve.core.limits import RequestLimits
 from omniserve.core.request import SLO, Request, RequestOutput, SamplingParams
-from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.server import wire
 from omniserve.server.garbage import Collector
@@ -41,11 +41,9 @@ class EngineLike(Protocol):
     """What this process needs of an engine."""
 
     @property
-    def spec(self) -> ModelSpec: ...
-    @property
     def config(self) -> EngineConfig: ...
     @property
-    def max_model_len(self) -> int: ...
+    def limits(self) -> RequestLimits: ...
     @property
     def has_unfinished(self) -> bool: ...
     @property
@@ -64,8 +62,6 @@ class EngineLike(Protocol):
     def close(self) -> None: ...
 
 
-# An id and the TTFT that was predicted.
-_Accepted = tuple[str, float | None]
 Progress = Callable[[str], None]
 EngineMaker = Callable[[Progress], EngineLike]
 """Makes the engine in its process; has to be picklable. Tells its progress in short sentences."""
@@ -110,7 +106,7 @@ def _run(make_engine: EngineMaker, command_address: str, output_address: str, na
             return 0
         except Exception as error:
             logger.exception("the engine's step failed")
-            link.send("fatal", f"{type(error).__name__}: {error}")
+            link.send(wire.Failed(f"{type(error).__name__}: {error}"))
             return 1
         finally:
             engine.close()
@@ -124,23 +120,23 @@ class _Link:
     def __init__(self, commands: zmq.Socket, outputs: zmq.Socket) -> None:
         self._commands = commands
         self._outputs = outputs
-        self._early: deque[wire.Message] = deque()
+        self._early: deque[wire.Command] = deque()
 
-    def send(self, *message: object) -> None:
-        self._outputs.send(wire.pack(message))
+    def send(self, report: wire.Report) -> None:
+        self._outputs.send(wire.encode(report))
 
-    def receive(self, *, block: bool) -> wire.Message | None:
+    def receive(self, *, block: bool) -> wire.Command | None:
         """Return the next command; None when there is none now."""
         if self._early:
             return self._early.popleft()
         try:
-            return wire.unpack(self._commands.recv(0 if block else zmq.NOBLOCK))
+            return wire.decode_command(self._commands.recv(0 if block else zmq.NOBLOCK))
         except zmq.Again:
             return None
 
-    def look_ahead(self) -> list[wire.Message]:
+    def look_ahead(self) -> list[wire.Command]:
         """Return what has come since the last look; ``receive`` returns it, too."""
-        new: list[wire.Message] = []
+        new: list[wire.Command] = []
         early, self._early = self._early, deque()
         while (command := self.receive(block=False)) is not None:
             new.append(command)
@@ -150,36 +146,28 @@ class _Link:
 
 def _start(make_engine: EngineMaker, link: _Link) -> tuple[EngineLike, Collector] | None:
     try:
-        engine = make_engine(lambda text: link.send("progress", text))
-        link.send("progress", "warming up")
+        engine = make_engine(lambda text: link.send(wire.Progress(text)))
+        link.send(wire.Progress("warming up"))
         _warm_up(engine)
         collector = Collector()
     except Exception as error:
         logger.debug("the engine could not start", exc_info=True)
         expected = isinstance(error, (ValueError, OSError, OmniServeError, ImportError))
-        link.send("failed", str(error) if expected and str(error) else f"{type(error).__name__}: {error}")
+        link.send(wire.Failed(str(error) if expected and str(error) else f"{type(error).__name__}: {error}"))
         return None
-    spec, config = engine.spec, engine.config
-    info = wire.EngineInfo(
-        vocab_size=spec.vocab_size,
-        max_model_len=engine.max_model_len,
-        kv_pool_tokens=config.device_kv_bytes // spec.kv_block_bytes(config.block_size) * config.block_size,
-        eos_token_ids=tuple(spec.eos_token_ids),
-        classes=config.classes,
-    )
-    link.send("ready", wire.encode_info(info))
+    link.send(wire.Ready(wire.EngineInfo(limits=engine.limits, classes=engine.config.classes)))
     return engine, collector
 
 
 def _warm_up(engine: EngineLike) -> None:
     """Run a request of each kind of class, so that compiling is over before the first user comes."""
     engine.prepare_grammars()
-    limit = engine.max_model_len
+    limit = engine.limits.max_model_len
     num_prompt = max(1, min(_WARM_UP_TOKENS, limit // 2))
     for name in {spec.kind: spec.name for spec in engine.config.classes}.values():
         engine.add(
             Request(
-                prompt_token_ids=[i % engine.spec.vocab_size for i in range(num_prompt)],
+                prompt_token_ids=[i % engine.limits.vocab_size for i in range(num_prompt)],
                 sampling=SamplingParams(max_tokens=max(1, min(4, limit - num_prompt)), ignore_eos=True),
                 service_class=name,
                 slo=SLO(),  # so that it is not refused
@@ -195,13 +183,13 @@ def _serve(engine: EngineLike, link: _Link, names: RequestNames, collector: Coll
     engine.on_safepoint = functools.partial(_announce, engine, link)
     step_s = 0.0
     while True:
-        accepted: list[_Accepted] = []
+        accepted: list[tuple[str, float | None]] = []
         collector.collect(is_idle=not engine.has_unfinished)
         command = link.receive(block=not engine.has_unfinished)
         # However many come, those that were taken get on.
         until_s = time.monotonic() + max(_LEAST_TAKING_S, _TAKING * step_s)
         while command is not None:
-            if command[0] == "close":
+            if isinstance(command, wire.Close):
                 return
             _obey(engine, link, command, accepted, names)
             command = link.receive(block=False) if time.monotonic() < until_s else None
@@ -209,7 +197,7 @@ def _serve(engine: EngineLike, link: _Link, names: RequestNames, collector: Coll
         outputs = engine.step() if engine.has_unfinished else []
         step_s = time.monotonic() - begun_s
         if outputs or accepted:
-            link.send("step", accepted, wire.encode_outputs(outputs))
+            link.send(wire.Step(accepted, outputs))
         for output in outputs:
             if output.finished:
                 _log(f"ended: {output.finish_reason}, {output.num_output_tokens} tokens", output.request_id)
@@ -221,9 +209,9 @@ def _serve(engine: EngineLike, link: _Link, names: RequestNames, collector: Coll
 def _announce(engine: EngineLike, link: _Link) -> None:
     """Tell the engine, in the middle of a step, of requests that it will get after it."""
     for command in link.look_ahead():
-        if command[0] == "add":
+        if isinstance(command, wire.Add):
             try:
-                engine.arriving(wire.decode_request(command[1]), arrival_s=command[2])
+                engine.arriving(command.request, arrival_s=command.arrival_s)
             except ValueError:
                 logger.debug("a request that will be refused", exc_info=True)
 
@@ -233,28 +221,32 @@ def _log(event: str, request_id: str) -> None:
 
 
 def _obey(
-    engine: EngineLike, link: _Link, command: wire.Message, accepted: list[_Accepted], names: RequestNames
+    engine: EngineLike,
+    link: _Link,
+    command: wire.Command,
+    accepted: list[tuple[str, float | None]],
+    names: RequestNames,
 ) -> None:
     match command:
-        case ("add", data, arrival_s, name):
-            if name is not None:
-                names.add(data[0], name)
+        case wire.Add(request, arrival_s, http_request_id):
+            request_id = request.request_id
+            assert request_id is not None
+            if http_request_id is not None:
+                names.add(request_id, http_request_id)
             try:
-                request_id = engine.add(wire.decode_request(data), arrival_s=arrival_s)
+                engine.add(request, arrival_s=arrival_s)
                 accepted.append((request_id, engine.predicted_ttft_s(request_id)))
                 _log("accepted", request_id)
             except (ValueError, RequestRejected) as error:
-                link.send("refused", data[0], wire.encode_error(error))
-                _log(f"refused: {error}", data[0])
-                names.forget(data[0])
-        case ("abort", request_id):
+                link.send(wire.Refused.of(request_id, error))
+                _log(f"refused: {error}", request_id)
+                names.forget(request_id)
+        case wire.Abort(request_id):
             if engine.abort(request_id):
                 _log("aborted", request_id)
             names.forget(request_id)
-        case ("stats",):
-            link.send("stats", wire.encode_stats(engine.stats()))
-        case _:
-            raise ValueError(f"unknown command {command[0]!r}")
+        case wire.AskStats():
+            link.send(wire.Stats(engine.stats()))
 
 
 def _exit_with_parent() -> None:

@@ -27,7 +27,7 @@ import omniserve
 from omniserve.core.request import FinishReason
 from omniserve.server.choice import Choice
 from omniserve.server.errors import ApiError
-from omniserve.server.generation import Generation
+from omniserve.server.output_stream import OutputStream
 from omniserve.server.traces import TRACED_PATHS, FinishedCall
 
 logger = logging.getLogger(__name__)
@@ -71,9 +71,9 @@ class OtlpTraces:
         )
         if root.is_recording():
             self._describe(root, call)
-            if call.generation is not None:
+            if call.outputs is not None:
                 below = trace.set_span_in_context(root, Context())
-                for choice in call.generation.choices:
+                for choice in call.outputs.choices:
                     self._add_parts(choice, call, clock, below)
         root.end(clock.ns(call.ended_s))
 
@@ -96,8 +96,8 @@ class OtlpTraces:
             span.set_attribute("omniserve.request_id", call.request_id)
         if call.status is not None:
             span.set_attribute("http.response.status_code", call.status)
-        if call.generation is not None:
-            _describe_generation(span, call.generation)
+        if call.outputs is not None:
+            _describe_outputs(span, call.outputs)
         _set_status(span, call)
 
     def _add_parts(self, choice: Choice, call: FinishedCall, clock: _WallClock, below: Context) -> None:
@@ -133,8 +133,8 @@ class _WallClock:
         return self._offset_ns + round(monotonic_s * 1e9)
 
 
-def _describe_generation(span: Span, generation: Generation) -> None:
-    job, choices, usage = generation.job, generation.choices, generation.usage
+def _describe_outputs(span: Span, outputs: OutputStream) -> None:
+    job, choices, usage = outputs.job, outputs.choices, outputs.usage
     span.set_attribute("gen_ai.response.id", job.call_id)
     span.set_attribute("gen_ai.request.max_tokens", choices[0].request.sampling.max_tokens)
     span.set_attribute("gen_ai.usage.input_tokens", usage.num_prompt_tokens)
@@ -142,8 +142,8 @@ def _describe_generation(span: Span, generation: Generation) -> None:
     span.set_attribute("gen_ai.response.finish_reasons", [c.finish_reason for c in choices if c.finish_reason])
     span.set_attribute("omniserve.service_class", job.service_class)
     span.set_attribute("omniserve.host_tokens", sum(choice.num_host_tokens for choice in choices))
-    if generation.predicted_ttft_s is not None:
-        span.set_attribute("omniserve.predicted_ttft_s", generation.predicted_ttft_s)
+    if outputs.predicted_ttft_s is not None:
+        span.set_attribute("omniserve.predicted_ttft_s", outputs.predicted_ttft_s)
     for name, limit_s in (("ttft", job.slo.ttft_s), ("tpot", job.slo.tpot_s)):
         taken = [choice.times.ttft_s if name == "ttft" else choice.times.tpot_s for choice in choices]
         slowest_s = max((seconds for seconds in taken if seconds is not None), default=None)

@@ -45,7 +45,7 @@ class RequestIds:
             await self._app(scope, receive, send_with_id)
         finally:
             state = scope.get("state", {})
-            caller, generation = state.get("caller"), state.get("generation")
+            caller, outputs = state.get("caller"), state.get("outputs")
             access_logger.info(
                 "%s %s: %s",
                 scope["method"], scope["path"], status,
@@ -55,6 +55,6 @@ class RequestIds:
                     "status": status,
                     "seconds": round(time.monotonic() - started_s, 6),
                     "key": None if caller is None else caller.name,
-                    "call_id": None if generation is None else generation.job.call_id,
+                    "call_id": None if outputs is None else outputs.job.call_id,
                 },
             )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Service: from a checked request to a running Generation. What all calls share lives here."""
+"""Service: from a checked request to the stream of its outputs. What all calls share lives here."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from omniserve.core.request import SamplingParams
 from omniserve.server.backlog import Backlog
@@ -12,9 +12,9 @@ from omniserve.server.body import BodyReader
 from omniserve.server.classes import class_of_tier
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
-from omniserve.server.generation import Generation, Job
 from omniserve.server.limits import Limits
 from omniserve.server.metrics import ServerMetrics
+from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
@@ -56,7 +56,7 @@ class Service:
         self.bodies = BodyReader(limits.max_body_bytes, limits.stall_timeout_s)
         self._backlog = Backlog([spec.name for spec in info.classes], limits.max_queued_requests)
         self.metrics.show_backlog(self._backlog.num_waiting)
-        self._running: set[Generation] = set()
+        self._running: set[OutputStream] = set()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -89,10 +89,11 @@ class Service:
                 code="model_not_found",
             )
 
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of a request, prompt and output together."""
-        return min(self.info.max_model_len, self.info.kv_pool_tokens)
+    def check_token_ids(self, token_ids: Collection[int], complaint: str, *, param: str) -> None:
+        """Raise ApiError if the model does not know one of the ids; ``{}`` in the complaint stands for that id."""
+        if (unknown := self.info.limits.unknown_token(token_ids)) is not None:
+            known = f"this model's ids are 0 to {self.info.limits.vocab_size - 1}"
+            raise ApiError(f"{complaint.format(unknown)} {known}", param=param)
 
     async def prompts(self, request: GenerationRequest) -> list[list[int]]:
         """Return the token ids of each prompt.
@@ -115,23 +116,19 @@ class Service:
         for prompt in prompts:
             if not prompt:
                 raise ApiError("the prompt is empty; give it at least one token", param=_prompt_field(request))
-            if (
-                wrong := next((i for i in (max(prompt), min(prompt)) if not 0 <= i < self.info.vocab_size), None)
-            ) is not None:
-                raise ApiError(
-                    f"the prompt has the token id {wrong}, but this model's ids are 0 to {self.info.vocab_size - 1}",
-                    param=_prompt_field(request),
-                )
+            self.check_token_ids(prompt, "the prompt has the token id {}, but", param=_prompt_field(request))
         return prompts
 
-    async def begin(self, request: GenerationRequest, call_id: str, arrival_s: float) -> Generation:
-        """Return a call's generation, not started; hand it to ``end`` at last.
+    async def begin(self, request: GenerationRequest, call_id: str, arrival_s: float) -> OutputStream:
+        """Return a call's outputs, not started; hand them to ``end`` at last.
 
         Raises:
             ApiError: The request does not fit the model, or too many of its class wait already.
         """
         spec = class_of_tier(request.service_tier, self.info.classes)
-        self._check_token_ids(request)
+        biased = [token_id for token_id, _ in request.logit_bias]
+        for field, token_ids in (("logit_bias", biased), ("stop_token_ids", request.stop_token_ids)):
+            self.check_token_ids(token_ids, f"{field} has the token id {{}}, but", param=field)
         # Before the prompts are encoded: that takes long if there are many.
         num_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
         if num_prompts * request.num_samples > _MAX_CHOICES_PER_CALL:
@@ -143,12 +140,13 @@ class Service:
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
         echoes = await self._echoes(request, prompts) if request.echoes else None
         self.check_open()  # again: encoding a long prompt takes a while
-        generation = Generation(
+        outputs = OutputStream(
             Job(
                 call_id=call_id,
                 arrival_s=arrival_s,
                 prompts=prompts,
                 samplings=_samplings(request, max_tokens),
+                stop=request.stop_strings,
                 service_class=spec.name,
                 slo=request.slo_or_none or spec.slo,
                 echoes=echoes,
@@ -162,18 +160,9 @@ class Service:
             metrics=self.metrics,
             backlog=self._backlog,
         )
-        self._running.add(generation)
+        self._running.add(outputs)
         self._idle.clear()
-        return generation
-
-    def _check_token_ids(self, request: GenerationRequest) -> None:
-        biased = [token_id for token_id, _ in request.logit_bias]
-        for field, token_ids in (("logit_bias", biased), ("stop_token_ids", request.stop_token_ids)):
-            if (unknown := max(token_ids, default=0)) >= self.info.vocab_size:
-                raise ApiError(
-                    f"{field} has the token id {unknown}, but this model's ids are 0 to {self.info.vocab_size - 1}",
-                    param=field,
-                )
+        return outputs
 
     async def _echoes(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> list[str]:
         """Return the prompts as answers repeat them: what was sent, and the text of what was sent as token ids."""
@@ -183,10 +172,10 @@ class Service:
             for sent, ids in zip(request.prompt, prompts, strict=True)
         ]
 
-    def end(self, generation: Generation) -> None:
+    def end(self, outputs: OutputStream) -> None:
         """Free what a call still holds."""
-        generation.close()
-        self._running.discard(generation)
+        outputs.close()
+        self._running.discard(outputs)
         if not self._running:
             self._idle.set()
 
@@ -196,15 +185,14 @@ class Service:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
-            for generation in self._running:
-                generation.fail(shutting_down())
+            for outputs in self._running:
+                outputs.fail(shutting_down())
             # A client that reads nothing cannot hold the server: the connection is cut after this.
             await asyncio.wait([asyncio.ensure_future(self._idle.wait())], timeout=_GOODBYE_S)
 
     def _max_tokens(self, request: GenerationRequest, num_prompt: int) -> int:
-        limit, holder = self.info.max_model_len, "the model's context"
-        if self.info.kv_pool_tokens < limit:
-            limit, holder = self.info.kv_pool_tokens, "the server's KV pool (--device-kv-gib)"
+        limits, limit = self.info.limits, self.info.limits.max_tokens
+        holder = "the model's context" if limit == limits.max_model_len else "the server's KV pool (--device-kv-gib)"
         room, wanted = limit - num_prompt, request.output_limit
         if room >= 1 and wanted is None:
             return room if isinstance(request, ChatRequest) else min(room, _DEFAULT_COMPLETION_TOKENS)
@@ -232,33 +220,27 @@ def _prompt_field(request: GenerationRequest) -> str:
 def _samplings(request: GenerationRequest, max_tokens: int) -> Sequence[SamplingParams]:
     """Return the sampling of each of the n choices; they differ in their seeds."""
     grammar = request.grammar  # made anew each time it is asked for
-    try:
-        return [
-            SamplingParams(
-                max_tokens=max_tokens,
-                temperature=request.temperature,
-                top_k=max(request.top_k, 0),
-                top_p=request.top_p,
-                min_p=request.min_p,
-                seed=None if request.seed is None else _int64(request.seed + i),
-                repetition_penalty=request.repetition_penalty,
-                presence_penalty=request.presence_penalty,
-                frequency_penalty=request.frequency_penalty,
-                stop=tuple(request.stop_strings),
-                stop_token_ids=tuple(request.stop_token_ids),
-                ignore_eos=request.ignore_eos,
-                logit_bias=tuple(request.logit_bias),
-                grammar=grammar,
-                # What is best is told by log-probabilities.
-                logprobs=0
-                if request.num_logprobs is None and request.num_samples > request.n
-                else request.num_logprobs,
-                prompt_logprobs=_num_prompt_logprobs(request),
-            )
-            for i in range(request.num_samples)
-        ]
-    except ValueError as error:
-        raise ApiError(str(error)) from None
+    return [
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=request.temperature,
+            top_k=max(request.top_k, 0),
+            top_p=request.top_p,
+            min_p=request.min_p,
+            seed=None if request.seed is None else _int64(request.seed + i),
+            repetition_penalty=request.repetition_penalty,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            stop_token_ids=tuple(request.stop_token_ids),
+            ignore_eos=request.ignore_eos,
+            logit_bias=tuple(request.logit_bias),
+            grammar=grammar,
+            # What is best is told by log-probabilities.
+            logprobs=0 if request.num_logprobs is None and request.num_samples > request.n else request.num_logprobs,
+            prompt_logprobs=_num_prompt_logprobs(request),
+        )
+        for i in range(request.num_samples)
+    ]
 
 
 def _num_prompt_logprobs(request: GenerationRequest) -> int | None:

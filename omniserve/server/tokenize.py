@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
+from omniserve.server.access import take_body
 from omniserve.server.answer_models import Text, Tokens
-from omniserve.server.errors import ApiError
 from omniserve.server.fields import read_fields, validate
 from omniserve.server.messages import MAX_MESSAGES, Message
 from omniserve.server.openapi import answers, takes
@@ -57,18 +55,13 @@ class DetokenizeRequest(BaseModel):
     tokens: list[Annotated[int, Field(ge=0)]]
 
 
-def router(service: Service, take_body: Callable[[Request], AbstractAsyncContextManager[bytes]]) -> APIRouter:
-    """Return the two routes.
-
-    Args:
-        service: Whose tokenizer it is.
-        take_body: Counts the call for its caller and holds its body, up to a size.
-    """
+def router(service: Service) -> APIRouter:
+    """Return the two routes."""
     routes = APIRouter()
 
     @routes.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=answers(Tokens, *_ERRORS))
     async def tokenize(http: Request) -> Response:
-        async with take_body(http) as body:
+        async with take_body(http, service.bodies) as body:
             request = validate(TokenizeRequest, read_fields(body))
             service.check_model(request.model)
             if request.messages is not None:
@@ -79,19 +72,20 @@ def router(service: Service, take_body: Callable[[Request], AbstractAsyncContext
                 special = request.add_special_tokens is not False
                 tokens = await service.codec.encode(request.prompt, add_special_tokens=special)
         pieces = await service.codec.token_texts(tokens) if request.return_token_strs else None
-        answer = {"count": len(tokens), "max_model_len": service.max_tokens, "tokens": tokens, "token_strs": pieces}
+        answer = {
+            "count": len(tokens),
+            "max_model_len": service.info.limits.max_tokens,
+            "tokens": tokens,
+            "token_strs": pieces,
+        }
         return JSONResponse(answer)
 
     @routes.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=answers(Text, *_ERRORS))
     async def detokenize(http: Request) -> Response:
-        async with take_body(http) as body:
+        async with take_body(http, service.bodies) as body:
             request = validate(DetokenizeRequest, read_fields(body))
             service.check_model(request.model)
-            if (largest := max(request.tokens, default=0)) >= service.info.vocab_size:
-                raise ApiError(
-                    f"the token id {largest} is unknown: this model's ids are 0 to {service.info.vocab_size - 1}",
-                    param="tokens",
-                )
+            service.check_token_ids(request.tokens, "the token id {} is unknown:", param="tokens")
             return JSONResponse({"prompt": await service.codec.decode(request.tokens)})
 
     return routes

@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omniserve.core.request import FinishReason
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
-from omniserve.server.generation import Generation
 from omniserve.server.logs import request_id
+from omniserve.server.output_stream import OutputStream
 
 TRACED_PATHS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 """Path -> what OpenTelemetry calls the operation."""
@@ -34,20 +34,20 @@ class FinishedCall:
     status: int | None
     """Of the answer; None: there was none."""
     refusal: ApiError | None
-    """What it was answered with instead of a generation."""
-    generation: Generation | None
+    """What it was answered with instead of an output."""
+    outputs: OutputStream | None
     """Closed; None if the call did not come that far."""
 
     @property
     def error(self) -> Exception | None:
         """What it ended with instead of an answer, or with a part of one; None: there is nothing to say of that."""
-        return self.refusal or (self.generation.error if self.generation is not None else None)
+        return self.refusal or (self.outputs.error if self.outputs is not None else None)
 
     @property
     def was_abandoned(self) -> bool:
         """True if it ended because the client went away."""
-        cut = self.generation is not None and any(
-            choice.finish_reason == FinishReason.ABORT for choice in self.generation.choices
+        cut = self.outputs is not None and any(
+            choice.finish_reason == FinishReason.ABORT for choice in self.outputs.choices
         )
         return self.error is None and (cut or self.status in (None, CLIENT_CLOSED_REQUEST))
 
@@ -65,7 +65,7 @@ class Traces(Protocol):
 class TraceCalls:
     """ASGI middleware that tells of each completion and chat when it is over.
 
-    What is behind it leaves ``refusal`` and ``generation`` in the request's state.
+    What is behind it leaves ``refusal`` and ``outputs`` in the request's state.
 
     Args:
         app: What is behind it.
@@ -102,6 +102,6 @@ class TraceCalls:
                     ended_s=time.monotonic(),
                     status=status,
                     refusal=state.get("refusal"),
-                    generation=state.get("generation"),
+                    outputs=state.get("outputs"),
                 )
             )

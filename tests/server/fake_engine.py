@@ -12,6 +12,7 @@ from typing import Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
+from omniserve.core.limits import RequestLimits
 from omniserve.core.request import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprob
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.core.stats import EngineStats
@@ -79,7 +80,6 @@ class FakeEngine:
     ) -> None:
         self.config = config
         self._with_faults = with_faults
-        self.max_model_len = max_model_len
         self.spec = ModelSpec(
             num_layers=1,
             hidden_size=8,
@@ -91,6 +91,12 @@ class FakeEngine:
             eos_token_ids=(eos_token_id,),
             dtype_bytes=4,
             attention=(AttentionSpec(scale=1.0),),
+        )
+        self.limits = RequestLimits(
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            pool_tokens=config.device_kv_bytes // self.spec.kv_block_bytes(config.block_size) * config.block_size,
+            has_tokenizer=False,
         )
         self._running: dict[str, _Running] = {}
         self._num_steps = 0

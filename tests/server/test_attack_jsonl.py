@@ -9,8 +9,8 @@ from batch_inputs import line, results, submit, wait_for
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.lines import body_of, check_file
-from omniserve.server.calls import ENDPOINTS
 from omniserve.server.errors import ApiError
 from omniserve.server.protocol import parse
 from tests.server.attack.bodies import COMPLETIONS, json_values

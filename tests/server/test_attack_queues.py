@@ -14,6 +14,7 @@ from omniserve.core.request import Request, SamplingParams
 from omniserve.server import engine_client
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.errors import ApiError
+from omniserve.server.wire import AskStats
 
 
 class CountingClient(EngineClient):
@@ -23,9 +24,9 @@ class CountingClient(EngineClient):
         super().__init__(FakeLoader())
         self.sent = []
 
-    def _send(self, *message):
-        self.sent.append(message[0])
-        return super()._send(*message)
+    def _send(self, message):
+        self.sent.append(type(message))
+        return super()._send(message)
 
 
 def with_client(scenario):
@@ -62,13 +63,13 @@ def test_polls_share_one_question():
         stuck(client)
         for _ in range(3):
             assert await asyncio.gather(*(poll(client, 0.01) for _ in range(50))) == [None] * 50
-        assert client.sent == ["stats"]
+        assert client.sent == [AskStats]
         waiting = [asyncio.create_task(poll(client, 60)) for _ in range(50)]
         goes_on(client)
         assert None not in await asyncio.gather(*waiting)
-        assert client.sent == ["stats"]
+        assert client.sent == [AskStats]
         assert (await client.stats()).steps > 0
-        assert client.sent == ["stats", "stats"]
+        assert client.sent == [AskStats, AskStats]
 
     with_client(scenario)
 

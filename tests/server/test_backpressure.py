@@ -16,15 +16,15 @@ from fake_engine import SILENT, SLOW
 from tokenizers_for_tests import byte_level_tokenizer
 
 from omniserve.core.request import SLO, FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from omniserve.server.answers import CompletionShape
 from omniserve.server.backlog import Backlog
 from omniserve.server.body import BodyReader
-from omniserve.server.choice import Delta
-from omniserve.server.completions import CompletionShape
+from omniserve.server.choice import Delta, merge
 from omniserve.server.engine_client import Accepted
 from omniserve.server.errors import ApiError
-from omniserve.server.generation import Generation, Job
+from omniserve.server.generate import EventStream
 from omniserve.server.metrics import ServerMetrics
-from omniserve.server.streaming import EventStream
+from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ParsedCall
 from tests.server.attack.sockets import connect, head, read_all, send
@@ -48,48 +48,49 @@ class RecordingClient:
 
 
 def started(num_choices=1, *, max_unread_tokens=None, stop=(), calls_tools=False, at_once=False):
-    """Return a generation, its client and its backlog."""
+    """Return a stream of outputs, its client and its backlog."""
     client, backlog = RecordingClient(), Backlog(["LS"], 100)
     job = Job(
         call_id="c",
         arrival_s=time.monotonic(),
         prompts=[[5]],
-        samplings=[SamplingParams(max_tokens=10_000, stop=stop)] * num_choices,
+        samplings=[SamplingParams(max_tokens=10_000)] * num_choices,
+        stop=stop,
         service_class="LS",
         slo=SLO(),
         calls_tools=calls_tools,
         at_once=at_once,
         max_unread_tokens=max_unread_tokens,
     )
-    generation = Generation(
+    outputs = OutputStream(
         job, client=client, codec=TextCodec(byte_level_tokenizer()), metrics=ServerMetrics(["LS"]), backlog=backlog
     )
     for i in range(num_choices):
-        generation.put_nowait((f"c-{i}", Accepted(None)))
-    return generation, client, backlog
+        outputs.put_nowait((f"c-{i}", Accepted(None)))
+    return outputs, client, backlog
 
 
-def put(generation, *token_ids, index=0, finish_reason=None):
+def put(outputs, *token_ids, index=0, finish_reason=None):
     output = RequestOutput(
         request_id=f"c-{index}", service_class="LS", new_token_ids=token_ids, finish_reason=finish_reason
     )
-    generation.put_nowait((f"c-{index}", output))
+    outputs.put_nowait((f"c-{index}", output))
 
 
-async def read(generation):
-    return [delta async for deltas in generation.deltas() for delta in deltas]
+async def read(outputs):
+    return [delta async for deltas in outputs.deltas() for delta in deltas]
 
 
 def test_what_is_unread_is_coalesced_and_not_lost():
     async def scenario():
-        generation, _, _ = started(num_choices=3)
-        await generation.start()
+        outputs, _, _ = started(num_choices=3)
+        await outputs.start()
         for _ in range(400):
             for index in range(3):
-                put(generation, ABC[index], index=index)
+                put(outputs, ABC[index], index=index)
         for index in range(3):
-            put(generation, ABC[0], index=index, finish_reason=FinishReason.LENGTH)
-        return await read(generation)
+            put(outputs, ABC[0], index=index, finish_reason=FinishReason.LENGTH)
+        return await read(outputs)
 
     deltas = asyncio.run(scenario())
     assert len(deltas) <= 64 + 3
@@ -114,27 +115,27 @@ def test_an_answer_that_is_read_at_once_is_made_in_large_parts(stop):
     """Its reader is not woken for each token, and its text is complete; a stop string is looked for in each."""
 
     async def scenario():
-        generation, client, _ = started(num_choices=2, at_once=True, stop=stop)
-        await generation.start()
+        outputs, client, _ = started(num_choices=2, at_once=True, stop=stop)
+        await outputs.start()
         told, wakes = [], 0
 
         async def reader():
             nonlocal wakes
-            async for deltas in generation.deltas():
+            async for deltas in outputs.deltas():
                 wakes += 1
                 told.extend(deltas)
 
         task = asyncio.create_task(reader())
-        generation._news = CountedNews()
+        outputs._news = CountedNews()
         for i in range(3000):
-            put(generation, ABC[i % 3])
-            put(generation, ABC[0], index=1)
+            put(outputs, ABC[i % 3])
+            put(outputs, ABC[0], index=1)
             await asyncio.sleep(0)
             if i == 1000:
-                assert (generation._news.num_set == 0) == (not stop)
-        assert generation.usage.num_output_tokens == 6000
-        put(generation, ABC[2], finish_reason=FinishReason.LENGTH)
-        put(generation, ABC[1], index=1, finish_reason=FinishReason.LENGTH)
+                assert (outputs._news.num_set == 0) == (not stop)
+        assert outputs.usage.num_output_tokens == 6000
+        put(outputs, ABC[2], finish_reason=FinishReason.LENGTH)
+        put(outputs, ABC[1], index=1, finish_reason=FinishReason.LENGTH)
         await task
         assert not client.aborted
         return ["".join(delta.text for delta in told if delta.index == i) for i in range(2)], wakes
@@ -147,27 +148,27 @@ def test_an_answer_that_is_read_at_once_is_made_in_large_parts(stop):
 
 def test_a_stop_string_ends_an_answer_that_is_read_at_once():
     async def scenario():
-        generation, client, _ = started(at_once=True, stop=("ca",))
-        await generation.start()
+        outputs, client, _ = started(at_once=True, stop=("ca",))
+        await outputs.start()
         for i in range(5):
-            put(generation, ABC[i % 3])
+            put(outputs, ABC[i % 3])
         assert client.aborted == ["c-0"]
-        return await read(generation)
+        return await read(outputs)
 
     assert "".join(delta.text for delta in asyncio.run(scenario())) == "ab"
 
 
 def test_what_a_parser_holds_back_is_not_left_unread():
     async def scenario():
-        generation, client, _ = started(max_unread_tokens=10, calls_tools=True)
-        await generation.start()
-        task = asyncio.create_task(read(generation))
+        outputs, client, _ = started(max_unread_tokens=10, calls_tools=True)
+        await outputs.start()
+        task = asyncio.create_task(read(outputs))
         ids = byte_level_tokenizer()('<tool_call>\n{"name": "f", "arguments": {"text": "' + "a" * 100).input_ids
         for token_id in ids:
-            put(generation, token_id)
+            put(outputs, token_id)
             await asyncio.sleep(0)
         assert not client.aborted
-        put(generation, finish_reason=FinishReason.LENGTH)
+        put(outputs, finish_reason=FinishReason.LENGTH)
         return await task
 
     assert asyncio.run(scenario())
@@ -175,17 +176,17 @@ def test_what_a_parser_holds_back_is_not_left_unread():
 
 def test_reader_who_falls_too_far_behind_is_given_up():
     async def scenario():
-        generation, client, backlog = started(num_choices=2, max_unread_tokens=10)
-        await generation.start()
-        put(generation, *ABC * 6)
+        outputs, client, backlog = started(num_choices=2, max_unread_tokens=10)
+        await outputs.start()
+        put(outputs, *ABC * 6)
         assert not client.aborted
-        put(generation, *ABC)
+        put(outputs, *ABC)
         assert client.aborted == ["c-0", "c-1"], "at once, though nobody reads"
         assert backlog.num_waiting == {"LS": 0}
-        put(generation, *ABC)
+        put(outputs, *ABC)
         texts = []
         with pytest.raises(ApiError, match="21 tokens of the stream were not read") as caught:
-            async for deltas in generation.deltas():
+            async for deltas in outputs.deltas():
                 texts += [delta.text for delta in deltas]
         assert (caught.value.code, "".join(texts)) == ("slow_reader", "abc" * 7)
 
@@ -194,13 +195,13 @@ def test_reader_who_falls_too_far_behind_is_given_up():
 
 def test_reading_makes_room_again():
     async def scenario():
-        generation, client, _ = started(max_unread_tokens=10)
-        await generation.start()
-        deltas = generation.deltas()
+        outputs, client, _ = started(max_unread_tokens=10)
+        await outputs.start()
+        deltas = outputs.deltas()
         for _ in range(5):
-            put(generation, *ABC * 3)
+            put(outputs, *ABC * 3)
             assert await anext(deltas)
-        put(generation, finish_reason=FinishReason.LENGTH)
+        put(outputs, finish_reason=FinishReason.LENGTH)
         assert [delta.finish_reason async for part in deltas for delta in part] == ["length"]
         assert not client.aborted
 
@@ -209,24 +210,24 @@ def test_reading_makes_room_again():
 
 def test_stop_string_ends_a_request_that_nobody_reads():
     async def scenario():
-        generation, client, _ = started(stop=("b",))
-        await generation.start()
-        put(generation, *ABC)
+        outputs, client, _ = started(stop=("b",))
+        await outputs.start()
+        put(outputs, *ABC)
         assert client.aborted == ["c-0"]
-        assert "".join(delta.text for delta in await read(generation)) == "a"
+        assert "".join(delta.text for delta in await read(outputs)) == "a"
 
     asyncio.run(scenario())
 
 
 def test_text_that_is_held_back_is_not_left_unread():
     async def scenario():
-        generation, client, _ = started(max_unread_tokens=10, calls_tools=True)
-        await generation.start()
-        reading = asyncio.create_task(read(generation))
+        outputs, client, _ = started(max_unread_tokens=10, calls_tools=True)
+        await outputs.start()
+        reading = asyncio.create_task(read(outputs))
         for letter in '<tool_call>{"name": "f", "arguments": {"x": "' + "a" * 100:
             await asyncio.sleep(0)
-            put(generation, *byte_level_tokenizer()(letter).input_ids)
-        put(generation, *byte_level_tokenizer()('"}}').input_ids, finish_reason=FinishReason.LENGTH)
+            put(outputs, *byte_level_tokenizer()(letter).input_ids)
+        put(outputs, *byte_level_tokenizer()('"}}').input_ids, finish_reason=FinishReason.LENGTH)
         (delta,) = await reading
         assert not client.aborted
         assert delta.tool_calls[0].arguments == '{"x": "' + "a" * 100 + '"}'
@@ -241,7 +242,6 @@ def test_calls_and_their_text_are_coalesced_in_order():
             "a",
             [TokenLogprob(token_id=1, logprob=-1.0)],
             None,
-            mean_logprob=-1.0,
             tool_calls=[ParsedCall(0, "i", "f", "{}")],
         ),
         Delta(
@@ -249,26 +249,24 @@ def test_calls_and_their_text_are_coalesced_in_order():
             "b",
             [TokenLogprob(token_id=2, logprob=-2.0)],
             "stop",
-            mean_logprob=-1.5,
             tool_calls=[ParsedCall(1, "j", "g", "{}")],
         ),
     ]
-    deltas[0].extend(deltas[1])
-    whole = deltas[0]
-    assert (whole.text, whole.finish_reason, whole.mean_logprob) == ("ab", "stop", -1.5)
+    whole = merge(deltas)
+    assert (whole.text, whole.finish_reason) == ("ab", "stop")
     assert [entry.token_id for entry in whole.logprobs] == [1, 2]
     assert [call.name for call in whole.tool_calls] == ["f", "g"]
 
 
 def test_backlog_counts_until_the_first_token():
     async def scenario():
-        generation, _, backlog = started(num_choices=3)
+        outputs, _, backlog = started(num_choices=3)
         assert backlog.num_waiting == {"LS": 3}
-        put(generation, ABC[0], index=1)
-        put(generation, ABC[0], index=1)
+        put(outputs, ABC[0], index=1)
+        put(outputs, ABC[0], index=1)
         assert backlog.num_waiting == {"LS": 2}
-        generation.close()
-        generation.close()
+        outputs.close()
+        outputs.close()
         assert backlog.num_waiting == {"LS": 0}
 
     asyncio.run(scenario())
@@ -366,8 +364,8 @@ def test_a_client_is_gone_that_takes_no_message_for_so_long(sending_s, silence_s
     """Not one that takes each in time, nor one for whom there is none; without sockets, which have such a limit."""
 
     async def scenario():
-        generation, _, _ = started()
-        await generation.start()
+        outputs, _, _ = started()
+        await outputs.start()
         told, closed = b"", []
 
         async def send(message):
@@ -378,14 +376,14 @@ def test_a_client_is_gone_that_takes_no_message_for_so_long(sending_s, silence_s
 
         shape = CompletionShape(call_id="c", model="m", service_tier="default", codec=None, with_logprobs=False)
         stream = EventStream(
-            generation, shape, headers={}, include_usage=False, stall_timeout_s=1.0, on_close=lambda: closed.append(1)
+            outputs, shape, headers={}, include_usage=False, stall_timeout_s=1.0, on_close=lambda: closed.append(1)
         )
         began_s = time.monotonic()
         task = asyncio.create_task(stream({"type": "http"}, asyncio.Event().wait, send))
         for i in range(3):
             await asyncio.sleep(silence_s if i == 2 else 0.01)
-            put(generation, ABC[i])
-        put(generation, finish_reason=FinishReason.LENGTH)
+            put(outputs, ABC[i])
+        put(outputs, finish_reason=FinishReason.LENGTH)
         await asyncio.wait_for(task, 30)
         assert closed == [1]
         assert time.monotonic() - began_s >= 1.0

@@ -31,11 +31,11 @@ class Link:
         self._commands = iter(commands)
         self._done = done
         self.num_taken = 0
-        self.sent: list[tuple] = []
+        self.sent: list[wire.Report] = []
 
     def receive(self, *, block: bool):
         if self._done():
-            return ("close",)
+            return wire.Close()
         assert self.num_taken < 2_000_000, "commands are taken and nothing else is done"
         command = next(self._commands, None)
         assert command is not None or not block, "it would wait for ever"
@@ -45,8 +45,8 @@ class Link:
     def look_ahead(self) -> list:
         return []
 
-    def send(self, *message) -> None:
-        self.sent.append(message)
+    def send(self, report: wire.Report) -> None:
+        self.sent.append(report)
 
 
 class Counting(FakeEngine):
@@ -59,10 +59,10 @@ class Counting(FakeEngine):
         return super().step()
 
 
-def add(number: int, max_tokens: int = 3) -> tuple:
+def add(number: int, max_tokens: int = 3) -> wire.Add:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     request = Request(request_id=f"r{number}", prompt_token_ids=[5, 6], sampling=sampling, service_class="LS")
-    return ("add", wire.encode_request(request), 0.0, None)
+    return wire.Add(request, 0.0, None)
 
 
 def serve(engine: FakeEngine, link: Link) -> Idle:
@@ -74,9 +74,9 @@ def serve(engine: FakeEngine, link: Link) -> Idle:
 def test_a_flood_of_commands_stops_no_step() -> None:
     """Regression: every command that was there was taken before the next step, and in a flood there is always one."""
     engine = Counting(64, 2, EngineConfig(device_kv_bytes=1 << 20))
-    link = Link(itertools.chain([add(0, 8)], itertools.repeat(("abort", "nobody"))), lambda: engine.num_steps >= 8)
+    link = Link(itertools.chain([add(0, 8)], itertools.repeat(wire.Abort("nobody"))), lambda: engine.num_steps >= 8)
     serve(engine, link)
-    outputs = [output for message in link.sent if message[0] == "step" for output in message[2]]
+    outputs = [output for report in link.sent if isinstance(report, wire.Step) for output in report.outputs]
     assert len(outputs) == 8
 
 
@@ -85,7 +85,7 @@ def test_every_command_is_obeyed_in_its_order() -> None:
     commands = [add(i) for i in range(3000)]
     link = Link(commands, lambda: link.num_taken == len(commands) and not engine.has_unfinished)
     collector = serve(engine, link)
-    accepted = [name for message in link.sent if message[0] == "step" for name, _ in message[1]]
+    accepted = [name for report in link.sent if isinstance(report, wire.Step) for name, _ in report.accepted]
     assert accepted == [f"r{i}" for i in range(3000)]
     assert len(collector.asked) == engine.num_steps + 1
     assert collector.asked[0] and collector.asked[-1] and not any(collector.asked[1:-1])

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
     from omniserve.launch.flags import add_engine_flags, integer
+    from omniserve.server.answers import ENDPOINTS
     from omniserve.server.batches.settings import BatchSettings
-    from omniserve.server.calls import ENDPOINTS
 
     parser = argparse.ArgumentParser(
         prog="python -m omniserve.batch",
@@ -152,7 +152,7 @@ def _endpoint(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
     """Return the endpoint that was named, or that of the first line."""
     import json
 
-    from omniserve.server.calls import ENDPOINTS
+    from omniserve.server.answers import ENDPOINTS
 
     if args.endpoint is not None:
         return str(args.endpoint)

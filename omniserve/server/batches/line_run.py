@@ -8,12 +8,11 @@ from http import HTTPStatus
 from typing import Any
 
 from omniserve.core.request import ServiceClass
-from omniserve.server.answers import collect
+from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.claims import ClaimedLine, LineResult
 from omniserve.server.batches.lines import body_of
 from omniserve.server.batches.rows import new_id
 from omniserve.server.batches.tables import SUSPECT_STOPS
-from omniserve.server.calls import ENDPOINTS
 from omniserve.server.classes import class_of_tier
 from omniserve.server.errors import ApiError
 from omniserve.server.protocol import GenerationRequest, SloFields, parse
@@ -62,14 +61,13 @@ async def run_line(service: Service, line: ClaimedLine, raw: bytes, *, escalated
         request = _classed(service, parse(endpoint.request_kind, body_of(raw)), escalated)
         service.check_open()
         service.check_model(request.model)
-        generation = await service.begin(request, call_id, time.monotonic())
+        outputs = await service.begin(request, call_id, time.monotonic())
         try:
-            await generation.start()
-            answer = endpoint.shape(service, request, call_id).answer(
-                await collect(generation), generation.usage.as_dict()
-            )
+            await outputs.start()
+            shape = endpoint.shape(service, request, call_id)
+            answer = shape.answer(await outputs.collect(), outputs.usage.as_dict())
         finally:
-            service.end(generation)
+            service.end(outputs)
     except ApiError as error:
         engine_stopped = error.code == "engine_stopped" and error.status == HTTPStatus.INTERNAL_SERVER_ERROR
         again = error.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE) or (
@@ -79,7 +77,7 @@ async def run_line(service: Service, line: ClaimedLine, raw: bytes, *, escalated
             delay_s = max(_RETRY_S, error.retry_after_s or 0.0)
             raise LineNotRun(error.message, delay_s=delay_s, engine_stopped=engine_stopped) from None
         return refused(line, error, call_id)
-    usage = generation.usage
+    usage = outputs.usage
     return LineResult(
         key=line.key,
         ok=True,

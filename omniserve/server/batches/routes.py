@@ -20,6 +20,7 @@ from starlette.types import Message
 
 from omniserve.server import answer_models
 from omniserve.server.access import caller_of
+from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import told
 from omniserve.server.batches.leftovers import NewFile
@@ -30,7 +31,6 @@ from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.settings import BatchSettings
 from omniserve.server.batches.storage import Storage
 from omniserve.server.batches.store import NewBatch
-from omniserve.server.calls import ENDPOINTS
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import read_fields
 from omniserve.server.openapi import STORAGE_ERRORS, answers, asks, takes

@@ -60,7 +60,7 @@ def _about(service: Service) -> dict[str, Any]:
     return {
         "model": service.model_name,
         "chats": service.codec.has_chat_template,
-        "max_tokens": service.max_tokens,
+        "max_tokens": service.info.limits.max_tokens,
         "classes": [
             {"name": spec.name, "kind": str(spec.kind), "ttft_slo": spec.slo.ttft_s, "tpot_slo": spec.slo.tpot_s}
             for spec in service.info.classes

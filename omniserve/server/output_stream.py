@@ -1,17 +1,18 @@
-"""One API call's work: its engine requests from admission to the last token."""
+"""The output of one API call: its engine requests from admission to the last token."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
 from omniserve.server.backlog import Backlog
-from omniserve.server.choice import Choice, Delta
+from omniserve.server.choice import Choice, Delta, merge
 from omniserve.server.engine_client import Accepted, EngineClient, Event
 from omniserve.server.errors import ApiError, engine_gone, from_engine
 from omniserve.server.metrics import ServerMetrics
@@ -31,6 +32,9 @@ class Job:
     """When the call came; monotonic seconds."""
     prompts: Sequence[Sequence[int]]
     samplings: Sequence[SamplingParams]
+    """Without stop strings: these are looked for here, where the text is."""
+    stop: Sequence[str] = ()
+    """Strings that end an output; they are not part of the text."""
     service_class: str
     slo: SLO
     """The call's own or its class's default."""
@@ -43,7 +47,7 @@ class Job:
     calls_tools: bool = False
     """Tool calls are told from the text."""
     max_unread_tokens: int | None = None
-    """Per choice, on average: a reader who leaves more than these unread is given up; None: no limit."""
+    """Per choice, on average: a stream whose reader leaves more than these unread ends; None: no limit."""
 
 
 @dataclass(slots=True)
@@ -62,41 +66,44 @@ class Usage:
         }
 
 
-class Generation:
-    """The engine requests of one API call: ``start``, then ``deltas``, at last ``close``, whatever happened.
+class OutputStream:
+    """The outputs of one API call: ``start``, then ``deltas`` or ``collect``, at last ``close``, whatever happened.
 
-    Outputs are taken as they come, whether somebody reads or not: a stop string ends its request at once, and times are
-    the engine's, not the reader's. What is not read yet is bounded: in pieces by coalescing, in tokens by the job.
+    Outputs are taken as they come, read or not: a stop string ends its request at once, and times are the engine's, not
+    the reader's. What is not read yet is bounded: in deltas by merging them, in tokens by the job.
     """
 
     def __init__(
         self, job: Job, *, client: EngineClient, codec: TextCodec, metrics: ServerMetrics, backlog: Backlog
     ) -> None:
+        self.job = job
+        """What was asked for."""
+        self.usage = Usage(num_prompt_tokens=sum(map(len, job.prompts)))
+        self.error: Exception | None = None
+        """What ended the call before all choices had finished; None: nothing did."""
         self._client = client
         self._metrics = metrics
         self._backlog = backlog
-        self._job = job
-        self._choices: dict[str, Choice] = {}
-        self._unread: list[Delta] = []
-        self._last_unread: dict[int, Delta] = {}  # by choice
+        self._unread: list[list[Delta]] = []
+        """Each list is merged when it is read."""
+        self._last_unread: dict[int, list[Delta]] = {}  # by choice
         self._num_unread_tokens = 0
-        self._error: Exception | None = None
         self._news = asyncio.Event()
-        self.usage = Usage(num_prompt_tokens=sum(map(len, job.prompts)))
+        self._choices: dict[str, Choice] = {}
         for i, prompt in enumerate(job.prompts):
             for sampling in job.samplings:
                 index = len(self._choices)
                 request = Request(
                     request_id=f"{job.call_id}-{index}",
                     prompt_token_ids=prompt,
-                    sampling=dataclasses.replace(sampling, stop=()),  # looked for here, where the text is
+                    sampling=sampling,
                     service_class=job.service_class,
                     slo=job.slo,
                 )
                 echo = None if job.echoes is None else job.echoes[i]
                 parser = ToolCallParser() if job.calls_tools else None
                 self._choices[f"{job.call_id}-{index}"] = Choice(
-                    index, request, codec, sampling.stop, job.arrival_s, echo=echo, parser=parser, at_once=job.at_once
+                    index, request, codec, job.stop, job.arrival_s, echo=echo, parser=parser, at_once=job.at_once
                 )  # fmt: skip
         self._num_unaccepted = self._num_running = len(self._choices)
         try:
@@ -114,30 +121,20 @@ class Generation:
         """
         try:
             for choice in self._choices.values():
-                self._client.submit(choice.request, self._job.arrival_s, self)
+                self._client.submit(choice.request, self.job.arrival_s, self)
         except EngineStopped as error:
             raise engine_gone(str(error), retry_after_s=1.0) from None
         while self._num_unaccepted:
-            if self._error is not None:
-                refusal = from_engine(self._error)
+            if self.error is not None:
+                refusal = from_engine(self.error)
                 self._count_if_load(refusal)
                 raise refusal
             await self._wait_for_news()
 
     @property
-    def job(self) -> Job:
-        """What was asked for."""
-        return self._job
-
-    @property
     def choices(self) -> Sequence[Choice]:
         """Every choice, those included that the answer may leave away."""
         return list(self._choices.values())
-
-    @property
-    def error(self) -> Exception | None:
-        """What ended the call before all choices had finished; None: nothing did."""
-        return self._error
 
     @property
     def predicted_ttft_s(self) -> float | None:
@@ -153,21 +150,43 @@ class Generation:
         """
         while True:
             if self._unread:
-                deltas, self._unread = self._unread, []
+                unread, self._unread = self._unread, []
                 self._last_unread.clear()
                 self._num_unread_tokens = 0
-                yield deltas
-            elif self._error is not None:
-                raise from_engine(self._error)
+                yield [merge(deltas) for deltas in unread]
+            elif self.error is not None:
+                raise from_engine(self.error)
             elif not self._num_running:
                 return
             else:
                 await self._wait_for_news()
 
+    async def collect(self) -> list[Delta]:
+        """Wait for the whole output; return one delta per choice of the answer, in order.
+
+        Of each prompt's outputs, the answer has the likeliest by the mean log-probability of their tokens, best first.
+
+        Raises:
+            ApiError: As ``deltas`` does.
+        """
+        parts = defaultdict[int, list[Delta]](list)
+        async for deltas in self.deltas():
+            for delta in deltas:
+                parts[delta.index].append(delta)
+        whole = [merge(parts[index]) for index in sorted(parts)]
+        each, num_kept = len(self.job.samplings), self.job.num_kept
+        if num_kept is None or num_kept == each:
+            return whole
+        kept: list[Delta] = []
+        for first in range(0, len(whole), each):
+            choices = sorted(self.choices[first : first + each], key=lambda choice: choice.mean_logprob, reverse=True)
+            kept += [whole[choice.index] for choice in choices[:num_kept]]
+        return [dataclasses.replace(delta, index=index) for index, delta in enumerate(kept)]
+
     def put_nowait(self, event: Event) -> None:
         """Take an event; called by the engine's client."""
         request_id, item = event
-        if self._error is not None:
+        if self.error is not None:
             return
         if isinstance(item, Exception):
             self._end(item)
@@ -178,23 +197,9 @@ class Generation:
             return  # to wake the reader costs more than all else that is done for a token
         self._news.set()
 
-    def best(self, deltas: Sequence[Delta]) -> list[Delta]:
-        """Return the choices that the answer has, of one complete delta per output.
-
-        Of each prompt's, the likeliest ones by the mean log-probability of their tokens, best first.
-        """
-        each, num_kept = len(self._job.samplings), self._job.num_kept
-        if num_kept is None or num_kept == each:
-            return list(deltas)
-        kept: list[Delta] = []
-        for first in range(0, len(deltas), each):
-            ranked = sorted(deltas[first : first + each], key=lambda delta: delta.mean_logprob, reverse=True)
-            kept += ranked[:num_kept]
-        return [dataclasses.replace(delta, index=index) for index, delta in enumerate(kept)]
-
     def fail(self, error: ApiError) -> None:
         """End everything that still runs with an error."""
-        self.put_nowait((self._job.call_id, error))
+        self.put_nowait((self.job.call_id, error))
 
     def close(self) -> None:
         """Abort what has not finished. Calling it again does nothing."""
@@ -208,7 +213,7 @@ class Generation:
 
     def _count_if_load(self, refusal: ApiError) -> None:
         if refusal.status == 429:
-            self._metrics.rejected(self._job.service_class)
+            self._metrics.rejected(self.job.service_class)
 
     async def _wait_for_news(self) -> None:
         self._news.clear()
@@ -216,7 +221,7 @@ class Generation:
 
     def _end(self, error: Exception) -> None:
         """End the call with an error. What it holds is free now, however long its reader takes to hear of it."""
-        self._error = error
+        self.error = error
         self.close()
 
     def _advance(self, request_id: str, output: RequestOutput) -> bool:
@@ -231,15 +236,15 @@ class Generation:
         if choice.times.last_token_s is not None:
             self._leave_backlog(request_id)
             if before_s is not None and output.new_token_ids:
-                self._metrics.gap(self._job.service_class, choice.times.last_token_s - before_s)
+                self._metrics.gap(self.job.service_class, choice.times.last_token_s - before_s)
         if delta is not None:
             self._keep(delta)
         elif not self._unread:
-            self._num_unread_tokens = 0  # whose text is held back is not left unread by anybody
+            self._num_unread_tokens = 0  # text that is held back cannot be read
         if choice.finish_reason is not None:
             self._finish(request_id, choice, output)
-        limit = self._job.max_unread_tokens
-        if limit is not None and self._num_unread_tokens > limit * len(self._choices) and self._error is None:
+        limit = self.job.max_unread_tokens
+        if limit is not None and self._num_unread_tokens > limit * len(self._choices) and self.error is None:
             self._end(
                 ApiError(
                     f"{self._num_unread_tokens} tokens of the stream were not read; read faster, or ask for less "
@@ -249,6 +254,15 @@ class Generation:
                 )
             )
         return bool(self._unread)  # as of the last output of each choice
+
+    def _keep(self, delta: Delta) -> None:
+        """Put a delta with those that wait for a reader."""
+        last = self._last_unread.get(delta.index)
+        if last is not None and len(self._unread) >= _MAX_UNREAD_DELTAS:
+            last.append(delta)
+        else:
+            self._unread.append([delta])
+            self._last_unread[delta.index] = self._unread[-1]
 
     def _finish(self, request_id: str, choice: Choice, output: RequestOutput) -> None:
         self._num_running -= 1
@@ -265,16 +279,7 @@ class Generation:
                 )
             )
 
-    def _keep(self, delta: Delta) -> None:
-        """Put a delta with those that wait for a reader."""
-        last = self._last_unread.get(delta.index)
-        if last is not None and len(self._unread) >= _MAX_UNREAD_DELTAS:
-            last.extend(delta)
-        else:
-            self._unread.append(delta)
-            self._last_unread[delta.index] = delta
-
     def _leave_backlog(self, request_id: str) -> None:
         if request_id in self._queued:
             self._queued.discard(request_id)
-            self._backlog.leave(self._job.service_class, time.monotonic() - self._job.arrival_s)
+            self._backlog.leave(self.job.service_class, time.monotonic() - self.job.arrival_s)

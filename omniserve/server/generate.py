@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when the client goes away."""
+"""The endpoints that generate, /v1/completions and /v1/chat/completions: from the body to the answer's last byte."""
 
 from __future__ import annotations
 
@@ -6,16 +6,107 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from omniserve.server.answers import AnswerShape
-from omniserve.server.errors import ApiError
-from omniserve.server.generation import Generation
+from omniserve.server import answer_models
+from omniserve.server.access import caller_of, take_body
+from omniserve.server.answers import ENDPOINTS, AnswerShape, Endpoint
+from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError, milliseconds
+from omniserve.server.openapi import GENERATION_ERRORS, answers, takes
+from omniserve.server.output_stream import OutputStream
+from omniserve.server.protocol import ChatRequest, CompletionRequest, parse
+from omniserve.server.service import Service, new_call_id
 
 T = TypeVar("T")
+
+_PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
+# Stands for service_tier where a program cannot set that.
+_SERVICE_TIER_HEADER = "x-omniserve-service-tier"
+
+
+def router(service: Service) -> APIRouter:
+    """Return the two routes."""
+    routes = APIRouter()
+
+    @routes.post(
+        "/v1/completions",
+        openapi_extra=takes(CompletionRequest),
+        responses=answers(answer_models.Completion, *GENERATION_ERRORS, streams=True),
+    )
+    async def completions(request: Request) -> Response:
+        return await _generate(service, request, ENDPOINTS["/v1/completions"])
+
+    @routes.post(
+        "/v1/chat/completions",
+        openapi_extra=takes(ChatRequest),
+        responses=answers(answer_models.ChatCompletion, *GENERATION_ERRORS, streams=True),
+    )
+    async def chat_completions(request: Request) -> Response:
+        return await _generate(service, request, ENDPOINTS["/v1/chat/completions"])
+
+    return routes
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What is left of a request once its prompt is token ids: its texts need not wait in memory with them."""
+
+    outputs: OutputStream
+    shape: AnswerShape
+    stream: bool
+    include_usage: bool
+
+
+async def _begin(service: Service, http: Request, endpoint: Endpoint) -> _Call:
+    arrival_s = time.monotonic()
+    service.check_open()
+    async with take_body(http, service.bodies) as body:
+        request = parse(endpoint.request_kind, body, default_tier=http.headers.get(_SERVICE_TIER_HEADER))
+        request = caller_of(http).limited(request, service.info.classes)
+        service.check_model(request.model)
+        call_id = new_call_id(endpoint.id_prefix)
+        shape = endpoint.shape(service, request, call_id)
+        outputs = http.state.outputs = await service.begin(request, call_id, arrival_s)
+        return _Call(outputs, shape, request.stream, request.include_usage)
+
+
+async def _generate(service: Service, http: Request, endpoint: Endpoint) -> Response:
+    call = await _begin(service, http, endpoint)
+    outputs, caller = call.outputs, caller_of(http)
+
+    def end() -> None:
+        service.end(outputs)
+        caller.use_tokens(outputs.usage.num_output_tokens)
+
+    handed_over = False
+    try:
+        await or_disconnect(http.receive, outputs.start())
+        caller.use_tokens(outputs.usage.num_prompt_tokens)
+        predicted_ms = milliseconds(outputs.predicted_ttft_s)
+        headers = {} if predicted_ms is None else {_PREDICTED_TTFT_HEADER: str(predicted_ms)}
+        if call.stream:
+            handed_over = True
+            return EventStream(
+                outputs,
+                call.shape,
+                headers=headers,
+                include_usage=call.include_usage,
+                stall_timeout_s=service.limits.stall_timeout_s,
+                on_close=end,
+            )
+        deltas = await or_disconnect(http.receive, outputs.collect())
+        answer = call.shape.answer(deltas, outputs.usage.as_dict())
+        return Response(answer, headers=headers, media_type="application/json")
+    except ClientGone:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    finally:
+        if not handed_over:
+            end()
 
 
 class ClientGone(Exception):
@@ -64,7 +155,7 @@ class EventStream(Response):
     """A streamed answer: every step's chunks go out in one write.
 
     Args:
-        generation: Started already, so that a refusal had its own status.
+        outputs: Started already, so that a refusal had its own status.
         shape: Makes the chunks.
         headers: More of the answer's headers.
         include_usage: Send a last chunk with the token counts.
@@ -76,7 +167,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        generation: Generation,
+        outputs: OutputStream,
         shape: AnswerShape,
         *,
         headers: Mapping[str, str],
@@ -86,7 +177,7 @@ class EventStream(Response):
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]  # of the empty body that Response was made with
-        self._generation = generation
+        self._outputs = outputs
         self._shape = shape
         self._include_usage = include_usage
         self._stall_timeout_s = stall_timeout_s
@@ -97,7 +188,7 @@ class EventStream(Response):
         try:
             await or_disconnect(receive, self._stream(send), patience_s=self._patience_s)
         except ClientGone:
-            pass  # nobody is left to tell; on_close frees the request
+            pass  # there is nothing to send any more; on_close frees the request
         finally:
             self._on_close()
 
@@ -108,13 +199,13 @@ class EventStream(Response):
         tail = ',"usage":null}\n\n' if self._include_usage else "}\n\n"
         dumps, pieces = json.dumps, self._shape.pieces
         try:
-            async for deltas in self._generation.deltas():
+            async for deltas in self._outputs.deltas():
                 choices = [choice for delta in deltas for choice in pieces(delta)]
                 data = "".join([f'data: {head},"choices":[{dumps(choice)}]{tail}' for choice in choices])
                 await self._send(send, {"type": "http.response.body", "body": data.encode(), "more_body": True})
             last = ""
             if self._include_usage:
-                last = f'data: {head},"choices":[],"usage":{dumps(self._generation.usage.as_dict())}}}\n\n'
+                last = f'data: {head},"choices":[],"usage":{dumps(self._outputs.usage.as_dict())}}}\n\n'
         except ApiError as error:
             last = f"data: {dumps(error.body())}\n\n"
         last += "data: [DONE]\n\n"
