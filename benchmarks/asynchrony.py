@@ -7,68 +7,58 @@ One LS request decodes beside BE requests whose attention is on the host tier. T
 
 from __future__ import annotations
 
-import argparse
+import functools
 import statistics
 import time
-from pathlib import Path
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from omniserve import Engine, EngineConfig, Request, SamplingParams
+from benchmarks.common.requests import request
+from benchmarks.common.timing import in_turn, median_ratio
+from omniserve import Engine, EngineConfig
 
 
-def request(first_token: int, prompt: int, output: int, service_class: str) -> Request:
-    return Request(
-        prompt_token_ids=[1 + (first_token + i) % 1000 for i in range(prompt)],
-        sampling=SamplingParams(max_tokens=output, ignore_eos=True),
-        service_class=service_class,
-    )
-
-
-def ls_rate(engine: Engine, num_tokens: int) -> float:
-    """Return tokens a second of one LS request, its prefill left out."""
-    request_id = engine.add(request(7, 16, num_tokens + 1, "LS"))
+def ls_rate(engine: Engine, num_tokens: int, delay_s: float) -> tuple[float, int]:
+    """Return tokens a second of one LS request, its prefill left out, and the tasks of the host tier meanwhile."""
+    tier = engine.host_tier
+    assert tier is not None
+    tier.inject(delay_s=delay_s)
+    before = tier.num_tasks_done
+    request_id = engine.add(request("ls", 16, num_tokens + 1))
     first_s = None
     while True:
         for output in engine.step():
             if output.request_id == request_id:
                 first_s = first_s if first_s is not None else time.perf_counter()
                 if output.finished:
-                    return num_tokens / (time.perf_counter() - first_s)
+                    return num_tokens / (time.perf_counter() - first_s), tier.num_tasks_done - before
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--be", type=int, default=24, help="BE requests")
-    parser.add_argument("--be-prompt", type=int, default=256)
-    parser.add_argument("--ls-tokens", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--slowdown", type=float, default=100.0)
-    parser.add_argument("--record", type=Path, default=Path(".cache/asynchrony.json"))
+    parser = argument_parser(
+        __doc__, "asynchrony", be=(24, "BE requests"), be_prompt=256, ls_tokens=60, repeats=5, slowdown=100.0,
+    )  # fmt: skip
     args = parser.parse_args()
-    model = random_llama(**SMOLLM_135M)
     config = EngineConfig(device_kv_bytes=64 << 20, host_kv_bytes=1 << 30, swap_in_delay_s=1 << 30)
-    rates: dict[str, list[float]] = {"full speed": [], "slowed": []}
-    progress: dict[str, list[int]] = {"full speed": [], "slowed": []}
-    with Engine(model, config) as engine:
+    with Engine(random_llama(**SMOLLM_135M), config) as engine:
         tier = engine.host_tier
         assert tier is not None
         for i in range(args.be):
-            engine.add(request(i, args.be_prompt, 1500, "BE"))
+            engine.add(request(f"be{i}", args.be_prompt, 1500))
         while engine.stats().host_requests < args.be // 2 or engine.stats().host_output_tokens < args.be:
             engine.step()
         stats = tier.stats()
         task_s = stats.busy_seconds / max(1, stats.tasks_done)
-        for repeat in range(args.repeats + 1):
-            for name, delay_s in (("full speed", 0.0), ("slowed", (args.slowdown - 1) * task_s)):
-                tier.inject(delay_s=delay_s)
-                before = tier.num_tasks_done
-                rate = ls_rate(engine, args.ls_tokens)
-                if repeat:
-                    rates[name].append(rate)
-                    progress[name].append(tier.num_tasks_done - before)
+        delays = {"full speed": 0.0, "slowed": (args.slowdown - 1) * task_s}
+        runs = in_turn(
+            {name: functools.partial(ls_rate, engine, args.ls_tokens, delay_s) for name, delay_s in delays.items()},
+            args.repeats,
+        )
         tier.inject(delay_s=0.0)
-    ratio = statistics.median(slow / full for slow, full in zip(rates["slowed"], rates["full speed"], strict=True))
+    rates = {name: [rate for rate, _ in pairs] for name, pairs in runs.items()}
+    progress = {name: [tasks for _, tasks in pairs] for name, pairs in runs.items()}
+    ratio = median_ratio(rates["slowed"], rates["full speed"])
     print(f"host attention: {1e6 * task_s:.0f} us a task; slowed: {1e6 * args.slowdown * task_s:.0f} us")
     for name in rates:
         tasks = statistics.median(progress[name])

@@ -15,14 +15,15 @@ import argparse
 import statistics
 import time
 from collections import Counter, defaultdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from omniserve import Engine, EngineConfig, Request, SamplingParams
+from benchmarks.common.requests import request
+from omniserve import Engine, EngineConfig
 from omniserve.core.plan import MoveDirection, StepPlan
 from omniserve.host.cores import available_cores
 
@@ -64,26 +65,11 @@ class Watch:
 def open_engine(model: Any, kv: str, device_kv_bytes: int, args: argparse.Namespace) -> Engine:
     torch.set_num_threads(available_cores())  # an engine before this one may have left fewer
     host_kv_bytes = args.host_kv_mib << 20 if kv != "paged" else 0
-    return Engine(
-        model,
-        EngineConfig(
-            scheduler="sarathi",
-            kv=kv,
-            device_kv_bytes=device_kv_bytes,
-            host_kv_bytes=host_kv_bytes,
-            block_size=args.block_size,
-        ),
-    )
-
-
-def request(name: str, prompt: int, output: int) -> Request:
-    first = sum(name.encode())
-    return Request(
-        prompt_token_ids=[1 + (first + i) % 1000 for i in range(prompt)],
-        sampling=SamplingParams(max_tokens=output, ignore_eos=True),
-        service_class="LS" if name.startswith("ls") else "BE",
-        request_id=name,
-    )
+    config = EngineConfig(
+        scheduler="sarathi", kv=kv, device_kv_bytes=device_kv_bytes, host_kv_bytes=host_kv_bytes,
+        block_size=args.block_size,
+    )  # fmt: skip
+    return Engine(model, config)
 
 
 def measure_cost(model: Any, kv: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -160,26 +146,12 @@ def medians(runs: dict[str, list[dict[str, Any]]], names: tuple[str, ...]) -> di
     return result
 
 
-def show(name: str, figures: dict[str, dict[str, float]]) -> None:
-    """Print the figures of a part, one a line."""
-    for figure, values in figures.items():
-        print(f"{name:<8} {figure:<18} " + "  ".join(f"{key} {value:.4g}" for key, value in values.items()), flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--be", type=int, default=16, help="BE requests")
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--ls", type=int, default=8, help="LS requests a wave")
-    parser.add_argument("--ls-output", type=int, default=32)
-    parser.add_argument("--waves", type=int, default=4)
-    parser.add_argument("--device-kv-mib", type=int, default=160)
-    parser.add_argument("--host-kv-mib", type=int, default=1024)
+    parser = argument_parser(
+        __doc__, "checkpointing", be=(16, "BE requests"), prompt=512, output=128, block_size=16,
+        ls=(8, "LS requests a wave"), ls_output=32, waves=4, device_kv_mib=160, host_kv_mib=1024, repeats=3,
+    )  # fmt: skip
     parser.add_argument("--managers", nargs="+", choices=MANAGERS, default=MANAGERS[:1], help="beside paged")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--record", type=Path, default=Path(".cache/checkpointing.json"))
     args = parser.parse_args()
     model = random_llama(**SMOLLM_135M)
     managers = ["paged", *args.managers]
@@ -193,7 +165,8 @@ def main() -> None:
                 print(name, kv, runs[kv][-1], flush=True)
         results[name] = {"runs": runs, "medians": medians(runs, FIGURES[name])}
     for name in results:
-        show(name, results[name]["medians"])
+        for figure, values in results[name]["medians"].items():
+            print(f"{name:<8} {figure:<18} " + "  ".join(f"{key} {value:.4g}" for key, value in values.items()))
     write_record(args.record, name="checkpointing", config=vars(args) | {"model": SMOLLM_135M}, seed=0, results=results)
 
 

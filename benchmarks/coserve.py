@@ -44,6 +44,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.client import OMNISERVE_WIRE, Wire
 from benchmarks.common.loads import PROCESSES, Arrivals, TraceSlice
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
@@ -82,7 +83,7 @@ def report(runs: Sequence[Mapping[str, Any]], plot_path: Path | None) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line; a bad one ends the program."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, "coserve")
     parser.add_argument("--load", choices=LOADS, default="default", help="sets the defaults (default: %(default)s)")
     add = parser.add_argument_group("servers").add_argument
     add(
@@ -131,7 +132,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--repeats", type=int, default=1)
     add("--seed", type=int, default=0)
     add("--vocab-size", type=int, default=1000, help="prompts are of token ids below this (default: %(default)s)")
-    add("--record", type=Path, default=Path(".cache/coserve.json"))
     add("--plot", type=Path, help="file for the plots (.png, .svg, .pdf)")
     add("--report", type=Path, nargs="+", metavar="RECORD", help="measure nothing: table and plots of these records")
     parser.set_defaults(**LOADS[parser.parse_args(arguments).load])

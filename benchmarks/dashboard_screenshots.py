@@ -6,7 +6,6 @@ of BE requests and two batch jobs, and takes the pictures while all of it runs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -18,6 +17,7 @@ from pydoc_data import topics
 import httpx
 from playwright.sync_api import Browser
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.browser import chromium
 from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, drive
 from benchmarks.common.server import ServerProcess
@@ -89,11 +89,10 @@ def take_pictures(browser: Browser, url: str, folder: Path, wait_s: float) -> No
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("docs"))
-    parser.add_argument("--seconds", type=float, default=125.0, help="how long the load runs before the first picture")
-    parser.add_argument("--be-requests", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argument_parser(
+        __doc__, folder=Path("docs"), seconds=(125.0, "how long the load runs before the first picture"),
+        be_requests=200, seed=0,
+    )  # fmt: skip
     arguments = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -8,73 +8,60 @@ sides; greedy; 32 prompt tokens.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import statistics
-import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from omniserve import Engine, EngineConfig, Request, SamplingParams
+from benchmarks.common.requests import request
+from benchmarks.common.timing import in_turn, median_ratio, seconds
+from omniserve import Engine, EngineConfig
 
 
-def time_generate(model: Any, batch: int, prompt: int, output: int) -> float:
-    """Return seconds that ``model.generate`` takes for a batch."""
+def generate(model: Any, batch: int, prompt: int, output: int) -> None:
+    """Let ``transformers`` serve a batch."""
     ids = torch.arange(1, prompt + 1).repeat(batch, 1) + torch.arange(batch)[:, None]
-    began_s = time.perf_counter()
     model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=output, min_new_tokens=output, do_sample=False
     )
-    return time.perf_counter() - began_s
 
 
-def time_engine(engine: Engine, batch: int, prompt: int, output: int) -> float:
-    """Return seconds that the engine takes for the same requests."""
-    requests = [
-        Request(
-            prompt_token_ids=[1 + i + j for j in range(prompt)],
-            sampling=SamplingParams(max_tokens=output, ignore_eos=True),
-        )
-        for i in range(batch)
-    ]
-    began_s = time.perf_counter()
-    engine.generate(requests)
-    return time.perf_counter() - began_s
+def serve_engine(engine: Engine, batch: int, prompt: int, output: int) -> None:
+    """Let the engine serve as many requests of these lengths."""
+    engine.generate([request(f"ls{i}", prompt, output) for i in range(batch)])
 
 
-def decode_rate(long_s: float, short_s: float, batch: int, output: int) -> float:
+def decode_rate(serve: Callable[[int], object], batch: int, output: int) -> float:
     """Tokens a second between two runs that differ only in output length (``output`` and 1): prefill cancels out."""
+    short_s, long_s = (seconds(functools.partial(serve, count)) for count in (1, output))
     return batch * (output - 1) / (long_s - short_s)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--prompt", type=int, default=32)
-    parser.add_argument("--output", type=int, default=33)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--record", type=Path, default=Path(".cache/decode_rate.json"))
+    parser = argument_parser(
+        __doc__, "decode_rate", batches=[1, 8, 32], prompt=32, output=33, repeats=5, no_compile=False,
+    )  # fmt: skip
     args = parser.parse_args()
     plain = random_llama(**SMOLLM_135M)
     config = EngineConfig(device_kv_bytes=256 << 20, host_kv_bytes=0, compile=not args.no_compile)
     results = {}
     with Engine(random_llama(**SMOLLM_135M), config) as engine:
         for batch in args.batches:
-            rates: dict[str, list[float]] = {"generate": [], "engine": []}
-            for repeat in range(args.repeats + 1):
-                for name, run in (
-                    ("generate", lambda n, b=batch: time_generate(plain, b, args.prompt, n)),
-                    ("engine", lambda n, b=batch: time_engine(engine, b, args.prompt, n)),
-                ):
-                    short_s, long_s = run(1), run(args.output)
-                    if repeat:  # the first one warms up
-                        rates[name].append(decode_rate(long_s, short_s, batch, args.output))
+            serves: dict[str, Callable[[int], object]] = {
+                "generate": functools.partial(generate, plain, batch, args.prompt),
+                "engine": functools.partial(serve_engine, engine, batch, args.prompt),
+            }
+            rates = in_turn(
+                {name: functools.partial(decode_rate, serve, batch, args.output) for name, serve in serves.items()},
+                args.repeats,
+            )
             medians = {name: statistics.median(values) for name, values in rates.items()}
-            ratio = statistics.median(e / g for e, g in zip(rates["engine"], rates["generate"], strict=True))
+            ratio = median_ratio(rates["engine"], rates["generate"])
             results[str(batch)] = {"tokens_per_s": medians, "ratio": ratio, "raw": rates}
             print(
                 f"batch {batch:3d}: generate {medians['generate']:7.1f} tok/s  engine {medians['engine']:7.1f} tok/s  "

@@ -21,6 +21,7 @@ from pydoc_data import topics
 
 from tqdm import tqdm
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecord, drive, run_load
 from benchmarks.common.record import write_record
 from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, ServerFailed, ServerProcess
@@ -197,28 +198,16 @@ def table(phases: Sequence[Phase]) -> str:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Settings, Path]:
     """Return the settings and the path of the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--schedulers", nargs="+", default=["omniserve", "fcfs"])
-    parser.add_argument(
-        "--device-kv-gib", type=float, default=0.004, help="device KV pool: small, so that it runs short"
-    )
-    parser.add_argument("--host-kv-gib", type=float, default=0.5)
-    parser.add_argument("--alone-s", type=float, default=5.0)
-    parser.add_argument("--beside-s", type=float, default=10.0)
-    parser.add_argument("--drain-s", type=float, default=5.0)
-    parser.add_argument("--ls-rate", type=float, default=3.0)
-    parser.add_argument("--ls-prompt-chars", type=int, default=400)
-    parser.add_argument("--ls-output-tokens", type=int, default=32)
-    parser.add_argument("--ls-ttft-slo", type=float, default=0.1, help="seconds")
-    parser.add_argument("--ls-tpot-slo", type=float, default=0.012, help="seconds")
-    parser.add_argument("--be-requests", type=int, default=256)
-    parser.add_argument("--be-prompt-chars", type=int, default=1200)
-    parser.add_argument("--be-output-tokens", type=int, default=128)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argument_parser(
+        __doc__, "demo", schedulers=["omniserve", "fcfs"],
+        device_kv_gib=(0.004, "device KV pool: small, so that it runs short"), host_kv_gib=0.5, alone_s=5.0,
+        beside_s=10.0, drain_s=5.0, ls_rate=3.0, ls_prompt_chars=400, ls_output_tokens=32,
+        ls_ttft_slo=(0.1, "seconds"), ls_tpot_slo=(0.012, "seconds"), be_requests=256, be_prompt_chars=1200,
+        be_output_tokens=128, seed=0,
+    )  # fmt: skip
     parser.add_argument(
         "--server-args", type=shlex.split, default=argparse.SUPPRESS, help="more flags for the server, as one string"
     )
-    parser.add_argument("--record", type=Path, default=Path(".cache/demo.json"), help="file for the JSON record")
     values = vars(parser.parse_args(arguments))
     record = values.pop("record")
     lists = {name: tuple(values.get(name, ())) for name in ("schedulers", "server_args")}

@@ -9,17 +9,19 @@ does something else as well it is the steadier of the two. Weights are random; o
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
+from benchmarks.common.timing import in_turn
 from omniserve.launch.model_dtype import served_dtype
 from omniserve.layers.patching import PatchedModel, patch
 
@@ -68,12 +70,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     samples: dict[str, dict[str, list[dict[str, float]]]] = {}
     for num_tokens in arguments.tokens:
-        per_variant = samples[str(num_tokens)] = {name: [] for name in VARIANTS}
-        for _ in range(arguments.repeats + 2):
-            for name in VARIANTS:
-                per_variant[name].append(measure(lambda: step(patched[name], num_tokens)))  # noqa: B023
-        for name in VARIANTS:
-            del per_variant[name][:2]  # warm-up
+        calls = {
+            name: functools.partial(measure, functools.partial(step, model, num_tokens))
+            for name, model in patched.items()
+        }
+        samples[str(num_tokens)] = in_turn(calls, arguments.repeats, warm_up=2)
 
     prompt = torch.arange(1, 33)[None]
     generate_ms = []
@@ -112,12 +113,8 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 128, 512])
+    parser = argument_parser(__doc__, "dense", tokens=[1, 8, 64, 128, 512], repeats=9, seed=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", type=Path, default=Path(".cache/dense.json"))
     arguments = parser.parse_args()
     results = run(arguments)
     print(table(results))

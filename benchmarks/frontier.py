@@ -14,13 +14,13 @@ shape, or the built-in one.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.client import LS_TIER, LoadRequest, drive
 from benchmarks.common.loads import backlog, poisson_stream
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
@@ -170,15 +170,13 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(
+        __doc__, "frontier", repeats=3, seconds=(60.0, "length of an LS stream"),
+        quick=(False, "one short run of each row"), seed=0,
+    )  # fmt: skip
     parser.add_argument("--model", choices=("smollm", "builtin"), default="smollm")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--only", nargs="+", default=[], help="parts of names of frontier rows; others are left out")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=60.0, help="length of an LS stream")
-    parser.add_argument("--quick", action="store_true", help="one short run of each row")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", type=Path, default=Path(".cache/frontier.json"))
     parser.add_argument("server_args", nargs="*", help="more flags of every server, after --")
     args = parser.parse_args()
     if args.quick:

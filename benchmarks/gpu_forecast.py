@@ -18,12 +18,12 @@ So the first real run is compared with what was said before it. Nothing here was
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import ROOT, write_record
 from benchmarks.forecast.compiled import pretend_to_have_a_gpu
 from benchmarks.forecast.steps import Chunk, Decode, StepCounter
@@ -182,9 +182,8 @@ def label(step: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__.splitlines()[0], tiny=(False, "a model of two layers, to try the program"))
     parser.add_argument("--out", type=Path, default=RECORD)
-    parser.add_argument("--tiny", action="store_true", help="a model of two layers, to try the program")
     args = parser.parse_args()
     pretend_to_have_a_gpu()
     shapes = [TINY] if args.tiny else [LLAMA_8B, QWEN_32B]

@@ -21,6 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, builtin_model, random_llama
 from benchmarks.common.record import write_record
 from benchmarks.common.step_loads import trace_load
@@ -158,13 +159,12 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(
+        __doc__, "latency_model", steps=(1000, "to test on"), profile_time=(60.0, "seconds of profiling"),
+        load_time=(600.0, "most seconds of a load"),
+    )  # fmt: skip
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--trace", type=Path, help="CSV with arrival_s, input_tokens, output_tokens to test on")
-    parser.add_argument("--steps", type=int, default=1000, help="to test on (default: %(default)s)")
-    parser.add_argument("--profile-time", type=float, default=60.0, help="seconds of profiling (default: %(default)s)")
-    parser.add_argument("--load-time", type=float, default=600.0, help="most seconds of a load (default: %(default)s)")
-    parser.add_argument("--record", type=Path, default=Path(".cache/latency_model.json"))
     args = parser.parse_args()
     results = {name: run(name, args) for name in args.models}
     write_record(args.record, name="latency_model", config=vars(args), seed=TEST_SEED, results=results)

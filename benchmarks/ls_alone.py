@@ -7,13 +7,13 @@ A random-weight bf16 model in SmolLM-135M's shape; Poisson arrivals, 1 request/s
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from pathlib import Path
 
 import httpx
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.client import LS_TIER, drive
 from benchmarks.common.loads import poisson_stream
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
@@ -29,14 +29,7 @@ def first_token_s(base_url: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=1.0)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--output", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", type=Path, default=Path(".cache/ls_alone.json"))
+    parser = argument_parser(__doc__, "ls_alone", rate=1.0, seconds=60.0, prompt=128, output=32, repeats=3, seed=0)
     parser.add_argument("server_args", nargs="*", help="more flags of the server, after --")
     args = parser.parse_args()
     model = saved_random_llama("smollm-135m-shape", **SMOLLM_135M)

@@ -10,13 +10,13 @@ such field. The pages that quote it (README.md, docs/) are edited by hand: the p
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import ROOT, environment, read_record, stale_reason
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -64,10 +64,11 @@ def renew(path: Path) -> bool:
 
 def main(arguments: Sequence[str] | None = None, folder: Path = RESULTS) -> int:
     """Run the program; return 0 if all is as asked for, 1 if a benchmark failed, 2 if a record is of another kind."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(
+        __doc__, list=(False, "measure nothing: list the stale records and why"),
+        any_machine=(False, "renew also what was made on another kind of CPU"),
+    )  # fmt: skip
     parser.add_argument("names", nargs="*", metavar="RECORD", help="file names (default: all stale ones of this kind)")
-    parser.add_argument("--list", action="store_true", help="measure nothing: list the stale records and why")
-    parser.add_argument("--any-machine", action="store_true", help="renew also what was made on another kind of CPU")
     args = parser.parse_args(arguments)
     stale = stale_records(folder)
     if unknown := [name for name in args.names if folder / name not in stale]:

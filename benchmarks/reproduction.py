@@ -27,6 +27,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import environment, write_record
 from benchmarks.paper.cases import Case, Experiment, MachineSpec
 from benchmarks.paper.figures import EXPERIMENTS
@@ -204,10 +205,8 @@ def _plain(value: object) -> object:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, minutes=(3.0, "simulated, a point"), seed=0)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="experiments whose names begin so")
-    parser.add_argument("--minutes", type=float, default=3.0, help="simulated, a point (default: 3; some take more)")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
     parser.add_argument("--trace-dir", type=Path, metavar="FOLDER", help="traces to draw lengths and arrivals from")
     parser.add_argument("--record", type=Path, metavar="FILE", help=f"add to this record (to render: {RECORD})")

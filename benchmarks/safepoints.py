@@ -23,9 +23,9 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from omniserve import SLO, Engine, EngineConfig, Request, SamplingParams
@@ -200,21 +200,12 @@ def measure_overhead(model: Any, config: EngineConfig, args: argparse.Namespace)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=0.8, help="LS requests a second")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each mode and repeat")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=150, help="of each kind, for the overhead")
-    parser.add_argument("--step-tokens", type=int, default=1024, help="max_step_tokens: the largest BE step")
-    parser.add_argument("--be", type=int, default=16)
-    parser.add_argument("--be-prompt", type=int, default=768)
-    parser.add_argument("--be-output", type=int, default=2)
-    parser.add_argument("--ls-prompt", type=int, default=64)
-    parser.add_argument("--ls-output", type=int, default=4)
-    parser.add_argument("--ttft", type=float, default=0.2)
-    parser.add_argument("--tpot", type=float, default=0.1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", type=Path, default=Path(".cache/safepoints.json"))
+    parser = argument_parser(
+        __doc__, "safepoints", rate=(0.8, "LS requests a second"), seconds=(20.0, "of each mode and repeat"),
+        repeats=2, steps=(150, "of each kind, for the overhead"),
+        step_tokens=(1024, "max_step_tokens: the largest BE step"), be=16, be_prompt=768, be_output=2, ls_prompt=64,
+        ls_output=4, ttft=0.2, tpot=0.1, seed=0,
+    )  # fmt: skip
     args = parser.parse_args()
     model = random_llama(**SMOLLM_135M)
     runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}

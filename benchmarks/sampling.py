@@ -8,15 +8,15 @@ take turns, so that a change of the machine's speed is in each of them.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import statistics
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import write_record
+from benchmarks.common.timing import in_turn, seconds
 from omniserve import SamplingParams
 from omniserve.sampling.sampler import Sampler
 
@@ -30,11 +30,9 @@ FILTERS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=[49_152, 128_256], help="SmolLM's, Llama 3's")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--record", type=Path, default=Path(".cache/sampling.json"))
+    parser = argument_parser(
+        __doc__, "sampling", vocabulary=([49152, 128256], "SmolLM's, Llama 3's"), rows=[1, 8, 32], repeats=9,
+    )  # fmt: skip
     args = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
     cases: dict[str, tuple[Sampler, torch.Tensor, list[str]]] = {}
@@ -47,13 +45,11 @@ def main() -> None:
                 for row, name in enumerate(names):
                     sampler.add(name, SamplingParams(**settings, seed=row), [1])
                 cases[f"{vocab_size} tokens, {rows} rows, {label}"] = sampler, logits_RV, names
-    seconds: dict[str, list[float]] = {case: [] for case in cases}
-    for _ in range(args.repeats + 1):
-        for case, (sampler, logits_RV, names) in cases.items():
-            began_s = time.perf_counter()
-            sampler.sample(logits_RV, names)
-            seconds[case].append(time.perf_counter() - began_s)
-    results = {case: {"ms": 1e3 * statistics.median(times[1:])} for case, times in seconds.items()}
+    calls = {
+        case: functools.partial(seconds, functools.partial(sampler.sample, logits_RV, names))
+        for case, (sampler, logits_RV, names) in cases.items()
+    }
+    results = {case: {"ms": 1e3 * statistics.median(times)} for case, times in in_turn(calls, args.repeats).items()}
     for case, figures in results.items():
         print(f"  {case:40s} {figures['ms']:8.2f} ms")
     write_record(args.record, name="sampling", config=vars(args), seed=0, results=results)

@@ -9,13 +9,12 @@ requests run, half of them LS; the others wait.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from omniserve import SLO, EngineConfig, Request, SamplingParams
@@ -76,11 +75,7 @@ def measure(scheduler: str, profile: Profile, num_requests: int, num_steps: int,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", type=Path, default=Path(".cache/scheduling.json"))
+    parser = argument_parser(__doc__, "scheduling", requests=[10, 100, 1000], steps=100, seed=0)
     args = parser.parse_args()
     profile = find_or_make_profile(random_llama(**SMOLLM_135M), EngineConfig(device_kv_bytes=2 << 30))
     results: dict[str, Any] = {}

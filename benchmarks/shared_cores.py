@@ -9,17 +9,20 @@ milliseconds are the median of the runs' means, since what a neighbour costs com
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, builtin_model, random_llama
 from benchmarks.common.record import write_record
-from omniserve import Engine, EngineConfig, Request, SamplingParams
+from benchmarks.common.requests import request
+from benchmarks.common.timing import in_turn, seconds
+from omniserve import Engine, EngineConfig
 from omniserve.host.cores import available_cores
 
 MODELS = {
@@ -43,10 +46,7 @@ def run_ms(engine: Engine, threads: int, steps: int) -> float:
     """Return the mean milliseconds of some steps with a number of threads; a first one does not count."""
     torch.set_num_threads(threads)
     engine.step()
-    began_s = time.perf_counter()
-    for _ in range(steps):
-        engine.step()
-    return 1e3 * (time.perf_counter() - began_s) / steps
+    return 1e3 * seconds(lambda: [engine.step() for _ in range(steps)]) / steps
 
 
 def measure(name: str, requests: int, cores: int, share: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -59,17 +59,13 @@ def measure(name: str, requests: int, cores: int, share: Any, args: argparse.Nam
     )
     with Engine(MODELS[name](), config) as engine:
         for i in range(requests):
-            sampling = SamplingParams(max_tokens=num_steps + 1, ignore_eos=True)
-            engine.add(Request(prompt_token_ids=[1 + i] * 32, sampling=sampling))
+            engine.add(request(f"ls{i}", 32, num_steps + 1))
         for _ in range(WARM_UP_STEPS):  # prefill, compilation
             engine.step()
         for share.value in args.shares:
             time.sleep(2 * PERIOD_S)
-            ms: dict[int, list[float]] = {cores - 1: [], cores: []}
-            for _ in range(args.repeats):
-                for threads, runs in ms.items():
-                    runs.append(run_ms(engine, threads, args.steps))
-            less, all_ = (statistics.median(runs) for runs in ms.values())
+            calls = {str(n): functools.partial(run_ms, engine, n, args.steps) for n in (cores - 1, cores)}
+            less, all_ = (statistics.median(runs) for runs in in_turn(calls, args.repeats, warm_up=0).values())
             row = {"neighbour": share.value, "ms_one_less": less, "ms_all": all_, "all_over_one_less": all_ / less}
             print(f"  {name}, {requests} requests: " + ", ".join(f"{key} {value:.2f}" for key, value in row.items()))
             rows.append(row)
@@ -77,12 +73,10 @@ def measure(name: str, requests: int, cores: int, share: Any, args: argparse.Nam
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0])
-    parser.add_argument("--requests", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--record", type=Path, default=Path(".cache/shared_cores.json"))
+    parser = argument_parser(
+        __doc__, "shared_cores", shares=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0], requests=[8, 64], steps=15,
+        repeats=5,
+    )  # fmt: skip
     args = parser.parse_args()
     cores = available_cores()
     if cores < 2:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.client import LoadRequest
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
@@ -107,11 +108,10 @@ def line(name: str, recorded: Mapping[str, float], simulated: Mapping[str, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, "simulator_served")
     parser.add_argument("served", type=Path, help="record of benchmarks.frontier, of SmolLM-135M's shape")
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--calibrate-from", type=Path, nargs="+", default=[], metavar="FILE", help="traces of steps")
-    parser.add_argument("--record", type=Path, default=Path(".cache/simulator_served.json"))
     args = parser.parse_args()
     record = json.loads(args.served.read_text())
     if record["config"]["model"] != "smollm":

@@ -26,6 +26,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from benchmarks.validation.loads import CALIBRATION, LOADS, MIB, Mix
@@ -139,16 +140,13 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedulers", nargs="+", default=["sarathi", "fcfs", "omniserve"])
+    parser = argument_parser(
+        __doc__, "simulator_validation", schedulers=["sarathi", "fcfs", "omniserve"], seconds=(6.5, "of each load"),
+        repeats=(3, "runs of the engine"), seeds=(10, "calibrated simulations of a run"), seed=0,
+    )  # fmt: skip
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--seconds", type=float, default=6.5, help="of each load (default: 6.5)")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of the engine (default: 3)")
-    parser.add_argument("--seeds", type=int, default=10, help="calibrated simulations of a run (default: 10)")
     parser.add_argument("--slo", type=float, nargs=2, default=[1.0, 0.15], metavar=("TTFT_S", "TPOT_S"))
     parser.add_argument("--profiles", type=Path, metavar="FOLDER", help="where profiles are kept (default: the cache)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", type=Path, default=Path(".cache/simulator_validation.json"))
     return parser.parse_args(arguments)
 
 

@@ -14,9 +14,9 @@ import random
 import statistics
 import time
 from collections import Counter, defaultdict
-from pathlib import Path
 from typing import Any
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import builtin_model
 from benchmarks.common.record import write_record
 from omniserve import SLO, Engine, EngineConfig, Request, SamplingParams
@@ -93,15 +93,10 @@ def measure(model: Any, config: EngineConfig, args: argparse.Namespace) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--periods", type=int, default=8)
-    parser.add_argument("--period", type=float, default=5.0)
-    parser.add_argument("--be", type=int, default=12)
-    parser.add_argument("--ls", type=int, default=6, help="LS requests at a time while the wave is up")
-    parser.add_argument("--device-kv-mib", type=int, default=8)
-    parser.add_argument("--tpot", type=float, default=0.03)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", type=Path, default=Path(".cache/square_wave.json"))
+    parser = argument_parser(
+        __doc__, "square_wave", periods=8, period=5.0, be=12, ls=(6, "LS requests at a time while the wave is up"),
+        device_kv_mib=8, tpot=0.03, seed=0,
+    )  # fmt: skip
     args = parser.parse_args()
     model = builtin_model()
     results: dict[str, Any] = {}

@@ -7,18 +7,18 @@ The model has SmolLM-135M's depth and almost no width, so what is left of a step
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import omniserve.runner.layer_loop
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from omniserve import Engine, EngineConfig, Request, SamplingParams
+from benchmarks.common.requests import request
+from omniserve import Engine, EngineConfig
 
 NARROW = SMOLLM_135M | {
     "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
@@ -46,12 +46,7 @@ def measure(num_requests: int, num_steps: int) -> dict[str, float]:
     samples: dict[str, list[float]] = defaultdict(list)
     with Engine(model, config) as engine:
         for i in range(num_requests):
-            engine.add(
-                Request(
-                    prompt_token_ids=[1 + i % 100] * 16,
-                    sampling=SamplingParams(max_tokens=num_steps + 20, ignore_eos=True),
-                )
-            )
+            engine.add(request(f"ls{i}", 16, num_steps + 20, NARROW["vocab_size"]))
         for _ in range(10):  # prefill, compilation
             engine.step()
         original = omniserve.runner.layer_loop.make_step_inputs
@@ -71,10 +66,7 @@ def measure(num_requests: int, num_steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--record", type=Path, default=Path(".cache/step_overhead.json"))
+    parser = argument_parser(__doc__, "step_overhead", requests=[1, 8, 64], steps=200)
     args = parser.parse_args()
     results = {}
     print("median microseconds of a decode step, 30 layers of hidden size 64")

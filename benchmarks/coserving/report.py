@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.tables import table
 from omniserve.simulate.report import require_matplotlib
 
 Row = Mapping[str, Any]
@@ -58,13 +59,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
             _form(row, "preemptions", "g"), _form(row, "recomputed_tokens", "g"),
             _form(row, "others_busy_cores", ".1f"), "*" if id(row) in best else "",
         ])  # fmt: skip
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    rules = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) if not column else cell.rjust(width)
-                          for column, (cell, width) in enumerate(zip(line, widths, strict=True))) + " |"
-        for line in (lines[0], rules, *lines[1:])
-    )  # fmt: skip
+    return table(lines, numbers=True)
 
 
 def plot(rows: Sequence[Row], runs: Sequence[Row], path: Path) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.requests import request
+from benchmarks.common.timing import seconds, wait_for
 from benchmarks.gpu.primed import PRIMED
-from benchmarks.gpu.timing import reclaim_memory, seconds, wait_for
-from omniserve import Engine, EngineConfig, Request, SamplingParams
+from benchmarks.gpu.timing import reclaim_memory
+from omniserve import Engine, EngineConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.latency.profile import Profile
 from omniserve.ops.attention import DEVICE_ATTENTION, resolve_attention
@@ -103,18 +105,6 @@ def renew(engine: Engine, batch: int, context: int, output: int) -> None:
     for i in range(batch):
         engine.abort(f"ls{i}")
     add_decoding(engine, batch, context, output)
-
-
-def request(name: str, prompt: int, output: int, vocab_size: int, **more: Any) -> Request:
-    """Return a request for so many tokens; names that begin with ``ls`` are latency-sensitive."""
-    first = sum(name.encode())
-    return Request(
-        prompt_token_ids=[1 + (first + 7 * i) % (vocab_size - 1) for i in range(prompt)],
-        sampling=SamplingParams(max_tokens=output, ignore_eos=True),
-        service_class="LS" if name.startswith("ls") else "BE",
-        request_id=name,
-        **more,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,18 @@
-"""Limits: what this machine's hardware does, measured here and now, each once, when first asked for."""
+"""Limits: what memory, matrix unit, PCIe, launches and main memory do here, each measured once, when asked for."""
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
+from collections.abc import Sequence
 
 import torch
 
 from benchmarks.attention.bandwidth import Arena, allowed_cpus, fill, normal_tile, pin_team, sequential_readings
-from benchmarks.gpu.timing import graph_of, median_seconds
+from benchmarks.common.timing import median_seconds
+from benchmarks.gpu.script import Script, argument_parser
+from benchmarks.gpu.timing import graph_of
 from omniserve.host.cores import default_host_threads
 
 
@@ -100,3 +104,27 @@ class Limits:
         finally:
             os.sched_setaffinity(0, cpus)
             torch.set_num_threads(before)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    script = Script("limits", argument_parser(__doc__).parse_args(arguments))
+    limits = script.limits
+    with script.case("copy inside device memory, read + written") as case:
+        case.figure(limits.copy_bytes_per_s / 1e9, "GB/s")
+    with script.case("bf16 matrix product") as case:
+        case.figure(limits.matmul_flops / 1e12, "TFLOP/s")
+    with script.case("PCIe to the device, page-locked, one piece") as case:
+        case.figure(limits.to_device_bytes_per_s / 1e9, "GB/s")
+    with script.case("PCIe to the host, page-locked, one piece") as case:
+        case.figure(limits.to_host_bytes_per_s / 1e9, "GB/s")
+    with script.case("small kernel, launched from Python") as case:
+        case.figure(1e6 * limits.launch_s, "us")
+    with script.case("small kernel, in a CUDA graph") as case:
+        case.figure(1e6 * limits.graph_launch_s, "us")
+    with script.case(f"main memory, read by {limits.host_threads} threads") as case:
+        case.figure(limits.host_read_bytes_per_s / 1e9, "GB/s")
+    return script.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,28 +1,24 @@
-"""run_program: a program with a time limit, and its end in any case."""
+"""run_program: a program with a time limit."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
-import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
 from benchmarks.common.record import ROOT
 
-_GRACE_S = 5.0
+GRACE_S = 5.0
+"""From SIGABRT, at which Python shows the stacks of all threads, to SIGKILL."""
 _KEPT_LINES = 2000
 
 
 def run_program(
     command: Sequence[str], *, limit_s: float, environment: Mapping[str, str] | None = None, echo: bool = False
 ) -> tuple[int | None, list[str]]:
-    """Run a program in the repository's root and end it, with all that it started, if it takes too long.
-
-    It is interrupted first, so that Python shows where it was, then aborted (with ``PYTHONFAULTHANDLER`` that shows the
-    stacks of all threads, also from within a CUDA call), then killed.
+    """Run a program in the repository's root; coreutils' ``timeout`` ends it, with all that it started, at its limit.
 
     Args:
         command: The program and its arguments.
@@ -33,33 +29,18 @@ def run_program(
     Returns:
         Its exit status, None if it was ended, and the last lines of its output and errors.
     """
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"PYTHONFAULTHANDLER": "1"} | dict(environment or {}), text=True,
-        errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+    began_s = time.monotonic()
     lines: deque[str] = deque(maxlen=_KEPT_LINES)
-
-    def read() -> None:
+    with subprocess.Popen(
+        ["timeout", "--signal=ABRT", f"--kill-after={GRACE_S}", str(limit_s), *command], cwd=ROOT,
+        env=os.environ | {"PYTHONFAULTHANDLER": "1"} | dict(environment or {}), text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line.rstrip("\n"))
             if echo:
                 print(line, end="", flush=True)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    status = None
-    try:
-        status = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        for number in (signal.SIGINT, signal.SIGABRT):
-            with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
-                os.kill(process.pid, number)
-                process.wait(_GRACE_S)
-                break
-    finally:  # also when this process is interrupted; what the program started is in its session
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        reader.join(_GRACE_S)
-    return status, list(lines)
+    # What timeout ends has these statuses; a program that the kernel killed for its memory has one of them sooner.
+    ended = process.returncode in (124, 137, -9) and time.monotonic() - began_s >= limit_s
+    return None if ended else process.returncode, list(lines)

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.common import arguments
 from benchmarks.common.record import ROOT, write_record
+from benchmarks.common.tables import table
 
 if TYPE_CHECKING:
     from benchmarks.gpu.limits import Limits
@@ -76,10 +78,11 @@ class Case:
             self.goal, self.met = f">= {at_least:g}", compared >= at_least
 
 
-def argument_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser with what all scripts take."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry", action="store_true", help="tiny sizes, on the CPU where there is no GPU")
+def argument_parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """Return a parser with what all scripts take, and a flag for each further default."""
+    parser = arguments.argument_parser(
+        doc, dry=(False, "tiny sizes, on the CPU where there is no GPU"), **defaults
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, help="folder of the record (default: $OUT, or benchmarks/results/gpu)")
     return parser
 
@@ -176,13 +179,6 @@ def markdown(cases: Sequence[dict[str, Any]]) -> str:
         row = [case["outcome"], case["case"], *values, short(case["ratio"]), case["goal"], met, note.replace("|", "/")]
         lines.append(row)
     return table(lines)
-
-
-def table(lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, the first line its head, that is readable as text too."""
-    widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(lines[0]))]
-    rows = [lines[0], ["-" * width for width in widths], *lines[1:]]
-    return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows)
 
 
 def short(value: float | None) -> str:

@@ -1,21 +1,15 @@
-"""Time on a device: CUDA events around work, the wall clock without a GPU; graphs for what is short; its idle share."""
+"""A GPU's memory given back, graphs of what is too short to time alone, and its idle share."""
 
 from __future__ import annotations
 
 import gc
-import statistics
-import time
 from collections.abc import Callable, Iterable
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-
-def wait_for(device: torch.device) -> None:
-    """Wait until the device has nothing left to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+from benchmarks.common.timing import wait_for
 
 
 def reclaim_memory(device: torch.device) -> None:
@@ -27,28 +21,6 @@ def reclaim_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
-
-
-def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the device's seconds from the beginning of ``run`` to the end of all it began, idle time included."""
-    wait_for(device)
-    if device.type != "cuda":
-        began_s = time.perf_counter()
-        run()
-        return time.perf_counter() - began_s
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
-def median_seconds(run: Callable[[], object], device: torch.device, *, repeats: int, warm_up: int = 2) -> float:
-    """Return the median over ``repeats`` of ``seconds``."""
-    for _ in range(warm_up):
-        run()
-    return statistics.median(seconds(run, device) for _ in range(repeats))
 
 
 def graph_of(run: Callable[[], object], device: torch.device) -> Callable[[], object]:

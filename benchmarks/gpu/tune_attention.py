@@ -21,8 +21,9 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
+from benchmarks.common.timing import median_seconds
 from benchmarks.gpu.script import NotHere, Script, argument_parser
-from benchmarks.gpu.timing import graph_of, median_seconds
+from benchmarks.gpu.timing import graph_of
 from omniserve.ops.kernels.attention import describe, paged_attention
 from omniserve.ops.kernels.attention_launch import Tuning, tuning_for
 

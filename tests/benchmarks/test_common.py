@@ -20,7 +20,7 @@ from benchmarks.common.client import LoadRequest, RequestRecord, Wire, body_of, 
 from benchmarks.common.record import ROOT, environment, portable, write_record
 from benchmarks.common.server import ServerFailed, ServerProcess
 from benchmarks.common.step_loads import trace_load
-from benchmarks.common.summary import LatencySummary, summarize
+from benchmarks.common.summary import summarize
 from omniserve.simulate.results import percentile
 from tests.stub_server import TOKEN_GAP_S
 
@@ -176,26 +176,6 @@ def test_demo_sends_the_same_ls_stream_with_and_without_be() -> None:
     assert beside[: len(alone)] == alone and len(beside) == len(alone) + 5
     assert {request.service_tier for request in alone} == {"priority"}
     assert {request.service_tier for request in beside[len(alone) :]} == {"flex"}
-
-
-def test_demo_table_has_a_line_for_each_phase() -> None:
-    latencies = LatencySummary(
-        num_requests=4,
-        num_started=4,
-        num_finished=3,
-        ttft_p50_s=0.0125,
-        ttft_p99_s=0.05,
-        tpot_p50_s=0.002,
-        tpot_p99_s=0.003,
-    )
-    phase = demo.Phase(
-        scheduler="fcfs", name="LS + BE", duration_s=2.0, ls=latencies, be_tokens=500, be_host_tokens=120, records=[]
-    )
-    line = demo.table([phase]).splitlines()[2]
-    assert line.split() == ["fcfs", "LS", "+", "BE", "3/4", "12.5", "50.0", "2.0", "3.0", "250", "500", "120"]
-    starving = dataclasses.replace(latencies, num_started=1, tpot_p50_s=math.nan, tpot_p99_s=math.nan)
-    line = demo.table([dataclasses.replace(phase, ls=starving)]).splitlines()[2]
-    assert line.split()[5:9] == [">12.5", ">50.0", "-", "-"]
 
 
 def test_a_trace_becomes_a_load_in_steps(tmp_path: Path) -> None:

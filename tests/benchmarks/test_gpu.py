@@ -23,6 +23,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.record import ROOT
+from benchmarks.common.requests import request
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import program, report
 from benchmarks.gpu.check import blocks, exactness, machine, mailbox, sanitizer, steps, tests
@@ -32,14 +33,13 @@ from benchmarks.gpu.engines import (
     drain,
     kv_token_bytes,
     open_engine,
-    request,
     step_times,
     weight_bytes,
 )
 from benchmarks.gpu.models import LLAMA_8B, QWEN_32B, TINY, random_model
 from benchmarks.gpu.primed import PRIMED
 from benchmarks.gpu.program import run_program
-from benchmarks.gpu.script import NO_GPU, Case, NotHere, Script, argument_parser, line_of, scrubbed, short
+from benchmarks.gpu.script import NO_GPU, NotHere, Script, argument_parser, short
 from benchmarks.gpu.speed.beside_transformers import token_s
 from benchmarks.gpu.timing import covered, spans_on
 from omniserve.core.plan import KVMove
@@ -97,9 +97,9 @@ QUICK = ("machine", "mailbox", "blocks", "sanitizer", "limits", "moves", "host")
 
 def run_part(name: str, out: Path) -> dict[str, dict[str, Any]]:
     """Run a part dry in this process and return its cases by name."""
-    part = command.PARTS[name]
-    main = importlib.import_module(f"benchmarks.gpu.{part.module}").main
-    assert main([*part.arguments, "--dry", "--out", str(out)]) == 0
+    module, *arguments = command.PARTS[name][-1].split()
+    main = importlib.import_module(f"benchmarks.gpu.{module}").main
+    assert main([*arguments, "--dry", "--out", str(out)]) == 0
     (path,) = out.iterdir()
     assert path.name == f"gpu_{name}.json"
     record = json.loads(path.read_text())
@@ -144,7 +144,7 @@ def stub_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **codes: str) ->
     for name, code in codes.items():
         (tmp_path / "stubs" / f"stub_{name}.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stubs"))
-    stubs = {name: command.Part(module=f"stub_{name}", limit_s=60, group="check") for name in codes}
+    stubs = {name: ("check", 60, f"stub_{name}") for name in codes}
     monkeypatch.setattr(command, "PARTS", stubs)
     monkeypatch.setattr(command, "PACKAGE", "")
     monkeypatch.setattr(command, "_DRY_PATIENCE", 0.05)  # 3 s
@@ -154,7 +154,6 @@ def stub_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **codes: str) ->
 def test_parts_that_hang_or_break_are_named_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(program, "_GRACE_S", 1.0)
     stub_parts(
         monkeypatch, tmp_path, hangs="import time\nprint('seen', flush=True)\ndef stuck(): time.sleep(60)\nstuck()",
         crashes="import os; os.abort()", fails="raise SystemExit(1)", works="print('fine')",
@@ -162,15 +161,14 @@ def test_parts_that_hang_or_break_are_named_and_the_others_run(
     assert command.main(["--dry", "--only", "check", "--out", str(tmp_path / "out")]) == 1
     parts = json.loads((tmp_path / "out" / "gpu.json").read_text())["results"]["parts"]
     assert {name: part["status"] for name, part in parts.items()} == {
-        "hangs": "cut after 3 s", "crashes": "ended with status -6", "fails": "failed: see its cases", "works": "ok",
+        "hangs": "cut", "crashes": "ended with status -6", "fails": "failed: see its cases", "works": "ok",
     }  # fmt: skip
     said = "\n".join(parts["hangs"]["end_of_output"])
     assert "seen" in said and "in stuck" in said, "where it hung"
     assert str(tmp_path) not in json.dumps(parts), "no path of this machine"
     shown = capfd.readouterr().out
-    assert "NOT OK: hangs (cut after 3 s), crashes" in shown and "in stuck" in shown
-    page = (tmp_path / "out" / "report.md").read_text()
-    assert "| crashes | ended with status -6" in page and "in stuck" in page
+    assert "NOT OK: hangs (cut), crashes" in shown and "in stuck" in shown
+    assert "in stuck" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_no_gpu_ends_the_run_and_calls_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +190,7 @@ def test_no_gpu_ends_the_run_and_calls_add_up(tmp_path: Path, monkeypatch: pytes
 def test_a_group_fits_ten_minutes() -> None:
     for group in ("check", "speed-1", "speed-2"):
         only = command.parse_arguments(["--only", group]).only
-        assert only and sum(command.PARTS[name].limit_s for name in only) <= 590
+        assert only and sum(command.PARTS[name][1] for name in only) <= 590
     assert command.parse_arguments([]).only == list(command.PARTS)
     assert command.parse_arguments(["--only", "moves,speed-2,llama"]).only == ["llama", "moves", "host", "policies",
                                                                                "qwen", "transformers"]  # fmt: skip
@@ -233,12 +231,6 @@ def test_a_case_that_fails_is_recorded_without_paths_and_the_script_goes_on(tmp_
     assert (rate["ratio"], rate["goal"], rate["met"]) == (None, ">= 60", True)
 
 
-def test_lines_and_paths() -> None:
-    case = Case(case="step", measured=3.0, unit="ms", limit=2.0, note="a\nb")
-    assert line_of(case) == "PASS  step: 3 ms (1.5 x 2): a [0.0 s]"
-    assert scrubbed(f"{ROOT}/omniserve/engine.py and /usr/lib/x.so, 3/4") == "omniserve/engine.py and .../x.so, 3/4"
-
-
 def test_report_puts_steps_beside_the_forecast(tmp_path: Path) -> None:
     """The forecast is the one that is recorded: a report must be able to read it."""
     script = Script("steps_llama", argument_parser("").parse_args(["--dry", "--out", str(tmp_path)]))
@@ -265,16 +257,16 @@ def test_report_puts_steps_beside_the_forecast(tmp_path: Path) -> None:
 
 
 def test_a_program_is_ended_with_those_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "_GRACE_S", 0.2)
+    monkeypatch.setattr(program, "GRACE_S", 0.2)
     code = (
         "import signal, subprocess, sys, time\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGABRT, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGABRT, signal.SIG_IGN)\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
         f"open({str(tmp_path / 'pid')!r}, 'w').write(f'{{child.pid}} ')\n"
         "print('seen', flush=True); time.sleep(60)"
     )
     status, lines = run_program([sys.executable, "-c", code], limit_s=3)
-    assert status is None and lines == ["seen"]
+    assert status is None and lines[0] == "seen"
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not is_running(pid))
     assert run_program([sys.executable, "-c", "raise SystemExit(3)"], limit_s=60) == (3, [])
@@ -401,7 +393,6 @@ def test_the_sanitizers_word_is_taken(
     (tmp_path / "compute-sanitizer").write_text(f"#!/bin/sh\n{says}\n")
     (tmp_path / "compute-sanitizer").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(program, "_GRACE_S", 0.2)
     script: Any = SimpleNamespace(on_gpu=True)
     if isinstance(outcome, str):
         assert sanitizer.checked("memcheck", script, 20.0)[0] == outcome

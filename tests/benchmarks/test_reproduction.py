@@ -15,8 +15,8 @@ from benchmarks import reproduction
 from benchmarks.paper.cases import PAPER_ORDER, Case, Experiment, MachineSpec, both_orders, with_settings
 from benchmarks.paper.figures import EXPERIMENTS
 from benchmarks.paper.loads import LoadSpec, lengths_named, random_rates
-from benchmarks.paper.page import number, render, span, verdict
-from benchmarks.paper.report import CELLS, TokenGaps, figures_of, markdown
+from benchmarks.paper.page import render
+from benchmarks.paper.report import CELLS, TokenGaps, figures_of
 from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.core.request import SLO
 from omniserve.sched import SCHEDULERS
@@ -245,35 +245,6 @@ def test_figures_tell_rejected_and_unfinished_requests_apart() -> None:
     assert figures["be_finished_per_s"] == 0 and json.dumps(figures, allow_nan=False)
 
 
-def entry(cell: str, figures: dict[str, Any]) -> dict[str, Any]:
-    rows = [{"x": x, "column": column, "figures": figures} for x in ("1", "2") for column in ("p", "q")]
-    return {"x_name": "LS/s", "cell": cell, "minutes": 3.0, "seed": 0, "rows": rows[:3]}
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_table_has_a_row_for_each_x_and_a_column_for_each_system(cell: str) -> None:
-    slo = SLO(ttft_s=1.0, tpot_s=0.1)
-    text = markdown(
-        entry(
-            cell,
-            {
-                **figures_of(result_of([ls_request(0.5, 1.1), ls_request(0.5, None)], slo), slo),
-                "tbt_p99_s": 0.1,
-                "tbt_attainment": 0.5,
-            },
-        )
-    )
-    lines = text.splitlines()
-    assert lines[0] == "| LS/s | p | q |" and lines[1] == "|---|---|---|"
-    assert [line.count("|") for line in lines[:4]] == [4, 4, 4, 4] and lines[3].endswith("|  |")
-    assert lines[4].startswith("| 3 LS requests were cut off") and lines[6].startswith("Cells: ")
-
-
-def test_a_table_shows_a_dash_where_there_is_no_number() -> None:
-    slo = SLO()
-    assert "| 1 | -; -; " in markdown(entry("co-serving", figures_of(result_of([], slo), slo)))
-
-
 # -- the page -------------------------------------------------------------------------------------------------------
 
 
@@ -326,12 +297,6 @@ def test_the_page_is_what_the_record_says() -> None:
     assert list(results) == list(EXPERIMENTS)
     page = (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")
     assert render(results, reproduction.TEMPLATE.read_text(encoding="utf-8")) == page, "render the page anew"
-
-
-def test_numbers_on_the_page() -> None:
-    assert number(1234.56, 1) == "1,234.6" and number(0.1234, 1, 100) == "12.3" and number(-0.0004, 2) == "0.00"
-    assert span([2.0, 1.0]) == "1 to 2" and span([1.01, 1.02], 1) == "1.0" and span([0.5], 0, 100) == "50"
-    assert [verdict(True, True), verdict(True, False), verdict(False)] == ["holds", "in part", "**does not hold**"]
 
 
 def test_gaps_between_tokens_are_the_steps_with_ls_decodes_once_for_each() -> None:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.common.record import ROOT
+from benchmarks.common.timing import wait_for
 from benchmarks.gpu.script import NotHere, Script, argument_parser
-from benchmarks.gpu.timing import wait_for
 from omniserve import Engine, EngineConfig, Request, SamplingParams, patch, unpatch
 from tests.parity.engine_histories import BLOCK, Reference
 from tests.parity.models import tiny_model

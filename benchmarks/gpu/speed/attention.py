@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.common.timing import median_seconds
 from benchmarks.gpu.engines import attentions
 from benchmarks.gpu.models import LLAMA_8B, TINY
 from benchmarks.gpu.script import Case, NotHere, Script, argument_parser
-from benchmarks.gpu.timing import graph_of, median_seconds
+from benchmarks.gpu.timing import graph_of
 from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention import AttentionMetadata, HostLengths, is_graph_safe, resolve_attention
 

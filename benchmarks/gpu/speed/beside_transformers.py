@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from benchmarks.common.timing import seconds
 from benchmarks.gpu.models import LLAMA_8B, TINY, random_model
 from benchmarks.gpu.script import NotHere, Script, argument_parser
-from benchmarks.gpu.timing import seconds
 
 _TOKENS, _FEW = 32, 4
 """Tokens of the two runs, whose difference is measured."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.attention.bandwidth import available_bytes
-from benchmarks.gpu.engines import add_decoding, kv_token_bytes, open_decoding, request, step_times, weight_bytes
+from benchmarks.common.requests import request
+from benchmarks.gpu.engines import add_decoding, kv_token_bytes, open_decoding, step_times, weight_bytes
 from benchmarks.gpu.models import LLAMA_8B, patched_model
 from benchmarks.gpu.script import Case, Script, argument_parser
 from omniserve import Engine

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.common.timing import seconds
 from benchmarks.gpu.engines import config_of, open_decoding, renew, step_times
 from benchmarks.gpu.models import LLAMA_8B, patched_model
 from benchmarks.gpu.script import Script, argument_parser
-from benchmarks.gpu.timing import reclaim_memory, seconds
+from benchmarks.gpu.timing import reclaim_memory
 from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.engines import kv_token_bytes, open_decoding, request, step_times
+from benchmarks.common.requests import request
+from benchmarks.common.timing import median_seconds
+from benchmarks.gpu.engines import kv_token_bytes, open_decoding, step_times
 from benchmarks.gpu.models import LLAMA_8B, patched_model
 from benchmarks.gpu.script import NotHere, Script, argument_parser
-from benchmarks.gpu.timing import graph_of, median_seconds
+from benchmarks.gpu.timing import graph_of
 from omniserve import Engine
 from omniserve.sched.piggyback import seat_bucket
 

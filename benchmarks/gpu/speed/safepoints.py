@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.gpu.engines import config_of, drain, open_decoding, open_engine, request, step_times
+from benchmarks.common.requests import request
+from benchmarks.common.timing import wait_for
+from benchmarks.gpu.engines import config_of, drain, open_decoding, open_engine, step_times
 from benchmarks.gpu.models import LLAMA_8B, patched_model
 from benchmarks.gpu.primed import PRIMED, PRIMED_CONSERVE
 from benchmarks.gpu.script import Script, argument_parser
-from benchmarks.gpu.timing import wait_for
 from omniserve import Engine
 
 

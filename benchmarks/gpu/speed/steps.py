@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.requests import request
+from benchmarks.common.timing import seconds, wait_for
 from benchmarks.gpu.engines import (
     MODES,
     config_of,
@@ -22,13 +24,12 @@ from benchmarks.gpu.engines import (
     kv_token_bytes,
     open_decoding,
     open_engine,
-    request,
     step_times,
     weight_bytes,
 )
 from benchmarks.gpu.models import LLAMA_8B, QWEN_32B, TINY, patched_model
 from benchmarks.gpu.script import NotHere, Script, argument_parser
-from benchmarks.gpu.timing import idle_share, reclaim_memory, seconds, wait_for
+from benchmarks.gpu.timing import idle_share, reclaim_memory
 from omniserve import Engine
 
 SHAPES = {"llama": LLAMA_8B, "qwen": QWEN_32B}

@@ -1,0 +1,57 @@
+"""Seconds of calls, on the CPU or on a device, and of several that take turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+CPU = torch.device("cpu")
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(run: Callable[[], object], device: torch.device = CPU) -> float:
+    """Return the device's seconds from the beginning of ``run`` to the end of all it began, idle time included."""
+    wait_for(device)
+    if device.type != "cuda":
+        began_s = time.perf_counter()
+        run()
+        return time.perf_counter() - began_s
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, *, repeats: int, warm_up: int = 2) -> float:
+    """Return the median over ``repeats`` of ``seconds``."""
+    for _ in range(warm_up):
+        run()
+    return statistics.median(seconds(run, device) for _ in range(repeats))
+
+
+def in_turn(calls: Mapping[str, Callable[[], Result]], repeats: int, *, warm_up: int = 1) -> dict[str, list[Result]]:
+    """Make calls turn and turn about, so that a change of the machine's speed is in all; return what they returned."""
+    results: dict[str, list[Result]] = {name: [] for name in calls}
+    for repeat in range(warm_up + repeats):
+        for name, call in calls.items():
+            result = call()
+            if repeat >= warm_up:
+                results[name].append(result)
+    return results
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the median of the ratios of pairs that were measured next to each other."""
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
