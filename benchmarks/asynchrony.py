@@ -40,7 +40,9 @@ def main() -> None:
         __doc__, "asynchrony", be=(24, "BE requests"), be_prompt=256, ls_tokens=60, repeats=5, slowdown=100.0,
     )  # fmt: skip
     args = parser.parse_args()
-    config = EngineConfig(device_kv_bytes=64 << 20, host_kv_bytes=1 << 30, swap_in_delay_s=1 << 30)
+    config = EngineConfig(
+        device_kv_bytes=64 << 20, host_kv_bytes=1 << 30, scheduler_options={"swap_in_delay_s": 1 << 30}
+    )
     with Engine(random_llama(**SMOLLM_135M), config) as engine:
         tier = engine.host_tier
         assert tier is not None

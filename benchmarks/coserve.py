@@ -60,7 +60,8 @@ LOADS: dict[str, dict[str, Any]] = {
     "default": {},
     "memory": {
         "policies": [
-            "omniserve", "neo", "apex", "conserve,kv=incremental", "bros,checkpoint-kv", "llumnix", "sarathi", "fcfs"
+            "omniserve", "neo", "apex", "conserve,kv=incremental",
+            "bros,scheduler-option=checkpoint_kv=true", "llumnix", "sarathi", "fcfs"
         ],
         "model": "builtin", "device_kv_gib": 0.006, "seconds": 20.0, "drain_s": 5.0, "rates": [4.0], "slo_ttft": 0.1,
         "slo_tpot": 0.012, "be_requests": 256, "be_input": 384, "be_output": 256,

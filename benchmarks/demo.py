@@ -157,7 +157,7 @@ def run_scheduler(settings: Settings, scheduler: str, log_path: Path, progress: 
         "--host-kv-gib", str(settings.host_kv_gib),
         "--ls-ttft-slo", str(settings.ls_ttft_slo),
         "--ls-tpot-slo", str(settings.ls_tpot_slo),
-        "--no-admission",  # every request is to be measured
+        "--scheduler-option", "admission=false",  # every request is to be measured
         *settings.server_args,
     ]  # fmt: skip
     progress.set_postfix_str(f"{scheduler}: the server starts")

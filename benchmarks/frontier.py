@@ -87,7 +87,7 @@ def frontier_rows(objectives: dict[str, tuple[float, float]], budgets: dict[str,
             Row(name=f"omniserve, {objective}", scheduler="omniserve", objective=objective),
             Row(
                 name=f"omniserve, {objective}, slack=step", scheduler="omniserve", objective=objective,
-                flags=("--slack", "step"),
+                flags=("--scheduler-option", "slack=step"),
             ),
         ]  # fmt: skip
     first = next(iter(objectives))
@@ -133,7 +133,10 @@ def measure_overload(load: FrontierLoad, flags: Sequence[str], seed: int) -> dic
     slo = next(iter(load.objectives.values()))
     results: dict[str, Any] = {}
     rate = 0.0
-    for name, more in (("without admission control", ["--no-admission"]), ("with admission control", [])):
+    for name, more in (
+        ("without admission control", ["--scheduler-option", "admission=false"]),
+        ("with admission control", []),
+    ):
         with ServerProcess([*flags, *more], Path(".cache/frontier.log")) as server:
             server.wait_until_healthy()
             warm_up(server, load)

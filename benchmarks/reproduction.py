@@ -33,7 +33,9 @@ from benchmarks.paper.cases import Case, Experiment, MachineSpec
 from benchmarks.paper.figures import EXPERIMENTS
 from benchmarks.paper.page import TEMPLATE, render
 from benchmarks.paper.report import CELLS, TokenGaps, figures_of, markdown
+from omniserve.core.config import EngineConfig
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
+from omniserve.sched.policy import known_options
 from omniserve.simulate.analytic import HostEfficiency, analytic_machine, engine_config_for
 from omniserve.simulate.engine import StepRecord
 from omniserve.simulate.hardware import GB, find_devices, find_hosts
@@ -90,7 +92,12 @@ def run_case(
         ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=slo),
         ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE),
     )
-    engine = engine_config_for(machine, scheduler=case.system, classes=classes, **dict(case.settings))
+    fields = EngineConfig.__dataclass_fields__
+    options: dict[str, Any] = {name: value for name, value in case.settings if name not in fields}
+    engine = engine_config_for(
+        machine, scheduler=case.system, classes=classes, scheduler_options=known_options(case.system, options),
+        **{name: value for name, value in case.settings if name in fields},
+    )  # fmt: skip
     load = case.load.make(minutes * 60, warm_up=warm_up, seed=seed, trace_dir=trace_dir)
     config = SimulationConfig(machine=machine, engine=engine, load=load, seed=seed, drain_s=drain_s)
     return simulate(config, on_step=on_step)

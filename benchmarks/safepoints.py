@@ -213,7 +213,7 @@ def main() -> None:
         for mode in MODES:
             config = EngineConfig(
                 scheduler="conserve", device_kv_bytes=1 << 30, host_kv_bytes=0, max_model_len=1024,
-                max_step_tokens=args.step_tokens, keep_halted=mode == "kept",
+                max_step_tokens=args.step_tokens, scheduler_options={"keep_halted": mode == "kept"},
             )  # fmt: skip
             runs[mode].append(measure_stream(model, config, args, mode, args.seed + repeat))
             print(mode, {k: v for k, v in runs[mode][-1].items() if not isinstance(v, list)}, flush=True)

@@ -35,6 +35,7 @@ from benchmarks.validation.serving import EngineRun, warm_up
 from omniserve import SLO, ClassSpec, Engine, EngineConfig
 from omniserve.latency import BatchFeatures, CorrectedModel, Predictor, ScaledModel, StepSample
 from omniserve.profiling import find_or_make_profile
+from omniserve.sched.policy import known_options
 from omniserve.simulate import Calibration, Load, Machine, SimulationConfig, machine_of_profile, simulate
 
 HOST_KV_BYTES = 256 * MIB
@@ -128,7 +129,9 @@ def engine_config(scheduler: str, mix: Mix, args: argparse.Namespace) -> EngineC
     )
     return EngineConfig(
         scheduler=scheduler, device_kv_bytes=mix.device_kv_bytes, host_kv_bytes=HOST_KV_BYTES, classes=classes,
-        admission=False, swap_in_delay_s=0.5, min_residence_s=1.0,
+        scheduler_options=known_options(
+            scheduler, {"admission": False, "swap_in_delay_s": 0.5, "min_residence_s": 1.0}
+        ),
     )  # fmt: skip
 
 

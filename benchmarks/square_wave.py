@@ -103,7 +103,8 @@ def main() -> None:
     for checkpoint in (False, True):
         config = EngineConfig(
             device_kv_bytes=args.device_kv_mib << 20,
-            host_kv_bytes=256 << 20, block_size=16, checkpoint_kv=checkpoint, admission=False,
+            host_kv_bytes=256 << 20, block_size=16,
+            scheduler_options={"checkpoint_kv": checkpoint, "admission": False},
         )  # fmt: skip
         name = "with checkpoints" if checkpoint else "without checkpoints"
         results[name] = measure(model, config, args)

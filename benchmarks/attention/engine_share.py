@@ -83,8 +83,8 @@ def make_engine(settings: EngineSettings, host_threads: int) -> Engine:
         host_kv_dtype=settings.host_kv_dtype,
         host_threads=host_threads,
         max_step_tokens=512,
-        ls_reserve_fraction=0.0,
-        swap_in_delay_s=1 << 30,  # who is on the host tier stays there
+        # what is on the host tier stays there
+        scheduler_options={"ls_reserve_fraction": 0.0, "swap_in_delay_s": 1 << 30},
         compile=settings.compile,
         seed=settings.seed,
     )

@@ -20,6 +20,7 @@ from omniserve import Engine, EngineConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.latency.profile import Profile
 from omniserve.ops.attention import DEVICE_ATTENTION, resolve_attention
+from omniserve.sched.policy import known_options
 
 NEVER_S = float(1 << 30)
 _PACKAGES = {"xformers": "xformers", "triton": "triton"}
@@ -86,10 +87,12 @@ def open_decoding(
     blocks = batch * -(-(context + output) // block)
     defaults: dict[str, Any] = {
         "scheduler": PRIMED, "host_kv_bytes": 0, "max_model_len": context + output,
-        "device_kv_bytes": (blocks + 1) * spec.kv_block_bytes(block), "ls_reserve_fraction": 0.0,
-        "max_num_requests": max(batch, 1), "max_step_tokens": max(batch, 512), "swap_in_delay_s": NEVER_S,
+        "device_kv_bytes": (blocks + 1) * spec.kv_block_bytes(block),
+        "max_num_requests": max(batch, 1), "max_step_tokens": max(batch, 512),
     }  # fmt: skip
-    with open_engine(model, config_of(model, mode=mode, **defaults | settings)) as engine:
+    settings = defaults | settings
+    options = known_options(settings["scheduler"], {"ls_reserve_fraction": 0.0, "swap_in_delay_s": NEVER_S})
+    with open_engine(model, config_of(model, mode=mode, scheduler_options=options, **settings)) as engine:
         add_decoding(engine, batch, context, output)
         yield engine
 

@@ -51,7 +51,7 @@ class Case:
     slo_scale: float = 1.0
     """Of the objectives that come from ``Experiment.slo_from``."""
     settings: tuple[tuple[str, object], ...] = ()
-    """Of EngineConfig."""
+    """Of EngineConfig, and options of policies; each policy gets those that it has."""
 
     @property
     def column(self) -> str:

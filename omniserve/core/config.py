@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.core.spec import HOST_KV_DTYPES
@@ -27,6 +30,8 @@ class EngineConfig:
 
     scheduler: str = "omniserve"
     """Name in SCHEDULERS, or ``package.module:Class``."""
+    scheduler_options: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
+    """Options of that policy by name, such as ``{"be_order": "prefill"}``; see ``omniserve.sched.options``."""
     kv: str = "tiered"
     """Name in KV_MANAGERS (``paged``: device only; ``tiered``: device and host; ``incremental``: the same, and
     preempted requests resume from checkpoints; ``bidirectional``: likewise, and LS requests share blocks with BE ones),
@@ -56,33 +61,7 @@ class EngineConfig:
     """Slots of the host tier: most requests that decode there at a time."""
     max_piggyback_slots: int = 32
     """Largest P: most piggyback rows a layer."""
-    max_piggyback_rows: int | None = None
-    """Most piggyback rows in a step over all layers; None: P in every layer."""
-    ls_reserve_fraction: float = 0.05
-    """Share of the device blocks that BE requests leave free for LS ones, in [0, 1)."""
-    swap_in_delay_s: float = 1.0
-    """Seconds that load must have been light before BE KV moves back to the device (omniserve 3.2.4)."""
-    min_residence_s: float = 5.0
-    """Seconds that a BE request's KV stays where it is after a move, unless an LS request needs the memory."""
-    checkpoint_kv: bool = False
-    """Copy full blocks of BE requests to the host tier as they fill, so that moving a request there costs one block.
-    ``incremental`` always does, ``bidirectional`` never: it copies what is about to be overwritten."""
-    keep_halted: bool = True
-    """BE rows that leave a step between two layers (``conserve``) go on from there later; False: they begin anew."""
 
-    latency_model: str = "omniserve"
-    """Name in LATENCY_MODELS, or ``package.module:Class``; it is used if the engine is given a profile."""
-    admission: bool = True
-    """Reject LS requests whose predicted TTFT misses their objective."""
-    be_order: str = "decode"
-    """``decode``: BE decodes come before BE prompts, which get the time that is left. ``prefill``: the paper's order
-    (omniserve 3.3.2); more BE prompts than the device can prefill then leave no time to decode."""
-    offload_for_time: bool = False
-    """BE decodes for which steps have no time go to the host tier although the device has memory for them, if the host
-    tier has cores of its own (omniserve 3.3.5). There each token takes a step a layer: they come to fewer tokens."""
-    slack: str = "deadline"
-    """``step``: no step is longer than the shortest TPOT in it. ``deadline``: a request that is ahead of its schedule
-    lends its lead to the step."""
     trace_steps: str | None = None
     """File that gets one JSON line a step, for ``python -m omniserve.explain``."""
 
@@ -119,26 +98,17 @@ class EngineConfig:
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
         if self.host_kv_dtype not in HOST_KV_DTYPES:
             raise ValueError(f"host_kv_dtype must be one of {', '.join(HOST_KV_DTYPES)}, got {self.host_kv_dtype!r}")
-        if not (math.isfinite(self.ls_reserve_fraction) and 0 <= self.ls_reserve_fraction < 1):
-            raise ValueError(f"ls_reserve_fraction must be in [0, 1), got {self.ls_reserve_fraction}")
         for name, low in (
             ("device_kv_bytes", 1), ("host_kv_bytes", 0), ("max_step_tokens", 1), ("max_num_requests", 1),
             ("max_host_requests", 1), ("max_piggyback_slots", 1), ("step_graphs_bytes", 0),
         ):  # fmt: skip
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be >= {low}, got {getattr(self, name)}")
-        for name in ("swap_in_delay_s", "min_residence_s", "step_graphs_limit_s"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name} must be a number >= 0, got {getattr(self, name)}")
-        if self.checkpoint_kv and self.kv == "paged":
-            raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
-        if self.be_order not in ("decode", "prefill"):
-            raise ValueError(f"be_order must be decode or prefill, got {self.be_order!r}")
+        if not (math.isfinite(self.step_graphs_limit_s) and self.step_graphs_limit_s >= 0):
+            raise ValueError(f"step_graphs_limit_s must be a number >= 0, got {self.step_graphs_limit_s}")
         if self.step_graphs not in ("auto", "on", "off"):
             raise ValueError(f"step_graphs must be auto, on or off, got {self.step_graphs!r}")
-        if self.slack not in ("step", "deadline"):
-            raise ValueError(f"slack must be step or deadline, got {self.slack!r}")
-        for name in ("device_threads", "host_threads", "max_model_len", "max_piggyback_rows"):
+        for name in ("device_threads", "host_threads", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be >= 1 or None, got {value}")
@@ -154,6 +124,27 @@ class EngineConfig:
             if spec.name == name:
                 return spec
         raise ValueError(f"there is no class {name!r}; this engine has {', '.join(c.name for c in self.classes)}")
+
+
+_MOVED = dict.fromkeys(
+    ("admission", "be_order", "checkpoint_kv", "keep_halted", "latency_model", "ls_reserve_fraction",
+     "max_piggyback_rows", "min_residence_s", "offload_for_time", "slack", "swap_in_delay_s"),
+    "scheduler_options={{{name!r}: ...}}",
+)  # fmt: skip
+"""Former fields, and what to give instead."""
+
+
+def _naming_moved_fields(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def checked(self: EngineConfig, **settings: Any) -> None:
+        for name in settings.keys() & _MOVED.keys():
+            raise TypeError(f"EngineConfig has no field {name!r} any more: give {_MOVED[name].format(name=name)}")
+        init(self, **settings)
+
+    return checked
+
+
+EngineConfig.__init__ = _naming_moved_fields(EngineConfig.__init__)  # type: ignore[method-assign]
 
 
 def check_classes(classes: tuple[ClassSpec, ...]) -> None:

@@ -41,7 +41,8 @@ from omniserve.runner.runner import ModelRunner
 from omniserve.runner.warm_up import warm_up_attention
 from omniserve.sampling.grammar import GrammarCompiler, GrammarState
 from omniserve.sampling.sampler import Sampler
-from omniserve.sched import SCHEDULERS, Forecast, Scheduler, SchedulerLimits
+from omniserve.sched import Forecast, PolicyOptions, Scheduler, SchedulerLimits, policy_of
+from omniserve.sched.options import LayerPreemptionOptions
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,10 @@ class Engine:
                 tokenizer, vocab_size=self.spec.vocab_size, eos_token_ids=self.spec.eos_token_ids
             )
         self.max_model_len = max_model_len(config, self.spec)
+        policy, options = policy_of(config)
         manager = KV_MANAGERS.get(config.kv)
+        if options.checkpoint_kv and not manager.uses_host:
+            raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
         self._num_device_blocks, num_host_blocks = num_blocks(config, self.spec)
         storage = DeviceKVStorage(
             self.spec,
@@ -114,11 +118,9 @@ class Engine:
         forecast: Forecast | None = None
         if profile is not None:
             profile.require(fingerprint_of(model, config))
-            self._latency = CorrectedModel(LATENCY_MODELS.get(config.latency_model).from_profile(profile))
+            self._latency = CorrectedModel(LATENCY_MODELS.get(options.latency_model).from_profile(profile))
             forecast = Forecast.of_profile(profile, self._latency)
-        self.scheduler = Scheduler(
-            SCHEDULERS.get(config.scheduler), limits=self._limits(), kv=self.kv, forecast=forecast
-        )
+        self.scheduler = Scheduler(policy, options, limits=self._limits(options), kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         attention = resolve_attention(config.attention, patched.device, is_directed=manager.is_directed)
         rows = PiggybackRows(patched, self.host_tier, config.max_host_requests if self.host_tier else 0)
@@ -146,7 +148,7 @@ class Engine:
                 device_threads=config.device_threads,
                 host_threads=host_threads if self.host_tier else 0,
             ),
-            keep_halted=config.keep_halted,
+            keep_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
             safepoint=lambda: this()._ask_whether_to_leave(),
         )
         if patched.device.type == "cuda" and attention is attend_triton:  # others choose no kernel by shape
@@ -186,14 +188,15 @@ class Engine:
             keeps_names=tracer is not None,
         )
 
-    def _limits(self) -> SchedulerLimits:
+    def _limits(self, options: PolicyOptions) -> SchedulerLimits:
         return SchedulerLimits.of(
             self.config,
+            options,
             self.spec,
             max_model_len=self.max_model_len,
             num_device_blocks=self._num_device_blocks,
             has_host_tier=self.host_tier is not None,
-            has_checkpoints=self.config.checkpoint_kv or self.kv.restores,
+            has_checkpoints=options.checkpoint_kv or self.kv.restores,
         )
 
     # -- requests ------------------------------------------------------------------------------------------------

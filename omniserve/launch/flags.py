@@ -15,7 +15,8 @@ from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.kv import KV_MANAGERS
 from omniserve.latency import LATENCY_MODELS
 from omniserve.launch.loading import DTYPES
-from omniserve.sched import SCHEDULERS
+from omniserve.sched import SCHEDULERS, policy_of
+from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions, named_value
 
 
 def integer(low: int) -> Callable[[str], int]:
@@ -111,13 +112,6 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("--max-num-requests", "max_num_requests", integer(1), "most requests that hold device KV at a time"),
     ("--max-host-requests", "max_host_requests", integer(1), "most requests that decode on the host tier at a time"),
     ("--max-piggyback-slots", "max_piggyback_slots", integer(1), "most piggyback rows a layer"),
-    ("--max-piggyback-rows", "max_piggyback_rows", integer(1), "most piggyback rows in a step, over all layers"),
-    ("--ls-reserve-fraction", "ls_reserve_fraction", number, "share of the device blocks that BE requests leave free"),
-    ("--swap-in-delay", "swap_in_delay_s", number, "seconds of light load before KV moves back to the device"),
-    ("--min-residence", "min_residence_s", number, "seconds that BE KV stays where it is after a move"),
-    ("--latency-model", "latency_model", str, f"what predicts steps: {_names(LATENCY_MODELS)}"),
-    ("--be-order", "be_order", str, "decode (BE decodes before BE prompts) or prefill (the paper's order)"),
-    ("--slack", "slack", str, "step (none longer than the shortest TPOT in it) or deadline"),
     ("--trace-steps", "trace_steps", str, "file that gets a line a step, for python -m omniserve.explain"),
     ("--device-threads", "device_threads", integer(1), "CPU threads of the device tier while the host tier is idle"),
     ("--host-threads", "host_threads", integer(1), "threads of the host tier"),
@@ -129,7 +123,25 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("--seed", "seed", int, "seeds the sampling of requests that bring no seed"),
 )
 
-_NAMED = ("scheduler", "kv", "attention", "latency_model")
+_NAMED = ("scheduler", "kv", "attention")
+
+FORMER_FLAGS = {
+    f"--{flag}": f"--scheduler-option {option}"
+    for flag, option in (
+        ("be-order", "be_order=..."), ("checkpoint-kv", "checkpoint_kv=true"),
+        ("drop-halted", "keep_halted=false"), ("latency-model", "latency_model=..."),
+        ("ls-reserve-fraction", "ls_reserve_fraction=..."), ("max-piggyback-rows", "max_piggyback_rows=..."),
+        ("min-residence", "min_residence_s=..."), ("no-admission", "admission=false"),
+        ("offload-for-time", "offload_for_time=true"), ("slack", "slack=..."), ("swap-in-delay", "swap_in_delay_s=..."),
+    )
+}  # fmt: skip
+"""Flags that are gone, and what to give instead."""
+
+
+class _FormerFlag(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        (flag,) = self.option_strings
+        parser.error(f"{flag} is gone: give {FORMER_FLAGS[flag]}")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -155,16 +167,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar = "GIB" if kind is _gib else "NAME" if field in _NAMED else None
         parser.add_argument(flag, dest=field, type=kind, default=default, metavar=metavar, help=text + note)
     parser.add_argument("--no-compile", action="store_true", help="run the layers eagerly")
-    parser.add_argument("--no-admission", action="store_true", help="take LS requests that will miss their objective")
-    parser.add_argument(
-        "--drop-halted", action="store_true", help="BE rows that leave a step between two layers begin anew"
-    )
-    parser.add_argument(
-        "--offload-for-time",
-        action="store_true",
-        help="BE decodes that find no time go to the host tier, whatever memory is left (the paper's rule)",
-    )
-    parser.add_argument("--checkpoint-kv", action="store_true", help="copy full BE blocks to the host as they fill")
+    _add_scheduler_option(parser)
+    for flag in FORMER_FLAGS:
+        parser.add_argument(flag, action=_FormerFlag, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument(
         "--class",
         dest="classes",
@@ -178,6 +183,20 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest=dest, type=number, help=f"objective of the class LS: time {text}, seconds")
 
 
+def _add_scheduler_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--scheduler-option``; it becomes a list of names and values."""
+    kinds = (CoServingOptions, LayerPreemptionOptions)
+    names = dict.fromkeys(field.name for kind in kinds for field in dataclasses.fields(kind))
+    parser.add_argument(
+        "--scheduler-option",
+        action="append",
+        type=named_value,
+        metavar="NAME=VALUE",
+        help="an option of the scheduling policy, such as be_order=prefill; repeat it. A policy has some of "
+        f"{', '.join(names)} (see omniserve/sched/options.py); latency_model is {_names(LATENCY_MODELS)}",
+    )
+
+
 def flag_value(action: argparse.Action, value: Any) -> Any:
     """Return what a flag has to be given to have this value."""
     if action.type is _gib:
@@ -186,6 +205,8 @@ def flag_value(action: argparse.Action, value: Any) -> Any:
         return ",".join(map(str, value))
     if action.type is _switch:
         return "on" if value else "off"
+    if action.type is named_value:
+        return "=".join(value)
     return _class_text(value) if action.type is _class else value
 
 
@@ -196,15 +217,15 @@ def config_from(args: argparse.Namespace) -> EngineConfig:
         ValueError: Flags do not fit together; the message names them.
     """
     try:
-        return EngineConfig(
+        config = EngineConfig(
             **{field: getattr(args, field) for _, field, _, _ in _FLAGS},
+            scheduler_options=dict(args.scheduler_option or ()),
             compile=not args.no_compile,
-            admission=not args.no_admission,
-            checkpoint_kv=args.checkpoint_kv,
-            keep_halted=not args.drop_halted,
-            offload_for_time=args.offload_for_time,
             classes=_with_ls_objectives(tuple(args.classes or EngineConfig().classes), args.ttft_s, args.tpot_s),
         )
+        options = policy_of(config)[1]
+        typed = {name: getattr(options, name) for name in config.scheduler_options}
+        return dataclasses.replace(config, scheduler_options=typed)
     except ValueError as error:
         raise ValueError(_with_flag_names(str(error))) from None
 

@@ -185,7 +185,8 @@ def measure_mixed_steps(
             config, device_kv_bytes=device_bytes, host_kv_bytes=host_bytes, device_threads=device_threads
         )
         if not host_bytes:  # a manager that keeps copies on the host cannot do without
-            small = dataclasses.replace(small, kv="paged", checkpoint_kv=False)
+            options = {name: value for name, value in config.scheduler_options.items() if name != "checkpoint_kv"}
+            small = dataclasses.replace(small, kv="paged", scheduler_options=options)
         load = partial(
             mixed_load,
             num_steps=4 * _MAX_SAMPLES,

@@ -11,7 +11,8 @@ from omniserve.sched.neo import NEOPolicy
 from omniserve.sched.non_preemptive import NonPreemptivePolicy
 from omniserve.sched.omniserve import OmniServePolicy
 from omniserve.sched.online_only import OnlineOnlyPolicy
-from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.options import PolicyOptions
+from omniserve.sched.policy import SCHEDULERS, Policy, policy_of
 from omniserve.sched.priority import PriorityPolicy
 from omniserve.sched.round_robin import RoundRobinPolicy
 from omniserve.sched.sarathi import SarathiPolicy
@@ -30,10 +31,12 @@ __all__ = [
     "OmniServePolicy",
     "OnlineOnlyPolicy",
     "Policy",
+    "PolicyOptions",
     "PriorityPolicy",
     "RoundRobinPolicy",
     "SarathiPolicy",
     "Scheduler",
     "SchedulerLimits",
     "SchedulerStats",
+    "policy_of",
 ]

@@ -11,6 +11,7 @@ from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.bounds import left_out
 from omniserve.sched.load import Forecast
 from omniserve.sched.omniserve import OmniServePolicy
+from omniserve.sched.options import CoServingOptions
 from omniserve.sched.policy import SCHEDULERS
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.second_batch import SecondBatch
@@ -65,8 +66,8 @@ class APEXPolicy(OmniServePolicy):
     nobody must wait for others that never come). Without a latency model it overlaps always.
     """
 
-    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, forecast)
+    def __init__(self, requests: RequestTable, options: CoServingOptions, forecast: Forecast | None = None) -> None:
+        super().__init__(requests, options, forecast)
         self._second = SecondBatch(requests)
         self._host = HostWatch(forecast.host) if forecast is not None and forecast.host is not None else None
 
@@ -130,12 +131,12 @@ class APEXPolicy(OmniServePolicy):
         if any(state.away is not None and not state.away.ready for state in away):
             return HostRows()
         if away:
-            rows = HostRows(joins=residents.plan_joins(self.limits.most_piggyback_rows, seats))
+            rows = HostRows(joins=residents.plan_joins(self.options.most_rows(self.limits), seats))
         else:
             wanted = min(
                 residents.num_at_token_boundary,
                 seats,
-                self.limits.most_piggyback_rows,
+                self.options.most_rows(self.limits),
                 MIN_HOST_PER_DEVICE * max(1, len(batch.chunks)),
             )
             rows = HostRows(entries=residents.plan_entries(self.requests.host_blocks_for, wanted))

@@ -45,6 +45,7 @@ from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import TimeBound, decision_of
 from omniserve.sched.load import Forecast, largest
+from omniserve.sched.options import PolicyOptions
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.request_table import RequestTable
@@ -120,8 +121,8 @@ class BROSPolicy(Policy):
     predicts = True
     offloads = True
 
-    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, forecast)
+    def __init__(self, requests: RequestTable, options: PolicyOptions, forecast: Forecast | None = None) -> None:
+        super().__init__(requests, options, forecast)
         self._parking = Parking(requests)
         self._base_size = min(BASE_BATCH_SIZE, self.limits.max_num_requests)
         self._batch_size = self._base_size

@@ -28,6 +28,7 @@ from omniserve.core.request import SLO, Request
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import TimeBound, decision_of, tpot_bound
 from omniserve.sched.load import Forecast
+from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.request_table import RequestTable
@@ -39,10 +40,13 @@ class ConServePolicy(Policy):
     """LS, then BE by token within the LS objective; alone, BE in steps of the size with the best throughput."""
 
     predicts = True
+    options_type = LayerPreemptionOptions
     offloads = True
 
-    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, forecast)
+    def __init__(
+        self, requests: RequestTable, options: LayerPreemptionOptions, forecast: Forecast | None = None
+    ) -> None:
+        super().__init__(requests, options, forecast)
         self._parking = Parking(requests)
         self._step_ends_s = -math.inf
         """When the running step ends, as predicted."""

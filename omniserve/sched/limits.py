@@ -8,6 +8,7 @@ from typing import Self
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import ClassSpec, ServiceClass
 from omniserve.core.spec import ModelSpec
+from omniserve.sched.options import PolicyOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,34 +36,21 @@ class SchedulerLimits:
     """Most requests on the host tier; 0: there is none."""
     max_piggyback_slots: int = 32
     """P: most piggyback rows of a layer, and most rows of a second sub-batch."""
-    max_piggyback_rows: int | None = None
-    """Most piggyback rows of a step, over all layers; None: P in every layer."""
     ls_reserve_blocks: int = 0
     """Device blocks that BE requests leave free."""
     checkpoint_blocks: int = 0
     """Most blocks of BE requests to checkpoint a step; 0: none."""
-    swap_in_delay_s: float = 1.0
-    """Seconds that load must have been light before BE KV moves back to the device."""
-    min_residence_s: float = 5.0
-    """Seconds that BE KV stays where it is after a move, unless an LS request needs the memory."""
-    admission: bool = True
-    """Reject LS requests whose predicted TTFT misses their objective."""
-    slack: str = "deadline"
-    """``step`` or ``deadline``; see EngineConfig."""
-    be_order: str = "decode"
-    """``decode`` or ``prefill``: which BE work comes first."""
-    offload_for_time: bool = False
-    """BE decodes that the time bound keeps out go to the host tier, if it has cores of its own."""
 
     @classmethod
     def of(
-        cls, config: EngineConfig, spec: ModelSpec, *, max_model_len: int, num_device_blocks: int, has_host_tier: bool,
-        has_checkpoints: bool,
+        cls, config: EngineConfig, options: PolicyOptions, spec: ModelSpec, *, max_model_len: int,
+        num_device_blocks: int, has_host_tier: bool, has_checkpoints: bool,
     ) -> Self:  # fmt: skip
         """Take them from an engine's settings and its model.
 
         Args:
             config: The settings.
+            options: The policy's.
             spec: The model's sizes.
             max_model_len: Longest prompt plus output, in tokens.
             num_device_blocks: Blocks of the device pool.
@@ -79,19 +67,6 @@ class SchedulerLimits:
             max_num_requests=config.max_num_requests,
             num_host_slots=config.max_host_requests if has_host_tier else 0,
             max_piggyback_slots=config.max_piggyback_slots,
-            max_piggyback_rows=config.max_piggyback_rows,
-            ls_reserve_blocks=int(config.ls_reserve_fraction * num_device_blocks),
-            swap_in_delay_s=config.swap_in_delay_s,
-            min_residence_s=config.min_residence_s,
-            admission=config.admission,
+            ls_reserve_blocks=int(options.ls_reserve_fraction * num_device_blocks),
             checkpoint_blocks=max(1, -(-config.max_step_tokens // config.block_size)) if has_checkpoints else 0,
-            slack=config.slack,
-            be_order=config.be_order,
-            offload_for_time=config.offload_for_time,
         )
-
-    @property
-    def most_piggyback_rows(self) -> int:
-        """Most piggyback rows of a step, over all layers."""
-        rows = self.max_piggyback_rows
-        return rows if rows is not None else self.max_piggyback_slots * (self.num_layers + 1)

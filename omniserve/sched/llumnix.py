@@ -17,6 +17,7 @@ from omniserve.core.plan import Bound, StepPlan
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.load import Forecast
+from omniserve.sched.options import HostTierOptions
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS
@@ -27,11 +28,13 @@ from omniserve.sched.tier_moves import TierMoves
 class LlumnixPolicy(Policy):
     """LS, then BE beside the LS reserve, decodes before prefills, then all piggyback rows that find a seat."""
 
+    options_type = HostTierOptions
+    options: HostTierOptions
     offloads = True
 
-    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, forecast)
-        self._moves = TierMoves(requests, forecast)
+    def __init__(self, requests: RequestTable, options: HostTierOptions, forecast: Forecast | None = None) -> None:
+        super().__init__(requests, options, forecast)
+        self._moves = TierMoves(requests, options, forecast)
 
     def schedule(self, now_s: float) -> StepPlan:
         batch, requests = Batch(self.requests, now_s), self.requests
@@ -41,7 +44,7 @@ class LlumnixPolicy(Policy):
             self._moves.run_or_offload(batch, state)
         if not requests.waiting[LS]:  # a BE prompt must not take the memory that an LS one waits for
             self._admit_be(batch)
-        seats, max_rows = self.limits.max_piggyback_slots, self.limits.most_piggyback_rows
+        seats, max_rows = self.limits.max_piggyback_slots, self.options.most_rows(self.limits)
         max_entries = min(seats, max_rows) if requests.host_is_up else 0
         entries = requests.residents.plan_entries(requests.host_blocks_for, max_entries)
         joins = requests.residents.plan_joins(max_rows - len(entries), seats)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.load import Forecast
 from omniserve.sched.omniserve import OmniServePolicy
+from omniserve.sched.options import CoServingOptions
 from omniserve.sched.policy import SCHEDULERS
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.second_batch import SecondBatch
@@ -24,8 +25,8 @@ class NEOPolicy(OmniServePolicy):
     too, which only slows them down); the first sub-batch has no host rows; prompts are computed into device memory.
     """
 
-    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, forecast)
+    def __init__(self, requests: RequestTable, options: CoServingOptions, forecast: Forecast | None = None) -> None:
+        super().__init__(requests, options, forecast)
         self._second = SecondBatch(requests)
 
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:

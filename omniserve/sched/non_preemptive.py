@@ -17,6 +17,7 @@ import itertools
 from omniserve.core.plan import Bound, StepPlan
 from omniserve.sched.batch import Batch
 from omniserve.sched.load import Forecast
+from omniserve.sched.options import PolicyOptions
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState
@@ -26,8 +27,8 @@ from omniserve.sched.state import BE, LS, Phase, RequestState
 class NonPreemptivePolicy(Policy):
     """Who runs in the order of admission, then waiting LS, then waiting BE, under a fixed token budget."""
 
-    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, forecast)
+    def __init__(self, requests: RequestTable, options: PolicyOptions, forecast: Forecast | None = None) -> None:
+        super().__init__(requests, options, forecast)
         self._running: list[RequestState] = []
         """In the order of admission; those that ended or were preempted leave it as the next step begins."""
 

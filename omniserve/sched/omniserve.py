@@ -25,6 +25,7 @@ from omniserve.sched.bounds import (
     ttft_left_s,
 )
 from omniserve.sched.load import Forecast, StepLoad, largest
+from omniserve.sched.options import CoServingOptions
 from omniserve.sched.piggyback import PiggybackPlan, choose, fill, seat_bucket
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.request_table import RequestTable
@@ -48,13 +49,15 @@ class OmniServePolicy(Policy):
     """
 
     predicts = True
+    options_type = CoServingOptions
+    options: CoServingOptions
     offloads = True
 
-    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, forecast)
-        self._ttft = TTFTForecast(forecast, self.limits) if forecast is not None else None
+    def __init__(self, requests: RequestTable, options: CoServingOptions, forecast: Forecast | None = None) -> None:
+        super().__init__(requests, options, forecast)
+        self._ttft = TTFTForecast(forecast, self.limits, options.slack) if forecast is not None else None
         self._margin = AdmissionMargin()
-        self._moves = TierMoves(requests, forecast)
+        self._moves = TierMoves(requests, options, forecast)
         self._without_memory: RequestState | None = None
         """The BE prompt for which the last step had time, but no memory."""
 
@@ -79,7 +82,7 @@ class OmniServePolicy(Policy):
         load = self.forecast.load(host_works=self.requests.residents.is_busy) if self.forecast is not None else None
         batch, begin_s = Batch(self.requests, now_s, load=load), self.begin_s(now_s)
         decoding = self._decode_ls(batch)
-        s_d, s_be = (tpot_bound(decoding, begin_s, self.limits.slack, share) for share in (LS_HEADROOM, BE_HEADROOM))
+        s_d, s_be = (tpot_bound(decoding, begin_s, self.options.slack, share) for share in (LS_HEADROOM, BE_HEADROOM))
         unfinished, kept_out = self._prefill_ls(batch, s_d, begin_s)
         ls_s, tokens_left = load.seconds() if load is not None else None, batch.tokens_left
         bound = self._best_effort_bound(batch, s_be, decoding, unfinished, begin_s)
@@ -159,7 +162,7 @@ class OmniServePolicy(Policy):
         )  # fmt: skip
         margin = self._margin.share
         waited_s += self.begin_s(now_s) - now_s  # what it will have waited before a step can have it
-        if self.limits.admission and required_s is not None and not prediction.meets(required_s, waited_s, margin):
+        if self.options.admission and required_s is not None and not prediction.meets(required_s, waited_s, margin):
             raise prediction.rejection(required_s, waited_s, margin)
         return waited_s + prediction.expected_s, waited_s + prediction.soonest_s
 
@@ -215,14 +218,14 @@ class OmniServePolicy(Policy):
         entries = self._num_entries()
         seats = seat_bucket(max(entries, *ready), self.limits.max_piggyback_slots)
         trial = batch.load.copy()
-        fill(trial, entries, ready, seats=seats, max_rows=self.limits.most_piggyback_rows)
+        fill(trial, entries, ready, seats=seats, max_rows=self.options.most_rows(self.limits))
         return trial.seconds() - batch.load.seconds()
 
     # -- best-effort ---------------------------------------------------------------------------------------------
 
     def _run_be(self, batch: Batch, bound_s: float) -> tuple[LeftOut, ...]:
         """Schedule BE work on the device in the order of ``be_order``; return what to note of work that is kept out."""
-        if self.limits.be_order == "decode":
+        if self.options.be_order == "decode":
             self._make_room_for_be(batch, self._without_memory)
             kept_out = self._decode_be(batch, bound_s)
             kept_out_prefill, self._without_memory = self._prefill_be(batch, bound_s)
@@ -289,7 +292,8 @@ class OmniServePolicy(Policy):
             refused_by = self._moves.run_or_offload(batch, state)
             if refused_by is not None and state.phase is Phase.DEVICE:
                 kept_out += left_out("BE decode", 1, refused_by, state.request_id)
-        self._moves.offload_for_time(batch, out_of_time)
+        if self.options.offload_for_time:
+            self._moves.offload_for_time(batch, out_of_time)
         return kept_out
 
     def _num_within(self, batch: Batch, decodes: Sequence[RequestState], bound_s: float) -> int:
@@ -323,7 +327,7 @@ class OmniServePolicy(Policy):
             bound_s: Longest step.
             device_tokens: Device rows of it that are best effort.
         """
-        residents, most_rows = self.requests.residents, self.limits.most_piggyback_rows
+        residents, most_rows = self.requests.residents, self.options.most_rows(self.limits)
         ready, num_entries, most_seats = residents.num_ready, self._num_entries(), self.limits.max_piggyback_slots
         if not num_entries and not any(ready):
             return HostRows()
@@ -361,5 +365,5 @@ class OmniServePolicy(Policy):
             len(rows.entries),
             per_layer,
             seats=self.limits.max_piggyback_slots,
-            max_rows=self.limits.most_piggyback_rows,
+            max_rows=self.options.most_rows(self.limits),
         )

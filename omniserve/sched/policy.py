@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, StepPlan
 from omniserve.core.registry import Registry
 from omniserve.core.request import SLO, Request
 from omniserve.sched.load import Forecast
+from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions, PolicyOptions, Value, make_options
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import RequestState
 
@@ -21,18 +24,22 @@ class Policy:
 
     Args:
         requests: All requests, and the KV blocks of each.
+        options: Of ``options_type``.
         forecast: What a step will take; None: there is no latency model.
     """
 
     predicts: ClassVar[bool] = False
     """It makes use of a latency model if there is one."""
+    options_type: ClassVar[type[PolicyOptions]] = PolicyOptions
+    """Its options."""
     offloads: ClassVar[bool] = False
     """It moves requests to the host tier."""
     busy_until_s: float = -math.inf
     """When the step in flight ends, as predicted, and the next one can begin; the engine keeps it."""
 
-    def __init__(self, requests: RequestTable, forecast: Forecast | None = None) -> None:
+    def __init__(self, requests: RequestTable, options: PolicyOptions, forecast: Forecast | None = None) -> None:
         self.requests = requests
+        self.options = options
         self.limits = requests.limits
         self.kv = requests.kv
         self.forecast = forecast
@@ -80,6 +87,30 @@ class Policy:
     def begin_s(self, now_s: float) -> float:
         """Return when a step that is planned now begins: when the one in flight ends."""
         return max(now_s, self.busy_until_s)
+
+
+def policy_of(config: EngineConfig) -> tuple[type[Policy], PolicyOptions]:
+    """Return the policy that the settings name, and its options.
+
+    Raises:
+        ValueError: There is no such policy, it has no such option, or an option is out of range.
+    """
+    policy = SCHEDULERS.get(config.scheduler)
+    return policy, make_options(policy.options_type, config.scheduler_options, scheduler=config.scheduler)
+
+
+def known_options(scheduler: str, values: Mapping[str, Value]) -> dict[str, Value]:
+    """Return those of these options that a policy has, to give several policies the same ones.
+
+    Raises:
+        ValueError: There is no such policy, or neither it nor any built-in one has such an option.
+    """
+    own = {field.name for field in dataclasses.fields(SCHEDULERS.get(scheduler).options_type)}
+    kinds = (CoServingOptions, LayerPreemptionOptions)
+    others = {field.name for kind in kinds for field in dataclasses.fields(kind)} - own
+    if unknown := values.keys() - own - others:
+        raise ValueError(f"no policy has the options {', '.join(sorted(unknown))}; there are {', '.join(own | others)}")
+    return {name: value for name, value in values.items() if name in own}
 
 
 SCHEDULERS: Registry[type[Policy]] = Registry("scheduler", package="omniserve.sched")

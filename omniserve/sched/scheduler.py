@@ -29,6 +29,7 @@ from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, Se
 from omniserve.kv.base import KVManager, Tier
 from omniserve.sched.limits import SchedulerLimits
 from omniserve.sched.load import Forecast
+from omniserve.sched.options import PolicyOptions
 from omniserve.sched.policy import Policy
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import HaltedChunk, Phase, RequestState
@@ -68,16 +69,23 @@ class Scheduler:
 
     Args:
         policy: Decides what each step computes.
+        options: The policy's; None: its defaults.
         limits: Sizes and budgets.
         kv: The block ids; nothing else allocates and frees.
         forecast: What a step will take; None: there is no latency model.
     """
 
     def __init__(
-        self, policy: type[Policy], *, limits: SchedulerLimits, kv: KVManager, forecast: Forecast | None = None
+        self,
+        policy: type[Policy],
+        options: PolicyOptions | None = None,
+        *,
+        limits: SchedulerLimits,
+        kv: KVManager,
+        forecast: Forecast | None = None,
     ) -> None:
         self.requests = RequestTable(limits=limits, kv=kv, offloads=policy.offloads)
-        self.policy = policy(self.requests, forecast)
+        self.policy = policy(self.requests, options or policy.options_type(), forecast)
         self._limits = limits
         self._kv = kv
         self._classes = {spec.name: (rank, ServiceClass(spec.kind)) for rank, spec in enumerate(limits.classes)}

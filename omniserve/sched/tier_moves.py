@@ -9,6 +9,7 @@ from omniserve.core.plan import Bound, MoveDirection
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.load import Forecast
+from omniserve.sched.options import HostTierOptions
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.sliding_max import SlidingMax
 from omniserve.sched.state import BE, LS, RequestState
@@ -24,15 +25,17 @@ class TierMoves:
 
     Args:
         requests: All of them.
+        options: The policy's.
         forecast: The latency model; None: there is none.
     """
 
-    def __init__(self, requests: RequestTable, forecast: Forecast | None) -> None:
+    def __init__(self, requests: RequestTable, options: HostTierOptions, forecast: Forecast | None) -> None:
         self._requests = requests
+        self._options = options
         self._limits = requests.limits
         self._kv = requests.kv
         self._host_has_own_cores = forecast is not None and forecast.host_has_own_cores
-        self._ls_peak = SlidingMax(_PEAK_WINDOWS * requests.limits.min_residence_s)
+        self._ls_peak = SlidingMax(_PEAK_WINDOWS * options.min_residence_s)
         self._light_since_s: float | None = None
         self._tight_since_s: float | None = None
 
@@ -100,19 +103,17 @@ class TierMoves:
     def offload_for_time(self, batch: Batch, kept_out: Sequence[RequestState]) -> None:
         """Offload a decode that the time bound has kept out for a while, if the host tier has cores of its own (3.3.5).
 
-        Only with ``offload_for_time``.
-
         Args:
             batch: The step.
             kept_out: Decodes that the bound kept out of it; empty: the step had time for all.
         """
-        can_offload = self._limits.offload_for_time and self._host_has_own_cores and self._requests.host_is_up
+        can_offload = self._host_has_own_cores and self._requests.host_is_up
         if not (can_offload and kept_out):
             self._tight_since_s = None
             return
         if self._tight_since_s is None:
             self._tight_since_s = batch.now_s
-        if batch.now_s - self._tight_since_s < self._limits.swap_in_delay_s:
+        if batch.now_s - self._tight_since_s < self._options.swap_in_delay_s:
             return
         for state in reversed(kept_out):
             if self._has_stayed(batch, state) and self.offload(batch, state):
@@ -136,7 +137,7 @@ class TierMoves:
             return
         if self._light_since_s is None:
             self._light_since_s = batch.now_s
-        if batch.now_s - self._light_since_s < self._limits.swap_in_delay_s or requests.is_full(BE):
+        if batch.now_s - self._light_since_s < self._options.swap_in_delay_s or requests.is_full(BE):
             return
         for state in requests.residents.queue:
             if state.away is not None or not self._has_stayed(batch, state):
@@ -148,4 +149,4 @@ class TierMoves:
                 return
 
     def _has_stayed(self, batch: Batch, state: RequestState) -> bool:
-        return batch.now_s - state.moved_s >= self._limits.min_residence_s
+        return batch.now_s - state.moved_s >= self._options.min_residence_s

@@ -161,11 +161,13 @@ class TTFTForecast:
     Args:
         forecast: The latency model.
         limits: Sizes, budgets and classes.
+        slack: See ``CoServingOptions``.
     """
 
-    def __init__(self, forecast: Forecast, limits: SchedulerLimits) -> None:
+    def __init__(self, forecast: Forecast, limits: SchedulerLimits, slack: str) -> None:
         self._forecast = forecast
         self._limits = limits
+        self._slack = slack
         self._recent: deque[tuple[int, float | None]] = deque(maxlen=_RECENT)
         self._output_share = 1.0
         """Running mean: how much of its ``max_tokens`` an LS request puts out."""
@@ -211,7 +213,7 @@ class TTFTForecast:
         """
         decodes = self._decodes(decoding, host_works)
         bound_s = tpot_bound(decoding, now_s, "step", LS_HEADROOM).seconds
-        first_bound_s = max(bound_s, tpot_bound(decoding, now_s, self._limits.slack, LS_HEADROOM).seconds)
+        first_bound_s = max(bound_s, tpot_bound(decoding, now_s, self._slack, LS_HEADROOM).seconds)
         max_tokens = max(1, self._limits.max_step_tokens - len(decoding))
         prompts = [Prefill.of(state, state.num_computed_tokens) for state in ahead]
         prompts.append(prompt)

@@ -18,6 +18,8 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.latency import Profile
 from omniserve.sched import SCHEDULERS
+from omniserve.sched.options import named_value
+from omniserve.sched.policy import known_options
 from omniserve.simulate.analytic import analytic_machine, engine_config_for
 from omniserve.simulate.calibration import Calibration, read_samples
 from omniserve.simulate.capacity import highest_rate
@@ -81,8 +83,10 @@ def build_parser() -> argparse.ArgumentParser:
     engine.add_argument("--host-requests", type=int, default=256, help="requests on the host tier (default: 256)")
     engine.add_argument("--device-kv-gb", type=_positive, help="KV pool of all devices (default: what they have left)")
     engine.add_argument("--host-kv-gb", type=_not_negative, help="KV pool of all hosts (default: most of their memory)")
-    engine.add_argument("--no-admission", action="store_true", help="reject no request")
-    engine.add_argument("--slack", choices=("step", "deadline"), default="deadline")
+    engine.add_argument(
+        "--scheduler-option", action="append", type=named_value, default=[], metavar="NAME=VALUE",
+        help="an option of policies, such as slack=step; repeat it. A policy that has it not goes without",
+    )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--no-plan", action="store_true", help="the table only")
     output.add_argument("--target", type=_share, default=0.95, help="share of LS requests in their SLO (default: 0.95)")
@@ -259,8 +263,7 @@ class _Program:
             "max_step_tokens": args.step_tokens,
             "max_num_requests": args.max_requests,
             "max_host_requests": args.host_requests,
-            "admission": not args.no_admission,
-            "slack": args.slack,
+            "scheduler_options": known_options(name, dict(args.scheduler_option)),
             "classes": (
                 ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=args.slo),
                 ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE),

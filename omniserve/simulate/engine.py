@@ -14,7 +14,8 @@ from omniserve.core.request import Request, RequestOutput, ServiceClass
 from omniserve.engine.capacity import max_model_len, num_blocks
 from omniserve.kv import KV_MANAGERS
 from omniserve.latency import CorrectedModel, Predictor, features_of
-from omniserve.sched import SCHEDULERS, Forecast, Scheduler, SchedulerLimits, SchedulerStats
+from omniserve.sched import Forecast, Scheduler, SchedulerLimits, SchedulerStats, policy_of
+from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.simulate.host_tier import SimulatedHostTier
 from omniserve.simulate.machine import Machine
 
@@ -56,9 +57,11 @@ class SimulatedEngine:
         if not (math.isfinite(noise) and noise >= 0):
             raise ValueError(f"noise must be a number >= 0, got {noise}")
         spec = machine.spec
+        policy, options = policy_of(config)
         self.config = config
         self.machine = machine
         self.num_device_blocks, num_host_blocks = num_blocks(config, spec, has_hosts=bool(machine.hosts))
+        self._keeps_halted = not isinstance(options, LayerPreemptionOptions) or options.keep_halted
         self.tier: SimulatedHostTier | None = None
         if num_host_blocks:
             self.tier = SimulatedHostTier(machine.hosts, machine.copies, spec, config.block_size)
@@ -67,11 +70,12 @@ class SimulatedEngine:
         )
         self.limits = SchedulerLimits.of(
             config,
+            options,
             spec,
             max_model_len=max_model_len(config, spec),
             num_device_blocks=self.num_device_blocks,
             has_host_tier=self.tier is not None,
-            has_checkpoints=config.checkpoint_kv or self.kv.restores,
+            has_checkpoints=options.checkpoint_kv or self.kv.restores,
         )
         # With perfect predictions there is nothing to correct, and correcting costs as much as predicting.
         is_exact = noise == 0 and machine.spread is None and machine.forecast is machine.device
@@ -81,7 +85,7 @@ class SimulatedEngine:
         forecast = Forecast(
             predictor, self._shape, host_has_own_cores=machine.host_has_own_cores, host=machine.host_speed
         )
-        self.scheduler = Scheduler(SCHEDULERS.get(config.scheduler), limits=self.limits, kv=self.kv, forecast=forecast)
+        self.scheduler = Scheduler(policy, options, limits=self.limits, kv=self.kv, forecast=forecast)
         self._noise = noise
         self._rng = random.Random(seed)
         self._draw = machine.spread.draws(random.Random(f"{seed} spread")) if machine.spread is not None else None
@@ -184,7 +188,7 @@ class SimulatedEngine:
         num_layers, layer_s, present = self.machine.spec.num_layers, 0.0, -1
         for layer in range(num_layers):
             if layer and not halted and self._must_leave(looked_s, time_s):
-                left = layer if self.config.keep_halted else 0
+                left = layer if self._keeps_halted else 0
                 for chunk in plan.chunks:
                     if chunk.request_id in plan.preemptible:
                         # Who would have gone on at this layer or later stays where it is.

@@ -171,10 +171,10 @@ def test_counters_are_those_of_the_run() -> None:
 
 def test_a_policy_may_have_flags_of_the_server() -> None:
     assert flags_of("fcfs") == ["--scheduler", "fcfs"]
-    assert flags_of("a.b:C,kv=incremental,checkpoint-kv") == [
-        "--scheduler", "a.b:C", "--kv", "incremental", "--checkpoint-kv"
+    assert flags_of("a.b:C,kv=incremental,no-compile,scheduler-option=checkpoint_kv=true") == [
+        "--scheduler", "a.b:C", "--kv", "incremental", "--no-compile", "--scheduler-option", "checkpoint_kv=true",
     ]  # fmt: skip
-    assert coserve.parse_arguments(["--policies", "bros,checkpoint-kv"]).policies == ["bros,checkpoint-kv"]
+    assert coserve.parse_arguments(["--policies", "bros,kv=paged"]).policies == ["bros,kv=paged"]
     with pytest.raises(SystemExit):
         coserve.parse_arguments(["--policies", "none-such,kv=incremental"])
 
@@ -207,7 +207,7 @@ def test_every_registered_policy_runs_by_default() -> None:
     [
         (["--url", "http://x"], "--url and --name"),
         (["--priority-field"], "are for a server at --url"),
-        (["--url", "http://x", "--name", "x", "--", "--no-admission"], "cannot be given to a server that is running"),
+        (["--url", "http://x", "--name", "x", "--", "--no-compile"], "cannot be given to a server that is running"),
         (["--policies", "best"], "unknown scheduler 'best'"),
         (["--slo-scales", "0"], "must be > 0"),
     ],

@@ -445,7 +445,7 @@ def test_primed_requests_decode_at_once_where_they_should() -> None:
     spec = model.omniserve.spec
     config = config_of(
         model, scheduler=PRIMED, device_kv_bytes=6 * spec.kv_block_bytes(64), host_kv_bytes=4 * spec.kv_block_bytes(64),
-        max_host_requests=2, swap_in_delay_s=1e9,
+        max_host_requests=2, scheduler_options={"swap_in_delay_s": 1e9},
     )  # fmt: skip
     assert kv_token_bytes(spec) * 64 == spec.kv_block_bytes(64)
     with open_engine(model, config) as engine:

@@ -198,7 +198,7 @@ def ls_tokens_per_step(engine: Engine, num_be: int, steps: int) -> list[int]:
 @pytest.mark.parametrize("delay_s", [0.0, 0.02])
 def test_ls_gets_a_token_each_step_however_slow_the_host_is(make_engine: MakeEngine, delay_s: float) -> None:
     # The reserve holds the LS request, so that it never waits for memory either.
-    engine = make_engine(device_blocks=16, host_blocks=200, ls_reserve_fraction=0.35)
+    engine = make_engine(device_blocks=16, host_blocks=200, scheduler_options={"ls_reserve_fraction": 0.35})
     assert engine.host_tier is not None
     engine.host_tier.inject(delay_s=delay_s)
     assert ls_tokens_per_step(engine, 8, 30) == [1] * 30

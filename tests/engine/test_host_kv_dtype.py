@@ -41,8 +41,7 @@ def test_an_int8_engine_runs_to_the_end(model: PreTrainedModel, make_engine: Cal
         host_blocks=30,
         max_model_len=80,
         host_kv_dtype="int8",
-        swap_in_delay_s=0.002 * seed,
-        min_residence_s=0.0,
+        scheduler_options={"swap_in_delay_s": 0.002 * seed, "min_residence_s": 0.0},
         max_host_requests=8,
         host_threads=2,
     )

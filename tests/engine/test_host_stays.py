@@ -12,7 +12,8 @@ from tests.server.tokenizers_for_tests import byte_level_tokenizer
 
 
 def test_stays_on_the_host_tier_are_told_once_and_lie_within_the_decode(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(device_blocks=12, host_threads=1, swap_in_delay_s=0.0, min_residence_s=0.0)
+    options = {"swap_in_delay_s": 0.0, "min_residence_s": 0.0}
+    engine = make_engine(device_blocks=12, host_threads=1, scheduler_options=options)
     for i in range(8):
         sampling = SamplingParams(max_tokens=40, ignore_eos=True)
         engine.add(Request(prompt_token_ids=[3 + i] * 9, sampling=sampling, service_class="BE"))

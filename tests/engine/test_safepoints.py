@@ -37,7 +37,7 @@ def test_rows_go_on_at_their_layer_or_begin_anew(make_engine: MakeEngine, keep: 
     quiet = make_engine(scheduler=preemptible.NAME)
     expected = tokens_of(quiet, quiet.add(request("BE")))
 
-    engine = make_engine(scheduler=preemptible.NAME, keep_halted=keep)
+    engine = make_engine(scheduler=preemptible.NAME, scheduler_options={"keep_halted": keep})
     plans: list[StepPlan] = []
     engine.on_step = lambda plan, host_works, seconds: plans.append(plan)
     asked: list[int] = []

@@ -177,7 +177,7 @@ def test_a_scheduler_that_uses_both_tiers(kv: str, async_steps: bool, gpu: FakeR
     """Prompts, decodes, moves, entries and joins as they come; no launch waits for the device."""
     with engine_on(
         gpu, "llama", torch.bfloat16, kv=kv, async_steps=async_steps, device_kv_bytes=1 << 13, max_num_requests=4,
-        max_step_tokens=16, min_residence_s=0.0, swap_in_delay_s=0.0,
+        max_step_tokens=16, scheduler_options={"min_residence_s": 0.0, "swap_in_delay_s": 0.0},
     ) as fake:  # fmt: skip
         sampling = SamplingParams(max_tokens=12)
         requests = [

@@ -86,7 +86,9 @@ def test_without_a_host_tier_nothing_of_it_is_measured(model: PreTrainedModel, c
     assert alone.dense[STATES[0]] == alone.dense[STATES[1]]
 
 
-@pytest.mark.parametrize("settings", [{"kv": "incremental"}, {"kv": "bidirectional"}, {"checkpoint_kv": True}])
+@pytest.mark.parametrize(
+    "settings", [{"kv": "incremental"}, {"kv": "bidirectional"}, {"scheduler_options": {"checkpoint_kv": True}}]
+)
 def test_managers_that_keep_copies_on_the_host_are_measured(
     model: PreTrainedModel, config: EngineConfig, settings: dict[str, object]
 ) -> None:

@@ -27,6 +27,7 @@ from omniserve import (
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.kv import BidirectionalKVManager, Tier
 from omniserve.latency import ModelShape, Profile
+from tests.engine_settings import flat_config
 from tests.latency.samples import make_profile
 from tests.parity.models import VOCAB_SIZE
 
@@ -127,7 +128,7 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
         "compile": False,
         "async_steps": False,
     }
-    return EngineConfig(**{**settings, **fixed})  # type: ignore[arg-type]
+    return flat_config({**settings, **fixed})
 
 
 def check_prompt_logprobs(got: list[TokenLogprob], prompt: tuple[int, ...], logprobs_TV: torch.Tensor) -> None:

@@ -8,10 +8,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from omniserve.core.config import EngineConfig
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.kv import KV_MANAGERS, BidirectionalKVManager
-from omniserve.sched import SCHEDULERS, Forecast, Scheduler, SchedulerLimits
+from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
+from omniserve.sched.policy import known_options
 from tests.sched.fake_device import FakeDevice
 from tests.sched.predictor import forecast
 from tests.sched.stepping import OverlappingStepping, Stepping
@@ -35,19 +37,27 @@ class Machine:
 
     def __init__(
         self, policy: str, *, kv: str, device_blocks: int, host_blocks: int, seed: int = 0,
-        predict: dict[str, float] | None = None, overlaps: bool = False, limits: dict[str, Any],
+        predict: dict[str, float] | None = None, overlaps: bool = False, settings: dict[str, Any],
     ) -> None:  # fmt: skip
         self.now_s = 0.0
         self.finished: set[str] = set()
-        self.limits = SchedulerLimits(
-            **{"num_layers": 2, "block_size": BLOCK, "max_model_len": 1000, "num_host_slots": 8 if host_blocks else 0}
-            | limits
-        )
+        limits = {
+            "num_layers": 2,
+            "block_size": BLOCK,
+            "max_model_len": 1000,
+            "num_host_slots": 8 if host_blocks else 0,
+        }
+        settings = limits | settings
+        options = {name: settings.pop(name) for name in settings.keys() - SchedulerLimits.__dataclass_fields__.keys()}
+        self.limits = SchedulerLimits(**settings)
         self.kv = KV_MANAGERS.get(kv)(num_device_blocks=device_blocks, num_host_blocks=host_blocks, block_size=BLOCK)
         self.forecast: Forecast | None = None
         if predict is not None:
             self.forecast = forecast(self.limits.num_layers, **predict)
-        self.scheduler = Scheduler(SCHEDULERS.get(policy), limits=self.limits, kv=self.kv, forecast=self.forecast)
+        self.scheduler = Scheduler(
+            *policy_of(EngineConfig(scheduler=policy, scheduler_options=known_options(policy, options))),
+            limits=self.limits, kv=self.kv, forecast=self.forecast,
+        )  # fmt: skip
         self.requests = self.scheduler.requests
         self.device = FakeDevice(
             block_size=BLOCK, num_layers=self.limits.num_layers, max_tokens=self.limits.max_step_tokens,
@@ -101,9 +111,11 @@ class Bench(Machine):
 
     def __init__(
         self, policy: str, *, kv: str = "tiered", device_blocks: int = 8, host_blocks: int = 0, seed: int = 0,
-        **limits: Any,
+        **settings: Any,
     ) -> None:  # fmt: skip
-        super().__init__(policy, kv=kv, device_blocks=device_blocks, host_blocks=host_blocks, seed=seed, limits=limits)
+        super().__init__(
+            policy, kv=kv, device_blocks=device_blocks, host_blocks=host_blocks, seed=seed, settings=settings
+        )
 
     def step(self, *, host_chance: float = 1.0, seconds: float = 0.01) -> tuple[StepPlan, list[RequestOutput]]:
         return self._run(host_chance, lambda plan: seconds)
@@ -114,11 +126,11 @@ class Clock(Machine):
 
     def __init__(
         self, *, device_blocks: int = 400, host_blocks: int = 0, predict: dict[str, float] | None = None,
-        slower: float = 1.0, policy: str = "omniserve", kv: str = "tiered", overlaps: bool = False, **limits: Any,
+        slower: float = 1.0, policy: str = "omniserve", kv: str = "tiered", overlaps: bool = False, **settings: Any,
     ) -> None:  # fmt: skip
         super().__init__(
             policy, kv=kv, device_blocks=device_blocks, host_blocks=host_blocks, predict=predict or {},
-            overlaps=overlaps, limits=limits,
+            overlaps=overlaps, settings=settings,
         )  # fmt: skip
         self.slower = slower
         self.first_s: dict[str, float] = {}

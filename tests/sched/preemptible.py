@@ -7,6 +7,7 @@ import dataclasses
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request
 from omniserve.sched import SarathiPolicy
+from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.sched.state import BE
 
 NAME = "tests.sched.preemptible:PreemptibleSarathi"
@@ -14,6 +15,8 @@ NAME = "tests.sched.preemptible:PreemptibleSarathi"
 
 class PreemptibleSarathi(SarathiPolicy):
     """``sarathi`` with safepoints."""
+
+    options_type = LayerPreemptionOptions
 
     def schedule(self, now_s: float) -> StepPlan:
         plan = super().schedule(now_s)

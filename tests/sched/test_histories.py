@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
+from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import Bound, HostEvent, HostEventKind, MoveDirection, StepOutput, StepPlan
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams, ServiceClass, Stay
 from omniserve.kv import KV_MANAGERS, BidirectionalKVManager, Tier, TieredKVManager
 from omniserve.kv.base import KVManager
 from omniserve.latency import features_of
-from omniserve.sched import SCHEDULERS, Forecast, Scheduler, SchedulerLimits
+from omniserve.sched import SCHEDULERS, Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.admission import LARGEST_MARGIN
+from omniserve.sched.policy import known_options
 from omniserve.sched.state import RequestState
 from tests.sched import preemptible
 from tests.sched.fake_device import VOCAB, FakeDevice, expected_tokens
@@ -56,14 +58,17 @@ def make(
         max_num_requests=rng.choice([3, 16]),
         num_host_slots=rng.choice([2, 8]) if num_host_blocks else 0,
         max_piggyback_slots=rng.choice([1, 4]),
-        max_piggyback_rows=rng.choice([None, 2]),
         ls_reserve_blocks=rng.choice([0, 3]),
         checkpoint_blocks=rng.choice([0, 1, 4]),
-        be_order="decode" if num_device_blocks % 2 else "prefill",
-        swap_in_delay_s=rng.choice([0.0, 0.02]),
-        offload_for_time=rng.random() < 0.5,
-        min_residence_s=rng.choice([0.0, 0.1]),
     )
+    options: dict[str, Any] = {
+        "max_piggyback_rows": rng.choice([None, 2]),
+        "be_order": "decode" if num_device_blocks % 2 else "prefill",
+        "swap_in_delay_s": rng.choice([0.0, 0.02]),
+        "offload_for_time": rng.random() < 0.5,
+        "min_residence_s": rng.choice([0.0, 0.1]),
+    }
+    policy = policy_of(EngineConfig(scheduler=scheduler, scheduler_options=known_options(scheduler, options)))
     device = FakeDevice(
         block_size=BLOCK,
         num_layers=limits.num_layers,
@@ -73,7 +78,7 @@ def make(
         halt_rate=halt_rate,
     )
     oracle = draw_forecast(rng, limits.num_layers) if has_forecast else None
-    made = Scheduler(SCHEDULERS.get(scheduler), limits=limits, kv=kv, forecast=oracle)
+    made = Scheduler(*policy, limits=limits, kv=kv, forecast=oracle)
     device.abandoned = made.requests.abandoned_moves
     if isinstance(kv, BidirectionalKVManager):
         device.sharers = kv._device.sharers

@@ -38,7 +38,7 @@ def test_defaults_are_those_of_engine_config():
         ("--scheduler", SCHEDULERS),
         ("--kv", KV_MANAGERS),
         ("--attention", DEVICE_ATTENTION),
-        ("--latency-model", LATENCY_MODELS),
+        ("--scheduler-option", LATENCY_MODELS),
     ],
 )
 def test_help_has_all_names(program, flag, registry):
@@ -66,9 +66,9 @@ def test_every_flag_arrives():
         *"--host-kv-dtype int8".split(),
         *"--max-num-requests 7 --max-host-requests 8 --max-piggyback-slots 9 --device-threads 2".split(),
         *"--host-threads 3 --no-compile --ls-ttft-slo 0.25 --ls-tpot-slo 0.05 --shutdown-timeout 1.5".split(),
-        *"--log-level error --served-model-name nick --swap-in-delay 0.5 --latency-model bros --slack step".split(),
-        *"--be-order prefill --drop-halted --offload-for-time".split(),
-        *"--trace-steps steps.jsonl --no-admission --checkpoint-kv --profile p.json --profile-time-limit 5".split(),
+        *"--log-level error --served-model-name nick --trace-steps steps.jsonl".split(),
+        *"--scheduler-option checkpoint_kv=true --scheduler-option latency_model=bros".split(),
+        *"--profile p.json --profile-time-limit 5".split(),
     )
     assert loader.config == EngineConfig(
         scheduler="fcfs",
@@ -85,15 +85,8 @@ def test_every_flag_arrives():
         max_piggyback_slots=9,
         device_threads=2,
         host_threads=3,
-        swap_in_delay_s=0.5,
-        latency_model="bros",
-        slack="step",
-        be_order="prefill",
-        keep_halted=False,
-        offload_for_time=True,
+        scheduler_options={"checkpoint_kv": True, "latency_model": "bros"},
         trace_steps="steps.jsonl",
-        admission=False,
-        checkpoint_kv=True,
         compile=False,
         classes=(
             ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=0.25, tpot_s=0.05)),
@@ -104,6 +97,26 @@ def test_every_flag_arrives():
     assert (loader.profile, loader.profile_time_limit_s, loader.with_profile) == (Path("p.json"), 5, True)
     assert (options.host, options.port, options.model_name) == ("0.0.0.0", 0, "nick")
     assert (options.shutdown_timeout_s, options.log_level) == (1.5, "error")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "option", "value"),
+    [
+        ("omniserve", "max_piggyback_rows=94", 94),
+        ("omniserve", "max_piggyback_rows=none", None),
+        ("omniserve", "ls_reserve_fraction=0.25", 0.25),
+        ("omniserve", "swap_in_delay_s=2.5", 2.5),
+        ("llumnix", "min_residence_s=3", 3.0),
+        ("neo", "admission=false", False),
+        ("apex", "be_order=prefill", "prefill"),
+        ("omniserve", "offload_for_time=True", True),
+        ("omniserve", "slack=step", "step"),
+        ("conserve", "keep_halted=false", False),
+    ],
+)
+def test_options_of_policies_have_their_types(scheduler, option, value):
+    config = parse("--scheduler", scheduler, "--scheduler-option", option)[1].config
+    assert config.scheduler_options == {option.partition("=")[0]: value}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:13"])
@@ -131,8 +144,13 @@ def test_loader_can_travel_to_another_process():
         ("--device gpu", "--device: must be auto, cpu, cuda or cuda:N, got 'gpu'"),
         ("--ls-ttft-slo 0", "--ls-ttft-slo must be a positive number of seconds"),
         ("--scheduller fcfs", "unrecognized arguments"),
-        ("--slack none", "--slack must be step or deadline"),
-        ("--swap-in-delay -1", "--swap-in-delay: must be a number >= 0"),
+        ("--scheduler-option slack=none", "slack must be step or deadline"),
+        ("--scheduler-option swap_in_delay_s=-1", "swap_in_delay_s must be a number >= 0, got -1"),
+        ("--scheduler-option slack", "--scheduler-option: must be NAME=VALUE, got 'slack'"),
+        ("--scheduler-option admission=maybe", "admission must be true or false, got 'maybe'"),
+        ("--scheduler-option nap=1", "scheduler 'omniserve' has no option 'nap'; it has"),
+        ("--scheduler fcfs --scheduler-option slack=step", "scheduler 'fcfs' has no option 'slack'; it has"),
+        ("--scheduler none", "unknown --scheduler 'none'"),
         ("--profile-time-limit 0", "--profile-time-limit: must be a number > 0"),
         ("--profile x --no-profile", "not allowed with argument"),
         ("--class chat", "--class: must be NAME:KIND or NAME:KIND:TTFT:TPOT, got 'chat'"),
@@ -144,7 +162,7 @@ def test_loader_can_travel_to_another_process():
         ("--class a:LS --class a:BE", "--class must have different names"),
         ("--class a:LS", "one of kind BE"),
         ("--class a:BE --class b:LS", "--class of kind LS must come before"),
-        ("--ls-reserve-fraction 1", "--ls-reserve-fraction must be in [0, 1), got 1"),
+        ("--scheduler-option ls_reserve_fraction=1", "ls_reserve_fraction must be in [0, 1), got 1"),
         ("--host-cores 3-1", "--host-cores: must be cores and ranges of them, such as 0-3,8, got '3-1'"),
         ("--host-cores 1,,2", "--host-cores: must be cores"),
         ("--class a:LS --class b:BE --ls-ttft-slo 1", "--ls-tpot-slo need a class named LS"),

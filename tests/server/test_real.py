@@ -234,7 +234,8 @@ def test_trace_is_explained(server, cache_folder):
 
 def test_stays_on_the_host_tier_are_in_the_trace(model_folder, cache_folder):
     """Requests that outgrow the device's memory leave it, decode on the host tier, and may come back."""
-    flags = "--dtype float32 --no-profile --device-kv-gib 0.0002 --swap-in-delay 0 --min-residence 0"
+    flags = "--dtype float32 --no-profile --device-kv-gib 0.0002 "
+    flags += "--scheduler-option swap_in_delay_s=0 --scheduler-option min_residence_s=0"
     with receiving() as receiver:
         server = start(model_folder, cache_folder, *flags.split(), "--otlp-endpoint", receiver.url).wait_until_ready()
         answer = server.client().completions.create(

@@ -10,11 +10,17 @@ import yaml
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import ClassSpec
+from omniserve.launch.flags import FORMER_FLAGS
 from omniserve.server.cli import parse_args
 
 # Field of EngineConfig -> the setting for it, a value of that, and what the field is then; not its default.
 SETTINGS = {
     "scheduler": ("scheduler", "fcfs", "fcfs"),
+    "scheduler_options": (
+        "scheduler-option",
+        ["slack=step", "swap_in_delay_s=2.5"],
+        {"slack": "step", "swap_in_delay_s": 2.5},
+    ),
     "kv": ("kv", "paged", "paged"),
     "attention": ("attention", "sdpa", "sdpa"),
     "device_kv_bytes": ("device-kv-gib", 0.5, 1 << 29),
@@ -26,17 +32,6 @@ SETTINGS = {
     "max_num_requests": ("max-num-requests", 97, 97),
     "max_host_requests": ("max-host-requests", 96, 96),
     "max_piggyback_slots": ("max-piggyback-slots", 95, 95),
-    "max_piggyback_rows": ("max-piggyback-rows", 94, 94),
-    "ls_reserve_fraction": ("ls-reserve-fraction", 0.25, 0.25),
-    "swap_in_delay_s": ("swap-in-delay", 2.5, 2.5),
-    "min_residence_s": ("min-residence", 3.5, 3.5),
-    "checkpoint_kv": ("checkpoint-kv", True, True),
-    "keep_halted": ("drop-halted", True, False),
-    "latency_model": ("latency-model", "bros", "bros"),
-    "admission": ("no-admission", True, False),
-    "be_order": ("be-order", "prefill", "prefill"),
-    "offload_for_time": ("offload-for-time", True, True),
-    "slack": ("slack", "step", "step"),
     "trace_steps": ("trace-steps", "steps.jsonl", "steps.jsonl"),
     "device_threads": ("device-threads", 5, 5),
     "host_threads": ("host-threads", 6, 6),
@@ -60,7 +55,7 @@ block-size: 16
 port: 1234
 device-kv-gib: 0.7
 no-compile: true
-checkpoint-kv: false
+scheduler-option: [slack=step]
 class: [chat:LS:0.5:0.05, batch:BE]
 cors-origin: https://a.example
 profile: p.json
@@ -72,7 +67,12 @@ profile: p.json
 def test_file_sets_what_nothing_else_does(file):
     options, loader = parse_args(["--config", str(file)])
     config = loader.config
-    assert (config.block_size, options.port, config.compile, config.checkpoint_kv) == (16, 1234, False, False)
+    assert (config.block_size, options.port, config.compile, config.scheduler_options) == (
+        16,
+        1234,
+        False,
+        {"slack": "step"},
+    )
     assert config.device_kv_bytes == int(0.7 * 2**30)
     assert [spec.name for spec in config.classes] == ["chat", "batch"]
     assert options.cors_origins == ("https://a.example",)
@@ -83,11 +83,16 @@ def test_environment_wins_over_the_file(file, monkeypatch):
     monkeypatch.setenv("OMNISERVE_CONFIG", str(file))
     monkeypatch.setenv("OMNISERVE_BLOCK_SIZE", "32")
     monkeypatch.setenv("OMNISERVE_NO_COMPILE", "false")
-    monkeypatch.setenv("OMNISERVE_CHECKPOINT_KV", "true")
+    monkeypatch.setenv("OMNISERVE_SCHEDULER_OPTION", '["admission=false"]')
     monkeypatch.setenv("OMNISERVE_CLASS", '["a:LS", "b:BE"]')
     options, loader = parse_args([])
     config = loader.config
-    assert (config.block_size, options.port, config.compile, config.checkpoint_kv) == (32, 1234, True, True)
+    assert (config.block_size, options.port, config.compile, config.scheduler_options) == (
+        32,
+        1234,
+        True,
+        {"admission": False},
+    )
     assert [spec.name for spec in config.classes] == ["a", "b"]
 
 
@@ -144,6 +149,22 @@ def test_file_that_is_wrong(tmp_path, capsys, text, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("source", ["flag", "environment", "file"])
+@pytest.mark.parametrize("flag", FORMER_FLAGS)
+def test_a_flag_that_is_gone_names_the_new_form(flag, source, monkeypatch, tmp_path, capsys):
+    name, arguments = flag.removeprefix("--"), [flag]
+    if source == "environment":
+        monkeypatch.setenv(f"OMNISERVE_{name.replace('-', '_').upper()}", "1")
+        arguments = []
+    elif source == "file":
+        (tmp_path / "settings.yaml").write_text(f"{name}: true")
+        arguments = ["--config", str(tmp_path / "settings.yaml")]
+    with pytest.raises(SystemExit) as caught:
+        parse_args(arguments)
+    assert caught.value.code == 2
+    assert f"is gone: give {FORMER_FLAGS[flag]}" in capsys.readouterr().err
+
+
 def test_file_that_is_not_there(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--config", "/no/such/file"])
@@ -166,11 +187,11 @@ def printed(capsys, *arguments):
 
 def test_settings_are_printed_with_where_they_come_from(file, monkeypatch, capsys):
     monkeypatch.setenv("OMNISERVE_MAX_STEP_TOKENS", "77")
-    lines = printed(capsys, "--config", str(file), "--scheduler", "fcfs", "--api-key", "hidden").splitlines()
+    lines = printed(capsys, "--config", str(file), "--scheduler", "neo", "--api-key", "hidden").splitlines()
     for line in (
         f"block-size: 16  # {file}",
         "max-step-tokens: 77  # environment",
-        "scheduler: fcfs  # flag",
+        "scheduler: neo  # flag",
         "host: 127.0.0.1  # default",
         f"class: ['chat:LS:0.5:0.05', 'batch:BE']  # {file}",
     ):
@@ -185,10 +206,10 @@ def test_what_is_printed_instead_of_a_key_is_none(tmp_path, capsys):
 
 
 def test_what_is_printed_means_the_same(file, tmp_path, capsys):
-    text = printed(capsys, "--config", str(file), "--swap-in-delay", "0.25", "--model", "m")
-    assert yaml.safe_load(text)["swap-in-delay"] == 0.25
+    text = printed(capsys, "--config", str(file), "--scheduler-option", "swap_in_delay_s=0.25", "--model", "m")
+    assert yaml.safe_load(text)["scheduler-option"] == ["swap_in_delay_s=0.25"]
     again = tmp_path / "again.yaml"
     again.write_text(text)
     assert parse_args(["--config", str(again)]) == parse_args(
-        ["--config", str(file), "--swap-in-delay", "0.25", "--model", "m"]
+        ["--config", str(file), "--scheduler-option", "swap_in_delay_s=0.25", "--model", "m"]
     )

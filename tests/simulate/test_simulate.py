@@ -13,6 +13,7 @@ from omniserve.sched import SCHEDULERS
 from omniserve.simulate import HostNode, Load, Result, SimulationConfig, simulate
 from omniserve.simulate.engine import StepRecord
 from omniserve.simulate.load import TraceRequest, lognormal_lengths, poisson, requests
+from tests.engine_settings import flat_config
 from tests.simulate.machines import BLOCK_BYTES, constant, machine
 
 HOST = HostNode(num_threads=2, key_s=1e-5, task_s=1e-5, latency_s=1e-5)
@@ -24,7 +25,7 @@ def engine(*, blocks: int = 200, host_blocks: int = 0, **settings: object) -> En
         "max_step_tokens": 64, "scheduler": "sarathi",
         "classes": (ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=1.0, tpot_s=0.1)), ClassSpec(name="BE", kind="BE")),
     }  # fmt: skip
-    return EngineConfig(**{**values, **settings})  # type: ignore[arg-type]
+    return flat_config({**values, **settings})
 
 
 def mixed_load(seed: int, *, duration_s: float = 20.0, backlog: int = 0) -> Load:

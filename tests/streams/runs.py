@@ -15,9 +15,10 @@ from unittest import mock
 
 import torch
 
-from omniserve import Engine, EngineConfig, FinishReason, Request, SamplingParams, patch
+from omniserve import Engine, FinishReason, Request, SamplingParams, patch
 from omniserve.host.moves import HostMoves
 from omniserve.host.staging import StagedMover
+from tests.engine_settings import flat_config
 from tests.parity.engine_histories import BLOCK, Reference, poison
 from tests.parity.models import tiny_model
 from tests.sched import preemptible
@@ -136,7 +137,7 @@ class Bench:
             block_bytes = model.omniserve.spec.kv_block_bytes(BLOCK)
             for name in ("device", "host"):
                 settings[f"{name}_kv_bytes"] = block_bytes * settings.pop(f"{name}_blocks")
-            config = EngineConfig(block_size=BLOCK, max_model_len=80, compile=False, **settings)
+            config = flat_config({"block_size": BLOCK, "max_model_len": 80, "compile": False, **settings})
             self.cuda.device.drain()
             self.cuda.device.set_order(order)
             try:

@@ -82,7 +82,8 @@ def open_tiny(model: Any, **settings: Any) -> Engine:
     block_bytes = model.omniserve.spec.kv_block_bytes(BLOCK)
     defaults: dict[str, Any] = {
         "block_size": BLOCK, "max_model_len": 80, "device_kv_bytes": 12 * block_bytes, "host_kv_bytes": 1 << 20,
-        "compile": False, "async_steps": False, "swap_in_delay_s": 0.01, "min_residence_s": 0.0,
+        "compile": False, "async_steps": False,
+        "scheduler_options": {"swap_in_delay_s": 0.01, "min_residence_s": 0.0},
     }  # fmt: skip
     return Engine(model, EngineConfig(**defaults | settings))
 

@@ -1,0 +1,144 @@
+"""Options of policies: settings that only policies read, given as ``EngineConfig.scheduler_options``.
+
+Each policy names the group that it reads (``Policy.options_type``). Policies that read the same options share a group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from omniserve.sched.limits import SchedulerLimits
+
+Value = bool | int | float | str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """Options of every policy."""
+
+    ls_reserve_fraction: float = 0.05
+    """Share of the device blocks that BE requests leave free for LS ones, in [0, 1)."""
+    checkpoint_kv: bool = False
+    """Copy full blocks of BE requests to the host tier as they fill, so that moving a request there costs one block.
+    The KV manager ``incremental`` always does; ``bidirectional`` never: it copies what is about to be overwritten."""
+    latency_model: str = "omniserve"
+    """What predicts steps if the engine has a profile: a name in LATENCY_MODELS, or ``package.module:Class``."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{field.name} must be a number >= 0, got {value}")
+        if self.ls_reserve_fraction >= 1:
+            raise ValueError(f"ls_reserve_fraction must be in [0, 1), got {self.ls_reserve_fraction}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTierOptions(PolicyOptions):
+    """Options of policies that run BE decodes on the host tier."""
+
+    max_piggyback_rows: int | None = None
+    """Most piggyback rows in a step over all layers; None: ``max_piggyback_slots`` in every layer."""
+    swap_in_delay_s: float = 1.0
+    """Seconds that load must have been light before BE KV moves back to the device. Paper: omniserve 3.2.4."""
+    min_residence_s: float = 5.0
+    """Seconds that a BE request's KV stays where it is after a move, unless an LS request needs the memory."""
+
+    def most_rows(self, limits: SchedulerLimits) -> int:
+        """Return the most piggyback rows of a step, over all layers."""
+        every_layer = limits.max_piggyback_slots * (limits.num_layers + 1)
+        return self.max_piggyback_rows if self.max_piggyback_rows is not None else every_layer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_piggyback_rows is not None and self.max_piggyback_rows < 1:
+            raise ValueError(f"max_piggyback_rows must be >= 1 or None, got {self.max_piggyback_rows}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoServingOptions(HostTierOptions):
+    """Options of policies that fill steps with BE work up to the tightest objective."""
+
+    admission: bool = True
+    """Reject LS requests whose predicted TTFT misses their objective."""
+    be_order: Literal["decode", "prefill"] = "decode"
+    """``decode``: BE decodes come before BE prompts, which get the time that is left. ``prefill``: the paper's order
+    (omniserve 3.3.2); more BE prompts than the device can prefill then leave no time to decode."""
+    offload_for_time: bool = False
+    """BE decodes for which steps have no time go to the host tier although the device has memory for them, if the host
+    tier has cores of its own (omniserve 3.3.5). There each token takes a step a layer: they come to fewer tokens."""
+    slack: Literal["step", "deadline"] = "deadline"
+    """``step``: no step is longer than the shortest TPOT in it. ``deadline``: a request that is ahead of its schedule
+    lends its lead to the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPreemptionOptions(PolicyOptions):
+    """Options of policies with BE rows that may leave a step between two layers. Paper: conserve 4.3."""
+
+    keep_halted: bool = True
+    """These rows go on later from the layer where they left; False: they begin anew, as in the paper."""
+
+
+Options = TypeVar("Options", bound=PolicyOptions)
+
+
+def make_options(kind: type[Options], values: Mapping[str, Value], *, scheduler: str) -> Options:
+    """Return options with these values.
+
+    Args:
+        kind: The policy's group.
+        values: By name. A string is read as the option's type, so that a command line can give all of them.
+        scheduler: The policy's name, for errors.
+
+    Raises:
+        ValueError: There is no such option, or its value is out of range or of another type.
+    """
+    types = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+    for name in values:
+        if name not in names:
+            raise ValueError(f"scheduler {scheduler!r} has no option {name!r}; it has {', '.join(names)}")
+    given: dict[str, Any] = {name: _value(name, types[name], value) for name, value in values.items()}
+    return kind(**given)
+
+
+def _value(name: str, kind: Any, value: Any) -> Any:
+    choices = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        if value not in choices:
+            raise ValueError(f"{name} must be {' or '.join(choices)}, got {value!r}")
+        return value
+    if type(None) in choices:
+        if value is None or value == "none":
+            return None
+        (kind,) = (choice for choice in choices if choice is not type(None))
+    if kind is bool:
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if isinstance(value, bool):
+            return value
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    if kind is str or isinstance(value, bool):
+        if isinstance(value, kind) and not isinstance(value, bool):
+            return value
+        raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}")
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}") from None
+
+
+def named_value(text: str) -> tuple[str, str]:
+    """Read ``NAME=VALUE``; an argparse type."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    return name, value
