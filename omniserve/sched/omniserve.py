@@ -197,7 +197,7 @@ class OmniServePolicy(Policy):
             decoding, s_be.seconds, self._margin.share, busy_s=begin_s - batch.now_s
         )
         bound = bound.or_tighter(newcomer_s, "ttft of a new request")
-        if batch.load.is_empty:
+        if batch.load.features.is_empty:
             # No LS work: the machine is never left idle because its smallest step is too long for a newcomer.
             trial = batch.load.copy()
             trial.add_chunk(0, MIN_BE_CHUNK, samples=True)
@@ -303,7 +303,7 @@ class OmniServePolicy(Policy):
 
         def seconds(count: int) -> float:
             trial = load.copy()
-            trial.add_decodes(count, contexts[count - 1], loads[count - 1], num_sampled=count)
+            trial.add_decodes(count, contexts[count - 1], loads[count - 1], samples=count)
             return trial.seconds()
 
         within = largest(seconds, most, bound_s)

@@ -217,7 +217,7 @@ class TTFTForecast:
         prompts.append(prompt)
         # Who is ahead decodes beside what is left, which comes in small chunks then; as many as memory holds.
         contexts = [s.num_tokens for s in self._fitting(ahead, decoding, memory) if s.max_num_tokens > s.num_tokens + 1]
-        decodes.add_decodes(len(contexts), sum(contexts), float(sum(contexts)), num_sampled=len(contexts))
+        decodes.add_decodes(len(contexts), sum(contexts), float(sum(contexts)), samples=len(contexts))
         prefill_s, num_steps = prefill_time(
             decodes, prompts, bound_s=bound_s, first_bound_s=first_bound_s, max_tokens=max_tokens
         )
@@ -310,7 +310,7 @@ class TTFTForecast:
         load, shape = self._forecast.load(host_works=host_works), self._forecast.shape
         contexts = [state.num_computed_tokens for state in decoding]
         keys = sum(shape.load(context, 1) for context in contexts)
-        load.add_decodes(len(contexts), sum(contexts), keys, num_sampled=len(contexts))
+        load.add_decodes(len(contexts), sum(contexts), keys, samples=len(contexts))
         return load
 
     def _steps_until_memory(
