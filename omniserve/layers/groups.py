@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 
 class GroupLinear(nn.Linear):
-    """A member of a group. The module becomes one by a change of its class; the object and its names stay.
+    """A member of a group.
+
+    ``join`` changes the class of a linear in place, as torch's parametrizations and ``fully_shard`` do: the object and
+    its names stay, so that ``part`` can undo it.
 
     Attributes:
         group_weight: What stands for the weights of all, the same object for all members.
@@ -157,7 +160,7 @@ def is_group(linears: Sequence[Any]) -> bool:
 
 
 def fused(*linears: nn.Module) -> bool:
-    """Tell whether ``project`` computes these in one call: one group, and no hook waits for the call of a member."""
+    """Tell whether ``project`` computes these in one call: one group, and nobody wants to see a member called."""
     return is_group(linears) and not any(_is_watched(linear) for linear in linears)
 
 
@@ -192,7 +195,7 @@ def groups_of(linears: Sequence[nn.Linear], groups: Iterable[Sequence[nn.Module]
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Tell whether a module is torch's own: no subclass (quantised, adapters), no forward of its own."""
+    """Tell whether a module is nobody's but torch's: no subclass (quantised, adapters), no forward of its own."""
     return (
         type(module) is nn.Linear
         and "forward" not in module.__dict__
