@@ -17,8 +17,6 @@ TINY = {
     "cpu_dtypes": "--rows 1 2 --prompts 8 --steps 2 --repeats 1",
     "step_overhead": "--requests 1 --steps 3",
     "shared_cores": "--shares 0 0.5 --requests 2 --steps 2 --repeats 1",
-    "dense": "--tokens 1 --repeats 1",
-    "checkpointing": "--be 2 --prompt 32 --output 4 --ls 1 --waves 1 --repeats 1",
 }
 QUICK = ("sampling",)
 
