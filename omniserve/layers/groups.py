@@ -160,7 +160,7 @@ def is_group(linears: Sequence[Any]) -> bool:
 
 
 def fused(*linears: nn.Module) -> bool:
-    """Tell whether ``project`` computes these in one call: one group, and nobody wants to see a member called."""
+    """Tell whether ``project`` computes these in one call: one group, and no hook waits for the call of a member."""
     return is_group(linears) and not any(_is_watched(linear) for linear in linears)
 
 
@@ -195,7 +195,7 @@ def groups_of(linears: Sequence[nn.Linear], groups: Iterable[Sequence[nn.Module]
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Tell whether a module is nobody's but torch's: no subclass (quantised, adapters), no forward of its own."""
+    """Tell whether a module is torch's own: no subclass (quantised, adapters), no forward of its own."""
     return (
         type(module) is nn.Linear
         and "forward" not in module.__dict__
