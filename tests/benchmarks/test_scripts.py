@@ -21,7 +21,7 @@ TINY = {
 QUICK = ("sampling",)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in TINY])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.exhaustive) for n in TINY])
 def test_benchmark_runs_and_is_recorded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record.json"
     monkeypatch.setattr(sys, "argv", [name, *TINY[name].split(), "--record", str(path)])
