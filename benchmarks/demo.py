@@ -32,34 +32,6 @@ WARM_UP_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The whole set-up of a run; it goes into the record as it is."""
-
-    schedulers: tuple[str, ...]
-    device_kv_gib: float
-    host_kv_gib: float
-    alone_s: float
-    """Length of the phase with LS requests alone."""
-    beside_s: float
-    """Length of the phase with LS and BE requests."""
-    drain_s: float
-    """Longest wait, after a phase, for LS requests that have not finished."""
-    ls_rate: float
-    """LS requests a second."""
-    ls_prompt_chars: int
-    ls_output_tokens: int
-    ls_ttft_slo: float
-    ls_tpot_slo: float
-    """Objectives of the LS requests in seconds; only ``omniserve`` minds them."""
-    be_requests: int
-    be_prompt_chars: int
-    be_output_tokens: int
-    seed: int
-    server_args: tuple[str, ...]
-    """Further flags for the server."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Phase:
     """Result of one phase."""
 
@@ -72,7 +44,7 @@ class Phase:
     records: list[RequestRecord]
 
 
-def make_load(settings: Settings, duration_s: float, *, with_be: bool) -> list[LoadRequest]:
+def make_load(settings: argparse.Namespace, duration_s: float, *, with_be: bool) -> list[LoadRequest]:
     """Return the requests of a phase. The LS stream is the same with and without BE requests, up to its length."""
     ls_rng, be_rng = random.Random(settings.seed), random.Random(settings.seed + 1)
     text = "\n".join(topics.topics.values())
@@ -103,7 +75,7 @@ def check(server: ServerProcess, records: Sequence[RequestRecord]) -> None:
 
 
 async def run_phase(
-    server: ServerProcess, settings: Settings, scheduler: str, *, with_be: bool, progress: tqdm
+    server: ServerProcess, settings: argparse.Namespace, scheduler: str, *, with_be: bool, progress: tqdm
 ) -> Phase:
     """Send one phase's load and return what came of it."""
     duration_s = settings.beside_s if with_be else settings.alone_s
@@ -141,7 +113,7 @@ async def run_phase(
     )
 
 
-def warm_up(server: ServerProcess, settings: Settings) -> None:
+def warm_up(server: ServerProcess, settings: argparse.Namespace) -> None:
     """Let the server compile and allocate: a few short requests of both classes, which are not measured."""
     load = make_load(settings, settings.beside_s, with_be=True)
     few = [dataclasses.replace(request, send_at_s=0.0, max_tokens=8) for request in (*load[:2], *load[-2:])]
@@ -149,7 +121,7 @@ def warm_up(server: ServerProcess, settings: Settings) -> None:
     drive(server, few, cutoff_s=WARM_UP_TIMEOUT_S)
 
 
-def run_scheduler(settings: Settings, scheduler: str, log_path: Path, progress: tqdm) -> list[Phase]:
+def run_scheduler(settings: argparse.Namespace, scheduler: str, log_path: Path, progress: tqdm) -> list[Phase]:
     """Start a server with ``scheduler`` and measure both phases."""
     arguments = [
         "--scheduler", scheduler,
@@ -196,26 +168,24 @@ def table(phases: Sequence[Phase]) -> str:
     return "\n".join(lines)
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Settings, Path]:
-    """Return the settings and the path of the record."""
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the settings."""
     parser = argument_parser(
         __doc__, "demo", schedulers=["omniserve", "fcfs"],
-        device_kv_gib=(0.004, "device KV pool: small, so that it runs short"), host_kv_gib=0.5, alone_s=5.0,
-        beside_s=10.0, drain_s=5.0, ls_rate=3.0, ls_prompt_chars=400, ls_output_tokens=32,
+        device_kv_gib=(0.004, "device KV pool: small, so that it runs short"), host_kv_gib=0.5,
+        alone_s=(5.0, "length of the phase with LS requests alone"),
+        beside_s=(10.0, "length of the phase with LS and BE requests"),
+        drain_s=(5.0, "longest wait, after a phase, for LS requests that have not finished"),
+        ls_rate=(3.0, "LS requests a second"), ls_prompt_chars=400, ls_output_tokens=32,
         ls_ttft_slo=(0.1, "seconds"), ls_tpot_slo=(0.012, "seconds"), be_requests=256, be_prompt_chars=1200,
         be_output_tokens=128, seed=0,
     )  # fmt: skip
-    parser.add_argument(
-        "--server-args", type=shlex.split, default=argparse.SUPPRESS, help="more flags for the server, as one string"
-    )
-    values = vars(parser.parse_args(arguments))
-    record = values.pop("record")
-    lists = {name: tuple(values.get(name, ())) for name in ("schedulers", "server_args")}
-    return Settings(**(values | lists)), record
+    parser.add_argument("--server-args", type=shlex.split, default=[], help="more flags for the server, as one string")
+    return parser.parse_args(arguments)
 
 
 def main() -> int:
-    settings, record_path = parse_arguments()
+    settings = parse_arguments()
     phases: list[Phase] = []
     total_s = len(settings.schedulers) * (settings.alone_s + settings.beside_s)
     bar_format = "{l_bar}{bar}| {n:.0f}/{total:.0f} s{postfix}"
@@ -229,13 +199,9 @@ def main() -> int:
                 return 1
     print(table(phases))
     write_record(
-        record_path,
-        name="demo",
-        config=dataclasses.asdict(settings),
-        seed=settings.seed,
-        results={"phases": phases},
-    )
-    print(f"record: {record_path}")
+        settings.record, name="demo", config=vars(settings), seed=settings.seed, results={"phases": phases}
+    )  # fmt: skip
+    print(f"record: {settings.record}")
     return 0
 
 

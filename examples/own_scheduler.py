@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import omniserve
 from omniserve.core.plan import StepPlan
-from omniserve.sched.batch import Batch
-from omniserve.sched.policy import Policy
+from omniserve.sched import Batch, Policy
 from omniserve.sched.state import Phase, by_arrival
 
 MODEL = Path(omniserve.__file__).parent / "builtin_model"

@@ -21,10 +21,11 @@ if workers := int(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what cannot run here: tests marked ``gpu`` without a GPU, tests marked ``slow`` without ``--slow``.
+    """Skip what cannot run here: tests marked ``gpu`` without a GPU, tests of a mark without its option.
 
     Of the cases of one function that are skipped for one reason, the first is reported, and the others are deselected.
     """
@@ -32,7 +33,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         left_out["gpu"] = "needs a CUDA device"
     if not config.getoption("--slow"):
-        left_out["slow"] = "takes minutes: give --slow"
+        left_out["slow"] = "takes long: give --slow"
+    if not config.getoption("--exhaustive"):
+        left_out["exhaustive"] = "tries every case, which takes long: give --exhaustive"
     kept: list[pytest.Item] = []
     repeated: list[pytest.Item] = []
     reported = set()

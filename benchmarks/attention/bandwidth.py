@@ -68,20 +68,18 @@ def pin_team(cpus: Sequence[int]) -> None:
 
 
 class Arena:
-    """Anonymous memory in 2 MiB pages (or, on request, 4 KiB pages), aligned to 2 MiB.
+    """Anonymous memory in 2 MiB pages, aligned to 2 MiB.
 
     ``bytes`` is a flat uint8 tensor over it; it stays mapped as long as any tensor views it.
 
     Args:
         num_bytes: Size; rounded up to whole huge pages.
-        huge_pages: Ask for 2 MiB pages by ``madvise``; False asks for 4 KiB pages.
     """
 
-    def __init__(self, num_bytes: int, *, huge_pages: bool = True) -> None:
+    def __init__(self, num_bytes: int) -> None:
         self.num_bytes = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        self.huge_pages = huge_pages
         mapping = mmap.mmap(-1, self.num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapping.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+        mapping.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(mapping, dtype=torch.uint8)
         start = -whole.data_ptr() % HUGE_PAGE_BYTES
         self.bytes = whole[start : start + self.num_bytes]
@@ -151,20 +149,6 @@ def sequential_readings(num_bytes: int, num_threads: int) -> list[Reading]:
     return [
         sequential_reading(num_bytes, num_threads, ways, ahead) for ways in (1, 2, 4, 8) for ahead in (0, 1024, 4096)
     ]
-
-
-def random_readings(arena: Arena, piece_bytes: int, seed: int) -> list[Reading]:
-    """Return ways to read the whole arena in pieces of ``piece_bytes`` in random order."""
-    generator = torch.Generator().manual_seed(seed)
-    offsets = torch.randperm(arena.num_bytes // piece_bytes, generator=generator) * piece_bytes
-    return [
-        Reading(
-            name=f"random {piece_bytes >> 10} KiB, {ways} at a time" + (f", prefetch {ahead} B" if ahead else ""),
-            offsets=offsets, piece_bytes=piece_bytes, ways=ways, ahead_bytes=ahead,
-        )
-        for ways in (1, 4)
-        for ahead in (0, 1024)
-    ]  # fmt: skip
 
 
 def measure_readings(

@@ -1,17 +1,16 @@
-"""Decode attention measured: shares of the read limit over a cold arena, and microseconds of a call in the cache."""
+"""Decode attention measured: shares of the read limit over a cold arena."""
 
 from __future__ import annotations
 
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.attention.bandwidth import sequential_reading
 from benchmarks.attention.decode_attention import Candidate, OmniServe, TorchSDPA, Work, check, endless_layers
 from benchmarks.attention.read_limit import ReadLimit, Sample
 from benchmarks.attention.vllm_attention import VLLM, Peer
@@ -132,35 +131,6 @@ class RowBench:
                 }
                 for candidate in candidates
             },
-        }
-
-    def measure_latency(self, row: Row) -> dict[str, Any]:
-        """Return seconds of single calls on one layer that stays in the cache, as far as it fits, beside reading it."""
-        limit = self._limit
-        ways, ahead = limit.reading(row.threads).ways, limit.reading(row.threads).ahead_bytes
-        limit.use_threads(row.threads)
-        candidates = self.candidates(row)
-        calls: dict[str, Callable[[], object]] = {
-            candidate.name: lambda candidate=candidate: candidate.run(0)  # type: ignore[misc]
-            for candidate in candidates
-        }
-        num_bytes = max(row.work.num_bytes, 256 * ways * row.threads)
-        reading = sequential_reading(num_bytes, row.threads, ways, ahead)
-        calls["reading"] = lambda: reading.gb_per_s(limit.arena, row.threads)
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        began_s = time.perf_counter()
-        while True:
-            for name, call in calls.items():
-                for warm in range(25):
-                    called_s = time.perf_counter()
-                    call()
-                    if warm >= 5:  # the caches hold this candidate's layer by now
-                        times[name].append(time.perf_counter() - called_s)
-            if time.perf_counter() - began_s > self._settings.seconds / 2:
-                break
-        return {
-            name: {"median_s": statistics.median(values), "p99_s": sorted(values)[int(len(values) * 0.99)]}
-            for name, values in times.items()
         }
 
 

@@ -19,12 +19,10 @@ from benchmarks.attention.bandwidth import (
     measure_readings,
     normal_tile,
     pin_team,
-    random_readings,
     sequential_readings,
 )
 
 Result = TypeVar("Result")
-RANDOM_PIECES_KIB = (8, 128, 256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,17 +59,13 @@ class ReadLimit:
     def __init__(self, num_bytes: int, dtype: torch.dtype, cpus: Sequence[int], *, repeats: int, seed: int) -> None:
         self.cpus = tuple(cpus)
         self.rng = random.Random(seed)
-        self._dtype, self._seed, self._repeats = dtype, seed, repeats
+        self._repeats = repeats
         self._readings: dict[int, Reading] = {}
-        self.arena = self._filled_arena(num_bytes, huge_pages=True)
-
-    def _filled_arena(self, num_bytes: int, *, huge_pages: bool) -> Arena:
         if num_bytes > 0.9 * (available := available_bytes()):
             raise ValueError(f"the arena needs {num_bytes} bytes, but {available} are available: take a smaller one")
-        arena = Arena(num_bytes, huge_pages=huge_pages)
+        self.arena = Arena(num_bytes)
         pin_team(self.cpus)
-        fill(arena.bytes, normal_tile(self._dtype, self._seed), len(self.cpus))
-        return arena
+        fill(self.arena.bytes, normal_tile(dtype, seed), len(self.cpus))
 
     def use_threads(self, count: int) -> None:
         """Let torch and every OpenMP team of the calling thread use ``count`` pinned threads, the caller's the first.
@@ -88,7 +82,7 @@ class ReadLimit:
     def reading(self, threads: int) -> Reading:
         """Return the fastest way to read the arena, found at the first use."""
         if threads not in self._readings:
-            self._measure_sequential(threads, self.arena)
+            self.measure(threads)
         return self._readings[threads]
 
     def gb_per_s(self, threads: int) -> float:
@@ -103,25 +97,14 @@ class ReadLimit:
         rate, result = measure()
         return Sample(gb_per_s=rate, limit_before=before, limit_after=self.gb_per_s(threads)), result
 
-    def _measure_sequential(self, threads: int, arena: Arena) -> dict[str, list[float]]:
-        readings = sequential_readings(arena.num_bytes, threads)
-        samples = measure_readings(readings, arena, self.cpus[:threads], self._repeats, self.rng)
-        if arena.huge_pages:
-            self._readings[threads] = max(readings, key=lambda reading: statistics.median(samples[reading.name]))
+    def measure(self, threads: int) -> dict[str, list[float]]:
+        """Return samples of all readings with so many threads; the fastest is the limit from now on."""
+        readings = sequential_readings(self.arena.num_bytes, threads)
+        samples = measure_readings(readings, self.arena, self.cpus[:threads], self._repeats, self.rng)
+        self._readings[threads] = max(readings, key=lambda reading: statistics.median(samples[reading.name]))
         return samples
 
     def measure_all(self, threads: Sequence[int]) -> dict[str, Any]:
-        """Return samples of all readings: huge pages and random pieces by thread count, and 4 KiB pages once."""
-        results: dict[str, Any] = {
-            "share_in_huge_pages": self.arena.share_in_huge_pages(), "bytes": self.arena.num_bytes,
-        }  # fmt: skip
-        for count in threads:
-            results[f"sequential, {count} threads"] = self._measure_sequential(count, self.arena)
-            for kib in RANDOM_PIECES_KIB:
-                readings = random_readings(self.arena, kib << 10, self._seed)
-                results[f"random {kib} KiB, {count} threads"] = measure_readings(
-                    readings, self.arena, self.cpus[:count], self._repeats, self.rng
-                )
-        small_pages = self._filled_arena(self.arena.num_bytes, huge_pages=False)
-        results["sequential in 4 KiB pages"] = self._measure_sequential(max(threads), small_pages)
-        return results
+        """Return samples of all readings by thread count."""
+        sizes = {"share_in_huge_pages": self.arena.share_in_huge_pages(), "bytes": self.arena.num_bytes}
+        return sizes | {f"sequential, {count} threads": self.measure(count) for count in threads}

@@ -1,4 +1,4 @@
-"""BatchFeatures: what a step's latency depends on. Counts from a StepPlan, no tensors.
+"""BatchFeatures: what a step's latency depends on. Counts of rows and of the keys that they see, no tensors.
 
 Symbols as in the papers: n(t) rows, c_PA(t) and c_DA(t) attention loads, g(t) decoding requests (omniserve 3.3.1).
 """
@@ -6,59 +6,11 @@ Symbols as in the papers: n(t) rows, c_PA(t) and c_DA(t) attention loads, g(t) d
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omniserve.core.plan import PiggybackJoin, StepPlan
 from omniserve.core.spec import ModelSpec
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchFeatures:
-    """The load of one step. A chunk of one row counts as a decode, whatever the row is: it costs the same."""
-
-    prefill_requests: int = 0
-    prefill_tokens: int = 0
-    """Rows of the chunks that have more than one."""
-    prefill_context: int = 0
-    """Tokens whose KV these requests had before the step."""
-    prefill_load: float = 0.0
-    """c_PA: keys seen by all these rows together, the mean over the layers (layers may have windows)."""
-    decode_requests: int = 0
-    """g."""
-    decode_context: int = 0
-    """Tokens whose KV the decoding requests had before the step."""
-    decode_load: float = 0.0
-    """c_DA: keys seen by the decoding rows, the mean over the layers."""
-    sampled_rows: int = 0
-    """Rows that become logits."""
-    seats: int = 0
-    """P: rows that the step has for piggyback tokens, occupied or not."""
-    piggyback_rows: int = 0
-    """Tokens that enter or join, over all layers."""
-    piggyback_layers: int = 0
-    """Layers that somebody joins or enters at."""
-    dense_layers: float = 0.0
-    """Layers whose dense halves run: all of them with device rows, else those that a piggyback row is at."""
-    host_works: bool = False
-    """The host tier works during the step (without a GPU it then has a share of the cores)."""
-    pipelined_rows: int = 0
-    """Rows of the second sub-batch, whose host attention the step waits for."""
-    pipelined_load: float = 0.0
-    """Keys that they see in a layer, together."""
-    pipelined_layers: float = 0.0
-    """Layers that they have left, on average."""
-    swap_bytes: int = 0
-    """KV that must have come from the host before the step can run; 0 in this engine, whose moves run beside steps."""
-
-    @property
-    def device_rows(self) -> int:
-        """Rows whose attention is on the device."""
-        return self.prefill_tokens + self.decode_requests
-
-    @property
-    def rows(self) -> int:
-        """n: rows of the dense modules."""
-        return self.prefill_tokens + self.decode_requests + self.seats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +43,127 @@ def _keys_seen(start: int, count: int, window: int) -> int:
     return inside * start + inside * (inside + 1) // 2 + (count - inside) * window
 
 
+@dataclass(kw_only=True)
+class BatchFeatures:
+    """The load of one step, which grows as its rows are added."""
+
+    prefill_requests: int = 0
+    prefill_tokens: int = 0
+    """Rows of the chunks that have more than one."""
+    prefill_context: int = 0
+    """Tokens whose KV these requests had before the step."""
+    prefill_load: float = 0.0
+    """c_PA: keys seen by all these rows together, the mean over the layers (layers may have windows)."""
+    decode_requests: int = 0
+    """g."""
+    decode_context: int = 0
+    """Tokens whose KV the decoding requests had before the step."""
+    decode_load: float = 0.0
+    """c_DA: keys seen by the decoding rows, the mean over the layers."""
+    sampled_rows: int = 0
+    """Rows that become logits."""
+    seats: int = 0
+    """P: rows that the step has for piggyback tokens, occupied or not."""
+    piggyback_rows: int = 0
+    """Tokens that enter or join, over all layers."""
+    piggyback_layers: int = 0
+    """Layers that tokens join or enter at."""
+    dense_layers: float = 0.0
+    """Layers whose dense halves run: all of them with device rows, else those that tokens are at."""
+    host_works: bool = False
+    """The host tier works during the step (without a GPU it then has a share of the cores)."""
+    pipelined_rows: int = 0
+    """Rows of the second sub-batch, whose host attention the step waits for."""
+    pipelined_load: float = 0.0
+    """Keys that they see in a layer, together."""
+    pipelined_layers: float = 0.0
+    """Layers that they have left, on average."""
+    swap_bytes: int = 0
+    """KV that must have come from the host before the step can run; 0 in this engine, whose moves run beside steps."""
+
+    @property
+    def device_rows(self) -> int:
+        """Rows whose attention is on the device."""
+        return self.prefill_tokens + self.decode_requests
+
+    @property
+    def rows(self) -> int:
+        """n: rows of the dense modules."""
+        return self.prefill_tokens + self.decode_requests + self.seats
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the step has no rows."""
+        return not (self.prefill_tokens or self.decode_requests or self.piggyback_rows or self.pipelined_rows)
+
+    def add_chunk(self, shape: ModelShape, start: int, count: int, *, samples: int) -> None:
+        """Add device rows at positions ``[start, start + count)`` of a request, ``samples`` of which become logits.
+
+        A chunk of one row counts as a decode, whatever the row is: it costs the same.
+        """
+        load = shape.load(start, count)
+        if count == 1:
+            self.add_decodes(shape, 1, start, load, samples=samples)
+            return
+        self.prefill_requests += 1
+        self.prefill_tokens += count
+        self.prefill_context += start
+        self.prefill_load += load
+        self.sampled_rows += samples
+        self.dense_layers = float(shape.num_layers)
+
+    def add_decodes(self, shape: ModelShape, count: int, context: int, load: float, *, samples: int) -> None:
+        """Add single device rows of several requests.
+
+        Args:
+            shape: The model's.
+            count: Requests.
+            context: Tokens whose KV they have, together.
+            load: Keys that their rows see, together.
+            samples: Rows of them that become logits.
+        """
+        if count == 0:
+            return
+        self.decode_requests += count
+        self.decode_context += context
+        self.decode_load += load
+        self.sampled_rows += samples
+        self.dense_layers = float(shape.num_layers)
+
+    def add_piggyback(self, seats: int, num_entries: int, joins: Sequence[int]) -> None:
+        """Add the step's piggyback rows; to be called once.
+
+        Args:
+            seats: P.
+            num_entries: Tokens that enter at layer 0.
+            joins: How many tokens join at each layer.
+        """
+        num_layers = sum(count > 0 for count in joins)
+        self.seats = seats
+        self.piggyback_rows = num_entries + sum(joins)
+        self.piggyback_layers = num_layers + (num_entries > 0)
+        self.sampled_rows += joins[-1]
+        self.host_works |= self.piggyback_rows > 0
+        if not self.device_rows:
+            # Post-attention runs where a token joins, pre-attention one layer on, and at layer 0 for those that enter.
+            self.dense_layers = (2 * num_layers - (joins[-1] > 0) + (num_entries > 0)) / 2
+
+    def add_pipelined(self, shape: ModelShape, rows: Sequence[tuple[int, int]]) -> None:
+        """Add the second sub-batch; to be called once.
+
+        Args:
+            shape: The model's.
+            rows: Position of each token, and the first layer that it has left.
+        """
+        if not rows:
+            return
+        self.pipelined_rows = len(rows)
+        self.pipelined_load = sum(shape.load(position, 1) for position, _ in rows)
+        self.pipelined_layers = sum(shape.num_layers - layer for _, layer in rows) / len(rows)
+        self.sampled_rows += len(rows)
+        self.host_works = True
+
+
 def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False, swap_bytes: int = 0) -> BatchFeatures:
     """Return the features of a plan.
 
@@ -100,46 +173,14 @@ def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False, 
         host_works: The host tier works during the step; a plan with piggyback rows says so by itself.
         swap_bytes: See BatchFeatures.
     """
-    prefill_requests = prefill_tokens = prefill_context = decode_requests = decode_context = sampled = 0
-    prefill_load = decode_load = 0.0
+    features = BatchFeatures(host_works=host_works, swap_bytes=swap_bytes)
     for chunk in plan.chunks:
-        count = len(chunk.token_ids)
-        if count == 1:
-            decode_requests += 1
-            decode_context += chunk.start
-            decode_load += shape.load(chunk.start, 1)
-        else:
-            prefill_requests += 1
-            prefill_tokens += count
-            prefill_context += chunk.start
-            prefill_load += shape.load(chunk.start, count)
-        sampled += chunk.samples
-        if chunk.scores is not None:
-            sampled += len(chunk.scores.token_ids)
-    join_layers = {join.layer for join in plan.joins}
-    layers_left = [shape.num_layers - (row.layer if isinstance(row, PiggybackJoin) else 0) for row in plan.pipelined]
-    last = shape.num_layers - 1
-    if plan.chunks:
-        dense_layers = float(shape.num_layers)
-    else:
-        # Post-attention runs where somebody joins, pre-attention one layer on, and at layer 0 for those that enter.
-        dense_layers = (2 * len(join_layers) - (last in join_layers) + bool(plan.entries)) / 2
-    return BatchFeatures(
-        prefill_requests=prefill_requests,
-        prefill_tokens=prefill_tokens,
-        prefill_context=prefill_context,
-        prefill_load=prefill_load,
-        decode_requests=decode_requests,
-        decode_context=decode_context,
-        decode_load=decode_load,
-        sampled_rows=sampled + sum(join.layer == last for join in plan.joins) + len(plan.pipelined),
-        seats=plan.num_piggyback_slots,
-        piggyback_rows=len(plan.joins) + len(plan.entries),
-        piggyback_layers=len(join_layers) + bool(plan.entries),
-        dense_layers=dense_layers,
-        host_works=host_works or bool(plan.joins or plan.entries or plan.pipelined),
-        pipelined_rows=len(plan.pipelined),
-        pipelined_load=sum(shape.load(row.position, 1) for row in plan.pipelined),
-        pipelined_layers=sum(layers_left) / len(layers_left) if layers_left else 0.0,
-        swap_bytes=swap_bytes,
-    )
+        num_scored = len(chunk.scores.token_ids) if chunk.scores is not None else 0
+        features.add_chunk(shape, chunk.start, len(chunk.token_ids), samples=chunk.samples + num_scored)
+    joins = [0] * shape.num_layers
+    for join in plan.joins:
+        joins[join.layer] += 1
+    features.add_piggyback(plan.num_piggyback_slots, len(plan.entries), joins)
+    rows = [(row.position, row.layer if isinstance(row, PiggybackJoin) else 0) for row in plan.pipelined]
+    features.add_pipelined(shape, rows)
+    return features

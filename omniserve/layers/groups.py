@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 
 class GroupLinear(nn.Linear):
-    """A member of a group. The module becomes one by a change of its class; the object and its names stay.
+    """A member of a group.
+
+    ``join`` changes the class of a linear in place, as torch's parametrizations and ``fully_shard`` do: the object and
+    its names stay, so that ``part`` can undo it.
 
     Attributes:
         group_weight: What stands for the weights of all, the same object for all members.

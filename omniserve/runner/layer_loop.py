@@ -21,11 +21,10 @@ from omniserve.core.plan import PromptScores, StepPlan
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel, Rotary
 from omniserve.ops.attention import DeviceAttention
-from omniserve.runner.pending_tokens import PendingTokens
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.pipelining import SecondBatch
 from omniserve.runner.safepoint import HaltedRows, Safepoints
-from omniserve.runner.step_inputs import StepInputs, make_step_inputs
+from omniserve.runner.step_inputs import PendingTokens, StepInputs, make_step_inputs
 
 # Looked up once: the attribute chain costs as much as a small operator.
 _store_kv = torch.ops.omniserve.store_kv.default

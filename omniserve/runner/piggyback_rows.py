@@ -45,7 +45,7 @@ class PiggybackRows:
         """The residual store."""
         width = spec.num_heads * spec.head_size
         self.no_results = torch.empty(0, width, dtype=model.dtype, device=device)
-        """Attention rows of nobody, ``[0, N * H]``."""
+        """No attention rows, ``[0, N * H]``."""
         self.results_SD = self.no_results
         """Results of the host tier by slot, ``[S, N * H]``; those of a step's joins are there after ``bring``."""
         self._step = 0
@@ -74,7 +74,7 @@ class PiggybackRows:
             gather_rows(self._tier.results_SD, upload(slots, self._model.device), self.results_SD)
 
     def announce(self, plan: StepPlan) -> None:
-        """Tell the host tier who will leave this step for it, and where."""
+        """Tell the host tier which rows will leave this step for it, and at which layers."""
         if self._tier is None or self._tier.mailbox_SW is None:
             return
         last = self._model.num_layers - 1

@@ -23,10 +23,10 @@ from omniserve.ops.attention import DeviceAttention
 from omniserve.ops.device_copies import Mark
 from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
 from omniserve.runner.layer_loop import LayerLoop, LayersOutput, stops_between_layers
-from omniserve.runner.pending_tokens import PendingTokens
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.pipelining import SecondBatch
 from omniserve.runner.safepoint import HaltedRows
+from omniserve.runner.step_inputs import PendingTokens
 from omniserve.sampling.prompt_scores import score_prompts
 from omniserve.sampling.sampler import PendingSample, Sampler
 
@@ -52,7 +52,7 @@ class ModelRunner:
         attend: Device attention.
         sampler: Knows every request that may sample.
         tier: The host tier, or None.
-        rows: Who changes tiers.
+        rows: Moves rows between the tiers.
         cores: Told before each step whether the host tier works.
         graphs: Runs the steps that fit a captured shape; None: nothing is captured.
         keep_halted: Keep what rows that leave a step between two layers had computed.
@@ -102,7 +102,7 @@ class ModelRunner:
         """Wait for a launched step's end or tokens, and for nothing that was launched after it; to be called once.
 
         A step without tokens is waited for, too, or the host would run ahead of the device by any number of them, and
-        who comes then would wait for all.
+        a request that comes then would wait for all.
         """
         if step.end is not None:
             step.end.wait()
@@ -146,10 +146,10 @@ class ModelRunner:
         return LaunchedStep(output, sample)
 
     def _run_layers(self, plan: StepPlan, second: SecondBatch | None) -> LayersOutput:
-        if stops_between_layers(plan):
-            return self.loop.run_one_by_one(plan, second)
         if self.graphs is not None and (shape := self.graphs.shape_for(plan)) is not None:
             return self.graphs.run(plan, shape, self._pending)
+        if stops_between_layers(plan):
+            return self.loop.run_one_by_one(plan, second)
         return self.loop.run(plan)
 
     def take_events(self) -> list[HostEvent]:

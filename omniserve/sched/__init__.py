@@ -1,6 +1,7 @@
 """The scheduler, and one file per policy. None of them reads a clock or touches a tensor."""
 
 from omniserve.sched.apex import APEXPolicy
+from omniserve.sched.batch import Batch
 from omniserve.sched.bros import BROSPolicy
 from omniserve.sched.conserve import ConServePolicy
 from omniserve.sched.fcfs import FCFSPolicy
@@ -22,6 +23,7 @@ __all__ = [
     "SCHEDULERS",
     "APEXPolicy",
     "BROSPolicy",
+    "Batch",
     "ConServePolicy",
     "FCFSPolicy",
     "Forecast",

@@ -97,7 +97,7 @@ class APEXPolicy(OmniServePolicy):
         """Return how many of ``states`` run in a second sub-batch: what the host attends for in time, or none."""
         if self._host is None or self.forecast is None or batch.load is None or not states or not batch.chunks:
             return 0
-        features = batch.load.features()
+        features = batch.load.features
         times = self._layer_times(features)
         context = sum(state.num_tokens for state in states) / len(states)
         rate = self._host.rate(len(states), context)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -36,124 +37,47 @@ class Forecast:
 
     def load(self, *, host_works: bool = False) -> StepLoad:
         """Return an empty step."""
-        return StepLoad(self, host_works=host_works)
+        return StepLoad(self, BatchFeatures(host_works=host_works))
 
 
 class StepLoad:
-    """A step's load, growing. The counts are BatchFeatures' (omniserve 3.3.1: c_PA, c_DA, g, n).
+    """A step as it grows, and the latency that is predicted for it (omniserve 3.3.1).
 
     Args:
         forecast: The latency model and the model's shape.
-        host_works: The host tier is at work already.
+        features: The rows of the step; they grow with it.
     """
 
-    __slots__ = (
-        "_forecast", "_host_works", "decode_context", "decode_load", "decode_requests", "joins_at_last_layer",
-        "piggyback_halves", "piggyback_layers", "piggyback_rows", "pipelined_layers", "pipelined_load",
-        "pipelined_rows", "prefill_context", "prefill_load",
-        "prefill_requests", "prefill_tokens", "sampled_rows", "seats",
-    )  # fmt: skip
+    __slots__ = ("_forecast", "_shape", "features")
 
-    def __init__(self, forecast: Forecast, *, host_works: bool) -> None:
+    def __init__(self, forecast: Forecast, features: BatchFeatures) -> None:
         self._forecast = forecast
-        self._host_works = host_works
-        self.prefill_requests = self.prefill_tokens = self.prefill_context = 0
-        self.decode_requests = self.decode_context = self.sampled_rows = 0
-        self.prefill_load = self.decode_load = 0.0
-        self.seats = self.piggyback_rows = self.piggyback_layers = self.joins_at_last_layer = 0
-        self.piggyback_halves = self.pipelined_rows = 0
-        self.pipelined_load = self.pipelined_layers = 0.0
+        self._shape = forecast.shape
+        self.features = features
 
     def copy(self) -> StepLoad:
         """Return an independent copy."""
-        twin = StepLoad(self._forecast, host_works=self._host_works)
-        for name in StepLoad.__slots__:
-            setattr(twin, name, getattr(self, name))
-        return twin
+        return StepLoad(self._forecast, copy.copy(self.features))
 
     def add_chunk(self, start: int, count: int, *, samples: int) -> None:
-        """Add device rows at positions ``[start, start + count)`` of a request, ``samples`` of which become logits."""
-        load = self._forecast.shape.load(start, count)
-        if count == 1:
-            self.add_decodes(1, start, load, num_sampled=samples)
-            return
-        self.prefill_requests += 1
-        self.prefill_tokens += count
-        self.prefill_context += start
-        self.prefill_load += load
-        self.sampled_rows += samples
+        """See ``BatchFeatures.add_chunk``."""
+        self.features.add_chunk(self._shape, start, count, samples=samples)
 
-    def add_decodes(self, count: int, context: int, load: float, *, num_sampled: int) -> None:
-        """Add single rows of several requests.
+    def add_decodes(self, count: int, context: int, load: float, *, samples: int) -> None:
+        """See ``BatchFeatures.add_decodes``."""
+        self.features.add_decodes(self._shape, count, context, load, samples=samples)
 
-        Args:
-            count: Requests.
-            context: Tokens whose KV they have, together.
-            load: Keys that their rows see, together.
-            num_sampled: Rows of them that become logits.
-        """
-        self.decode_requests += count
-        self.decode_context += context
-        self.decode_load += load
-        self.sampled_rows += num_sampled
+    def add_piggyback(self, seats: int, num_entries: int, joins: Sequence[int]) -> None:
+        """See ``BatchFeatures.add_piggyback``."""
+        self.features.add_piggyback(seats, num_entries, joins)
 
-    def set_piggyback(self, seats: int, rows: int, layers: int, *, at_last_layer: int, halves: int) -> None:
-        """Say which piggyback rows the step has.
-
-        Args:
-            seats: P.
-            rows: Tokens that enter or join.
-            layers: Layers that somebody joins or enters at.
-            at_last_layer: Joins that become logits.
-            halves: Dense halves that run for them (counts only without device rows).
-        """
-        self.seats, self.piggyback_rows, self.piggyback_layers = seats, rows, layers
-        self.joins_at_last_layer, self.piggyback_halves = at_last_layer, halves
-
-    def set_pipelined(self, rows: int, load: float, layers: float) -> None:
-        """Say what the second sub-batch is.
-
-        Args:
-            rows: Its tokens.
-            load: Keys that they see in a layer, together.
-            layers: Layers that they have left, on average.
-        """
-        self.pipelined_rows, self.pipelined_load, self.pipelined_layers = rows, load, layers
-
-    def keys_seen(self, position: int) -> float:
-        """Return how many keys a row at a position sees, the mean over the layers."""
-        return self._forecast.shape.load(position, 1)
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.prefill_tokens or self.decode_requests or self.piggyback_rows or self.pipelined_rows)
-
-    def features(self) -> BatchFeatures:
-        """Return the features of the step as it is."""
-        has_device_rows = self.prefill_tokens or self.decode_requests
-        layers = float(self._forecast.shape.num_layers) if has_device_rows else self.piggyback_halves / 2
-        return BatchFeatures(
-            prefill_requests=self.prefill_requests,
-            prefill_tokens=self.prefill_tokens,
-            prefill_context=self.prefill_context,
-            prefill_load=self.prefill_load,
-            decode_requests=self.decode_requests,
-            decode_context=self.decode_context,
-            decode_load=self.decode_load,
-            sampled_rows=self.sampled_rows + self.joins_at_last_layer + self.pipelined_rows,
-            seats=self.seats,
-            piggyback_rows=self.piggyback_rows,
-            piggyback_layers=self.piggyback_layers,
-            dense_layers=layers,
-            host_works=self._host_works or self.piggyback_rows > 0 or self.pipelined_rows > 0,
-            pipelined_rows=self.pipelined_rows,
-            pipelined_load=self.pipelined_load,
-            pipelined_layers=self.pipelined_layers,
-        )
+    def add_pipelined(self, rows: Sequence[tuple[int, int]]) -> None:
+        """See ``BatchFeatures.add_pipelined``."""
+        self.features.add_pipelined(self._shape, rows)
 
     def seconds(self) -> float:
         """Return the predicted seconds of the step as it is; 0 for nothing."""
-        return 0.0 if self.is_empty else self._forecast.predictor.step_s(self.features())
+        return 0.0 if self.features.is_empty else self._forecast.predictor.step_s(self.features)
 
     def seconds_with(self, start: int, count: int, *, samples: int) -> float:
         """Return the seconds with one more chunk."""

@@ -28,10 +28,11 @@ from omniserve.sched.load import Forecast, StepLoad, largest
 from omniserve.sched.options import CoServingOptions
 from omniserve.sched.piggyback import PiggybackPlan, choose, fill, seat_bucket
 from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.prefill import MIN_LS_CHUNK, LSQueue
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.tier_moves import TierMoves
-from omniserve.sched.ttft import MIN_LS_CHUNK, LSMemory, Prefill, TTFTForecast
+from omniserve.sched.ttft import TTFTEstimator
 
 # BE work that a step without LS work has at least, whatever the bound: an idle machine works.
 MIN_BE_CHUNK = 16
@@ -55,7 +56,7 @@ class OmniServePolicy(Policy):
 
     def __init__(self, requests: RequestTable, options: CoServingOptions, forecast: Forecast | None = None) -> None:
         super().__init__(requests, options, forecast)
-        self._ttft = TTFTForecast(forecast, self.limits, options.slack) if forecast is not None else None
+        self._ttft = TTFTEstimator(forecast, self.limits, options.slack) if forecast is not None else None
         self._margin = AdmissionMargin()
         self._moves = TierMoves(requests, options, forecast)
         self._without_memory: RequestState | None = None
@@ -64,7 +65,7 @@ class OmniServePolicy(Policy):
     def on_arrival(self, state: RequestState, now_s: float) -> float | None:
         if self._ttft is None or state.kind is not LS:
             return None
-        self._ttft.note(state.num_prompt_tokens, state.slo.ttft_s)
+        self._ttft.note(state)
         predicted_s, state.soonest_ttft_s = self._predict_ttft(state, now_s)
         return predicted_s
 
@@ -154,23 +155,23 @@ class OmniServePolicy(Policy):
         in_line = (state for state in itertools.chain(device[LS], waiting[LS]) if state is not new)
         ahead = [state for state in in_line if not state.decodes and state.place[0] <= new.place[0]]
         decoding = [state for state in device[LS] if state.decodes]
-        waited_s, required_s = max(0.0, now_s - new.arrival_s), new.slo.ttft_s
         prediction = self._ttft.predict(
-            ahead, decoding, Prefill.of(new, 0), slo=new.slo, waited_s=waited_s,
-            has_best_effort=bool(waiting[BE] or device[BE]), host_works=self.requests.residents.is_busy,
-            memory=self._ls_memory(), now_s=now_s,
+            new, self._ls_queue(decoding, ahead), now_s, has_best_effort=bool(waiting[BE] or device[BE]),
+            host_works=self.requests.residents.is_busy,
         )  # fmt: skip
-        margin = self._margin.share
-        waited_s += self.begin_s(now_s) - now_s  # what it will have waited before a step can have it
+        margin, required_s = self._margin.share, new.slo.ttft_s
+        # What it will have waited before a step can have it.
+        waited_s = max(0.0, now_s - new.arrival_s) + (self.begin_s(now_s) - now_s)
         if self.options.admission and required_s is not None and not prediction.meets(required_s, waited_s, margin):
             raise prediction.rejection(required_s, waited_s, margin)
         return waited_s + prediction.expected_s, waited_s + prediction.soonest_s
 
-    def _ls_memory(self) -> LSMemory:
+    def _ls_queue(self, decoding: Sequence[RequestState], prompts: Sequence[RequestState]) -> LSQueue:
         requests = self.requests
         free = self.kv.num_free(Tier.DEVICE) + requests.blocks_moving_out
         free += sum(self.kv.num_blocks(state.request_id) for state in requests.device[BE])
-        return LSMemory({s.request_id: self.kv.num_blocks(s.request_id) for s in requests.device[LS]}, free)
+        held = {state.request_id: self.kv.num_blocks(state.request_id) for state in requests.device[LS]}
+        return LSQueue(decoding, prompts, held, free)
 
     # -- bounds --------------------------------------------------------------------------------------------------
 
@@ -190,17 +191,15 @@ class OmniServePolicy(Policy):
             if state in batch and batch.samples(state) and state.num_output_tokens == 0:
                 bound = bound.or_tighter(max(ttft_left_s(state, begin_s), ls_s), f"ttft of {state.request_id}")
         if unfinished:
-            for state, rest_s, num_steps in self._ttft.rest(
-                unfinished, batch, decoding, s_be.seconds, self._ls_memory()
-            ):
+            for left in self._ttft.prefill_left(self._ls_queue(decoding, unfinished), batch, s_be.seconds):
                 # Where memory is what it waits for, so many steps come before its own.
-                left_s = (ttft_left_s(state, begin_s) - rest_s) / (1 + num_steps)
-                bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {state.request_id}")
+                left_s = (ttft_left_s(left.state, begin_s) - left.prefill_s) / (1 + left.num_waiting_steps)
+                bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {left.state.request_id}")
         newcomer_s = self._ttft.newcomer_bound_s(
-            decoding, s_be.seconds, self._margin.share, busy_s=begin_s - batch.now_s
+            decoding, s_be.seconds, margin=self._margin.share, busy_s=begin_s - batch.now_s
         )
         bound = bound.or_tighter(newcomer_s, "ttft of a new request")
-        if batch.load.is_empty:
+        if batch.load.features.is_empty:
             # No LS work: the machine is never left idle because its smallest step is too long for a newcomer.
             trial = batch.load.copy()
             trial.add_chunk(0, MIN_BE_CHUNK, samples=True)
@@ -307,7 +306,7 @@ class OmniServePolicy(Policy):
 
         def seconds(count: int) -> float:
             trial = load.copy()
-            trial.add_decodes(count, contexts[count - 1], loads[count - 1], num_sampled=count)
+            trial.add_decodes(count, contexts[count - 1], loads[count - 1], samples=count)
             return trial.seconds()
 
         within = largest(seconds, most, bound_s)

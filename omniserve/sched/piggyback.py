@@ -35,19 +35,12 @@ def fill(load: StepLoad, num_entries: int, ready: Sequence[int], *, seats: int, 
         max_rows: Most rows in all.
     """
     entries = min(num_entries, seats, max_rows)
-    rows, layers, halves, at_last, most = entries, int(entries > 0), int(entries > 0), 0, entries
-    for layer, count in enumerate(ready):
-        taken = min(count, seats, max_rows - rows)
-        if taken <= 0:
-            continue
-        rows += taken
-        layers += 1
-        most = max(most, taken)
-        is_last = layer == len(ready) - 1
-        halves += 1 if is_last else 2  # post-attention here, pre-attention one layer on
-        at_last = taken if is_last else at_last
-    load.set_piggyback(seat_bucket(most, seats), rows, layers, at_last_layer=at_last, halves=halves)
-    return rows
+    rows_left, joins = max_rows - entries, []
+    for count in ready:
+        joins.append(min(count, seats, rows_left))
+        rows_left -= joins[-1]
+    load.add_piggyback(seat_bucket(max(entries, *joins), seats), entries, joins)
+    return max_rows - rows_left
 
 
 def choose(

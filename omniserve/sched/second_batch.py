@@ -25,7 +25,6 @@ class SecondBatch:
 
     def __init__(self, requests: RequestTable) -> None:
         self._requests = requests
-        self._num_layers = requests.limits.num_layers
 
     def candidates(self) -> list[RequestState]:
         """Return residents whose token can run: those furthest through the layers first (apex 3.4), then the oldest."""
@@ -88,10 +87,9 @@ class SecondBatch:
         kept_out = left_out("pipelined row", count - len(rows), Bound.HOST_MEMORY)
         return HostRows(pipelined=rows, left_out=kept_out + left_out("pipelined row", len(states) - count, Bound.TIME))
 
-    def _put(self, load: StepLoad, states: Sequence[RequestState]) -> None:
-        layers = sum(self._num_layers - (s.away.layer if s.away is not None else 0) for s in states)
-        keys = sum(load.keys_seen(s.num_tokens - 1) for s in states)
-        load.set_pipelined(len(states), keys, layers / len(states) if states else 0.0)
+    @staticmethod
+    def _put(load: StepLoad, states: Sequence[RequestState]) -> None:
+        load.add_pipelined([(s.num_tokens - 1, s.away.layer if s.away is not None else 0) for s in states])
 
     def _rows_of(self, states: Sequence[RequestState]) -> list[PiggybackEntry | PiggybackJoin]:
         """Return the plan's rows for these states, entries first and then joins by layer."""

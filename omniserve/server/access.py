@@ -1,8 +1,9 @@
-"""Who calls: every request is matched with a key before anything else is done for it."""
+"""Callers: every request is matched with a key before anything else is done for it, and counted for that key."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -10,19 +11,51 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from omniserve.core.request import ClassSpec
-from omniserve.server.body import BodyReader
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing
+from omniserve.server.limits import BodyReader
 from omniserve.server.protocol import R
-from omniserve.server.rates import Rates
 
 _FREE_PATHS = ("/health", "/metrics")
 # A page in a browser is asked for without a key. It asks for one, and its files say nothing about the server.
 _PAGE, _PAGE_FILES = "/dashboard", "/dashboard/static/"
 
 
+class _Allowance:
+    """What may be used up, refilled evenly; it holds at most a minute's worth.
+
+    Args:
+        per_minute: How fast it refills.
+        now_s: It is full now; seconds on any clock.
+    """
+
+    def __init__(self, per_minute: float, now_s: float) -> None:
+        self.per_minute = per_minute
+        self._per_s = per_minute / 60
+        self._most = max(1.0, per_minute)
+        self._left = self._most
+        self._at_s = now_s
+
+    def wait_s(self, now_s: float) -> float:
+        """Return in how many seconds at least 1 will be there; 0 if it is."""
+        self._refill(now_s)
+        return max(0.0, (1 - self._left) / self._per_s)
+
+    def use(self, amount: float, now_s: float) -> None:
+        """Take an amount, also one that is not there: the debt is waited for."""
+        self._refill(now_s)
+        self._left -= amount
+
+    def _refill(self, now_s: float) -> None:
+        self._left = min(self._most, self._left + (now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+
+
 class Caller:
-    """Whoever a call is for.
+    """The holder of a key, as calls are made with it.
+
+    A call is admitted while requests and tokens are left. Its prompt counts when it begins and its output when it has
+    ended, so that calls which run at the same time may use more than is left; what follows waits for that.
 
     Args:
         key: Theirs; None where no keys are asked for.
@@ -32,26 +65,37 @@ class Caller:
     def __init__(self, key: ApiKey | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._key = key
         self._clock = clock
-        self._rates = None if key is None else Rates(key, clock())
+        per_minute = {} if key is None else {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
+        self._allowances = {what: _Allowance(n, clock()) for what, n in per_minute.items() if n is not None}
 
     @property
     def name(self) -> str | None:
-        """What logs call them; None for somebody without a key."""
+        """What logs call them; None without a key."""
         return None if self._key is None else self._key.name
 
     def admit(self) -> None:
         """Count a call.
 
         Raises:
-            ApiError: 429: they made too many of late.
+            ApiError: 429: too many requests or tokens of late.
         """
-        if self._rates is not None:
-            self._rates.admit(self._clock())
+        now_s = self._clock()
+        for what, allowance in self._allowances.items():
+            if (wait_s := allowance.wait_s(now_s)) > 0:
+                raise ApiError(
+                    f"the API key {self.name!r} has used up its {allowance.per_minute:g} {what} a minute; "
+                    f"send the request again in {math.ceil(wait_s)} s",
+                    status=429,
+                    code="rate_limit_exceeded",
+                    retry_after_s=wait_s,
+                )
+        if "requests" in self._allowances:
+            self._allowances["requests"].use(1, now_s)
 
     def use_tokens(self, num_tokens: int) -> None:
         """Count tokens of a prompt or an output."""
-        if self._rates is not None:
-            self._rates.use_tokens(num_tokens, self._clock())
+        if "tokens" in self._allowances:
+            self._allowances["tokens"].use(num_tokens, self._clock())
 
     def limited(self, request: R, classes: Sequence[ClassSpec]) -> R:
         """Return the request with the tier that they get.
@@ -73,7 +117,7 @@ _ANYBODY = Caller(None)
 
 
 def caller_of(request: Request) -> Caller:
-    """Return whose key a request came with; behind no gate everybody is the same caller without limits."""
+    """Return the caller of a request; behind no gate all requests have the same one, without limits."""
     return getattr(request.state, "caller", _ANYBODY)
 
 
@@ -90,7 +134,7 @@ async def take_body(http: Request, bodies: BodyReader) -> AsyncIterator[bytes]:
 
 
 class Gate:
-    """ASGI middleware that lets only holders of keys in, and notes who they are.
+    """ASGI middleware that lets in only requests with a known key, and notes their callers.
 
     Args:
         app: What is behind it.

@@ -25,9 +25,9 @@ from omniserve.server.access import Gate, is_free
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.keys import KeyRing
 from omniserve.server.openapi import answers, document
-from omniserve.server.request_ids import RequestIds
+from omniserve.server.request_log import RequestLog
 from omniserve.server.service import Service
-from omniserve.server.traces import TraceCalls, Traces
+from omniserve.server.traces import Traces
 
 
 def create_app(
@@ -74,9 +74,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    return RequestIds(
-        app if traces is None else TraceCalls(app, traces)
-    )  # around it all, so that internal errors have ids, too
+    return RequestLog(app, traces)  # around it all, so that internal errors have ids, too
 
 
 def _models(service: Service) -> APIRouter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -11,6 +12,23 @@ from pydantic_core import from_json
 from omniserve.server.errors import ApiError
 
 M = TypeVar("M", bound=BaseModel)
+
+_USE_TOOLS = "{name} is not supported; use tools and tool_choice"
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), "audio output is not supported; remove {name}"),
+    "function_call": (("none",), _USE_TOOLS),
+    "functions": (([],), _USE_TOOLS),
+    "modalities": ((["text"],), "only text is supported; remove {name}"),
+    "moderation": ((), "{name} is not supported; remove it"),
+    "prediction": ((), "{name} is not supported; remove it"),
+    "prompt_cache_retention": ((), "{name} is not supported; remove it"),
+    "reasoning_effort": (("none",), "{name} is not supported; remove it"),
+    "store": ((False,), "answers are not stored; remove {name} or set it to false"),
+    "suffix": (("",), "insertion is not supported; remove {name}"),
+    "verbosity": (("medium",), "{name} is not supported; remove it"),
+    "web_search_options": ((), "web search is not supported; remove {name}"),
+}
+"""Fields of OpenAI's that this server cannot honour -> (values that ask for nothing, why others are refused)."""
 
 
 def read_fields(body: bytes) -> dict[str, Any]:
@@ -28,6 +46,19 @@ def read_fields(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ApiError(f"the body must be a JSON object, got {_short(fields)}", code="invalid_json")
     return _without_nulls(fields)
+
+
+def refuse_unsupported(fields: dict[str, Any]) -> None:
+    """Take fields that ask for nothing out of a request's body, in place.
+
+    Raises:
+        ApiError: A field asks for something that is not supported.
+    """
+    for name in fields.keys() & REFUSED.keys():
+        harmless, message = REFUSED[name]
+        if fields[name] not in harmless:
+            raise ApiError(message.format(name=name), param=name, code="unsupported_parameter")
+        del fields[name]
 
 
 def validate(kind: type[M], fields: dict[str, Any]) -> M:

@@ -1,17 +1,108 @@
-"""The messages of a chat."""
+"""The messages of a chat, and the tools that its model may call."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import from_json
 
 from omniserve.server.errors import ApiError
-from omniserve.server.tools import ToolCall
 
 MAX_MESSAGES = 4096
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
+_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = _STRICT
+
+    name: str = Field(pattern=_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON Schema of its arguments; None: it takes none."""
+    strict: bool | None = None
+    """Calls keep the schema, whatever the model would say. Calls that must be made always do."""
+
+
+class Tool(BaseModel):
+    """One of ``tools``."""
+
+    model_config = _STRICT
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(BaseModel):
+    """The function of a ``tool_choice``."""
+
+    model_config = _STRICT
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """``tool_choice`` as an object: the tool to call."""
+
+    model_config = _STRICT
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _tool_choice(value: Any) -> Any:
+    if value in ("none", "auto", "required"):
+        return value
+    try:
+        return NamedTool.model_validate(value)
+    except ValueError:
+        message = "must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
+        raise ValueError(message) from None
+
+
+ToolChoice = Annotated[
+    Any,
+    BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
+]
+"""``none``, ``auto``, ``required`` or a NamedTool."""
+
+
+class FunctionCall(BaseModel):
+    """What an assistant's message called."""
+
+    model_config = _STRICT
+
+    name: str
+    arguments: str
+    """JSON text, as OpenAI has it."""
+
+
+class ToolCall(BaseModel):
+    """One call of an assistant's message."""
+
+    model_config = _STRICT
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as chat templates take it: with its arguments as an object.
+
+        Raises:
+            ValueError: They are no JSON object.
+        """
+        try:
+            arguments = from_json(self.function.arguments or "{}")
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise ValueError(f"arguments of the call {self.id!r} must be the text of a JSON object")
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
 class TextPart(BaseModel):

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
-from omniserve.server.backlog import Backlog
 from omniserve.server.choice import Choice, Delta, merge
 from omniserve.server.engine_client import Accepted, EngineClient, Event
 from omniserve.server.errors import ApiError, engine_gone, from_engine
+from omniserve.server.limits import Backlog
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ToolCallParser

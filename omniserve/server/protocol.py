@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from omniserve.core.request import SLO
+from omniserve.sampling.grammar import json_grammar
 from omniserve.server.errors import ApiError
-from omniserve.server.fields import read_fields, validate
-from omniserve.server.formats import ResponseFormat
-from omniserve.server.messages import MAX_MESSAGES, Message
-from omniserve.server.refused import refuse_unsupported
-from omniserve.server.tools import CALL_END, NamedTool, Tool, ToolChoice, calls_grammar
+from omniserve.server.fields import read_fields, refuse_unsupported, validate
+from omniserve.server.messages import MAX_MESSAGES, Message, NamedTool, Tool, ToolChoice
+from omniserve.server.tool_calls import CALL_END, calls_grammar
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
@@ -66,6 +65,42 @@ def _token_bias(value: Any) -> Any:
     if wrong is not None:
         raise ValueError(f'its keys must be token ids in decimal, such as "5" (see /tokenize); one is {wrong!r}')
     return [(int(key), bias) for key, bias in value.items()]
+
+
+class JsonSchemaFormat(BaseModel):
+    """The schema of a ``json_schema`` format."""
+
+    model_config = _STRICT
+
+    name: str
+    """For people; the model is not told."""
+    description: str | None = None
+    """The same."""
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    """Accepted and without effect: the schema is kept in any case."""
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's field."""
+
+    model_config = _STRICT
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema_if_it_needs_one(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type 'json_schema', and only to it")
+        return self
+
+    @property
+    def grammar(self) -> str | None:
+        """What ``SamplingParams.grammar`` is for this format; None: anything goes."""
+        if self.type == "text":
+            return None
+        return json_grammar({"type": "object"} if self.json_schema is None else self.json_schema.schema_)
 
 
 class StreamOptions(BaseModel):

@@ -29,7 +29,7 @@ from omniserve.server.server_flags import ServerOptions
 from omniserve.server.service import Service
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
-from omniserve.server.trace_export import open_traces
+from omniserve.server.traces import open_traces
 
 logger = logging.getLogger("omniserve.server")
 

@@ -16,7 +16,7 @@ from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
 from omniserve.server.limits import MIB, Limits
 from omniserve.server.logs import FORMATS as LOG_FORMATS
-from omniserve.server.trace_export import checked_endpoint
+from omniserve.server.traces import checked_endpoint
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -7,12 +7,10 @@ import uuid
 from collections.abc import Collection, Sequence
 
 from omniserve.core.request import SamplingParams
-from omniserve.server.backlog import Backlog
-from omniserve.server.body import BodyReader
 from omniserve.server.classes import class_of_tier
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
-from omniserve.server.limits import Limits
+from omniserve.server.limits import Backlog, BodyReader, Limits
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest

@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 
 from omniserve.sampling.detokenizer import Detokenizer
 from omniserve.server.errors import ApiError
-from omniserve.server.tools import CALL_BEGIN
+from omniserve.server.tool_calls import CALL_BEGIN
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Up to this length encoding takes under a millisecond; longer texts must not hold up the tokens of other requests.

@@ -1,15 +1,50 @@
-"""Tool calls in the text of an answer, as it comes (their form: see ``tools``)."""
+"""Tool calls as text: the grammar of those that must be made, and those in an answer as it comes.
+
+The one way of writing a call that is known is Hermes', which Qwen's models share: a line ``<tool_call>``, a line with a
+JSON object of ``name`` and ``arguments``, a line ``</tool_call>``; any number of them, with or without text before.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omniserve.server.tools import CALL_BEGIN, CALL_END
+from omniserve.sampling.grammar import json_value
+from omniserve.server.messages import Tool
 
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
+def calls_grammar(tools: Sequence[Tool], *, free_text: bool, several: bool) -> str:
+    """Return the grammar of an answer that calls tools, each with arguments of its schema.
+
+    Args:
+        tools: Those that may be called, with different names.
+        free_text: There may be text around the calls, and no call at all; else there is at least one, and nothing else.
+        several: There may be more than one call; with free text there may in any case.
+    """
+    # One rule a tool, because references inside a schema are relative to its own root.
+    calls = " | ".join(f"call_{i}" for i in range(len(tools)))
+    if free_text:
+        # Lazy, so that the first CALL_BEGIN is one, and no text.
+        rules = ["start: (head call)* TEXT", f'head[lazy]: TEXT "{CALL_BEGIN}"', r"TEXT: /(.|\n)*/"]
+        begin = "\n"
+    else:
+        rules = [r'start: call ("\n" call)*' if several else "start: call"]
+        begin = f"{CALL_BEGIN}\n"
+    rules.append(f"call: {calls}")
+    for i, tool in enumerate(tools):
+        head = json.dumps(f'{begin}{{"name": "{tool.function.name}", "arguments": ')
+        tail = json.dumps(f"}}\n{CALL_END}")
+        must_keep = not free_text or tool.function.strict
+        schema = (tool.function.parameters or {"properties": {}, "additionalProperties": False}) if must_keep else {}
+        rules.append(f"call_{i}: {head} args_{i} {tail}")
+        rules.append(f"args_{i}: {json_value({'type': 'object', **schema})}")
+    return "\n".join(rules)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,24 @@
-"""Traces of calls: what is known of a call when it is over, and who is told of it."""
+"""Traces: what is known of a call when it is over, and what sends it to a collector, if one is named."""
 
 from __future__ import annotations
 
-import time
+import importlib
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
-
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from urllib.parse import urlsplit
 
 from omniserve.core.request import FinishReason
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
-from omniserve.server.logs import request_id
 from omniserve.server.output_stream import OutputStream
 
+logger = logging.getLogger(__name__)
+
+# Where OpenTelemetry's exporter looks when it is not told where to send.
+_ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_INSTALL = "the OpenTelemetry SDK and its OTLP exporter: pip install 'omniserve[otel]'"
 TRACED_PATHS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 """Path -> what OpenTelemetry calls the operation."""
 
@@ -53,7 +58,7 @@ class FinishedCall:
 
 
 class Traces(Protocol):
-    """Who is told of calls that are over."""
+    """Is told of calls that are over."""
 
     def record(self, call: FinishedCall) -> None:
         """Take a call. Must not wait."""
@@ -62,46 +67,37 @@ class Traces(Protocol):
         """Send what was not sent yet."""
 
 
-class TraceCalls:
-    """ASGI middleware that tells of each completion and chat when it is over.
+def checked_endpoint(url: str) -> str:
+    """Return where to send traces, after making sure that they can be sent.
 
-    What is behind it leaves ``refusal`` and ``outputs`` in the request's state.
+    Raises:
+        ValueError: It is no URL of a collector, or the packages for it are not installed.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"--otlp-endpoint must be the URL of a collector, such as http://127.0.0.1:4318, got {url!r}")
+    try:
+        importlib.import_module("omniserve.server.otlp")
+    except ImportError as error:
+        raise ValueError(f"--otlp-endpoint needs {_INSTALL} ({error})") from None
+    return url
+
+
+def open_traces(endpoint: str | None, *, model_name: str) -> Traces | None:
+    """Return what sends traces, to ``endpoint`` or where the environment says; None if neither asks for traces.
+
+    That the environment asks for what is not installed is a warning: it may mean other programs.
 
     Args:
-        app: What is behind it.
-        traces: Told.
+        endpoint: A collector's base URL, checked.
+        model_name: The name that the model is served under.
     """
-
-    def __init__(self, app: ASGIApp, traces: Traces) -> None:
-        self._app = app
-        self._traces = traces
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in TRACED_PATHS or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        began_s = time.monotonic()
-        status = None
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_and_note)
-        finally:
-            state = scope.get("state", {})
-            self._traces.record(
-                FinishedCall(
-                    path=scope["path"],
-                    headers={name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]},
-                    request_id=request_id.get(),
-                    began_s=began_s,
-                    ended_s=time.monotonic(),
-                    status=status,
-                    refusal=state.get("refusal"),
-                    outputs=state.get("outputs"),
-                )
-            )
+    if endpoint is None and not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):
+        return None
+    try:
+        from omniserve.server.otlp import OtlpTraces
+    except ImportError as error:
+        logger.warning("%s asks for traces, but there will be none without %s (%s)",
+                       next(name for name in _ENDPOINT_VARIABLES if os.environ.get(name)), _INSTALL, error)  # fmt: skip
+        return None
+    return OtlpTraces(endpoint, model_name=model_name)

@@ -169,10 +169,10 @@ def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
 
 
 def test_demo_sends_the_same_ls_stream_with_and_without_be() -> None:
-    settings, path = demo.parse_arguments(["--be-requests", "5", "--record", "x.json"])
+    settings = demo.parse_arguments(["--be-requests", "5", "--record", "x.json"])
     alone = demo.make_load(settings, 10.0, with_be=False)
     beside = demo.make_load(settings, 10.0, with_be=True)
-    assert path == Path("x.json")
+    assert settings.record == Path("x.json")
     assert beside[: len(alone)] == alone and len(beside) == len(alone) + 5
     assert {request.service_tier for request in alone} == {"priority"}
     assert {request.service_tier for request in beside[len(alone) :]} == {"flex"}

@@ -114,7 +114,7 @@ def run_part(name: str, out: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in command.PARTS]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in command.PARTS]
 )
 def test_part_runs_dry_and_records_what_it_is_about(name: str, tmp_path: Path) -> None:
     cases = run_part(name, tmp_path)
@@ -127,7 +127,7 @@ def test_part_runs_dry_and_records_what_it_is_about(name: str, tmp_path: Path) -
     assert name in FIGURES or name in CHECKS
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_command_runs_everything_dry(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--dry", "--out", tmp_path], cwd=ROOT, capture_output=True, text=True

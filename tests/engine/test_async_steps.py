@@ -15,7 +15,7 @@ from omniserve import Engine, EngineConfig, FinishReason, Request, RequestOutput
 from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, PiggybackEntry, StepPlan
 from omniserve.latency.trace import read_steps
 from omniserve.ops.device_copies import Download, upload
-from omniserve.runner.pending_tokens import PendingTokens
+from omniserve.runner.step_inputs import PendingTokens
 from tests.engine.test_engine import hf_tokens, request
 from tests.parity.models import tiny_model
 from tests.sched import preemptible

@@ -14,8 +14,8 @@ import torch
 from omniserve import Engine, EngineConfig, FinishReason, Request, SamplingParams, json_grammar, patch
 from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed
 from omniserve.sampling.sampler import Sampler
-from omniserve.server.tool_calls import ToolCallParser
-from omniserve.server.tools import Tool, calls_grammar
+from omniserve.server.messages import Tool
+from omniserve.server.tool_calls import ToolCallParser, calls_grammar
 from tests.parity.engine_histories import poison
 from tests.parity.models import tiny_model
 from tests.server.tokenizers_for_tests import byte_level_tokenizer

@@ -35,7 +35,7 @@ USUAL_FP32 = ("llama",)
 
 def cases() -> list[Any]:
     return [
-        pytest.param(family, dtype, id=f"{family}-{dtype}", marks=() if family in usual else pytest.mark.slow)
+        pytest.param(family, dtype, id=f"{family}-{dtype}", marks=() if family in usual else pytest.mark.exhaustive)
         for dtype, usual in ((torch.bfloat16, USUAL), (torch.float32, USUAL_FP32))
         for family in MODELS
     ]
@@ -80,7 +80,7 @@ def test_captured_steps(family: str, dtype: torch.dtype, gpu: FakeRuntime) -> No
     [
         ("llama", torch.bfloat16, "triton"),
         ("opt", torch.float32, "triton"),
-        pytest.param("gemma2", torch.bfloat16, "sdpa", marks=pytest.mark.slow),
+        pytest.param("gemma2", torch.bfloat16, "sdpa", marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -168,9 +168,9 @@ def test_a_token_goes_from_one_step_into_the_next_on_the_device(gpu: FakeRuntime
     ("kv", "async_steps"),
     [
         ("tiered", True),
-        pytest.param("tiered", False, marks=pytest.mark.slow),
-        pytest.param("incremental", True, marks=pytest.mark.slow),
-        pytest.param("bidirectional", True, marks=pytest.mark.slow),
+        pytest.param("tiered", False, marks=pytest.mark.exhaustive),
+        pytest.param("incremental", True, marks=pytest.mark.exhaustive),
+        pytest.param("bidirectional", True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_scheduler_that_uses_both_tiers(kv: str, async_steps: bool, gpu: FakeRuntime) -> None:

@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 
 from omniserve.core.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, PromptScores, StepPlan
 from omniserve.latency import BatchFeatures, ModelShape, features_of
-from omniserve.latency.omniserve import OmniServeModel
-from omniserve.sched import Forecast
-from tests.latency.samples import make_profile
+from tests.latency.samples import with_chunk
 
-MODEL = OmniServeModel(make_profile())
 WINDOWED = ModelShape(num_layers=6, windows=((0, 2), (5, 4)))
 
 
@@ -33,13 +30,12 @@ def entry(index: int) -> PiggybackEntry:
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30), st.booleans()), min_size=1, max_size=8))
 def test_features_of_a_plan_are_those_of_its_chunks_added_one_by_one(chunks: list[tuple[int, int, bool]]) -> None:
     plan = StepPlan(step_id=0, chunks=tuple(chunk(i, s, c, samples=y) for i, (s, c, y) in enumerate(chunks)))
-    step = Forecast(MODEL, WINDOWED).load()
+    added = BatchFeatures()
     for start, count, samples in chunks:
-        step.add_chunk(start, count, samples=samples)
-    added = step.features()
+        added = with_chunk(WINDOWED, added, start, count, samples=samples)
     whole = features_of(plan, WINDOWED)
     assert (whole.prefill_load, whole.decode_load) == pytest.approx((added.prefill_load, added.decode_load))
-    for name in set(BatchFeatures.__slots__) - {"prefill_load", "decode_load"}:
+    for name in {field.name for field in dataclasses.fields(BatchFeatures)} - {"prefill_load", "decode_load"}:
         assert getattr(whole, name) == getattr(added, name), name
 
 

@@ -116,7 +116,7 @@ def test_every_quick_case_compiles_within_what_is_written(
             check(label, capability, kernel["stack"], kernel["shared"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_case_compiles_within_what_is_written(tmp_path: Path) -> None:
     for line in run_program(tmp_path, "--all"):
         for label, row in json.loads("{" + line + "}").items():

@@ -23,6 +23,7 @@ from omniserve.sched import SCHEDULERS, Forecast, Scheduler, SchedulerLimits, po
 from omniserve.sched.admission import LARGEST_MARGIN
 from omniserve.sched.policy import known_options
 from omniserve.sched.state import RequestState
+from tests.quick import slow_except
 from tests.sched import preemptible
 from tests.sched.fake_device import VOCAB, FakeDevice, expected_tokens
 from tests.sched.predictor import forecast
@@ -321,7 +322,7 @@ def check_decision(sched: Scheduler, plan: StepPlan) -> bool:
     return any(left_out.bound is Bound.TIME for left_out in decision.left_out)
 
 
-@pytest.mark.parametrize("kv", KV_MANAGERS.names())
+@pytest.mark.parametrize("kv", slow_except(("tiered",), KV_MANAGERS.names()))
 @pytest.mark.parametrize("scheduler", SCHEDULERS.names())
 def test_every_request_gets_its_tokens_over_random_histories(scheduler: str, kv: str) -> None:
     totals = [run_history(scheduler, seed, kv=kv) for seed in range(60 if kv == "tiered" else 30)]
@@ -343,7 +344,7 @@ def test_a_forecast_and_objectives_lose_nothing(scheduler: str) -> None:
     assert sum(t["rejected"] for t in totals) == 0, "it has no admission control"
 
 
-@pytest.mark.parametrize("scheduler", WITH_ADMISSION)
+@pytest.mark.parametrize("scheduler", slow_except(("omniserve",), WITH_ADMISSION))
 def test_bounded_steps_lose_nothing_and_keep_their_bounds(scheduler: str) -> None:
     totals = [run_history(scheduler, 3000 + seed, has_forecast=True) for seed in range(150)]
     for key in (*REACHED[scheduler], "preemptions", "rejected", "bounded"):
@@ -377,7 +378,7 @@ def test_a_dead_host_tier_loses_nothing(scheduler: str, seed: int) -> None:
     run_history(scheduler, 2000 + seed, kv=kv, tier_down=True, has_forecast=seed % 2 == 0)
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS.names())
+@pytest.mark.parametrize("scheduler", slow_except(("omniserve", "conserve"), SCHEDULERS.names()))
 @pytest.mark.parametrize("trouble", ["failures", "death"])
 def test_restores_that_fail_lose_nothing(scheduler: str, trouble: str) -> None:
     totals = [

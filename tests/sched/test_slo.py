@@ -14,7 +14,7 @@ from omniserve.core.plan import Bound
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.kv import Tier
 from omniserve.sched.load import largest
-from omniserve.sched.ttft import steps_until_memory
+from omniserve.sched.prefill import steps_until_memory
 from tests.sched.benches import Clock
 from tests.sched.predictor import LinearPredictor
 

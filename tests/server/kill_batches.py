@@ -28,7 +28,7 @@ from conftest import RunningServer
 from tokenizers_for_tests import byte_level_tokenizer
 
 LINES_PER_BATCH = 150
-FLAGS = ("--batch-concurrency", "16", "--batch-lease", "1")
+FLAGS = ("--batch-concurrency", "16")
 MAX_LIFE_S = 1.5
 
 

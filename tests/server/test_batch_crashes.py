@@ -12,16 +12,15 @@ from pathlib import Path
 from batch_inputs import completion_line, jsonl
 from sqlalchemy import URL
 
-from omniserve.server.batches.claims import Claims, LineResult
+from omniserve.server.batches.batch_worker import finish
 from omniserve.server.batches.database import Database
 from omniserve.server.batches.files import FileFolder
 from omniserve.server.batches.leftovers import NewFile
 from omniserve.server.batches.lines import check_file
-from omniserve.server.batches.outputs import finish
-from omniserve.server.batches.storage import Storage
-from omniserve.server.batches.store import NewBatch
+from omniserve.server.batches.owner import make_lock, take
+from omniserve.server.batches.progress import LineResult, Progress
+from omniserve.server.batches.store import NewBatch, Storage
 
-LEASE_S = 10.0
 ENDPOINT = "/v1/completions"
 WRONG = 3
 CONTENT = jsonl(completion_line(i, prompt=[i + 1]) for i in range(5))
@@ -75,13 +74,18 @@ class Clock:
 class Life:
     """One server's life on a folder, from its start."""
 
-    def __init__(self, folder: Path, clock: Clock, name: str, computed: list[int]) -> None:
+    def __init__(self, folder: Path, clock: Clock, computed: list[int]) -> None:
         self.files = FileFolder(folder / "files")
         self.database = Database(URL.create("sqlite", database=str(folder / "db")), clock)
         self.storage = Storage(self.database, self.files)
-        self.store, self.progress = self.storage.store, self.storage.progress
-        self.claims = Claims(self.database, owner=name, model="fake", lease_s=LEASE_S, steady_s=clock)
+        self.store = self.storage.store
+        self._lock = make_lock(self.database, "fake")
         self._computed = computed
+
+    def end(self) -> None:
+        """Free what the death of the process frees."""
+        self._lock.release()
+        self.database.close()
 
     def accept(self) -> str:
         """Do what a client asks for; what is returned was promised."""
@@ -98,45 +102,50 @@ class Life:
         return str(self.store.create_batch(new)["id"])
 
     def work(self) -> None:
-        """Do all that there is to do."""
+        """Become the owner and do all that there is to do."""
+        owner = take(self.database, self._lock, "fake")
+        assert owner is not None
+        self.progress = Progress(owner)
         while self._work_on_batch() or self._work_on_lines():
             pass
 
     def _work_on_batch(self) -> bool:
-        batch = self.progress.claim_batch(self.claims.owner, "fake", LEASE_S)
+        batch = self.progress.next_batch(())
         if batch is None:
             return False
         if batch["status"] == "validating":
             file = self.store.file(batch["input_file_id"])
             content = self.files.path(file["id"], file["num_bytes"]).read_bytes()
             found = check_file(io.BytesIO(content), ENDPOINT, lambda _: None, max_lines=100)
-            assert self.progress.accept_lines(batch["id"], self.claims.owner, found.lines)
+            assert self.progress.accept_lines(batch["id"], found.lines)
         else:
-            assert finish(self.storage, batch, self.claims.owner)
+            assert finish(self.storage, self.progress, batch)
         return True
 
     def _work_on_lines(self) -> bool:
-        lines = self.claims.claim(2)
+        lines = self.progress.pending_lines(2)
         for line in lines:
             raw = self.files.read_part(line.input_file_id, line.start, line.length)
             number = json.loads(raw)["body"]["prompt"][0]
             self._computed.append(number)
-            assert self.claims.save([LineResult(key=line.key, ok=number != WRONG, text=str(number))]) == []
+            assert self.progress.save([LineResult(key=line.key, ok=number != WRONG, text=str(number))]) == []
         return bool(lines)
 
 
 def live_and_die(folder: Path, steps: Steps, clock: Clock, computed: list[int], die_at: int | None) -> str | None:
     """Live until the given step; return the batch if it was accepted."""
-    accepted = None
+    accepted, life = None, None
     steps.num_done, steps.die_at = 0, die_at
     try:
-        life = Life(folder, clock, "first", computed)
+        life = Life(folder, clock, computed)
         accepted = life.accept()
         life.work()
     except Killed:
         pass
     finally:
         steps.die_at = None
+        if life is not None:
+            life.end()
     return accepted
 
 
@@ -161,11 +170,7 @@ def test_death_at_every_step_loses_nothing_repeats_nothing_and_leaves_nothing(tm
         done = results_in(folder)
         first_computed = list(computed)
 
-        clock.now_s += LEASE_S + 1
-        life = Life(folder, clock, "second", computed)
-        life.claims.free_overdue()
-        clock.now_s += LEASE_S
-        life.claims.free_overdue()
+        life = Life(folder, clock, computed)
         life.work()
         batches = life.store.list_batches(limit=9, after=None).rows
         assert accepted is None or [batch["id"] for batch in batches] == [accepted]
@@ -186,4 +191,4 @@ def test_death_at_every_step_loses_nothing_repeats_nothing_and_leaves_nothing(tm
         life.files.remove_abandoned()
         known = {row["id"] for row in life.store.list_files(limit=9, after=None, newest_first=True, purpose=None).rows}
         assert {path.name for path in (folder / "files").iterdir()} == known
-        life.storage.close()
+        life.end()

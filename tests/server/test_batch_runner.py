@@ -10,14 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from omniserve.server.batches.claims import ClaimedLine, Claims, LineKey, LineResult
 from omniserve.server.batches.leftovers import NewFile
 from omniserve.server.batches.lines import CheckedLine
+from omniserve.server.batches.owner import Owner, make_lock, take
+from omniserve.server.batches.progress import LineKey, LineResult, PendingLine, Progress
 from omniserve.server.batches.runner import BatchRunner
-from omniserve.server.batches.running_lines import RunningLine
 from omniserve.server.batches.settings import BatchSettings
-from omniserve.server.batches.storage import Storage
-from omniserve.server.batches.store import NewBatch
+from omniserve.server.batches.store import NewBatch, Storage
 
 PATIENCE_S = 60
 
@@ -32,13 +31,13 @@ class Bench:
         self.hurried: list[LineKey] = []
         self.stopped: list[LineKey] = []
         self._seconds = (line_s, hurried_s)
-        monkeypatch.setattr("omniserve.server.batches.running_lines.run_line", self._run_line)
+        monkeypatch.setattr("omniserve.server.batches.line_worker.run_line", self._run_line)
         for place in ("runner", "loops"):
             monkeypatch.setattr(f"omniserve.server.batches.{place}.POLL_S", 0.05)
         service = SimpleNamespace(model_name="m", check_open=lambda: None, check_model=lambda model: None)
         self.runner = BatchRunner(service, self.storage, settings)  # type: ignore[arg-type]
 
-    async def _run_line(self, service, line: ClaimedLine, raw: bytes, *, escalated: bool) -> LineResult:
+    async def _run_line(self, service, line: PendingLine, raw: bytes, *, escalated: bool) -> LineResult:
         self.starts[line.key] += 1
         if escalated:
             self.hurried.append(line.key)
@@ -70,9 +69,12 @@ class Bench:
     def accept(self, batch_id: str, num_lines: int = 1) -> None:
         """Validate a batch."""
         model = self.storage.store.batch(batch_id)["model"]
-        assert self.storage.progress.claim_batch("other", model, PATIENCE_S)["id"] == batch_id
+        lock = make_lock(self.storage.database, model)
+        owner = take(self.storage.database, lock, model)
+        assert owner is not None
         lines = [CheckedLine(i + 1, f"{i}", 0, 10) for i in range(num_lines)]
-        assert self.storage.progress.accept_lines(batch_id, "other", lines)
+        assert Progress(owner).accept_lines(batch_id, lines)
+        lock.release()
 
 
 async def until(condition) -> None:
@@ -101,16 +103,12 @@ def test_late_batch_comes_before_one_that_expires_sooner_and_both_go_on(tmp_path
     asyncio.run(trial())
 
 
-@pytest.mark.parametrize("where", ["at another server", "at a server of another model"])
-def test_nobody_gives_way_to_a_late_batch_that_has_no_line_to_run(tmp_path, monkeypatch, where):
+def test_nobody_gives_way_to_a_late_batch_of_another_model(tmp_path, monkeypatch):
     bench = Bench(tmp_path, monkeypatch, concurrency=1, line_s=0.3, hurried_s=0.3)
 
     async def trial() -> None:
-        late = bench.add(1, window_s=2, model="other" if where == "at a server of another model" else "m")
+        late = bench.add(1, window_s=2, model="other")
         bench.accept(late)
-        if where == "at another server":
-            other = Claims(bench.storage.database, owner="other", model="m", lease_s=PATIENCE_S)
-            assert [line.key for line in other.claim(1)] == [(late, 1)]
         on_time = bench.add(12, window_s=3600)
         bench.runner.start()
         await until(lambda: bench.num_done(on_time) == 12)
@@ -153,34 +151,45 @@ def test_batch_that_waits_for_its_turn_is_not_late_for_that(tmp_path, monkeypatc
     asyncio.run(trial())
 
 
-def test_lines_are_dropped_at_the_end_of_their_lease_even_if_the_database_hangs(tmp_path, monkeypatch):
-    settings = BatchSettings(data_dir=tmp_path, lease_s=0.3)
-    storage = Storage.open(settings)
+def test_owner_that_cannot_prove_its_lock_stops_its_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr("omniserve.server.batches.runner._PROOF_S", 0.3)
+    bench = Bench(tmp_path, monkeypatch, concurrency=2, line_s=PATIENCE_S, hurried_s=PATIENCE_S)
     answers = threading.Event()
 
     async def trial() -> None:
-        runner = BatchRunner(SimpleNamespace(model_name="m"), storage, settings)  # type: ignore[arg-type]
-        line = ClaimedLine(
-            batch_id="b", number=1, custom_id="x", endpoint="e", input_file_id="f", start=0, length=1,
-            engine_stops=0, escalated=False,
-        )  # fmt: skip
-        entry = RunningLine(line, b"", False, asyncio.create_task(asyncio.sleep(PATIENCE_S)))
-        runner._running.add(entry)
-
-        def hang() -> set[object]:
-            assert answers.wait(PATIENCE_S)
-            return set()
-
-        monkeypatch.setattr(runner._claims, "renew", hang)
-        renewing = asyncio.create_task(runner._leases.renew())
-        while runner._running.by_key:
-            await asyncio.sleep(0.01)
-        assert entry.task.cancelled() and not renewing.done()
+        batch_id = bench.add(3, window_s=43_200)
+        bench.runner.start()
+        await until(lambda: len(bench.starts) == 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Owner, "prove", lambda owner: answers.wait(PATIENCE_S))
+            await until(lambda: len(bench.stopped) == 2)
+        assert bench.starts.total() == 2 and not answers.is_set()
         answers.set()
-        await renewing
-        await runner.stop()
+        await until(lambda: bench.starts.total() == 4)
+        assert set(bench.stopped) == {(batch_id, 1), (batch_id, 2)}, "it took the lock again"
+        await bench.runner.stop()
 
     try:
         asyncio.run(trial())
     finally:
         answers.set()
+
+
+def test_former_owner_stops_its_lines_and_writes_nothing(tmp_path, monkeypatch):
+    bench = Bench(tmp_path, monkeypatch, concurrency=2, line_s=0.2, hurried_s=0.2)
+
+    async def trial() -> None:
+        batch_id = bench.add(3, window_s=43_200)
+        bench.runner.start()
+        await until(lambda: len(bench.starts) == 2)
+        (place,) = tmp_path.glob("*.lock")
+        place.unlink()  # as if it had lost the lock without notice
+        lock = make_lock(bench.storage.database, "m")
+        assert take(bench.storage.database, lock, "m") is not None
+        await asyncio.sleep(0.5)
+        assert bench.num_done(batch_id) == 0 and bench.starts.total() == 2
+        lock.release()
+        await until(lambda: bench.num_done(batch_id) == 3)
+        await bench.runner.stop()
+
+    asyncio.run(trial())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import time
 
 import httpx
@@ -289,7 +290,7 @@ def test_late_batch_hurries_from_its_first_line_on(start_server, tmp_path):
 
 
 def test_death_of_the_engine_gives_lines_back(start_server, tmp_path):
-    place = ("--data-dir", str(tmp_path), "--batch-lease", "2", "--engine-restarts", "0")
+    place = ("--data-dir", str(tmp_path), "--engine-restarts", "0")
     server = start_server(*place).wait_until_ready()
     client = server.client()
     batch = submit(client, [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=60) for i in range(8)])
@@ -380,7 +381,7 @@ def test_upload_that_stalls_ends(start_server):
 
 
 def test_stop_gives_lines_back_at_once(start_server, tmp_path):
-    place = ("--data-dir", str(tmp_path), "--batch-lease", "1000")
+    place = ("--data-dir", str(tmp_path))
     server = start_server(*place).wait_until_ready()
     batch = submit(server.client(), [completion_line(i, prompt=[SLOW, *ABC], max_tokens=40) for i in range(4)])
     server.wait_for_metric('omniserve_requests_running{service_class="BE"}', 4)
@@ -389,12 +390,12 @@ def test_stop_gives_lines_back_at_once(start_server, tmp_path):
     assert wait_for(client, batch.id).request_counts.completed == 4
 
 
-def test_two_servers_share_a_batch_and_run_no_line_twice(start_server, tmp_path):
+def test_two_servers_take_batches_and_one_of_them_runs_the_lines(start_server, tmp_path):
     log, place = tmp_path / "work", ("--data-dir", str(tmp_path / "data"), "--batch-concurrency", "4")
     servers = [start_server(*place, "--work-log", str(log)).wait_until_ready() for _ in range(2)]
     clients = [server.client() for server in servers]
     lines = [completion_line(i, prompt=prompt_of(0, i), max_tokens=40) for i in range(300)]
-    batch = submit(clients[0], lines)
+    batch = submit(clients[1], lines)
     batch = wait_for(clients[1], batch.id)
     assert batch.request_counts.model_dump() == {"total": 300, "completed": 300, "failed": 0}
     work = log.read_text().splitlines()
@@ -402,10 +403,33 @@ def test_two_servers_share_a_batch_and_run_no_line_twice(start_server, tmp_path)
     by_server = [
         server.metric('omniserve_requests_total{finish_reason="length",service_class="BE"}') for server in servers
     ]
-    assert sum(by_server) == 300 and min(by_server) > 0
+    assert by_server == [300, 0]
     assert [entry["custom_id"] for entry in results(clients[0], batch.output_file_id)] == [
         f"line-{i}" for i in range(300)
     ]
+
+    slow = submit(clients[1], [line(f"{i}", SLOW_LINE) for i in range(9)])
+    wait_for(clients[0], slow.id, ["in_progress"])
+    servers[0].wait_for_metric('omniserve_requests_running{service_class="BE"}', 4)
+    clients[1].batches.cancel(slow.id)
+    assert wait_for(clients[1], slow.id).request_counts.failed == 9
+    servers[0].wait_for_metric('omniserve_requests_running{service_class="BE"}', 0)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_server_takes_over_from_one_that_ends(start_server, tmp_path, how):
+    place = ("--data-dir", str(tmp_path), "--batch-concurrency", "4")
+    servers = [start_server(*place, own_group=True).wait_until_ready() for _ in range(2)]
+    client = servers[1].client()
+    batch = submit(client, [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=20) for i in range(12)])
+    while client.batches.retrieve(batch.id).request_counts.completed < 4:
+        time.sleep(0.02)
+    if how == signal.SIGKILL:
+        servers[0].kill_group()
+    else:
+        assert servers[0].stop(how) == 0
+    batch = wait_for(client, batch.id)
+    assert batch.request_counts.model_dump() == {"total": 12, "completed": 12, "failed": 0}
 
 
 def test_batch_of_another_model_is_left_to_its_server(start_server, tmp_path):

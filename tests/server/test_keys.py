@@ -10,10 +10,10 @@ import openai
 import pytest
 
 from omniserve.core.request import ClassSpec
+from omniserve.server.access import Caller
 from omniserve.server.cli import parse_args
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
-from omniserve.server.rates import Rates
 
 KEYS = [
     {"name": "owner", "key": "owner-key"},
@@ -226,24 +226,30 @@ def test_ceiling_goes_by_priority_not_by_kind():
 
 def test_rates_refill_evenly_and_debts_are_waited_for():
     key = ApiKey(name="k", sha256=b"", requests_per_minute=2, tokens_per_minute=60)
-    rates = Rates(key, now_s=0)
+    now_s = 0.0
+    caller = Caller(key, clock=lambda: now_s)
     for _ in range(2):
-        rates.admit(0)
+        caller.admit()
     with pytest.raises(ApiError) as caught:
-        rates.admit(0)
+        caller.admit()
     assert (caught.value.status, caught.value.retry_after_s) == (429, pytest.approx(30))
+    now_s = 29
     with pytest.raises(ApiError):
-        rates.admit(29)
-    rates.admit(31)
-    rates.use_tokens(100, 31)
+        caller.admit()
+    now_s = 31
+    caller.admit()
+    caller.use_tokens(100)
+    now_s = 61
     with pytest.raises(ApiError, match="60 tokens a minute") as caught:
-        rates.admit(61)
+        caller.admit()
     assert caught.value.retry_after_s == pytest.approx(11)  # 60 - 100 + 30 are there now, and one is needed
-    rates.admit(73)
+    now_s = 73
+    caller.admit()
+    now_s = 1e6
     for _ in range(2):
-        rates.admit(1e6)
+        caller.admit()
     with pytest.raises(ApiError):
-        rates.admit(1e6)  # no more than a minute's are saved
+        caller.admit()  # no more than a minute's are saved
 
 
 def test_ring_needs_no_order():

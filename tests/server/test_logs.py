@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from omniserve.server.logs import JsonFormatter
-from omniserve.server.request_ids import RequestIds
+from omniserve.server.request_log import RequestLog
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_what_goes_wrong_at_last_is_logged_with_the_id():
     async def scenario():
         scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"x-request-id", b"mine")]}
         try:
-            await RequestIds(fail)(scope, None, None)
+            await RequestLog(fail)(scope, None, None)
         except RuntimeError:  # as the HTTP server does
             record = logging.LogRecord("x", logging.ERROR, "", 0, "failed", (), sys.exc_info())
             return json.loads(JsonFormatter().format(record))

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from tokenizers_for_tests import TOOL_CHAT_TEMPLATE, byte_level_tokenizer
 
 from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed
-from omniserve.server.tool_calls import ToolCallParser
-from omniserve.server.tools import Tool, calls_grammar
+from omniserve.server.messages import Tool
+from omniserve.server.tool_calls import ToolCallParser, calls_grammar
 
 TOKENIZER = byte_level_tokenizer()
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'

@@ -15,7 +15,7 @@ from otlp_receiver import receiving
 
 from omniserve.core.request import add_stay
 from omniserve.server.cli import parse_args
-from omniserve.server.trace_export import open_traces
+from omniserve.server.traces import open_traces
 
 SOON = {"OTEL_BSP_SCHEDULE_DELAY": "50"}  # milliseconds
 

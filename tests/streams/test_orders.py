@@ -48,7 +48,7 @@ def _run_until_reached(ask: Ask, case: str, first_seed: int, num_seeds: int, **s
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in _USUAL else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case", [case if case in _USUAL else pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES]
 )
 def test_tokens_do_not_depend_on_the_order(ask: Ask, case: str) -> None:
     _run_until_reached(ask, case, first_seed=4 * list(CASES).index(case), num_seeds=1)
@@ -71,20 +71,20 @@ def test_it_is_found_that(ask: Ask, mutation: str) -> None:
     raise AssertionError(f"{_TRIES} histories do not show that {mutation}: is the wait needed?")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_many_histories_in_many_orders(ask: Ask, case: str) -> None:
     _run_until_reached(ask, case, first_seed=1000, num_seeds=30)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["gemma2", "opt", "phi3", "qwen3"])
 @pytest.mark.parametrize("case", ["host", "host, graphs"])
 def test_every_kind_of_family(ask: Ask, case: str, family: str) -> None:
     _run_until_reached(ask, case, first_seed=2000, num_seeds=5, family=family)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mutation", PACE)
 def test_no_token_depends_on_the_pace(ask: Ask, mutation: str) -> None:
     for seed in range(14):

@@ -29,8 +29,7 @@ _DEVICE_BLOCKS, _HOST_BLOCKS = 60, 90
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--moves", type=int, default=300, help="of each dtype (default: %(default)s)")
+    parser = argument_parser(__doc__, moves=(300, "of each dtype"))
     script = Script("blocks", args := parser.parse_args(arguments))
     model: Any = tiny_model("llama")
     reference = Reference(model, num_prompts=4 if script.dry else 12)

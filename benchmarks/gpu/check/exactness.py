@@ -20,9 +20,7 @@ from tests.parity.models import MODELS, tiny_model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=70.0, help="for all families (default: %(default)s)")
-    parser.add_argument("--first-seed", type=int, default=1)
+    parser = argument_parser(__doc__, seconds=(70.0, "for all families"), first_seed=1)
     script = Script("exactness", args := parser.parse_args(arguments))
     families = ["llama"] if script.dry else list(MODELS)
     ends_s = time.monotonic() + (0.0 if script.dry else args.seconds)

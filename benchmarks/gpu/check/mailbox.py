@@ -32,8 +32,7 @@ TIERS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=6000, help="for each tier (default: %(default)s)")
+    parser = argument_parser(__doc__, rows=(6000, "for each tier"))
     script = Script("mailbox", args := parser.parse_args(arguments))
     rows = 100 if script.dry else args.rows
     for seed, (name, (settings, faults)) in enumerate(TIERS.items()):

@@ -26,9 +26,9 @@ _LEFT_OUT = ("flex",)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=75.0, help="for each tool (default: %(default)s)")
-    parser.add_argument("--kernels", action="store_true", help="run the kernels on few samples, and nothing else")
+    parser = argument_parser(
+        __doc__, seconds=(75.0, "for each tool"), kernels=(False, "run the kernels on few samples, and nothing else")
+    )
     args = parser.parse_args(arguments)
     if args.kernels:
         run_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu"), few=True)
@@ -58,20 +58,13 @@ def checked(tool: str, script: Script, limit_s: float) -> tuple[str, str]:
         raise NotHere("there is no compute-sanitizer here")
     status, lines = run_program(
         [
-            program,
-            "--tool",
-            tool,
-            "--print-limit",
-            "5",
-            sys.executable,
-            "-m",
-            "benchmarks.gpu.check.sanitizer",
-            "--kernels",
+            program, "--tool", tool, "--print-limit", "5",
+            sys.executable, "-m", "benchmarks.gpu.check.sanitizer", "--kernels",
         ],
         limit_s=limit_s,
         # The caching allocator hides reads behind the end of a tensor.
         environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", ".")},
-    )
+    )  # fmt: skip
     output = scrubbed("\n".join(lines[-200:]))
     if "Device not supported" in output:
         raise NotHere("compute-sanitizer does not support this device, or how it is virtualised")

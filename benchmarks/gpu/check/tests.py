@@ -23,8 +23,7 @@ _WORKERS = "8"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=230.0, help="for all tests (default: %(default)s)")
+    parser = argument_parser(__doc__, seconds=(230.0, "for all tests"))
     script = Script("tests", args := parser.parse_args(arguments))
     command = [sys.executable, "-m", "pytest", "-v", "-rN", "--tb=short", "-p", "no:cacheprovider"]
     command += ["--continue-on-collection-errors", "-m", "gpu" if script.on_gpu else "not gpu"]

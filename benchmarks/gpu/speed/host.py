@@ -21,8 +21,7 @@ _MEMORY_SHARE = 0.7
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of host attention alone (default: %(default)s)")
+    parser = argument_parser(__doc__, seconds=(40.0, "of host attention alone"))
     script = Script("host", args := parser.parse_args(arguments))
     model = patched_model(LLAMA_8B, script)
     residents, batch, steps = (4, 2, 5) if script.dry else (512, 64, 100)

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common.client import LoadRequest
+from benchmarks.common.client import LS_TIER, LoadRequest, RequestRecord
 from benchmarks.common.loads import Arrivals, TraceSlice
+from benchmarks.common.summary import summarize_co_serving
 from benchmarks.coserving.load import CoServingLoad
 from benchmarks.gpu.engines import config_of, drain, open_engine
 from benchmarks.gpu.models import LLAMA_8B, patched_model
 from benchmarks.gpu.script import NotHere, Script, argument_parser, short
 from omniserve import SLO, Engine, Request, RequestRejected, SamplingParams
 from omniserve.profiling import find_or_make_profile
-from omniserve.simulate.results import percentile
 
 POLICIES = ("omniserve", "sarathi", "fcfs")
 """The first is compared with the others."""
 KEPT = 0.9
 """Share of the LS requests that must meet their objectives for a rate to count as kept."""
-ATTAINED, BE_RATE = "attained", "be_tokens_per_s"
+ATTAINED, BE_RATE = "attained", "be_tokens_per_s_beside_ls"
 _TPOT_S = 0.05
 _MOST_TOKENS = 2048
 _BUDGET_SHARE = 0.6
@@ -34,9 +32,9 @@ _IDLE_WAIT_S = 0.002
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 8.0, 12.0], help="LS requests a second")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each load (default: %(default)s)")
+    parser = argument_parser(
+        __doc__, rates=([4.0, 8.0, 12.0], "LS requests a second"), seconds=(12.0, "of each load")
+    )  # fmt: skip
     script = Script("policies", args := parser.parse_args(arguments))
     rates, seconds = ([8.0], 1.0) if script.dry else (sorted(args.rates), args.seconds)
     model = patched_model(LLAMA_8B, script)
@@ -45,13 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         engines = {policy: stack.enter_context(engine_of(script, model, policy)) for policy in POLICIES}
         for engine in engines.values():  # kernels for the sizes of this load
-            serve(engine, load.warm_up((60.0, 60.0)), seconds=min(seconds, 4.0), drain_s=4.0)
+            serve(engine, load.warm_up((60.0, 60.0)), (60.0, 60.0), seconds=min(seconds, 4.0), drain_s=4.0)
         for rate in rates:
             for policy, engine in engines.items():
                 name = f"{policy}, {rate:g} LS/s"
                 with script.case(f"{name}: LS requests that met their objectives") as case:
-                    figure = serve(engine, load.requests(rate, 0, load.slo(1.0)), seconds=seconds, drain_s=load.drain_s)
-                    if not figure["ls_admitted"]:
+                    slo = load.slo(1.0)
+                    figure = serve(engine, load.requests(rate, 0, slo), slo, seconds=seconds, drain_s=load.drain_s)
+                    if ATTAINED not in figure:
                         raise NotHere(f"no LS request was admitted in {seconds:g} s")
                     figures[policy, rate] = figure
                     note = ", ".join(f"{key} {short(figure[key])}" for key in figure if key not in (ATTAINED, BE_RATE))
@@ -103,85 +102,61 @@ def engine_of(script: Script, model: Any, policy: str) -> Any:
     return open_engine(model, config, profile)
 
 
-@dataclass
-class Seen:
-    """What a client has seen of a request; seconds since the start of the load."""
-
-    sent: LoadRequest
-    first_s: float = math.inf
-    last_s: float = math.inf
-    tokens: int = 0
-
-    @property
-    def ttft_s(self) -> float:
-        """Time to the first token since the request was due."""
-        return self.first_s - self.sent.send_at_s
-
-    @property
-    def tpot_s(self) -> float:
-        """Mean time of a token after the first."""
-        return (self.last_s - self.first_s) / max(1, self.tokens - 1)
-
-    def met(self, slo: tuple[float, float]) -> bool:
-        """Whether the request has finished and met its objectives, TTFT and TPOT."""
-        return self.tokens == self.sent.max_tokens and self.ttft_s <= slo[0] and self.tpot_s <= slo[1]
-
-
-def serve(engine: Engine, requests: Sequence[LoadRequest], *, seconds: float, drain_s: float) -> dict[str, Any]:
+def serve(
+    engine: Engine, requests: Sequence[LoadRequest], slo: tuple[float, float], *, seconds: float, drain_s: float
+) -> dict[str, Any]:
     """Send requests at their times, whatever becomes of those before.
 
     Args:
         engine: Without requests.
         requests: Of token ids, in any order.
+        slo: Objectives that LS requests are compared with.
         seconds: How long LS requests come, and BE tokens count.
         drain_s: So long those that came then may still take; all that is unfinished is aborted.
 
     Returns:
-        The share of the admitted LS requests that met their objectives, BE tokens a second (prompts count with their
-        first output token), and what else belongs to the load.
+        See ``summarize_co_serving``; and what the engine counted.
     """
     due = deque(sorted(requests, key=lambda wanted: wanted.send_at_s))
-    running: dict[str, Seen] = {}
-    ls: list[Seen] = []
-    rejected = be_tokens = 0
+    running: dict[str, RequestRecord] = {}
+    records: list[RequestRecord] = []
     before, began_s, now_s = engine.stats(), time.monotonic(), 0.0
 
     def ls_is_open() -> bool:
-        return any(wanted.slo for wanted in (*due, *(seen.sent for seen in running.values())))
+        tiers = [wanted.service_tier for wanted in due] + [record.service_tier for record in running.values()]
+        return LS_TIER in tiers
 
     while now_s < seconds or (now_s < seconds + drain_s and ls_is_open()):
         while due and due[0].send_at_s <= now_s:
-            seen = Seen(due.popleft())
+            wanted = due.popleft()
+            record = RequestRecord(
+                service_tier=wanted.service_tier, send_at_s=wanted.send_at_s, num_prompt_tokens=len(wanted.prompt)
+            )
+            records.append(record)
             try:
-                running[_add(engine, seen.sent, began_s)] = seen
+                running[_add(engine, wanted, began_s)] = record
             except RequestRejected:
-                rejected += 1
-                continue
-            if seen.sent.slo is not None:
-                ls.append(seen)
+                record.rejected = True
         outputs = engine.step()
         now_s = time.monotonic() - began_s
         for output in outputs:
-            seen, new = running[output.request_id], len(output.new_token_ids)
-            if new and seen.sent.slo is None and now_s <= seconds:
-                be_tokens += new + (0 if seen.tokens else len(seen.sent.prompt))
-            if new:
-                seen.first_s, seen.last_s, seen.tokens = min(seen.first_s, now_s), now_s, seen.tokens + new
+            record = running[output.request_id]
+            if output.new_token_ids:
+                record.first_token_s = now_s if record.first_token_s is None else record.first_token_s
+                record.last_token_s = now_s
+                record.token_times_s += [now_s] * len(output.new_token_ids)
+                record.num_output_tokens = len(record.token_times_s)
             if output.finished:
                 del running[output.request_id]
+                record.finished = True
         if engine.last_plan_was_empty:
             engine.wait(_IDLE_WAIT_S) if engine.host_tier is not None else time.sleep(_IDLE_WAIT_S)
     after = engine.stats()
     drain(engine, list(running))
-    started = [seen for seen in ls if seen.tokens]
-    return {
-        ATTAINED: sum(seen.met(seen.sent.slo) for seen in ls if seen.sent.slo) / max(1, len(ls)),
-        BE_RATE: be_tokens / seconds, "ls_admitted": len(ls), "rejected": rejected,
-        "ttft_p99_s": percentile([seen.ttft_s for seen in started], 99) if started else None,
-        "tpot_p99_s": percentile([seen.tpot_s for seen in started], 99) if started else None,
+    return summarize_co_serving(records, slo, end_s=now_s, stream_s=seconds) | {
         "host_tokens": after.host_output_tokens - before.host_output_tokens,
         "preemptions": after.preemptions - before.preemptions,
-    }  # fmt: skip
+    }
 
 
 def _add(engine: Engine, wanted: LoadRequest, began_s: float) -> str:

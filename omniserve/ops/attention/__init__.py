@@ -1,4 +1,4 @@
-"""DEVICE_ATTENTION: who attends on the device tier. Chosen by name; nothing falls back by itself.
+"""DEVICE_ATTENTION: implementations of attention on the device tier, chosen by name. Nothing falls back by itself.
 
 ``base`` is the contract and the choice, ``pages`` how the paged cache is read; each other module is one implementation:
 

@@ -35,9 +35,8 @@ from omniserve.runner.cuda_graphs.shapes import (
     smallest_fitting,
 )
 from omniserve.runner.layer_loop import LayersOutput, stops_between_layers
-from omniserve.runner.pending_tokens import PendingTokens
 from omniserve.runner.piggyback_rows import PiggybackRows
-from omniserve.runner.step_inputs import make_device_rows, prompt_scores, sampling_rows
+from omniserve.runner.step_inputs import PendingTokens, make_device_rows, prompt_scores, sampling_rows
 
 logger = logging.getLogger(__name__)
 

@@ -51,8 +51,8 @@ class InputMemory:
 class StaticInputs:
     """The inputs of one shape: views of the memory, which ``fill`` writes; two copies come from the host.
 
-    A device row that nobody has is token 0 at position 0, is stored nowhere (slot -1) and attends to nothing (length
-    0); a seat that nobody has is slot -1.
+    A device row that only pads is token 0 at position 0, is stored nowhere (slot -1) and attends to nothing (length 0);
+    an empty seat is slot -1.
     """
 
     def __init__(self, shape: StepShape, memory: InputMemory) -> None:
@@ -79,11 +79,11 @@ class StaticInputs:
         """Of a step of decodes. If blocks may run from the right it has a direction table in every step."""
 
     def slots_leaving(self, layer: int) -> Tensor:
-        """Return the slots ``[P]`` of those that leave for the host tier at a layer."""
+        """Return the slots ``[P]`` of the rows that leave for the host tier at a layer."""
         return self._seat_slots[layer]
 
     def slots_joining(self, layer: int) -> Tensor:
-        """Return the slots ``[P]`` of those that join at a layer."""
+        """Return the slots ``[P]`` of the rows that join at a layer."""
         return self._seat_slots[layer + 1]
 
     def fill(self, plan: StepPlan, rows: DeviceRows, *, decodes: bool) -> None:

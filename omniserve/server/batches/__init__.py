@@ -1,13 +1,14 @@
 """OpenAI's Files and Batch API, durable: what was accepted survives the death of the server.
 
-``database``, ``tables`` and ``rows`` are the database; on it, ``store`` is what clients do, ``progress`` and ``claims``
-what servers do with batches and lines, ``leftovers`` the files that nobody knows. ``files`` is the disk, ``storage``
-both. ``lines`` checks an input file, ``line_run`` runs a line of it, ``outputs`` writes the result files, ``urgency``
-says when a batch is late.
+Many servers may use a database and take files, batches and cancels. For each model one of them, the **owner**, works on
+the batches; another one takes over when it ends.
 
-``runner`` is the work on them, made of loops and threads (``loops``): ``line_worker`` claims lines, ``running_lines``
-has those that run, ``leases`` holds them, ``hurry`` lets those of late batches hurry, ``batch_worker`` validates and
-finalizes whole batches.
+``database`` and ``tables`` are the database; on it, ``store`` is what clients do, ``progress`` what the owner does,
+``leftovers`` the files that nobody knows. ``owner`` is the lock, and the fence under which the owner writes. ``files``
+is the disk. ``lines`` checks an input file, ``line_run`` runs a line of it, ``urgency`` says when a batch is late.
+
+``runner`` becomes the owner and works with ``line_worker``, which runs lines, and ``batch_worker``, which validates and
+finalizes whole batches; ``loops`` are the loops and threads of all three.
 
 ``objects`` and ``routes`` are what clients see, ``settings`` the flags. ``serving`` is a server's part, ``offline`` and
 ``remote`` are those of ``python -m omniserve.batch``.

@@ -6,11 +6,12 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, extract, func, insert, select, text
 
-from omniserve.server.batches.tables import MAKE_SUSPECT_INDEX, METADATA, SCHEMA_VERSION, VERSION
+from omniserve.server.batches.tables import MAKE_SUSPECT_INDEX, METADATA, SCHEMA_VERSION, VERSION, migrate
 from omniserve.server.errors import ApiError
 
 # How long a transaction waits for another one before it gives up.
@@ -22,6 +23,7 @@ _PG_IDLE_TIMEOUT_S = 20.0
 _PG_CONNECT_TIMEOUT_S = 10
 # Any number will do, if it is the same in all servers: the lock that one of them holds while it makes the tables.
 _SCHEMA_LOCK = 0x6F6D6E69
+_MIGRATED_VERSION = 2
 
 
 class StorageError(ApiError):
@@ -56,6 +58,8 @@ class Database:
             self._engine, is_sqlite = _engine(url)
         except (exc.SQLAlchemyError, ImportError, ValueError) as error:
             raise StorageError(f"--database-url {self._shown}: {error}", status=500) from None
+        self.file = Path(url.database or "") if is_sqlite else None
+        """Where SQLite keeps it; None for PostgreSQL."""
         self._clock = clock if clock is not None or not is_sqlite else time.time
         self._reading = self._engine.execution_options(reading=True)
         with self.write() as connection:
@@ -68,7 +72,7 @@ class Database:
         Raises:
             StorageError: The database is busy, full, gone or broken.
         """
-        with self._told(), self._engine.begin() as connection:
+        with self.told(), self._engine.begin() as connection:
             yield connection
 
     @contextmanager
@@ -78,7 +82,7 @@ class Database:
         Raises:
             StorageError: As for ``write``.
         """
-        with self._told(), self._reading.begin() as connection:
+        with self.told(), self._reading.begin() as connection:
             yield connection
 
     def now(self, connection: Connection) -> float:
@@ -91,8 +95,16 @@ class Database:
         """Close the connections."""
         self._engine.dispose()
 
+    def connect(self) -> Connection:
+        """Return a connection of its own, without transactions, that is closed and not given to others after use."""
+        with self.told():
+            connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+            connection.detach()
+            return connection
+
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def told(self) -> Iterator[None]:
+        """Let errors of the database be StorageErrors."""
         try:
             yield
         except exc.SQLAlchemyError as error:
@@ -126,16 +138,19 @@ class Database:
     def _make_tables(self, connection: Connection) -> None:
         if self._engine.dialect.name == "postgresql":
             connection.execute(text("select pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK})
-        METADATA.create_all(connection)
-        found = connection.execute(select(VERSION.c.version)).scalars().all()
-        if not found:
-            connection.execute(insert(VERSION).values(version=SCHEMA_VERSION))
-        elif found != [SCHEMA_VERSION]:
+        VERSION.create(connection, checkfirst=True)
+        found = connection.execute(select(VERSION.c.version)).scalar()
+        if found not in (None, _MIGRATED_VERSION, SCHEMA_VERSION):
             raise StorageError(
-                f"{self._shown} was made by another version of OmniServe (schema {found[0]}, this one has "
+                f"{self._shown} was made by another version of OmniServe (schema {found}, this one has "
                 f"{SCHEMA_VERSION}); use that version, or another --data-dir or --database-url",
                 status=500,
             )
+        METADATA.create_all(connection)
+        if found is None:
+            connection.execute(insert(VERSION).values(version=SCHEMA_VERSION))
+        elif found == _MIGRATED_VERSION:
+            migrate(connection)
         connection.execute(MAKE_SUSPECT_INDEX)
 
 

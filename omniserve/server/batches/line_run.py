@@ -9,9 +9,9 @@ from typing import Any
 
 from omniserve.core.request import ServiceClass
 from omniserve.server.answers import ENDPOINTS
-from omniserve.server.batches.claims import ClaimedLine, LineResult
 from omniserve.server.batches.lines import body_of
-from omniserve.server.batches.rows import new_id
+from omniserve.server.batches.progress import LineResult, PendingLine
+from omniserve.server.batches.store import new_id
 from omniserve.server.batches.tables import SUSPECT_STOPS
 from omniserve.server.classes import class_of_tier
 from omniserve.server.errors import ApiError
@@ -43,12 +43,12 @@ class LineNotRun(Exception):
         self.engine_stopped = engine_stopped
 
 
-async def run_line(service: Service, line: ClaimedLine, raw: bytes, *, escalated: bool) -> LineResult:
+async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated: bool) -> LineResult:
     """Run a line; a request that is wrong has an error as its result.
 
     Args:
         service: Runs it.
-        line: What was claimed.
+        line: What is to be run.
         raw: Its bytes in the input file.
         escalated: Run it as a latency-sensitive request instead of a best-effort one.
 
@@ -87,7 +87,7 @@ async def run_line(service: Service, line: ClaimedLine, raw: bytes, *, escalated
     )
 
 
-def refused(line: ClaimedLine, error: ApiError, call_id: str) -> LineResult:
+def refused(line: PendingLine, error: ApiError, call_id: str) -> LineResult:
     """Return the result of a line that has an error instead of an answer."""
     response = _response(error.status, call_id, json.dumps(error.body()))
     return LineResult(key=line.key, ok=False, text=_text(line.custom_id, response))

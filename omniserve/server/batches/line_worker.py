@@ -1,80 +1,131 @@
-"""The work on lines: claim as many as there is room for, read them, have them run, and hand in what is done."""
+"""The work on lines: start as many as there is room for, hand in what is done, and let those of late batches hurry."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from omniserve.server.batches.claims import ClaimedLine, Claims
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import FileFolder
-from omniserve.server.batches.hurry import Hurry
+from omniserve.server.batches.line_run import LineNotRun, refused, run_line
 from omniserve.server.batches.loops import RETRY_S, Changes, OneThread, set_or_polled
-from omniserve.server.batches.running_lines import RunningLine, RunningLines
+from omniserve.server.batches.progress import LineKey, LineResult, PendingLine, Progress
+from omniserve.server.batches.store import Row, new_id
+from omniserve.server.batches.urgency import Urgency
 from omniserve.server.errors import ApiError
 from omniserve.server.service import Service
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
+class RunningLine:
+    """A line that takes a place, until its result is in the database or it may be tried again."""
+
+    line: PendingLine
+    raw: bytes
+    escalated: bool
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it is at the engine, or on the way there."""
+        return self.task is not None and not self.task.done()
+
+
 class LineWorker:
     """Keeps lines running.
 
+    All that is here may be lost at any moment: what counts is in the database.
+
     Args:
-        service: Says whether lines can be run now.
-        files: Where the lines lie.
-        running: Those that run.
-        hurry: Says which batches come first, and which of the new lines run as latency-sensitive requests.
-        claims: Gives new ones.
-        claims_thread: Where the claims are called.
-        changes: Says when to look again.
+        service: Runs the lines.
+        files: Where they lie.
+        progress: Knows them, and takes their results.
+        changes: Says when to look again; told of lines that are done, and of results that are in the database.
         concurrency: Lines that run at a time.
     """
 
     def __init__(
-        self,
-        service: Service,
-        files: FileFolder,
-        running: RunningLines,
-        hurry: Hurry,
-        claims: Claims,
-        claims_thread: OneThread,
-        changes: Changes,
-        *,
-        concurrency: int,
+        self, service: Service, files: FileFolder, progress: Progress, changes: Changes, *, concurrency: int
     ) -> None:
         self._service = service
         self._files = files
-        self._running = running
-        self._hurry = hurry
-        self._claims = claims
-        self._claims_thread = claims_thread
+        self._progress = progress
         self._changes = changes
         self._concurrency = concurrency
+        self._thread = OneThread("batch-lines")
+        self._running: dict[LineKey, RunningLine] = {}
+        """In the order in which they began."""
+        self._results: list[LineResult] = []
+        self._not_run: list[tuple[RunningLine, LineNotRun]] = []
+        self._put_off: dict[str, float] = {}
+        """Batches of which lines cannot be read, and till when they are put off."""
+        self._urgency = Urgency(concurrency)
+        self._urgent: dict[str, int] = {}
+        """How many lines of each late batch should hurry, those that expire first before others."""
+        self._waiting: set[str] = set()
+        """Batches of which a line could be started now."""
+
+    @property
+    def num_running(self) -> Counter[str]:
+        """How many lines of each batch have a place."""
+        return Counter(batch_id for batch_id, _ in self._running)
 
     async def work(self) -> None:
         """Hand in what is done, start what there is room for, and wait until there may be more.
 
         Raises:
-            StorageError: The database does not work; what was claimed is started or given back some time.
+            StorageError: The database does not work.
+            NotOwner: There is a new owner.
         """
         self._changes.lines.clear()
-        await self._running.hand_in()
-        free = self._concurrency - len(self._running.by_key)
-        if free > 0 and self._is_open():
-            with_suspect = not any(entry.line.is_suspect for entry in self._running.by_key.values())
-            claimed = await self._claims_thread.run(self._claim, free, with_suspect, self._hurry.lacking())
-            entries = [RunningLine(line, raw, line.escalated) for line, raw in claimed if isinstance(raw, bytes)]
-            for entry in entries:
-                self._running.add(entry)
-            try:
-                await self._hurry.escalate(entries)
-            finally:  # at any rate: nobody else would start them
-                for entry in entries:
-                    self._running.start(entry)
-            await self._return_unread([(line, raw) for line, raw in claimed if isinstance(raw, StorageError)])
+        await self._hand_in()
+        if len(self._running) < self._concurrency and self._is_open():
+            await self._begin()
         await set_or_polled(self._changes.lines)
+
+    async def watch(self) -> None:
+        """Stop the lines of batches that have ended, and look for batches that are late.
+
+        Raises:
+            StorageError: The database does not work.
+            NotOwner: There is a new owner.
+        """
+        await self._thread.run(self._progress.expire_batches)
+        before = list(self._running.values())
+        now, batches = await self._thread.run(self._progress.running_batches)
+        ids = {batch["id"] for batch in batches}
+        await self._drop([entry for entry in before if entry.line.batch_id not in ids])
+        self._urgent = self._urgency.judge(now, batches, self.num_running)
+        self._waiting = {batch["id"] for batch in batches if self._has_waiting(batch)}
+        await self._make_way()
+
+    async def drop_batch(self, batch_id: str) -> None:
+        """Stop the lines of a batch that was ended."""
+        await self._drop([entry for entry in self._running.values() if entry.line.batch_id == batch_id])
+
+    async def drop_all(self) -> None:
+        """Stop all lines."""
+        await self._drop(list(self._running.values()))
+
+    async def stop(self) -> None:
+        """Stop all lines, and hand in what is done.
+
+        Raises:
+            StorageError: The database does not work; what was done is lost.
+            NotOwner: There is a new owner; what was done is lost.
+        """
+        await self.drop_all()
+        try:
+            await self._hand_in()
+        finally:
+            await self._thread.stop()
 
     def _is_open(self) -> bool:
         try:
@@ -83,20 +134,134 @@ class LineWorker:
             return False
         return True
 
-    def _claim(
-        self, limit: int, with_suspect: bool, first: Mapping[str, int]
-    ) -> list[tuple[ClaimedLine, bytes | StorageError]]:
-        claimed: list[tuple[ClaimedLine, bytes | StorageError]] = []
-        for line in self._claims.claim(limit, with_suspect=with_suspect, first=first):
-            try:
-                claimed.append((line, self._files.read_part(line.input_file_id, line.start, line.length)))
-            except StorageError as error:
-                claimed.append((line, error))
-        return claimed
-
-    async def _return_unread(self, unread: Sequence[tuple[ClaimedLine, StorageError]]) -> None:
-        for batch_id, error in {line.batch_id: error for line, error in unread}.items():
+    async def _begin(self) -> None:
+        now_s = time.monotonic()
+        self._put_off = {batch_id: until_s for batch_id, until_s in self._put_off.items() if until_s > now_s}
+        find = partial(
+            self._progress.pending_lines,
+            self._concurrency - len(self._running),
+            held=set(self._running),
+            put_off=set(self._put_off),
+            with_suspect=not any(entry.line.is_suspect for entry in self._running.values()),
+            first=self._lacking(),
+        )
+        entries, unreadable = await self._thread.run(self._read, find)
+        self._running |= {entry.line.key: entry for entry in entries}
+        try:
+            await self._escalate(entries)
+        finally:  # at any rate: they have their places
+            for entry in entries:
+                self._start(entry)
+        for batch_id, error in unreadable.items():
             logger.warning("batches: %s is held up: %s", batch_id, error)
-            await self._claims_thread.run(self._claims.report, batch_id, error.message)
-        for line, _ in unread:
-            await self._claims_thread.run(partial(self._claims.give_back, line.key, delay_s=2 * RETRY_S))
+            self._put_off[batch_id] = time.monotonic() + 2 * RETRY_S
+            await self._thread.run(self._progress.report, batch_id, error.message)
+
+    def _read(self, find: partial[list[PendingLine]]) -> tuple[list[RunningLine], dict[str, StorageError]]:
+        """Return lines that are to be started, and the batches of which a line cannot be read."""
+        entries: list[RunningLine] = []
+        unreadable: dict[str, StorageError] = {}
+        for line in find():
+            try:
+                raw = self._files.read_part(line.input_file_id, line.start, line.length)
+                entries.append(RunningLine(line, raw, line.escalated))
+            except StorageError as error:
+                unreadable[line.batch_id] = error
+        return entries, unreadable
+
+    def _start(self, entry: RunningLine) -> None:
+        entry.task = asyncio.create_task(self._run(entry))
+
+    async def _run(self, entry: RunningLine) -> None:
+        line = entry.line
+        try:
+            result = await run_line(self._service, line, entry.raw, escalated=entry.escalated)
+        except LineNotRun as reason:
+            self._not_run.append((entry, reason))
+        except Exception as error:
+            logger.exception("batches: line %d of %s failed", line.number, line.batch_id)
+            message = f"internal error ({type(error).__name__}); see the server's log"
+            self._results.append(refused(line, ApiError(message, status=500), new_id("req_")))
+        else:
+            self._results.append(result)
+        self._changes.lines.set()
+
+    async def _hand_in(self) -> None:
+        """Bring results to the database, together; they stay here until they are there."""
+        if results := list(self._results):
+            await self._thread.run(self._progress.save, results)
+            del self._results[: len(results)]
+            for result in results:
+                self._running.pop(result.key, None)
+            self._changes.batches.set()
+        while self._not_run:
+            entry, reason = self._not_run[0]
+            if reason.engine_stopped:
+                number = entry.line.engine_stops + 1
+                await self._thread.run(self._progress.note_engine_stops, entry.line.key, number)
+            del self._not_run[0]
+            asyncio.get_running_loop().call_later(reason.delay_s, self._free, entry)
+
+    def _free(self, entry: RunningLine) -> None:
+        """Let another line have the place; this one is pending again."""
+        if self._running.get(entry.line.key) is entry:
+            del self._running[entry.line.key]
+        self._changes.lines.set()
+
+    async def _drop(self, entries: Iterable[RunningLine]) -> None:
+        """Stop lines that are computed; those that have a result stay until it is in the database."""
+        tasks = {entry: entry.task for entry in entries if entry.task is not None and not entry.task.done()}
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        for entry, task in tasks.items():
+            if task.cancelled():
+                self._free(entry)
+
+    def _has_waiting(self, batch: Row) -> bool:
+        """Whether a line of a batch could be started; not one that may be what ends the engine, which has to wait."""
+        held = [entry for entry in self._running.values() if entry.line.batch_id == batch["id"]]
+        num_open = batch["total"] - batch["completed"] - batch["failed"] - batch["num_suspects"]
+        return batch["id"] not in self._put_off and num_open > sum(not entry.line.is_suspect for entry in held)
+
+    def _lacking(self) -> Mapping[str, int]:
+        """Return how many more lines of late batches should hurry than do, if any."""
+        hurrying = Counter(entry.line.batch_id for entry in self._running.values() if entry.escalated)
+        lacking = {batch_id: number - hurrying[batch_id] for batch_id, number in self._urgent.items()}
+        return {batch_id: number for batch_id, number in lacking.items() if number > 0}
+
+    async def _escalate(self, entries: Sequence[RunningLine]) -> None:
+        """Let the first of these lines, not started yet, run as latency-sensitive requests as far as is urgent."""
+        chosen: list[RunningLine] = []
+        room = dict(self._lacking())
+        for entry in entries:
+            batch_id = entry.line.batch_id
+            if not entry.escalated and room.get(batch_id, 0) > 0:
+                room[batch_id] -= 1
+                chosen.append(entry)
+        if chosen:
+            await self._thread.run(self._progress.escalate, [entry.line.key for entry in chosen])
+            for entry in chosen:
+                entry.escalated = True
+
+    async def _make_way(self) -> None:
+        """Where a late batch has too few lines that hurry, let one that runs begin again as one that does.
+
+        It is the oldest of the batch. If none of its lines run, one of another batch gives way to one that could be
+        started: that will be the next to be. What was computed is lost, so it is one at a time.
+        """
+        for batch_id in self._lacking():
+            calm = [entry for entry in self._running.values() if entry.is_computed and not entry.escalated]
+            own = [entry for entry in calm if entry.line.batch_id == batch_id]
+            if own:
+                first = min(own, key=lambda entry: entry.line.number)
+                again = RunningLine(first.line, first.raw, False)
+                await self._drop([first])
+                if first.line.key not in self._running:  # it may have come to its end just then
+                    self._running[first.line.key] = again
+                    try:
+                        await self._escalate([again])
+                    finally:
+                        self._start(again)
+            elif calm and batch_id in self._waiting and len(self._running) >= self._concurrency:
+                await self._drop(calm[-1:])

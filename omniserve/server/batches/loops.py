@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 from omniserve.server.batches.database import StorageError
+from omniserve.server.batches.owner import NotOwner
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class OneThread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def run(self, function: Callable[[*Args], T], *args: *Args) -> T:
-        """Call a function there. Who is cancelled does not wait for it, but it is called all the same."""
+        """Call a function there. A cancelled caller does not wait for it, but it is called all the same."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
     async def stop(self) -> None:
@@ -46,10 +47,16 @@ class OneThread:
 
 
 async def forever(step: Callable[[], Coroutine[Any, Any, None]]) -> NoReturn:
-    """Do a step again and again until cancelled; after an error, which is logged, a little later."""
+    """Do a step again and again until cancelled; after an error, which is logged, a little later.
+
+    Raises:
+        NotOwner: The step found that this server is not the owner any more.
+    """
     while True:
         try:
             await step()
+        except NotOwner:
+            raise
         except StorageError as error:
             logger.warning("batches: %s; trying again in %g s", error, RETRY_S)
             await asyncio.sleep(RETRY_S)

@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from omniserve.server.batches.rows import Row
-from omniserve.server.batches.store import Page
+from omniserve.server.batches.store import Page, Row
 
 _TIMES = ("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import logging
 import shutil
@@ -22,10 +21,9 @@ from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import FileFolder
 from omniserve.server.batches.leftovers import NewFile
 from omniserve.server.batches.objects import batch_object
-from omniserve.server.batches.rows import Row
+from omniserve.server.batches.owner import FileLock
 from omniserve.server.batches.runner import BatchRunner
-from omniserve.server.batches.storage import Storage
-from omniserve.server.batches.store import NewBatch
+from omniserve.server.batches.store import NewBatch, Row, Storage
 from omniserve.server.batches.tables import UNFINISHED
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.serve import start_service
@@ -85,12 +83,13 @@ async def run_offline(job: OfflineJob, options: ServerOptions, make_engine: Engi
 def _locked(journal: Path) -> Iterator[None]:
     """Be the only one who works with a journal; the lock goes with the process."""
     journal.mkdir(parents=True, exist_ok=True)
-    with (journal / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StorageError(f"another process works with {journal}; wait for it or choose another output") from None
+    lock = FileLock(journal / "lock")
+    if not lock.acquire():
+        raise StorageError(f"another process works with {journal}; wait for it or choose another output")
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _find_or_create(storage: Storage, job: OfflineJob, model: str) -> Row:
@@ -141,7 +140,6 @@ async def _work(
             starting.cancel()
             return await asyncio.to_thread(storage.store.batch, batch_id)
         runner = BatchRunner(starting.result(), storage, options.batches)
-        await runner.take_over()
         runner.start()
         try:
             return await _follow(storage, batch_id, engine, stop)

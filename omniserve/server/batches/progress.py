@@ -1,57 +1,107 @@
-"""How a batch goes its way, by the hands of servers: validated, run, finalized; or failed, or expired.
+"""What the owner does with batches and lines: validate, run, finalize; or fail, or expire them.
 
-Any number of servers may share the database. Whole batches, to be validated or finalized, belong to one owner until its
-lease ends; lines do so by themselves (see ``claims``). Every function is one transaction, and blocks: call it in a
-thread.
+A line is pending until its result is in the database; which lines run is known to the owner alone, so that its death
+leaves nothing to be cleared up. Every write is one transaction under the owner's fence. Every function blocks: call it
+in a thread.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, and_, delete, exists, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, or_, select, update
 
-from omniserve.server.batches.database import Database
 from omniserve.server.batches.leftovers import NewFile, make_known
 from omniserve.server.batches.lines import CheckedLine, LineFault
-from omniserve.server.batches.rows import Row, end_lines, get_row, set_batch
-from omniserve.server.batches.tables import BATCHES, IS_SUSPECT, LINES, LineState
+from omniserve.server.batches.owner import Owner
+from omniserve.server.batches.store import Row, end_lines, get_row, set_batch
+from omniserve.server.batches.tables import BATCHES, IS_SUSPECT, LINES, SUSPECT_STOPS, UNFINISHED, LineState
 
 _ROWS_PER_INSERT = 1000
+# A batch that waits for so long to be finalized has no server of its model; any owner finalizes it.
+_ABANDONED_AFTER_S = 30.0
+
+LineKey = tuple[str, int]
+"""Batch and number of a line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingLine:
+    """A line to be run."""
+
+    batch_id: str
+    number: int
+    custom_id: str
+    endpoint: str
+    input_file_id: str
+    start: int
+    length: int
+    engine_stops: int
+    """How often the engine ended while it ran."""
+    escalated: bool
+    """Whether it runs as a latency-sensitive request."""
+
+    @property
+    def key(self) -> LineKey:
+        return self.batch_id, self.number
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what ends the engine."""
+        return self.engine_stops >= SUSPECT_STOPS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LineResult:
+    """What became of a line."""
+
+    key: LineKey
+    ok: bool
+    text: str
+    """Its line of the output file, or of the error file."""
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
 
 
 class Progress:
-    """The batches that servers work on; all functions raise StorageError when the database does not work."""
+    """The batches that an owner works on.
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    All functions raise StorageError when the database does not work, and those that write raise NotOwner when there is
+    a new owner.
+    """
 
-    def claim_batch(self, owner: str, model: str, lease_s: float) -> Row | None:
-        """Take the batch that has waited longest to be validated, for this model, or finalized; None without one."""
-        with self._database.write() as connection:
-            now = self._database.now(connection)
-            # The owner itself works on one at a time: what it still has was given back, but that failed.
-            free = or_(BATCHES.c.owner.is_(None), BATCHES.c.owner == owner, BATCHES.c.lease_until < now)
-            own = and_(BATCHES.c.status == "validating", BATCHES.c.model == model)
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._database = owner.database
+
+    def next_batch(self, put_off: Collection[str]) -> Row | None:
+        """Return the batch that has waited longest to be validated or finalized, if any; not one that is put off."""
+        with self._database.read() as connection:
+            abandoned = self._database.now(connection) - _ABANDONED_AFTER_S
+            its_own = BATCHES.c.model == self._owner.model
+            ended_at = func.coalesce(BATCHES.c.cancelling_at, BATCHES.c.finalizing_at)
             query = (
                 select(BATCHES)
-                .where(or_(BATCHES.c.status.in_(("finalizing", "cancelling")), own))
-                .where(free, BATCHES.c.not_before <= now)
+                .where(
+                    or_(
+                        and_(BATCHES.c.status == "validating", its_own),
+                        and_(BATCHES.c.status.in_(("finalizing", "cancelling")), or_(its_own, ended_at < abandoned)),
+                    )
+                )
+                .where(BATCHES.c.id.not_in(put_off))
                 .order_by(BATCHES.c.created_at)
-                .limit(1)
-                .with_for_update(skip_locked=True)
             )
-            batch = connection.execute(query).mappings().first()
-            if batch is not None:
-                set_batch(connection, batch["id"], {"owner": owner, "lease_until": now + lease_s})
-            return batch
+            return connection.execute(query.limit(1)).mappings().first()
 
-    def accept_lines(self, batch_id: str, owner: str, lines: Sequence[CheckedLine]) -> bool:
-        """Enter the lines of a batch that was found right; False if it is no longer the owner's to validate."""
-        with self._database.write() as connection:
-            if not _is_owned(connection, batch_id, owner, ("validating",)):
+    def accept_lines(self, batch_id: str, lines: Sequence[CheckedLine]) -> bool:
+        """Enter the lines of a batch that was found right; False if it was cancelled meanwhile."""
+        with self._owner.write() as connection:
+            if _locked(connection, batch_id, "validating") is None:
                 return False
             for i in range(0, len(lines), _ROWS_PER_INSERT):
                 rows = [
@@ -67,27 +117,29 @@ class Progress:
                 # With RETURNING it is one statement. Many small ones psycopg would send in a pipeline, whose end
                 # PostgreSQL awaits for ever if this process is frozen.
                 connection.execute(insert(LINES).returning(LINES.c.number), rows)
-            values = {"status": "in_progress", "total": len(lines), "owner": None, "problem": None}
+            values = {"status": "in_progress", "total": len(lines), "problem": None}
             set_batch(connection, batch_id, values | {"in_progress_at": self._database.now(connection)})
             return True
 
-    def fail_batch(self, batch_id: str, owner: str, faults: Sequence[LineFault]) -> bool:
-        """End a batch whose input is wrong; False if it is no longer the owner's to validate."""
-        with self._database.write() as connection:
-            if not _is_owned(connection, batch_id, owner, ("validating",)):
+    def fail_batch(self, batch_id: str, faults: Sequence[LineFault]) -> bool:
+        """End a batch whose input is wrong; False if it was cancelled meanwhile."""
+        with self._owner.write() as connection:
+            if _locked(connection, batch_id, "validating") is None:
                 return False
-            values = {"status": "failed", "errors": json.dumps([fault.as_dict() for fault in faults]), "owner": None}
-            set_batch(connection, batch_id, values | {"failed_at": self._database.now(connection), "problem": None})
+            values = {"status": "failed", "errors": json.dumps([fault.as_dict() for fault in faults]), "problem": None}
+            set_batch(connection, batch_id, values | {"failed_at": self._database.now(connection)})
             return True
 
-    def finish_batch(self, batch_id: str, owner: str, output: NewFile | None, errors: NewFile | None) -> bool:
-        """End a batch whose result files lie on the disk, and forget its lines; False if it is not the owner's."""
-        with self._database.write() as connection:
-            if not _is_owned(connection, batch_id, owner, ("finalizing", "cancelling")):
+    def finish_batch(self, batch_id: str, output: NewFile | None, errors: NewFile | None) -> bool:
+        """End a batch whose result files lie on the disk, and forget its lines; False if another owner has ended it."""
+        with self._owner.write() as connection:
+            batch = _locked(connection, batch_id, "finalizing", "cancelling")
+            if batch is None:
                 return False
-            batch, now = get_row(connection, BATCHES, batch_id), self._database.now(connection)
-            status = "cancelled" if batch["status"] == "cancelling" else batch["outcome"]
-            values: dict[str, Any] = {"status": status, f"{status}_at": now, "owner": None, "problem": None}
+            now, status = self._database.now(connection), batch["outcome"]
+            if batch["status"] == "cancelling":
+                status = "cancelled"
+            values: dict[str, Any] = {"status": status, f"{status}_at": now, "problem": None}
             for column, file in (("output_file_id", output), ("error_file_id", errors)):
                 if file is not None:
                     make_known(connection, file, now)
@@ -96,26 +148,20 @@ class Progress:
             connection.execute(delete(LINES).where(LINES.c.batch_id == batch_id))
             return True
 
-    def postpone_batch(self, batch_id: str, owner: str, problem: str, delay_s: float) -> None:
-        """Give a batch back that could not be worked on, and say why."""
-        with self._database.write() as connection:
-            not_before = self._database.now(connection) + delay_s
-            values = {"owner": None, "problem": problem, "not_before": not_before}
-            mine = and_(BATCHES.c.id == batch_id, BATCHES.c.owner == owner)
-            connection.execute(update(BATCHES).where(mine).values(values))
+    def report(self, batch_id: str, problem: str) -> None:
+        """Say in a batch's status what holds it up, unless it has ended."""
+        with self._owner.write() as connection:
+            if _locked(connection, batch_id, *UNFINISHED) is not None:
+                set_batch(connection, batch_id, {"problem": problem})
 
-    def expire_batches(self) -> list[str]:
-        """End the batches whose window is over; return their ids."""
-        with self._database.write() as connection:
+    def expire_batches(self) -> None:
+        """End the batches, of any model, whose window is over."""
+        with self._owner.write() as connection:
             now = self._database.now(connection)
-            late = select(BATCHES).where(
-                BATCHES.c.status.in_(("validating", "in_progress")), BATCHES.c.expires_at <= now
-            )
-            batches = connection.execute(late.order_by(BATCHES.c.id).with_for_update()).mappings().all()
-            for batch in batches:
-                values = {"status": "finalizing", "outcome": "expired", "finalizing_at": now, "not_before": 0.0}
+            late = and_(BATCHES.c.status.in_(("validating", "in_progress")), BATCHES.c.expires_at <= now)
+            for batch in _lock_batches(connection, late):
+                values = {"status": "finalizing", "outcome": "expired", "finalizing_at": now}
                 set_batch(connection, batch["id"], values | end_lines(connection, batch))
-            return [batch["id"] for batch in batches]
 
     def results(self, batch_id: str, after: int, limit: int) -> Sequence[Row]:
         """Return the lines of a batch behind the one numbered ``after``, in order."""
@@ -124,29 +170,142 @@ class Progress:
             query = query.where(LINES.c.batch_id == batch_id, LINES.c.number > after)
             return connection.execute(query.order_by(LINES.c.number).limit(limit)).mappings().all()
 
-    def running_batches(self, model: str) -> tuple[float, Sequence[Row]]:
-        """Return the time and the batches of a model that are in progress, in the order in which lines are claimed.
+    def running_batches(self) -> tuple[float, Sequence[Row]]:
+        """Return the time and the batches in progress, in the order in which their lines run.
 
-        Beside its columns each has ``num_running``, lines that somebody runs, and ``is_claimable``: whether a line
-        could be claimed now (one that may be what ends the engine does not count: it may have to wait for another).
+        Beside its columns each has ``num_suspects``: its lines that may be what ends the engine.
         """
         with self._database.read() as connection:
-            now = self._database.now(connection)
-            its_own = LINES.c.batch_id == BATCHES.c.id
-            running = select(func.count()).where(its_own, LINES.c.state == LineState.RUNNING)
-            pending = exists().where(its_own, LINES.c.state == LineState.PENDING, LINES.c.not_before <= now)
-            query = (
-                select(
-                    BATCHES,
-                    running.scalar_subquery().label("num_running"),
-                    pending.where(~IS_SUSPECT).label("is_claimable"),
+            suspects = select(func.count()).where(_pending(BATCHES.c.id), IS_SUSPECT)
+            query = self._in_progress(BATCHES, suspects.scalar_subquery().label("num_suspects"))
+            return self._database.now(connection), connection.execute(query).mappings().all()
+
+    def pending_lines(
+        self,
+        limit: int,
+        *,
+        held: AbstractSet[LineKey] = frozenset(),
+        put_off: Collection[str] = (),
+        with_suspect: bool = True,
+        first: Mapping[str, int] | None = None,
+    ) -> list[PendingLine]:
+        """Return the lines to run next, of the batch that expires first and in the file's order.
+
+        Args:
+            limit: Most lines.
+            held: Lines that run already.
+            put_off: Batches whose lines cannot be run now.
+            with_suspect: Return one line that may be what ends the engine, too. To find out which one does, only one of
+                them runs at a time.
+            first: So many lines of these batches come before all others.
+        """
+        first = first or {}
+        found: dict[LineKey, PendingLine] = {}
+        with self._database.read() as connection:
+            batches = connection.execute(self._in_progress(*BATCHES.c["id", "endpoint", "input_file_id"])).mappings()
+            able = [batch for batch in batches if batch["id"] not in put_off]
+            turns = [(batch, first[batch["id"]]) for batch in able if batch["id"] in first]
+            turns += [(batch, limit) for batch in able]
+            for batch, most in turns:
+                room = min(most, limit - len(found))
+                if room > 0:
+                    lines = _pending_of(connection, batch, room, held | found.keys(), with_suspect)
+                    with_suspect = with_suspect and not any(line.is_suspect for line in lines)
+                    found |= {line.key: line for line in lines}
+        return list(found.values())
+
+    def save(self, results: Sequence[LineResult]) -> list[LineKey]:
+        """Write results; return the lines among them that had one, or whose batch has ended: these results are dropped.
+
+        A batch of which every line has its result goes on to be finalized in the same transaction.
+        """
+        with self._owner.write() as connection:
+            ids = {result.key[0] for result in results}
+            batches = _lock_batches(connection, BATCHES.c.id.in_(ids))
+            lost: list[LineKey] = []
+            added: dict[str, Counter[str]] = {batch_id: Counter() for batch_id in ids}
+            for result in results:
+                done = {"state": LineState.DONE, "ok": result.ok, "result": result.text}
+                if not connection.execute(update(LINES).where(_pending(*result.key)).values(done)).rowcount:
+                    lost.append(result.key)
+                    continue
+                added[result.key[0]].update(
+                    {
+                        "completed": int(result.ok),
+                        "failed": int(not result.ok),
+                        "input_tokens": result.num_input_tokens,
+                        "output_tokens": result.num_output_tokens,
+                    }
                 )
-                .where(BATCHES.c.status == "in_progress", BATCHES.c.model == model)
-                .order_by(BATCHES.c.expires_at, BATCHES.c.id)
+            for batch in batches:
+                counts = added[batch["id"]]
+                if not counts:
+                    continue
+                values: dict[str, Any] = {name: batch[name] + number for name, number in counts.items()}
+                if values["completed"] + values["failed"] == batch["total"] and batch["status"] == "in_progress":
+                    values |= {"status": "finalizing", "finalizing_at": self._database.now(connection)}
+                set_batch(connection, batch["id"], {**values, "problem": None})
+            return lost
+
+    def escalate(self, keys: Sequence[LineKey]) -> None:
+        """Note that lines run as latency-sensitive requests from now on."""
+        with self._owner.write() as connection:
+            for batch in _lock_batches(connection, BATCHES.c.id.in_({key[0] for key in keys})):
+                numbers = [number for batch_id, number in keys if batch_id == batch["id"]]
+                calm = and_(_pending(batch["id"]), LINES.c.number.in_(numbers), ~LINES.c.escalated)
+                count = connection.execute(update(LINES).where(calm).values(escalated=True)).rowcount
+                set_batch(connection, batch["id"], {"escalated": batch["escalated"] + count})
+
+    def note_engine_stops(self, key: LineKey, number: int) -> None:
+        """Note how often the engine has ended while a line ran."""
+        with self._owner.write() as connection:
+            connection.execute(update(LINES).where(_pending(*key)).values(engine_stops=number))
+
+    def _in_progress(self, *columns: Any) -> Any:
+        is_ours = and_(BATCHES.c.status == "in_progress", BATCHES.c.model == self._owner.model)
+        return select(*columns).where(is_ours).order_by(BATCHES.c.expires_at, BATCHES.c.id)
+
+
+def _pending_of(
+    connection: Connection, batch: Row, limit: int, held: AbstractSet[LineKey], with_suspect: bool
+) -> list[PendingLine]:
+    """Return pending lines of a batch, without those that are held: one suspect at most, and first."""
+    num_held = sum(batch_id == batch["id"] for batch_id, _ in held)
+
+    def found(is_suspect: ColumnElement[bool], most: int) -> list[PendingLine]:
+        query = select(LINES).where(_pending(batch["id"]), is_suspect).order_by(LINES.c.number)
+        rows = connection.execute(query.limit(most + num_held)).mappings()
+        lines = [
+            PendingLine(
+                batch_id=batch["id"],
+                number=row["number"],
+                custom_id=row["custom_id"],
+                endpoint=batch["endpoint"],
+                input_file_id=batch["input_file_id"],
+                start=row["start"],
+                length=row["length"],
+                engine_stops=row["engine_stops"],
+                escalated=row["escalated"],
             )
-            return now, connection.execute(query).mappings().all()
+            for row in rows
+        ]
+        return [line for line in lines if line.key not in held][:most]
+
+    lines = found(IS_SUSPECT, 1) if with_suspect else []
+    return lines + found(~IS_SUSPECT, limit - len(lines))
 
 
-def _is_owned(connection: Connection, batch_id: str, owner: str, statuses: tuple[str, ...]) -> bool:
-    query = select(BATCHES.c.id).where(BATCHES.c.id == batch_id, BATCHES.c.owner == owner)
-    return connection.execute(query.where(BATCHES.c.status.in_(statuses)).with_for_update()).first() is not None
+def _pending(batch_id: str | ColumnElement[str], number: int | None = None) -> ColumnElement[bool]:
+    lines = and_(LINES.c.batch_id == batch_id, LINES.c.state == LineState.PENDING)
+    return lines if number is None else and_(lines, LINES.c.number == number)
+
+
+def _locked(connection: Connection, batch_id: str, *statuses: str) -> Row | None:
+    """Lock a batch and return it; None if it is in another state."""
+    batch = get_row(connection, BATCHES, batch_id, lock=True)
+    return batch if batch["status"] in statuses else None
+
+
+def _lock_batches(connection: Connection, where: ColumnElement[bool]) -> Sequence[Row]:
+    """Lock batches whose lines the transaction will lock; in this order, so that no two wait for each other."""
+    return connection.execute(select(BATCHES).where(where).order_by(BATCHES.c.id).with_for_update()).mappings().all()

@@ -29,8 +29,7 @@ from omniserve.server.batches.lines import NO_TEXT
 from omniserve.server.batches.objects import batch_object, file_object, page_object
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.settings import BatchSettings
-from omniserve.server.batches.storage import Storage
-from omniserve.server.batches.store import NewBatch
+from omniserve.server.batches.store import NewBatch, Storage
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import read_fields
 from omniserve.server.openapi import STORAGE_ERRORS, answers, asks, takes

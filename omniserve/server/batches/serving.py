@@ -11,7 +11,7 @@ from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.routes import closed_router, router
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.settings import BatchSettings
-from omniserve.server.batches.storage import Storage
+from omniserve.server.batches.store import Storage
 from omniserve.server.service import Service
 
 logger = logging.getLogger(__name__)

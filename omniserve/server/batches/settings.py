@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from omniserve.launch.flags import integer, positive
+from omniserve.launch.flags import integer
 
 
 def default_data_dir() -> Path:
@@ -32,8 +32,6 @@ class BatchSettings:
     max_lines: int = 50_000
     """Of one input file."""
     max_file_bytes: int = 200 << 20
-    lease_s: float = 15.0
-    """How long a line stays with a server that shows no sign of life, and half as long again till another takes it."""
 
     @property
     def is_explicit(self) -> bool:
@@ -69,8 +67,9 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         "--database-url",
         type=_url,
         metavar="URL",
-        help="database of files and batches (default: SQLite in --data-dir); postgresql+psycopg://USER@HOST/NAME lets "
-        "several servers share the work, if --data-dir is a folder that they share",
+        help="database of files and batches (default: SQLite in --data-dir); with postgresql+psycopg://USER@HOST/NAME, "
+        "not through a pooler, servers on several machines take batches, and one of them runs the lines of a model, if "
+        "--data-dir is a folder that they share",
     )
     parser.add_argument(
         "--batch-concurrency",
@@ -91,14 +90,6 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help="largest file that is taken, in MiB (default: %(default)s)",
     )
-    parser.add_argument(
-        "--batch-lease",
-        type=positive,
-        default=defaults["lease_s"],
-        metavar="SECONDS",
-        help="how long a server keeps its lines without a sign of life; another one takes them half as long after that "
-        "(default: %(default)s)",
-    )
 
 
 def _url(text: str) -> str:
@@ -117,5 +108,4 @@ def batch_settings(args: argparse.Namespace) -> BatchSettings:
         concurrency=args.batch_concurrency,
         max_lines=args.batch_max_lines,
         max_file_bytes=args.max_file_mib << 20,
-        lease_s=args.batch_lease,
     )

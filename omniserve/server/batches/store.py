@@ -1,22 +1,84 @@
-"""What clients do: files and batches that they create, list, read, cancel and delete.
+"""What lasts, and what clients do with it: files and batches that they create, list, read, cancel and delete.
 
-Every function is one transaction, and blocks: call it in a thread.
+Every function of ``Store`` is one transaction, and blocks: call it in a thread.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Table, and_, insert, or_
+from sqlalchemy import Connection, RowMapping, Select, Table, and_, insert, or_, select, update
 
-from omniserve.server.batches.database import Database
-from omniserve.server.batches.leftovers import NewFile, forget_files, is_read, make_known
-from omniserve.server.batches.rows import Row, end_lines, get_row, new_id, rows_of, set_batch
-from omniserve.server.batches.tables import BATCHES, FILES, UNFINISHED
+from omniserve.server.batches.database import Database, StorageError
+from omniserve.server.batches.files import FileFolder
+from omniserve.server.batches.leftovers import Leftovers, NewFile, forget_files, is_read, make_known
+from omniserve.server.batches.owner import refuse_network_folder
+from omniserve.server.batches.settings import BatchSettings
+from omniserve.server.batches.tables import BATCHES, FILES, LINES, UNFINISHED, LineState
 from omniserve.server.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+Row = RowMapping
+"""A row of a table, by column name."""
+
+
+def new_id(prefix: str) -> str:
+    """Return a fresh id."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def rows_of(table: Table, caller: str | None) -> Select[Any]:
+    """Select what belongs to an API key; for None, everything."""
+    query = select(table)
+    return query if caller is None else query.where(table.c.caller == caller)
+
+
+def get_row(
+    connection: Connection,
+    table: Table,
+    row_id: str,
+    *,
+    lock: bool = False,
+    param: str | None = None,
+    caller: str | None = None,
+) -> Row:
+    """Return a file or a batch.
+
+    Args:
+        lock: Until the transaction ends.
+        param: Of the request, which an error names.
+        caller: The API key that asks for it; None may see everything.
+
+    Raises:
+        ApiError: There is none that belongs to the caller.
+    """
+    query = rows_of(table, caller).where(table.c.id == row_id)
+    row = None
+    if row_id.isascii() and row_id.isprintable():  # as ids are; not every database takes every other text
+        row = connection.execute(query.with_for_update() if lock else query).mappings().first()
+    if row is None:
+        kind = "file" if table is FILES else "batch"
+        raise ApiError(f"there is no {kind} {row_id!r}", status=404, param=param, code=f"{kind}_not_found")
+    return row
+
+
+def set_batch(connection: Connection, batch_id: str, values: Mapping[str, Any]) -> None:
+    """Change columns of a batch."""
+    connection.execute(update(BATCHES).where(BATCHES.c.id == batch_id).values(**values))
+
+
+def end_lines(connection: Connection, batch: Row) -> dict[str, Any]:
+    """End the lines without a result of a batch that is locked; return what becomes of the batch's counts."""
+    open_lines = and_(LINES.c.batch_id == batch["id"], LINES.c.state != LineState.DONE)
+    ended = connection.execute(update(LINES).where(open_lines).values(state=LineState.DONE, ok=False)).rowcount
+    return {"failed": batch["failed"] + ended}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +238,7 @@ class Store:
                     code="batch_not_cancellable",
                 )
             now = self._database.now(connection)
-            values: dict[str, Any] = {"status": "cancelling", "cancelling_at": now, "not_before": 0.0}
+            values: dict[str, Any] = {"status": "cancelling", "cancelling_at": now}
             if batch["status"] != "finalizing":  # then every line has its result, and keeps it
                 values |= {"outcome": "cancelled"}
                 values |= end_lines(connection, batch)
@@ -207,3 +269,60 @@ def _page(
     order = (at.desc(), row_id.desc()) if newest_first else (at, row_id)
     rows = connection.execute(query.order_by(*order).limit(limit + 1)).mappings().all()
     return Page(rows[:limit], len(rows) > limit)
+
+
+class Storage:
+    """Files and batches that outlive the process."""
+
+    def __init__(self, database: Database, files: FileFolder) -> None:
+        self.database = database
+        self.files = files
+        self.store = Store(database)
+        self.leftovers = Leftovers(database)
+
+    @classmethod
+    def open(cls, settings: BatchSettings) -> Storage:
+        """Open the storage, and make it if it is not there.
+
+        Raises:
+            StorageError: The folder cannot be written, or the database is none, does not answer, or is SQLite on a
+                network file system.
+        """
+        files = FileFolder(settings.folder / "files")
+        url = settings.url
+        if url.get_backend_name() == "sqlite":
+            refuse_network_folder(Path(url.database or ".").absolute().parent)
+        return cls(Database(url), files)
+
+    def write_file(self, parts: Iterable[bytes]) -> tuple[str, int]:
+        """Write a file that is to be known; return its id and size.
+
+        It has to be made known, or discarded. If the process dies before, a sweep removes it an hour later.
+
+        Raises:
+            StorageError: Disk or database do not work; nothing was kept.
+        """
+        file_id = new_id("file-")
+        self.leftovers.announce(file_id)
+        return file_id, self.files.write(file_id, parts)
+
+    def discard(self, *file_ids: str) -> None:
+        """Remove files unless they were made known, soon if that does not work at once."""
+        try:
+            for file_id in file_ids:
+                self.leftovers.discard(file_id)
+            self.sweep()
+        except StorageError as error:
+            logger.warning("files: %s; what was not made known is removed later", error)
+
+    def sweep(self) -> None:
+        """Remove files that are nobody's.
+
+        Raises:
+            StorageError: Disk or database do not work; the next sweep tries again.
+        """
+        self.leftovers.sweep(self.files.remove)
+
+    def close(self) -> None:
+        """Close the database."""
+        self.database.close()

@@ -8,6 +8,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    Connection,
     Double,
     Index,
     Integer,
@@ -17,9 +18,10 @@ from sqlalchemy import (
     Text,
     literal_column,
     text,
+    update,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 # States of a batch in which it is still worked on; the others are final.
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
@@ -29,8 +31,7 @@ class LineState(IntEnum):
     """Where a line of a batch stands."""
 
     PENDING = 0
-    RUNNING = 1
-    """Claimed by an owner until its lease ends."""
+    """Without a result. Which of these lines run is known to the owner alone."""
     DONE = 2
     """With a result, or without one if the batch ended before the line was run."""
 
@@ -38,6 +39,13 @@ class LineState(IntEnum):
 METADATA = MetaData()
 
 VERSION = Table("omniserve_schema", METADATA, Column("version", Integer, primary_key=True))
+
+OWNERS = Table(
+    "omniserve_owners",
+    METADATA,
+    Column("model", Text, primary_key=True),
+    Column("fence", BigInteger, nullable=False),  # counts the owners; the writes of all but the last one are refused
+)
 
 FILES = Table(
     "omniserve_files",
@@ -92,10 +100,6 @@ BATCHES = Table(
     Column("input_tokens", BigInteger, nullable=False, default=0),
     Column("output_tokens", BigInteger, nullable=False, default=0),
     Column("problem", Text),  # why work on it is held up
-    # Who validates or finalizes it, and not before when.
-    Column("owner", String(128)),
-    Column("lease_until", Double, nullable=False, default=0.0),
-    Column("not_before", Double, nullable=False, default=0.0),
     Index("omniserve_batches_by_age", "created_at", "id"),
     Index("omniserve_batches_by_status", "status", "expires_at"),
 )
@@ -110,16 +114,11 @@ LINES = Table(
     Column("start", BigInteger, nullable=False),
     Column("length", Integer, nullable=False),
     Column("state", Integer, nullable=False, default=int(LineState.PENDING)),
-    Column("owner", String(128)),
-    Column("lease_until", Double, nullable=False, default=0.0),
-    Column("not_before", Double, nullable=False, default=0.0),
     Column("engine_stops", Integer, nullable=False, default=0),
     Column("escalated", Boolean, nullable=False, default=False),
     Column("ok", Boolean),
     Column("result", Text),
     Index("omniserve_lines_by_state", "batch_id", "state", "number"),
-    Index("omniserve_lines_by_owner", "owner"),
-    Index("omniserve_lines_by_lease", "state", "lease_until"),
 )
 
 SUSPECT_STOPS = 2
@@ -132,3 +131,18 @@ MAKE_SUSPECT_INDEX = text(
 )
 """Finds the few suspects among many lines. To be made after the tables: of two indexes that are as good by its rules
 SQLite takes the younger one. It came after the tables did, and a database without it is of the same version."""
+
+
+def migrate(connection: Connection) -> None:
+    """Bring a database of version 2, in which servers shared the lines of a batch by leases, to this version.
+
+    A line that was claimed has no result yet: it is pending again. Servers of the old version which still run can no
+    longer write to lines and batches: the columns that they write are gone.
+    """
+    connection.execute(update(LINES).where(LINES.c.state == 1).values(state=LineState.PENDING))
+    for index in ("omniserve_lines_by_owner", "omniserve_lines_by_lease"):
+        connection.execute(text(f"drop index if exists {index}"))
+    for table in (BATCHES, LINES):
+        for column in ("owner", "lease_until", "not_before"):
+            connection.execute(text(f"alter table {table.name} drop column {column}"))
+    connection.execute(update(VERSION).values(version=SCHEMA_VERSION))

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
+
+from omniserve.server.batches.store import Row
 
 # What a line takes is the mean over so many seconds and lines at least.
 _MIN_SPAN_S = 60.0
 _MIN_LINES = 20
 # Share of the time that is left within which all lines are to be done.
 _USABLE = 0.9
+# So many looks back (one a second) it is seen how many lines run at a time: between two looks there may be a gap.
+_LOOKS = 5
 
 
 class Pace:
-    """How long a line of one batch takes, whoever runs it; while none of them runs, nothing is learned."""
+    """How long a line of one batch takes; while none of them runs, nothing is learned."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float, int]] = deque()
@@ -78,3 +82,38 @@ def num_urgent(remaining_s: float, left_s: float, concurrency: int) -> int:
     if remaining_s <= usable_s:
         return 0
     return math.ceil(concurrency * (1 - max(0.0, usable_s) / remaining_s))
+
+
+class Urgency:
+    """Says which batches are late, and by how much.
+
+    Args:
+        concurrency: Lines that run at a time.
+    """
+
+    def __init__(self, concurrency: int) -> None:
+        self._concurrency = concurrency
+        self._paces: dict[str, Pace] = {}
+        self._num_running: deque[int] = deque(maxlen=_LOOKS)
+
+    def judge(self, now: float, batches: Sequence[Row], num_running: Mapping[str, int]) -> dict[str, int]:
+        """Return how many lines of each late batch should hurry, if each batch waits for those that expire before it.
+
+        Args:
+            now: The database's time.
+            batches: All that are in progress, in the order in which their lines run.
+            num_running: Lines of each batch that run.
+        """
+        self._paces = {batch["id"]: self._paces.get(batch["id"]) or Pace() for batch in batches}
+        self._num_running.append(sum(num_running.get(batch["id"], 0) for batch in batches))
+        open_lines: list[tuple[int, float | None]] = []
+        for batch in batches:
+            pace, num_done = self._paces[batch["id"]], batch["completed"] + batch["failed"]
+            pace.add(now, num_done, num_running.get(batch["id"], 0))
+            open_lines.append((batch["total"] - num_done, pace.line_s))
+        urgent: dict[str, int] = {}
+        for batch, remaining_s in zip(batches, predict(open_lines, max(self._num_running)), strict=True):
+            number = num_urgent(remaining_s, batch["expires_at"] - now, self._concurrency)
+            if number and batch["may_escalate"] and batch["problem"] is None:  # else it is not time that it lacks
+                urgent[batch["id"]] = number
+        return urgent

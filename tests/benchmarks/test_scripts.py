@@ -1,0 +1,41 @@
+"""Benchmarks that measure an engine or a part of it in this process run from end to end, and write a record."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.common.arguments import argument_parser
+
+TINY = {
+    "sampling": "--vocabulary 100 --rows 1 2 --repeats 2",
+    "decode_rate": "--batches 1 2 --output 3 --repeats 1 --no-compile",
+    "cpu_dtypes": "--rows 1 2 --prompts 8 --steps 2 --repeats 1",
+    "step_overhead": "--requests 1 --steps 3",
+    "shared_cores": "--shares 0 0.5 --requests 2 --steps 2 --repeats 1",
+}
+QUICK = ("sampling",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.exhaustive) for n in TINY])
+def test_benchmark_runs_and_is_recorded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record.json"
+    monkeypatch.setattr(sys, "argv", [name, *TINY[name].split(), "--record", str(path)])
+    importlib.import_module(f"benchmarks.{name}").main()
+    record = json.loads(path.read_text())
+    assert record["benchmark"] == name and record["results"]
+
+
+def test_flags_have_the_types_of_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argument_parser("What.", "x", rows=([1, 2], "of it"), rate=0.5, quick=(False, "soon"), folder=Path("docs"))
+    args = parser.parse_args(["--rows", "3", "--rate", "2", "--folder", "a/b"])
+    assert vars(args) == {
+        "rows": [3], "rate": 2.0, "quick": False, "folder": Path("a/b"), "record": Path(".cache/x.json"),
+    }  # fmt: skip
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--rows", "few"])
+    assert "argument --rows: invalid int value: 'few'" in capsys.readouterr().err
