@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.core.spec import HOST_KV_DTYPES
@@ -18,6 +17,13 @@ DEFAULT_CLASSES = (
     ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=SLO(ttft_s=1.0, tpot_s=0.1)),
     ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE),
 )
+
+
+_OPTIONS_NOW = frozenset(
+    ("admission", "be_order", "checkpoint_kv", "keep_halted", "latency_model", "ls_reserve_fraction",
+     "max_piggyback_rows", "min_residence_s", "offload_for_time", "slack", "swap_in_delay_s")
+)  # fmt: skip
+"""Former fields of EngineConfig that are options of policies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +99,18 @@ class EngineConfig:
     seed: int = 0
     """Seeds the sampling of requests that have no seed of their own."""
 
+    def __new__(cls, **settings: Any) -> Self:
+        """Refuse former fields.
+
+        Raises:
+            TypeError: One is given; the message says what to give instead.
+        """
+        for name in sorted(settings.keys() & _OPTIONS_NOW):
+            raise TypeError(
+                f"{name} is no field of EngineConfig: give scheduler_options={{{name!r}: {settings[name]!r}}}"
+            )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
@@ -124,27 +142,6 @@ class EngineConfig:
             if spec.name == name:
                 return spec
         raise ValueError(f"there is no class {name!r}; this engine has {', '.join(c.name for c in self.classes)}")
-
-
-_MOVED = dict.fromkeys(
-    ("admission", "be_order", "checkpoint_kv", "keep_halted", "latency_model", "ls_reserve_fraction",
-     "max_piggyback_rows", "min_residence_s", "offload_for_time", "slack", "swap_in_delay_s"),
-    "scheduler_options={{{name!r}: ...}}",
-)  # fmt: skip
-"""Former fields, and what to give instead."""
-
-
-def _naming_moved_fields(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def checked(self: EngineConfig, **settings: Any) -> None:
-        for name in settings.keys() & _MOVED.keys():
-            raise TypeError(f"EngineConfig has no field {name!r} any more: give {_MOVED[name].format(name=name)}")
-        init(self, **settings)
-
-    return checked
-
-
-EngineConfig.__init__ = _naming_moved_fields(EngineConfig.__init__)  # type: ignore[method-assign]
 
 
 def check_classes(classes: tuple[ClassSpec, ...]) -> None:

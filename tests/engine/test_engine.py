@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 import weakref
 from collections.abc import Callable
 
@@ -179,6 +180,21 @@ def test_close_ends_the_host_threads(model: PreTrainedModel) -> None:
 def test_settings_that_do_not_fit_are_refused(model: PreTrainedModel, settings: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(settings.values())))):
         Engine(model, EngineConfig(compile=False, **settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["admission", "be_order", "keep_halted", "latency_model", "swap_in_delay_s"])
+def test_a_former_setting_names_the_new_form(name: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"give scheduler_options={{{name!r}: 1}}")):
+        EngineConfig(**{name: 1})  # type: ignore[arg-type]
+
+
+def test_options_must_be_the_policys(model: PreTrainedModel) -> None:
+    config = EngineConfig(compile=False, scheduler="fcfs", scheduler_options={"slack": "step"})
+    with pytest.raises(ValueError, match="scheduler 'fcfs' has no option 'slack'; it has ls_reserve_fraction"):
+        Engine(model, config)
+    config = EngineConfig(compile=False, kv="paged", scheduler_options={"checkpoint_kv": True})
+    with pytest.raises(ValueError, match="checkpoint_kv needs a KV manager with a host tier"):
+        Engine(model, config)
 
 
 # -- asynchrony --------------------------------------------------------------------------------------------------
