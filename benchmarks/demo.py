@@ -26,6 +26,7 @@ from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecor
 from benchmarks.common.record import write_record
 from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, ServerFailed, ServerProcess
 from benchmarks.common.summary import LatencySummary, summarize
+from omniserve.sched.policy import known_options
 from omniserve.simulate.load import poisson
 
 WARM_UP_TIMEOUT_S = 120.0
@@ -123,13 +124,14 @@ def warm_up(server: ServerProcess, settings: argparse.Namespace) -> None:
 
 def run_scheduler(settings: argparse.Namespace, scheduler: str, log_path: Path, progress: tqdm) -> list[Phase]:
     """Start a server with ``scheduler`` and measure both phases."""
+    options = known_options(scheduler, {"admission": False})  # every request is to be measured
     arguments = [
         "--scheduler", scheduler,
         "--device-kv-gib", str(settings.device_kv_gib),
         "--host-kv-gib", str(settings.host_kv_gib),
         "--ls-ttft-slo", str(settings.ls_ttft_slo),
         "--ls-tpot-slo", str(settings.ls_tpot_slo),
-        "--scheduler-option", "admission=false",  # every request is to be measured
+        *(f"--scheduler-option={name}={value}" for name, value in options.items()),
         *settings.server_args,
     ]  # fmt: skip
     progress.set_postfix_str(f"{scheduler}: the server starts")

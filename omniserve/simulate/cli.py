@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     engine.add_argument("--host-kv-gb", type=_not_negative, help="KV pool of all hosts (default: most of their memory)")
     engine.add_argument(
         "--scheduler-option", action="append", type=named_value, default=[], metavar="NAME=VALUE",
-        help="an option of policies, such as slack=step; repeat it. A policy that has it not goes without",
+        help="an option of policies, such as slack=step, for those that have it; repeat it",
     )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--no-plan", action="store_true", help="the table only")
