@@ -267,7 +267,7 @@ class Engine:
             self._must_preempt |= self.scheduler.policy.must_preempt(request, slo, waited_s, now_s)
 
     def _ask_whether_to_leave(self) -> bool:
-        """Hear who has come, and tell, once, whether best-effort rows must leave the step for them."""
+        """Take in requests that have come, and tell, once, whether best-effort rows must leave the step for them."""
         if self.on_safepoint is not None:
             self.on_safepoint()
         must, self._must_preempt = self._must_preempt, False
@@ -303,7 +303,7 @@ class Engine:
 
     @property
     def last_plan_was_empty(self) -> bool:
-        """The last step had nothing to compute or collect: everybody waits for the host tier (see ``wait``)."""
+        """The last step had nothing to compute or collect: all requests wait for the host tier (see ``wait``)."""
         return self._stepper.last_plan_was_empty
 
     @property

@@ -136,7 +136,7 @@ class Stepper:
         """Wait for a step's tokens, book them, and return what requests get from it.
 
         Its seconds run from the end of the step before, or from its own planning after a pause: they are what it adds
-        to the time of everybody who decodes, which is also what the device takes for it if the host keeps ahead.
+        to the time of all decoding requests, and also what the device takes for it if the host keeps ahead.
         """
         plan = flight.plan
         # Steps that follow one another: what is between them (outputs, new requests) belongs to the step's period.

@@ -18,7 +18,7 @@ from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, Piggyb
 from omniserve.host.tier import HostTier
 from omniserve.layers.patching import PatchedModel
 
-_LOOK_AGAIN_S = 0.05  # a host tier whose threads died wakes nobody
+_LOOK_AGAIN_S = 0.05  # a host tier with dead threads wakes no waiting thread
 
 
 class SecondBatch:

@@ -12,8 +12,8 @@ _CLOSE = 0.5  # requests predicted to take less of their TTFT than this say noth
 class AdmissionMargin:
     """The share of a TTFT that admission control leaves; it learns from those that were admitted.
 
-    No model knows all: who arrives next, how a busy machine slows down. So what a prediction is worth is measured: a
-    miss raises the margin, a kept objective lowers it a little, and the two balance where ``MISSES_AIMED_AT`` of the
+    No model knows which requests arrive next, or how a busy machine slows down. So errors are measured:
+    a miss raises the margin, a kept objective lowers it a little, and the two balance where ``MISSES_AIMED_AT`` of the
     admitted miss (adaptive conformal inference, Gibbs and Candes 2021, equation 2).
     """
 

@@ -63,7 +63,7 @@ class APEXPolicy(OmniServePolicy):
 
     What differs from the paper: LS before BE, under the latency control of ``omniserve``; a cohort may be smaller than
     8 times the device's requests if there are no more residents (the paper's overhead is its Python thread's; here
-    nobody must wait for others that never come). Without a latency model it overlaps always.
+    no request must wait for others that never come). Without a latency model it overlaps always.
     """
 
     def __init__(self, requests: RequestTable, options: CoServingOptions, forecast: Forecast | None = None) -> None:

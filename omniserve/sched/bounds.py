@@ -22,7 +22,7 @@ MAX_LENT_STEPS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class TimeBound:
-    """A bound in seconds, and whose it is."""
+    """A bound in seconds, and the objective or request that it comes from."""
 
     seconds: float = math.inf
     by: str = ""

@@ -11,9 +11,9 @@ one that it did.
 Read differently than printed (line numbers of Algorithm 1):
 
 * Line 4 subtracts the smallest residual time from T_SLO; it is T_res_min already.
-* Line 11 lets in nobody, BE included, once a request cannot be in time any more (T_res_min below any C), for ever. Here
-  the most urgent request always enters, and those that no step is short enough for bound nobody else; while there is
-  such a request, no BE request enters. That too resets B_curr.
+* Line 11 admits no request, not even a BE one, once some request cannot be in time any more (T_res_min below any C),
+  and this lasts for ever. Here the most urgent request always enters, and requests that no step is short enough for do
+  not bound the others; while there is such a request, no BE request enters. That too resets B_curr.
 * Line 26 takes an LS request out of the step whatever it may lose. Here it must bear a step more, equation (6) with
   x = 0; one without an objective is never replaced.
 * Line 19 ends the step at the first BE request without a block, which may be the one that all others would have to end
@@ -66,7 +66,7 @@ class Chosen:
 
 
 class Selection:
-    """Who is to be in a step, most urgent first. A prompt is cut only where the token budget ends.
+    """Selects the requests of a step, most urgent first. A prompt is cut only where the token budget ends.
 
     Args:
         forecast: The latency model; None: every step takes no time.
@@ -207,7 +207,7 @@ class BROSPolicy(Policy):
         return residuals, lacks_memory
 
     def _bound(self, step: Selection, residuals: Sequence[float]) -> tuple[TimeBound, list[bool]]:
-        """Return T_res_min of those who can be in time, and who cannot: the most urgent alone would take too long."""
+        """Return T_res_min of the requests that can be in time, and those that cannot: each alone takes too long."""
         bound = TimeBound()
         if self.forecast is None or not residuals:
             return bound, []

@@ -20,7 +20,7 @@ class Checkpoints:
         kv: Keeps the checkpoints; a manager that has none never lets one start.
         block_size: Tokens per block.
         max_blocks_per_step: Most blocks to begin in a step, less those still under way: copies that are slower than
-            the steps do not pile up in front of a move that somebody waits for.
+            the steps do not pile up in front of a move that a request waits for.
     """
 
     def __init__(self, kv: KVManager, block_size: int, *, max_blocks_per_step: int) -> None:
@@ -42,8 +42,8 @@ class Checkpoints:
         plan.
 
         Args:
-            states: Who may have a checkpoint; those that are not on the device are passed over.
-            reserve_blocks: Host blocks to leave free, for those who decode on the host.
+            states: Requests that may have a checkpoint; those that are not on the device are passed over.
+            reserve_blocks: Host blocks to leave free for requests that decode on the host.
         """
         states = list(states)
         blocks_left = self._max_blocks - sum(self._under_way.values())
@@ -74,7 +74,7 @@ class Checkpoints:
         return moves
 
     def _seniors(self, state: RequestState, states: Sequence[RequestState]) -> Iterator[str]:
-        """Yield who gives way after a request, first who does so last: a short host pool keeps copies of the others."""
+        """Yield the requests that are preempted after this one, the last first: a short host pool keeps the others."""
         if self._kv.restores:
             for other in sorted(states, key=lambda other: other.place):
                 if other.place >= state.place:

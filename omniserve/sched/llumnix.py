@@ -2,13 +2,13 @@
 
 Paper: omniserve 2.1 and 5.1.3, baseline A: Llumnix on the GPU, a vLLM on the CPUs for the BE requests that it cannot
 accommodate. Performance is isolated by memory alone: BE requests leave ``ls_reserve_blocks`` free, LS ones take them
-and then the memory of BE requests. No step's time is bounded, nobody is rejected, no latency model is asked.
+and then the memory of BE requests. No step's time is bounded, no request is rejected, no latency model is used.
 
 Departures: this engine has no dense modules on the CPU, so an overflowed request is prefilled on the device and only
 its decode attention is on the host tier; its rows join the device's steps, as many as find a seat, lowest layer first.
-A BE prompt that finds no memory therefore has the youngest BE decodes move out. Who moved stays to its end, as a
-request that was sent to the other vLLM does. Llumnix's migration between instances has no place on one device. Without
-a host tier BE requests wait, or are recomputed.
+A BE prompt that finds no memory therefore has the youngest BE decodes move out. A request that moved stays there to its
+end, as one that was sent to the other vLLM does. Llumnix's migration between instances has no place on one device.
+Without a host tier BE requests wait, or are recomputed.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 Paper: conserve 6.1, "Non-Preemptive (Throughput Optimal)": online requests go before offline ones, which fill what is
 left of a chunked prefill's fixed budget, and those that run are not preempted when online ones arrive. As in vLLM,
-which the paper built it on, whoever runs has tokens and memory before whoever waits, in the order of admission; so an
-LS prompt waits until BE requests leave it both, and that is what its latency pays for their throughput.
+which the paper built it on, running requests get tokens and memory before waiting ones, in the order of admission. So
+an LS prompt waits until BE requests leave it both: its latency pays for their throughput.
 
-Departures: the paper does not say who gives way when running requests outgrow the memory together. Here it is, as in
-vLLM without priorities, who was admitted last, be it LS or BE: never somebody who ran before. The request limit does
-not count BE requests against LS ones, as everywhere in this engine.
+Departures: the paper does not say which request is preempted when running ones outgrow the memory together. Here, as
+in vLLM without priorities, it is the one that was admitted last, LS or BE. The request limit does not count BE requests
+against LS ones, as everywhere in this engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from omniserve.sched.state import BE, LS, Phase, RequestState
 
 @SCHEDULERS.register("non-preemptive")
 class NonPreemptivePolicy(Policy):
-    """Who runs in the order of admission, then waiting LS, then waiting BE, under a fixed token budget."""
+    """Running requests in the order of admission, then waiting LS, then waiting BE, under a fixed token budget."""
 
     def __init__(self, requests: RequestTable, options: PolicyOptions, forecast: Forecast | None = None) -> None:
         super().__init__(requests, options, forecast)

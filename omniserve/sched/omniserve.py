@@ -209,7 +209,7 @@ class OmniServePolicy(Policy):
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
         """Return d w, the time that device BE work leaves for results that wait.
 
-        Paper: OmniServe 3.3.4, whose text gives the stricter bound to steps *without* results; it means the others.
+        Paper: OmniServe 3.3.4. Its text gives the stricter bound to steps *without* results; it means the others.
         """
         ready = self.requests.residents.num_ready
         if batch.load is None or not any(ready):

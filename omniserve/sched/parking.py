@@ -23,7 +23,7 @@ _MOST_TO_COPY = 2
 class Parking:
     """Takes device memory from requests, and gives it back.
 
-    A BE request between two tokens of whose KV all but a block or two has a checkpoint is *parked*: the blocks that
+    A BE request between two tokens is *parked* if all but a block or two of its KV has a checkpoint: the blocks that
     have one are free at once, the others when they have been copied. Any other request is recomputed.
 
     Args:

@@ -1,11 +1,10 @@
 """``priority``: vLLM's priority policy, with classes for priorities.
 
 What vLLM (v1) does, and this file does with it: requests that hold KV are served before any that wait; those that wait
-are admitted by (priority, arrival), and stop at the first that finds no memory, token or seat; an admission never takes
-memory from anybody, so an LS request waits for BE requests that run. Only a running request that finds no block for its
-next token preempts, and whom is decided by the same key: the running request that is last by (priority, arrival), be it
-the one that asks, is recomputed. In a step that preempted somebody nobody is admitted. Prefill is chunked, and prompts
-and decodes share one token budget.
+are admitted by (priority, arrival), and stop at the first that finds no memory, token or seat. Admission never
+preempts, so an LS request waits for BE requests that run. Only a running request that finds no block for its next token
+preempts: the running request that is last by (priority, arrival), perhaps itself, is recomputed. A step that preempts a
+request admits none. Prefill is chunked, and prompts and decodes share one token budget.
 
 Departures: running requests take tokens by (class, arrival), where vLLM keeps the order of their admission, so here an
 LS decode is never left out of a full step for a BE one. The request limit does not count BE requests against LS ones,

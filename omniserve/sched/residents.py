@@ -57,7 +57,7 @@ class HostResidents:
         self._changed.append(state)
 
     def take_changed(self) -> list[RequestState]:
-        """Return, once, whose slots were taken or given back, in order."""
+        """Return the requests that took or gave back a slot, in order, and forget them."""
         changed, self._changed = self._changed, []
         return changed
 
@@ -75,7 +75,7 @@ class HostResidents:
 
     @property
     def is_busy(self) -> bool:
-        """True while the host tier attends for somebody."""
+        """True while the host tier attends for a request."""
         return any(state.away is not None and not state.away.ready for state in self._by_slot.values())
 
     @property

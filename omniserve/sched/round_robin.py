@@ -1,12 +1,13 @@
 """``round-robin``: a step of LS requests, then a step of BE requests, each in arrival order.
 
-Paper: bros 2.2 and 7.1 (the RR baseline): two FCFS queues, served in turn, iteration by iteration. A kind that has
-nobody leaves its turn to the other, so no step is empty while a request is there.
+Paper: bros 2.2 and 7.1 (the RR baseline): two FCFS queues, served in turn, iteration by iteration. A kind without
+requests leaves its turn to the other, so no step is empty while there is a request.
 
 Departures: prefill is chunked under the step's token budget. The paper does not say how the queues share memory: here
-it goes by arrival, whatever the class. Who finds no block for the next token has the youngest of all recomputed, and a
-request is not admitted past an older one of the other kind that lacks memory: steps in turn would otherwise let small
-requests of one kind take, turn by turn, what a long prompt of the other waits for. Classes of one kind count as one.
+it goes by arrival, whatever the class. If a request finds no block for its next token, the youngest of all is
+recomputed, and a request is not admitted past an older one of the other kind that lacks memory: small requests of one
+kind would otherwise take, turn by turn, the memory that a long prompt of the other waits for. Classes of one kind count
+as one.
 """
 
 from __future__ import annotations

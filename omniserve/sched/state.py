@@ -31,7 +31,7 @@ class Phase(enum.StrEnum):
 
     WAITING = "waiting"  # has no block table: new, or preempted
     DEVICE = "device"  # KV on the device
-    ENDING = "ending"  # its last token is pending: it needs no KV any more, and nobody schedules it
+    ENDING = "ending"  # its last token is pending: it needs no KV any more, and is not scheduled
     MOVING = "moving"  # KV is being copied; not schedulable
     HOST = "host"  # KV on the host tier; decodes there
     DRAINING = "draining"  # ended, but a copy or a host task still touches its KV
@@ -72,7 +72,7 @@ class RequestState:
     kind: ServiceClass
     """How the request is treated, whatever its class is called."""
     place: tuple[int, int]
-    """(rank of its class, arrival number): who comes first among its kind."""
+    """(rank of its class, arrival number): the order among requests of its kind."""
     arrival_s: float
     token_ids: list[int]
     phase: Phase = Phase.WAITING

@@ -62,7 +62,7 @@ class Efficiency:
     request_s: float = 42e-6
     """Of each request in it."""
     piggyback_layer_s: float = 15e-6
-    """Of concatenation, residuals and the input queue, per layer that somebody joins or enters at; not fitted: it is
+    """Of concatenation, residuals and the input queue, per layer that a row joins or enters at; not fitted: it is
     within omniserve 5.4's 75 us at 400 requests."""
 
 
@@ -88,7 +88,7 @@ class AnalyticDevice(Predictor):
         model: Sizes.
         device: Data sheet.
         count: Devices; heads and MLP columns are split among them.
-        hosts: Whose attention a second sub-batch waits for.
+        hosts: A second sub-batch waits for their attention.
         efficiency: What kernels reach.
 
     Raises:

@@ -26,7 +26,7 @@ _TOKEN = SampledToken(token_id=0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """What one step was, for those who watch."""
+    """What one step was, for reports."""
 
     plan: StepPlan
     start_s: float
@@ -191,7 +191,7 @@ class SimulatedEngine:
                 left = layer if self._keeps_halted else 0
                 for chunk in plan.chunks:
                     if chunk.request_id in plan.preemptible:
-                        # Who would have gone on at this layer or later stays where it is.
+                        # A row that would have gone on at this layer or later stays where it is.
                         halted[chunk.request_id] = chunk.from_layer if chunk.from_layer >= layer else left
             looked_s = time_s
             chunks = tuple(c for c in plan.chunks if c.from_layer <= layer and c.request_id not in halted)

@@ -75,7 +75,7 @@ def _server() -> _Server:
 class SimulatedHostTier:
     """Takes what plans hand over and gives back events, as the real tier does.
 
-    A cancelled task (nobody waits for its request any more) is worked on all the same; its event comes when it is done.
+    A cancelled task (its request has ended) is worked on all the same; its event comes when it is done.
 
     Args:
         nodes: The hosts; a request's KV is on one of them. Their block ids are one pool: that a request fits on a host

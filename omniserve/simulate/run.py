@@ -17,7 +17,7 @@ from omniserve.simulate.machine import Machine
 from omniserve.simulate.results import ClassResult, RequestResult, Result, summarise
 
 _PATIENCE_S = 600.0
-"""A run in which nothing is computed for so long, and nobody comes, is stuck."""
+"""A run in which nothing is computed for so long, and no request comes, is stuck."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ class Budget:
     Args:
         limit_s: Seconds; 0 admits nothing.
         limit_bytes: Device memory; 0 admits nothing.
-        used_bytes: Returns how much of the device's memory is in use, by whom it may be.
+        used_bytes: Returns how much of the device's memory is in use, by any process.
         clock: Monotonic seconds.
     """
 
