@@ -1,7 +1,7 @@
-"""Connections: at most so many at a time, and none that takes one up without asking for anything.
+"""Connections: a bound on how many are open at a time, and on how long one may stay without a request.
 
-uvicorn has no limit to the time in which the head of a request arrives, and its limit of connections answers nobody at
-all once it is reached, be most of them idle.
+uvicorn does not limit the time in which the head of a request arrives. Once its limit of connections is reached, it
+answers no request, although most of the connections may be idle.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MOST = 10_000
 # For all that is no connection: the listener, the engine's sockets, files of batches, libraries that are loaded late.
 _OTHER_FILES = 128
 _WANTED_FILES = 65536
-# What somebody who was refused gets to read why, before the rest is cut.
+# How long a refused client may take to read why, before the connection is cut.
 _GOODBYE_S = 1.0
-# So many may be reading it at a time; whoever else is refused is cut at once. With those below they stay well within
-# the files that are kept back for others.
+# So many refused clients may be reading it at a time; others are cut at once. With those below they stay well within
+# the files that are kept back for other uses.
 _MOST_REFUSED = 32
 ACCEPTED_AT_ONCE = 8
 """Connections that are taken from the kernel before the first of them is seen here, to be refused perhaps."""
@@ -61,8 +61,8 @@ def allow_connections(wanted: int | None) -> int:
 class Connections:
     """The connections of one server.
 
-    Where there are too many, whoever has been idle longest gives way to whoever comes; if all are at work, whoever
-    comes is refused, and many at a time without a word.
+    If there are too many, the connection that has been idle longest is closed for a new one. If all are at work, the
+    new one is refused; if many are refused at a time, without an answer.
 
     Args:
         most: At a time.
@@ -126,7 +126,7 @@ class Connections:
         )
 
     def _make_room(self) -> bool:
-        # Whoever has not read all of an answer is not idle.
+        # A client that has not read all of an answer is not idle.
         for connection in self._idle:
             if not connection.transport.get_write_buffer_size():
                 self.leave(connection)

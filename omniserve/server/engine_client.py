@@ -39,7 +39,7 @@ Event = tuple[str, Accepted | RequestOutput | Exception]
 
 
 class Events(Protocol):
-    """Who hears of a request; must not wait. An ``asyncio.Queue`` is one."""
+    """Takes what happens to a request; must not wait. An ``asyncio.Queue`` is one."""
 
     def put_nowait(self, event: Event, /) -> None:
         """Take an event."""
@@ -181,7 +181,7 @@ class EngineClient:
             self._send(wire.Abort(request_id))
 
     async def stats(self, timeout_s: float = 5.0) -> EngineStats:
-        """Ask the engine about itself; it answers between two steps, all who wait at once.
+        """Ask the engine for its statistics; it answers between two steps, all callers at once.
 
         Raises:
             EngineStopped: The engine is gone.
@@ -189,7 +189,7 @@ class EngineClient:
         """
         if self.stopped.is_set():
             raise EngineStopped(self.failure or "the engine has stopped")
-        if self._stats is None:  # in a long step whoever asks again would only make the queue longer
+        if self._stats is None:  # in a long step another question would only make the queue longer
             self._stats = asyncio.get_running_loop().create_future()
             self._send(wire.AskStats())
         return await asyncio.wait_for(asyncio.shield(self._stats), timeout_s)
@@ -251,7 +251,7 @@ class EngineClient:
         try:
             self._commands.send(data, zmq.NOBLOCK)
         except zmq.Again:
-            # Nobody listens: the process is dead or dying, and _on_death is about to tell everybody.
+            # The process is dead or dying, and _on_death is about to tell all requests.
             if self._process.is_alive():
                 raise
         return len(data)
@@ -317,7 +317,7 @@ class EngineClient:
             queue.put_nowait((request_id, EngineStopped(reason)))
         if self._stats is not None:
             self._stats.set_exception(EngineStopped(reason))
-            self._stats.exception()  # whoever asked may have given up
+            self._stats.exception()  # the caller may have given up
             self._stats = None
 
 

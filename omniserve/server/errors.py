@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from omniserve.core.errors import EngineStopped, RequestRejected
 
-CLIENT_CLOSED_REQUEST = 499  # as nginx has it; nobody reads it
+CLIENT_CLOSED_REQUEST = 499  # as nginx has it; the client is gone
 
 
 class ApiError(Exception):
@@ -93,7 +93,7 @@ def milliseconds(seconds: float | None) -> float | None:
 def shutting_down() -> ApiError:
     """Return the error of requests that the server's end meets."""
     message = "the server is shutting down; send the request again later"
-    # To a proxy's next server, perhaps; when this one comes back nobody here knows.
+    # To a proxy's next server, perhaps; this process does not know when it is started again.
     return ApiError(message, status=503, code="shutting_down", retry_after_s=1)
 
 

@@ -19,8 +19,8 @@ class Collector:
     """Collects a process's garbage, from now on, as it serves: the old objects when there is nothing else to do.
 
     What there is now is left out for good. torch and transformers are half a million objects: a full collection of them
-    takes a third of a second in which nobody gets a token. They stay until the process ends, so there is nothing to be
-    found. (Then they are let go: some libraries print what is left of them.)
+    takes a third of a second in which no request gets a token. They stay until the process ends, so there is nothing to
+    be found. (Then they are let go: some libraries print what is left of them.)
 
     Of the rest, Python would look at all of it each time that it grew by a quarter: in a flood, with thousands of
     connections, again and again.
@@ -41,7 +41,7 @@ class Collector:
         """Collect what is old, if it is time to; return whether it was. To be called often.
 
         Args:
-            is_idle: Nobody waits for this process.
+            is_idle: No request waits for this process.
         """
         now_s = self._clock()
         if now_s < (self._due_s if is_idle else self._overdue_s):

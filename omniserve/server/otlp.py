@@ -106,7 +106,7 @@ class OtlpTraces:
             return  # it had no output, so what it waited for is not known here
         ended_s = times.finished_s
         if ended_s is None:
-            # The engine was told to end it: for a stop string, or because nobody wants it any more.
+            # The engine was told to end it: for a stop string, or because its client has left.
             by_itself = choice.finish_reason == FinishReason.STOP
             last_s = choice.times.last_token_s
             ended_s = last_s if by_itself and last_s is not None else call.ended_s

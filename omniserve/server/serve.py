@@ -150,7 +150,7 @@ class _Main:
             backlog=ACCEPTED_AT_ONCE,  # asyncio accepts as many in a row
         )
         server = _UvicornServer(config, self._connections, Collector(), service)
-        listener.listen(_BACKLOG)  # now, so that whoever reads the next line can connect
+        listener.listen(_BACKLOG)  # now, so that a program that reads the next line can connect
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()[:2]
         logger.info("serving %s on http://%s:%d/v1", service.model_name, host, port)
@@ -219,7 +219,7 @@ def _listen(host: str, port: int, stall_timeout_s: float) -> socket.socket:
     # With the protocol named: asyncio sets TCP_NODELAY on such sockets only, and without it an answer waits 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it: the kernel cuts off whoever takes nothing for so long of what is under way to them, also
+    # Connections inherit it: the kernel cuts one off if its peer takes nothing for so long of what is sent to it, also
     # where this process has long written the last byte and closed its side.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(stall_timeout_s * 1000))
     listener.bind((host, port))

@@ -35,7 +35,7 @@ class ServerOptions:
     shutdown_timeout_s: float = 30.0
     """How long running requests may go on after SIGTERM."""
     keys: KeyRing | None = None
-    """Who may call; None: everybody."""
+    """Keys of those that may call; None: calls need no key."""
     guard_all: bool = False
     """Ask for a key for health and metrics, too."""
     limits: Limits = field(default_factory=Limits)

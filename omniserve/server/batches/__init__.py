@@ -4,7 +4,7 @@ Many servers may use a database and take files, batches and cancels. For each mo
 the batches; another one takes over when it ends.
 
 ``database`` and ``tables`` are the database; on it, ``store`` is what clients do, ``progress`` what the owner does,
-``leftovers`` the files that nobody knows. ``owner`` is the lock, and the fence under which the owner writes. ``files``
+``leftovers`` the files without an owner. ``owner`` is the lock, and the fence under which the owner writes. ``files``
 is the disk. ``lines`` checks an input file, ``line_run`` runs a line of it, ``urgency`` says when a batch is late.
 
 ``runner`` becomes the owner and works with ``line_worker``, which runs lines, and ``batch_worker``, which validates and

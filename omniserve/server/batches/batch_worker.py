@@ -1,4 +1,4 @@
-"""The work on whole batches: check their inputs, write their results, remove the files that nobody knows."""
+"""The work on whole batches: check their inputs, write their results, remove the files that no row names."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class BatchWorker:
         self._changes.lines.set()
 
     async def sweep(self) -> None:
-        """Forget files whose time is over, and remove those that are nobody's.
+        """Forget files whose time is over, and remove those that no row names.
 
         Raises:
             StorageError: Disk or database do not work.

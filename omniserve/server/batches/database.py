@@ -45,8 +45,8 @@ class Database:
 
     Args:
         url: SQLAlchemy's.
-        clock: Seconds since 1970; None takes the database server's clock, or this machine's for SQLite, so that all who
-            share the database go by one clock.
+        clock: Seconds since 1970; None takes the database server's clock, or this machine's for SQLite, so that all
+            processes of a database go by one clock.
 
     Raises:
         StorageError: It cannot be opened, is none, or was made by another version.
@@ -198,6 +198,6 @@ def _set_up_sqlite(engine: Engine) -> None:
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        # A transaction that first reads and then writes must not find that somebody else wrote in between.
+        # A transaction that first reads and then writes must not find that another process wrote in between.
         reading = connection.get_execution_options().get("reading")
         connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")

@@ -104,7 +104,7 @@ class FileFolder:
             raise _damaged(path, error.strerror or str(error)) from None
 
     def remove(self, file_id: str) -> None:
-        """Remove a file that nobody knows any more; it may be gone already."""
+        """Remove a file that no row names any more; it may be gone already."""
         with told(self._folder):
             (self._folder / file_id).unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Files on the disk that nobody knows: not yet, or not any more. A sweep removes them.
+"""Files on the disk that clients do not see: not yet, or not any more. A sweep removes them.
 
 A file has one row: among the leftovers, or among the files that are known. Every function of ``Leftovers`` is one
 transaction, and blocks: call it in a thread.
@@ -14,7 +14,7 @@ from sqlalchemy import Connection, delete, insert, select, update
 from omniserve.server.batches.database import Database, StorageError
 from omniserve.server.batches.tables import BATCHES, FILES, LEFTOVERS, UNFINISHED
 
-# Who has not made a file known so long after it was announced does not live any more.
+# A process that has not made a file known so long after it announced it is taken for dead.
 _WRITE_TIME_S = 3600.0
 
 
@@ -28,11 +28,11 @@ class NewFile:
     num_bytes: int
     expires_after_s: float | None = None
     caller: str | None = None
-    """The API key that it belongs to; None: nobody's, as where no keys are asked for."""
+    """The API key that it belongs to; None: there are no keys."""
 
 
 class Leftovers:
-    """Files that nobody knows; all functions raise StorageError when the database does not work."""
+    """Files that clients do not see; all functions raise StorageError when the database does not work."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -49,7 +49,7 @@ class Leftovers:
             connection.execute(update(LEFTOVERS).where(LEFTOVERS.c.id == file_id).values(remove_after=0.0))
 
     def sweep(self, remove: Callable[[str], None]) -> None:
-        """Remove files that are nobody's.
+        """Remove files that are not written any more, and were not made known.
 
         Args:
             remove: Removes one, which may be gone already.
@@ -67,7 +67,7 @@ class Leftovers:
         """Forget files whose time is over and that no batch reads."""
         with self._database.write() as connection:
             over = select(FILES.c.id).where(FILES.c.expires_at <= self._database.now(connection))
-            # First locked, so that no batch of them comes into being; then asked who reads them.
+            # First locked, so that no batch of them comes into being; then asked which batches read them.
             ids = connection.execute(over.order_by(FILES.c.id).with_for_update()).scalars().all()
             forget_files(connection, [file_id for file_id in ids if not is_read(connection, file_id)])
 

@@ -81,7 +81,7 @@ async def run_offline(job: OfflineJob, options: ServerOptions, make_engine: Engi
 
 @contextmanager
 def _locked(journal: Path) -> Iterator[None]:
-    """Be the only one who works with a journal; the lock goes with the process."""
+    """Lock a journal for this process alone; the lock goes with the process."""
     journal.mkdir(parents=True, exist_ok=True)
     lock = FileLock(journal / "lock")
     if not lock.acquire():

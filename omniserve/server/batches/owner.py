@@ -69,7 +69,7 @@ class FileLock:
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except FileNotFoundError:
-            return False  # somebody removed it, so another process can lock a new one
+            return False  # it was removed, so another process can lock a new one
 
     def release(self) -> None:
         """Give the lock back, if it is held."""
@@ -171,7 +171,7 @@ class Owner:
             yield connection
 
     def prove(self) -> None:
-        """See that the server is still the owner. A lock that was lost is taken again if nobody else had it since.
+        """See that the server is still the owner. A lock that was lost is taken again if no other server had it since.
 
         Raises:
             NotOwner: It is not.

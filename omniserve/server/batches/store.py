@@ -316,7 +316,7 @@ class Storage:
             logger.warning("files: %s; what was not made known is removed later", error)
 
     def sweep(self) -> None:
-        """Remove files that are nobody's.
+        """Remove files that clients do not see any more, or never did.
 
         Raises:
             StorageError: Disk or database do not work; the next sweep tries again.

@@ -60,7 +60,7 @@ FILES = Table(
     Index("omniserve_files_by_age", "created_at", "id"),
 )
 
-LEFTOVERS = Table(  # files on the disk that nobody knows: not yet, or not any more
+LEFTOVERS = Table(  # files on the disk that clients do not see: not yet, or not any more
     "omniserve_leftovers",
     METADATA,
     Column("id", String(64), primary_key=True),

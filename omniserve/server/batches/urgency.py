@@ -56,7 +56,7 @@ def predict(open_lines: Sequence[tuple[int, float | None]], num_slots: int) -> l
 
     Args:
         open_lines: Of each batch, in their order: how many lines are not done, and what one takes. Where that is not
-            known, it is as of the others; where it is of nobody, nothing is predicted: 0.
+            known, the others' is taken; if that of none is known, nothing is predicted: 0.
         num_slots: Lines that run at a time.
     """
     known = [line_s for _, line_s in open_lines if line_s is not None]
