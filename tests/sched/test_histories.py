@@ -51,24 +51,24 @@ def make(
     kv = KV_MANAGERS.get(kv_name)(
         num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=BLOCK
     )
-    limits = SchedulerLimits(
-        num_layers=rng.randint(1, 4),
-        block_size=BLOCK,
-        max_model_len=64,
-        max_step_tokens=rng.choice([4, 16, 64]),
-        max_num_requests=rng.choice([3, 16]),
-        num_host_slots=rng.choice([2, 8]) if num_host_blocks else 0,
-        max_piggyback_slots=rng.choice([1, 4]),
-        ls_reserve_blocks=rng.choice([0, 3]),
-        checkpoint_blocks=rng.choice([0, 1, 4]),
-    )
-    options: dict[str, Any] = {
+    drawn: dict[str, Any] = {
+        "num_layers": rng.randint(1, 4),
+        "block_size": BLOCK,
+        "max_model_len": 64,
+        "max_step_tokens": rng.choice([4, 16, 64]),
+        "max_num_requests": rng.choice([3, 16]),
+        "num_host_slots": rng.choice([2, 8]) if num_host_blocks else 0,
+        "max_piggyback_slots": rng.choice([1, 4]),
         "max_piggyback_rows": rng.choice([None, 2]),
+        "ls_reserve_blocks": rng.choice([0, 3]),
+        "checkpoint_blocks": rng.choice([0, 1, 4]),
         "be_order": "decode" if num_device_blocks % 2 else "prefill",
         "swap_in_delay_s": rng.choice([0.0, 0.02]),
         "offload_for_time": rng.random() < 0.5,
         "min_residence_s": rng.choice([0.0, 0.1]),
     }
+    options = {name: drawn.pop(name) for name in drawn.keys() - SchedulerLimits.__dataclass_fields__.keys()}
+    limits = SchedulerLimits(**drawn)
     policy = policy_of(EngineConfig(scheduler=scheduler, scheduler_options=known_options(scheduler, options)))
     device = FakeDevice(
         block_size=BLOCK,
