@@ -43,7 +43,8 @@ def test_requests_have_been_there_since_their_call_came(server):
 
     with server.http() as http:
         response = http.post("/v1/completions", content=body())
-    assert float(response.headers[HEADER]) >= upload_s * 1e3
+    # The client begins to sleep a little before the server has the head. Without the upload it would be nearly nothing.
+    assert float(response.headers[HEADER]) >= upload_s * 1e3 / 2
 
 
 def test_requests_are_announced_in_the_middle_of_a_step(server):
