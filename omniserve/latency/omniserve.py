@@ -97,12 +97,6 @@ class OmniServeModel(LatencyModel):
     def terms(self, features: BatchFeatures) -> tuple[float, ...]:
         return tuple([scale * x for scale, x in zip(self.scales, self._quantities(features), strict=True)])
 
-    def _dense_s(self, rows: int, shared: bool) -> float:
-        """Return the seconds of a layer's halves, scaled."""
-        seconds = self._dense[shared](rows)
-        few = min(seconds, self._few_rows[shared])
-        return self.scales[4 * shared] * few + self.scales[4 * shared + 1] * (seconds - few)
-
     def _quantities(self, features: BatchFeatures) -> tuple[float, ...]:
         """Return what the scales multiply: unscaled seconds of each module, and counts for the overheads."""
         f = features
