@@ -97,7 +97,7 @@ def frontier_rows(objectives: dict[str, tuple[float, float]], budgets: dict[str,
         *(
             Row(
                 name=f"sarathi, {tokens} tokens a step, {objective}", scheduler="sarathi", objective=objective,
-                flags=("--max-step-tokens", str(tokens)),
+                flags=("--max-num-batched-tokens", str(tokens)),
             )
             for objective, tokens in budgets.items()
         ),

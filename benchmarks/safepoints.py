@@ -203,8 +203,8 @@ def main() -> None:
     parser = argument_parser(
         __doc__, "safepoints", rate=(0.8, "LS requests a second"), seconds=(20.0, "of each mode and repeat"),
         repeats=2, steps=(150, "of each kind, for the overhead"),
-        step_tokens=(1024, "max_step_tokens: the largest BE step"), be=16, be_prompt=768, be_output=2, ls_prompt=64,
-        ls_output=4, ttft=0.2, tpot=0.1, seed=0,
+        step_tokens=(1024, "max_num_batched_tokens: the largest BE step"), be=16, be_prompt=768, be_output=2,
+        ls_prompt=64, ls_output=4, ttft=0.2, tpot=0.1, seed=0,
     )  # fmt: skip
     args = parser.parse_args()
     model = random_llama(**SMOLLM_135M)
@@ -213,7 +213,7 @@ def main() -> None:
         for mode in MODES:
             config = EngineConfig(
                 scheduler="conserve", device_kv_bytes=1 << 30, host_kv_bytes=0, max_model_len=1024,
-                max_step_tokens=args.step_tokens, scheduler_options={"keep_halted": mode == "kept"},
+                max_num_batched_tokens=args.step_tokens, scheduler_options={"keep_halted": mode == "kept"},
             )  # fmt: skip
             runs[mode].append(measure_stream(model, config, args, mode, args.seed + repeat))
             print(mode, {k: v for k, v in runs[mode][-1].items() if not isinstance(v, list)}, flush=True)

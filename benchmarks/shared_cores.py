@@ -55,7 +55,7 @@ def measure(name: str, requests: int, cores: int, share: Any, args: argparse.Nam
     num_steps = WARM_UP_STEPS + len(args.shares) * args.repeats * 2 * (args.steps + 1)
     # Threads that are asked for are not given to others.
     config = EngineConfig(
-        device_kv_bytes=512 << 20, host_kv_bytes=0, device_threads=cores, max_num_requests=requests, scheduler="fcfs"
+        device_kv_bytes=512 << 20, host_kv_bytes=0, device_threads=cores, max_num_seqs=requests, scheduler="fcfs"
     )
     with Engine(MODELS[name](), config) as engine:
         for i in range(requests):

@@ -42,7 +42,7 @@ def timed(owner: Any, name: str, samples: list[float]) -> None:
 def measure(num_requests: int, num_steps: int) -> dict[str, float]:
     """Return the median microseconds of each part of a decode step with ``num_requests`` requests."""
     model = random_llama(**NARROW)
-    config = EngineConfig(device_kv_bytes=256 << 20, host_kv_bytes=0, max_num_requests=num_requests)
+    config = EngineConfig(device_kv_bytes=256 << 20, host_kv_bytes=0, max_num_seqs=num_requests)
     samples: dict[str, list[float]] = defaultdict(list)
     with Engine(model, config) as engine:
         for i in range(num_requests):

@@ -82,7 +82,7 @@ def make_engine(settings: EngineSettings, host_threads: int) -> Engine:
         host_kv_bytes=settings.num_requests * total * token_bytes,
         host_kv_dtype=settings.host_kv_dtype,
         host_threads=host_threads,
-        max_step_tokens=512,
+        max_num_batched_tokens=512,
         # what is on the host tier stays there
         scheduler_options={"ls_reserve_fraction": 0.0, "swap_in_delay_s": 1 << 30},
         compile=settings.compile,

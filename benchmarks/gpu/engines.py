@@ -88,7 +88,7 @@ def open_decoding(
     defaults: dict[str, Any] = {
         "scheduler": PRIMED, "host_kv_bytes": 0, "max_model_len": context + output,
         "device_kv_bytes": (blocks + 1) * spec.kv_block_bytes(block),
-        "max_num_requests": max(batch, 1), "max_step_tokens": max(batch, 512),
+        "max_num_seqs": max(batch, 1), "max_num_batched_tokens": max(batch, 512),
     }  # fmt: skip
     settings = defaults | settings
     options = known_options(settings["scheduler"], {"ls_reserve_fraction": 0.0, "swap_in_delay_s": NEVER_S})

@@ -24,7 +24,7 @@ def _gpus(machine: MachineSpec) -> str:
 
 
 def _case(machine: MachineSpec, system: str, rate: float, lengths: str, backlog: int) -> Case:
-    settings = (("max_step_tokens", 1024), ("block_size", 16), ("checkpoint_kv", system == "bros"))
+    settings = (("max_num_batched_tokens", 1024), ("block_size", 16), ("checkpoint_kv", system == "bros"))
     return Case(
         x=f"{rate:g}", system=system, machine=machine, slo=BROS_SLO, settings=(*COMMON, *settings),
         load=LoadSpec(ls_rate=rate, ls_lengths=lengths, backlog=backlog, be_lengths="bros-be"),

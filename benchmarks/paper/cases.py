@@ -81,14 +81,14 @@ class Experiment:
 
 
 COMMON: tuple[tuple[str, object], ...] = (
-    ("max_host_requests", 1024), ("max_num_requests", 512), ("max_piggyback_slots", 128), ("admission", False),
+    ("max_host_requests", 1024), ("max_num_seqs", 512), ("max_piggyback_seats", 128), ("admission", False),
 )  # fmt: skip
 """Settings of every system."""
 
 
 def budget(system: str, fixed: int = FIXED_BUDGET, most: int = MOST_TOKENS) -> tuple[tuple[str, object], ...]:
     """Return a system's token budget as settings; a control, ``package.module:Class``, has that of what it controls."""
-    return (("max_step_tokens", most if system in BOUNDED or ":" in system else fixed),)
+    return (("max_num_batched_tokens", most if system in BOUNDED or ":" in system else fixed),)
 
 
 def with_settings(case: Case, variant: str, **settings: object) -> Case:

@@ -19,7 +19,7 @@ BACKLOG = 64
 
 
 def _case(machine: MachineSpec, x: str, system: str, load: LoadSpec, slo_scale: float = 1.0) -> Case:
-    settings = (("max_step_tokens", 8192), ("checkpoint_kv", system == "conserve"))
+    settings = (("max_num_batched_tokens", 8192), ("checkpoint_kv", system == "conserve"))
     return Case(
         x=x, system=system, machine=machine, slo_scale=slo_scale, settings=(*COMMON, *settings),
         load=replace(load, backlog=0 if system == "online-only" else BACKLOG),

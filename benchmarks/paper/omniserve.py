@@ -75,7 +75,9 @@ def _slo_scales(machine: MachineSpec, rate: float, tpots_s: tuple[float, ...]) -
         )
         for tpot_s in tpots_s for system in BASELINES
     ]  # fmt: skip
-    cases += [with_settings(case, "256 tokens", max_step_tokens=256) for case in cases if case.system == "sarathi"]
+    cases += [
+        with_settings(case, "256 tokens", max_num_batched_tokens=256) for case in cases if case.system == "sarathi"
+    ]
     return Experiment(
         name=f"omniserve-13-{SHORT[machine]}", x_name="TPOT SLO", cell="co-serving", cases=_ordered(cases),
         figure=f"OmniServe Fig. 13: {machine.model}, 1G, longbench, {rate:g} LS/s",

@@ -25,6 +25,12 @@ _OPTIONS_NOW = frozenset(
 )  # fmt: skip
 """Former fields of EngineConfig that are options of policies."""
 
+_RENAMED = {
+    "max_step_tokens": "max_num_batched_tokens",
+    "max_num_requests": "max_num_seqs",
+    "max_piggyback_slots": "max_piggyback_seats",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -59,13 +65,13 @@ class EngineConfig:
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; None takes the model's."""
 
-    max_step_tokens: int = 512
+    max_num_batched_tokens: int = 512
     """Most device rows in a step (the token budget of chunked prefill)."""
-    max_num_requests: int = 256
+    max_num_seqs: int = 256
     """Most requests that hold device KV at a time (BE requests do not count against LS ones)."""
     max_host_requests: int = 256
     """Slots of the host tier: most requests that decode there at a time."""
-    max_piggyback_slots: int = 32
+    max_piggyback_seats: int = 32
     """Largest P: most piggyback rows a layer."""
 
     trace_steps: str | None = None
@@ -105,6 +111,8 @@ class EngineConfig:
         Raises:
             TypeError: One is given; the message says what to give instead.
         """
+        for name in sorted(settings.keys() & _RENAMED.keys()):
+            raise TypeError(f"{name} is no field of EngineConfig: its name is {_RENAMED[name]} now")
         for name in sorted(settings.keys() & _OPTIONS_NOW):
             raise TypeError(
                 f"{name} is no field of EngineConfig: give scheduler_options={{{name!r}: {settings[name]!r}}}"
@@ -117,8 +125,8 @@ class EngineConfig:
         if self.host_kv_dtype not in HOST_KV_DTYPES:
             raise ValueError(f"host_kv_dtype must be one of {', '.join(HOST_KV_DTYPES)}, got {self.host_kv_dtype!r}")
         for name, low in (
-            ("device_kv_bytes", 1), ("host_kv_bytes", 0), ("max_step_tokens", 1), ("max_num_requests", 1),
-            ("max_host_requests", 1), ("max_piggyback_slots", 1), ("step_graphs_bytes", 0),
+            ("device_kv_bytes", 1), ("host_kv_bytes", 0), ("max_num_batched_tokens", 1), ("max_num_seqs", 1),
+            ("max_host_requests", 1), ("max_piggyback_seats", 1), ("step_graphs_bytes", 0),
         ):  # fmt: skip
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be >= {low}, got {getattr(self, name)}")

@@ -115,11 +115,11 @@ class Bound(enum.StrEnum):
     """What kept work out of a step."""
 
     TIME = "time"  # the step would have become longer than its bound, or, of host rows, bring less a second
-    TOKENS = "tokens"  # max_step_tokens
-    REQUESTS = "requests"  # max_num_requests
+    TOKENS = "tokens"  # max_num_batched_tokens
+    REQUESTS = "requests"  # max_num_seqs
     MEMORY = "memory"  # no device blocks
     HOST_MEMORY = "host memory"  # no host blocks
-    SEATS = "seats"  # max_piggyback_slots or max_piggyback_rows
+    SEATS = "seats"  # max_piggyback_seats or max_piggyback_rows
     ORDER = "order"  # somebody before it was kept out, and it must not overtake
 
 
@@ -158,8 +158,8 @@ class StepPlan:
     chunks: tuple[DeviceChunk, ...] = ()
     entries: tuple[PiggybackEntry, ...] = ()
     joins: tuple[PiggybackJoin, ...] = ()
-    """At most ``num_piggyback_slots`` a layer."""
-    num_piggyback_slots: int = 0
+    """At most ``num_piggyback_seats`` a layer."""
+    num_piggyback_seats: int = 0
     """P: seats for piggyback rows, one of a small set of buckets; 0 is plain continuous batching."""
     relocations: tuple[SlotCopy, ...] = ()
     """Done in this order before anything else of the step reads or writes."""

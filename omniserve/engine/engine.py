@@ -54,7 +54,7 @@ class Engine:
         model: A Hugging Face causal language model; it is patched in place if it is not yet.
         config: Settings; None takes the defaults.
         profile: What a latency model is made of (see ``omniserve.profiling``). None: there is none, steps are bounded
-            by ``max_step_tokens`` only, and no objective is enforced.
+            by ``max_num_batched_tokens`` only, and no objective is enforced.
         tokenizer: Needed for stop strings, for grammars and for the text of completions.
         clock: Monotonic seconds.
 
@@ -156,8 +156,8 @@ class Engine:
                 attention,
                 storage,
                 self.spec,
-                max_rows=config.max_step_tokens,
-                max_requests=2 * config.max_num_requests,  # best-effort ones come beside as many latency-sensitive ones
+                max_rows=config.max_num_batched_tokens,
+                max_requests=2 * config.max_num_seqs,  # best-effort ones come beside as many latency-sensitive ones
                 max_blocks=-(-self.max_model_len // config.block_size),
                 is_directed=manager.is_directed,
             )

@@ -180,7 +180,7 @@ def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False, 
     joins = [0] * shape.num_layers
     for join in plan.joins:
         joins[join.layer] += 1
-    features.add_piggyback(plan.num_piggyback_slots, len(plan.entries), joins)
+    features.add_piggyback(plan.num_piggyback_seats, len(plan.entries), joins)
     rows = [(row.position, row.layer if isinstance(row, PiggybackJoin) else 0) for row in plan.pipelined]
     features.add_pipelined(shape, rows)
     return features

@@ -108,10 +108,10 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("--host-kv-dtype", "host_kv_dtype", str, "auto (the model's) or int8 (twice the tokens, outputs not exact)"),
     ("--block-size", "block_size", integer(1), "tokens per KV block, a power of two"),
     ("--max-model-len", "max_model_len", integer(1), "longest prompt plus output in tokens"),
-    ("--max-step-tokens", "max_step_tokens", integer(1), "most device rows in a step"),
-    ("--max-num-requests", "max_num_requests", integer(1), "most requests that hold device KV at a time"),
+    ("--max-num-batched-tokens", "max_num_batched_tokens", integer(1), "most device rows in a step"),
+    ("--max-num-seqs", "max_num_seqs", integer(1), "most requests that hold device KV at a time"),
     ("--max-host-requests", "max_host_requests", integer(1), "most requests that decode on the host tier at a time"),
-    ("--max-piggyback-slots", "max_piggyback_slots", integer(1), "most piggyback rows a layer"),
+    ("--max-piggyback-seats", "max_piggyback_seats", integer(1), "most piggyback rows a layer"),
     ("--trace-steps", "trace_steps", str, "file that gets a line a step, for python -m omniserve.explain"),
     ("--device-threads", "device_threads", integer(1), "CPU threads of the device tier while the host tier is idle"),
     ("--host-threads", "host_threads", integer(1), "threads of the host tier"),
@@ -134,6 +134,10 @@ FORMER_FLAGS = {
         ("min-residence", "min_residence_s=..."), ("no-admission", "admission=false"),
         ("offload-for-time", "offload_for_time=true"), ("slack", "slack=..."), ("swap-in-delay", "swap_in_delay_s=..."),
     )
+} | {
+    "--max-step-tokens": "--max-num-batched-tokens",
+    "--max-num-requests": "--max-num-seqs",
+    "--max-piggyback-slots": "--max-piggyback-seats",
 }  # fmt: skip
 """Flags that are gone, and what to give instead."""
 

@@ -254,7 +254,7 @@ def _rounds(timer: Timer, end: float, *, least: int = 1, most: int = 7) -> Itera
 
 
 def _measure_piggyback(bench: _HostBench, timer: Timer) -> None:
-    largest = min(bench.config.max_piggyback_slots, bench.config.max_host_requests, bench.tier.num_blocks)
+    largest = min(bench.config.max_piggyback_seats, bench.config.max_host_requests, bench.tier.num_blocks)
     for _ in _rounds(timer, _HOST_END, least=3, most=25):
         for seats in sorted({1, min(8, largest), largest}):
             for rows in sorted({0, 1, seats}):

@@ -82,8 +82,8 @@ def measure_modules(
     states = STATES if fingerprint.shared_threads != fingerprint.device_threads else STATES[:1]
     sampler = _Sampler(ModuleBench(model, config, total), timer, cores)
     most_rows = {
-        "dense": config.max_step_tokens + config.max_piggyback_slots,
-        "head": min(config.max_num_requests, config.max_step_tokens),
+        "dense": config.max_num_batched_tokens + config.max_piggyback_seats,
+        "head": min(config.max_num_seqs, config.max_num_batched_tokens),
     }
     curves = [(state, module) for state in states for module in most_rows]
     for number, (state, module) in enumerate(curves):
@@ -176,7 +176,7 @@ def _context_limits(model: PatchedModel, config: EngineConfig) -> tuple[int, int
 
 def _prefill_grid(longest: int, config: EngineConfig) -> list[Point]:
     """Return (chunk, context before it), smallest load first."""
-    most = min(config.max_step_tokens, longest)
+    most = min(config.max_num_batched_tokens, longest)
     chunks = sorted({max(2, most // part) for part in (32, 8, 2, 1)})
     grid = {(chunk, start) for chunk in chunks for start in (0, longest // 8, longest // 2) if chunk + start <= longest}
     return sorted(grid, key=lambda point: point[0] * (point[0] + point[1]))
@@ -184,7 +184,7 @@ def _prefill_grid(longest: int, config: EngineConfig) -> list[Point]:
 
 def _decode_grid(longest: int, total: int, config: EngineConfig) -> list[Point]:
     """Return (requests, context of each), smallest load first."""
-    requests = [r for r in (1, 4, 16, 64, 256) if r <= min(config.max_num_requests, config.max_step_tokens)]
+    requests = [r for r in (1, 4, 16, 64, 256) if r <= min(config.max_num_seqs, config.max_num_batched_tokens)]
     lengths = sorted({max(1, longest // part) for part in (64, 8, 2, 1)})
     fits = {(r, n) for r in requests for n in lengths if r * -(-n // config.block_size) * config.block_size <= total}
     return sorted(fits, key=lambda point: point[0] * point[1])

@@ -45,8 +45,8 @@ class Served:
         """Rows reach the host tier through its mailbox; else they are handed over by a call."""
         self.max_blocks = -(-max_model_len(config, spec) // config.block_size)
         """Width of the block table in constant shapes; attention is launched for it, whatever the lengths are."""
-        device_rows = min(max(2 * config.max_num_requests, CHUNK_ROWS[-1]), config.max_step_tokens)
-        self._most_rows = device_rows + config.max_piggyback_slots
+        device_rows = min(max(2 * config.max_num_seqs, CHUNK_ROWS[-1]), config.max_num_batched_tokens)
+        self._most_rows = device_rows + config.max_piggyback_seats
         if capture is None and self.constant and on_cuda:
             capture = CudaGraphCapture((0, spec.num_heads, spec.head_size), model.dtype, model.device)
         self._capture: Capture = capture or NoCapture()

@@ -23,6 +23,7 @@ from omniserve.profiling.timer import Progress, Timer
 _IDLE_WAIT_S = 0.02
 _FIRST_STEPS, _FIRST_SEED = 40, 100  # of loads that are not measured, where first calls do not count
 _LEAST_SAMPLES = 16  # of either kind, however little time is left: no model can be fitted to none
+_LEAST_WITH_HOST, _MOST_STEPS_FOR_IT = 8, 64  # of these; if the policy has no use for the host tier, not for ever
 _MAX_SAMPLES, _WANTED_SAMPLES = 200, 100  # of each of the two loads
 _LEAST_MAX_PROMPT, _MAX_PROMPT, _MAX_OUTPUT = 64, 1024, 64
 _MEAN_ACTIVE = 12.0
@@ -87,6 +88,7 @@ def measure_steps(
     *,
     max_samples: int,
     least: int = 0,
+    least_with_host: int = 0,
     keep: Callable[[BatchFeatures], bool] = lambda features: True,
     go_on: Callable[[], bool] = lambda: True,
     on_sample: Callable[[], object] = lambda: None,
@@ -100,20 +102,22 @@ def measure_steps(
         arrivals: In the order of their steps.
         max_samples: Ends after so many, or when the load does.
         least: So many are taken whatever ``go_on`` says.
+        least_with_host: So many samples have the host tier at work, too, or a few times ``least`` are taken.
         keep: Which steps are wanted.
         go_on: Asked before each step; False ends the run.
         on_sample: Called after each sample, for progress.
     """
     shape = ModelShape.of(engine.spec)
     samples: list[StepSample] = []
-    num_steps = 0
+    num_steps = num_with_host = 0
 
     def record(plan: StepPlan, host_works: bool, seconds: float) -> None:
-        nonlocal num_steps
+        nonlocal num_steps, num_with_host
         num_steps += 1
         features = features_of(plan, shape, host_works=host_works)
         if num_steps > 5 and keep(features):
             samples.append(StepSample(features=features, seconds=seconds))
+            num_with_host += features.host_works
             on_sample()
 
     waiting = list(reversed(list(arrivals)))
@@ -122,7 +126,10 @@ def measure_steps(
     step = 0
     try:
         while len(samples) < max_samples and (waiting or engine.has_unfinished):
-            if len(samples) >= least and not go_on():
+            has_least = len(samples) >= least and (
+                num_with_host >= least_with_host or len(samples) >= _MOST_STEPS_FOR_IT
+            )
+            if has_least and not go_on():
                 break
             if not engine.has_unfinished:
                 step = max(step, waiting[-1].at_step)
@@ -215,6 +222,7 @@ def _measure_engine(
             load(number),
             max_samples=_MAX_SAMPLES,
             least=_LEAST_SAMPLES,
+            least_with_host=_LEAST_WITH_HOST if config.host_kv_bytes else 0,
             go_on=lambda: timer.spent < end,
             on_sample=lambda: progress("whole steps", timer.spent),
         )

@@ -164,7 +164,7 @@ def prompt_scores(plan: StepPlan, rows: DeviceRows) -> tuple[tuple[str, int, Pro
 def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device: torch.device) -> StepInputs:
     """Turn ids and counts into tensors on ``device``."""
     rows = make_device_rows(plan, block_size=block_size)
-    num_rows, seats = len(rows.token_ids), plan.num_piggyback_slots
+    num_rows, seats = len(rows.token_ids), plan.num_piggyback_seats
     positions, token_ids = np.zeros((2, num_rows + seats), np.int64)
     positions[:num_rows], token_ids[:num_rows] = rows.positions, rows.token_ids
     for seat, entry in enumerate(plan.entries):

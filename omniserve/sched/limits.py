@@ -28,13 +28,13 @@ class SchedulerLimits:
     """Highest priority first."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end a request, unless it ignores them."""
-    max_step_tokens: int = 512
+    max_num_batched_tokens: int = 512
     """Most device rows in a step."""
-    max_num_requests: int = 256
+    max_num_seqs: int = 256
     """Most requests that hold device KV at a time; BE requests do not count against LS ones."""
     num_host_slots: int = 0
     """Most requests on the host tier; 0: there is none."""
-    max_piggyback_slots: int = 32
+    max_piggyback_seats: int = 32
     """P: most piggyback rows of a layer, and most rows of a second sub-batch."""
     ls_reserve_blocks: int = 0
     """Device blocks that BE requests leave free."""
@@ -63,10 +63,10 @@ class SchedulerLimits:
             max_model_len=max_model_len,
             classes=config.classes,
             eos_token_ids=spec.eos_token_ids,
-            max_step_tokens=config.max_step_tokens,
-            max_num_requests=config.max_num_requests,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
             num_host_slots=config.max_host_requests if has_host_tier else 0,
-            max_piggyback_slots=config.max_piggyback_slots,
+            max_piggyback_seats=config.max_piggyback_seats,
             ls_reserve_blocks=int(options.ls_reserve_fraction * num_device_blocks),
-            checkpoint_blocks=max(1, -(-config.max_step_tokens // config.block_size)) if has_checkpoints else 0,
+            checkpoint_blocks=max(1, -(-config.max_num_batched_tokens // config.block_size)) if has_checkpoints else 0,
         )

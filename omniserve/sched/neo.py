@@ -19,7 +19,7 @@ class NEOPolicy(OmniServePolicy):
     """LS before BE under the latency control that the paper added to NEO; then the load-aware choice of a sub-batch.
 
     With predicted times, as many host residents join as let most requests advance a second, none if a step without
-    them brings more. Without a latency model all of them join, up to ``max_piggyback_slots``.
+    them brings more. Without a latency model all of them join, up to ``max_piggyback_seats``.
 
     What differs from NEO: LS requests stay on the device (NEO knows no classes, and sends their attention to the CPU
     too, which only slows them down); the first sub-batch has no host rows; prompts are computed into device memory.

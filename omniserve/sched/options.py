@@ -45,7 +45,7 @@ class HostTierOptions(PolicyOptions):
     """Options of policies that run BE decodes on the host tier."""
 
     max_piggyback_rows: int | None = None
-    """Most piggyback rows in a step over all layers; None: ``max_piggyback_slots`` in every layer."""
+    """Most piggyback rows in a step over all layers; None: ``max_piggyback_seats`` in every layer."""
     swap_in_delay_s: float = 1.0
     """Seconds that load must have been light before BE KV moves back to the device. Paper: omniserve 3.2.4."""
     min_residence_s: float = 5.0
@@ -53,7 +53,7 @@ class HostTierOptions(PolicyOptions):
 
     def most_rows(self, limits: SchedulerLimits) -> int:
         """Return the most piggyback rows of a step, over all layers."""
-        every_layer = limits.max_piggyback_slots * (limits.num_layers + 1)
+        every_layer = limits.max_piggyback_seats * (limits.num_layers + 1)
         return self.max_piggyback_rows if self.max_piggyback_rows is not None else every_layer
 
     def __post_init__(self) -> None:

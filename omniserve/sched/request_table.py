@@ -314,7 +314,7 @@ class RequestTable:
 
     def is_full(self, kind: ServiceClass) -> bool:
         """Return whether the limit on requests keeps out another one of this kind."""
-        return self.num_admitted(kind) >= self.limits.max_num_requests
+        return self.num_admitted(kind) >= self.limits.max_num_seqs
 
     def blocks_for(self, state: RequestState) -> int:
         """Return how many blocks all known tokens of a request need."""

@@ -150,7 +150,7 @@ class TTFTEstimator:
             expected_s = max(soonest_s, filled_s)
         idle_s, _ = prefill_time(
             self._forecast.load(), [prompt], bound_s=math.inf, first_bound_s=math.inf,
-            max_tokens=self._limits.max_step_tokens,
+            max_tokens=self._limits.max_num_batched_tokens,
         )  # fmt: skip
         return TTFTPrediction(soonest_s, expected_s, idle_s, prompt.count)
 
@@ -215,7 +215,7 @@ class TTFTEstimator:
 
     def _max_prompt_tokens(self, decoding: Sequence[RequestState]) -> int:
         """Return how many tokens of prompts a step has room for beside the decodes; 1 at least."""
-        return max(1, self._limits.max_step_tokens - len(decoding))
+        return max(1, self._limits.max_num_batched_tokens - len(decoding))
 
     def _decodes(self, decoding: Sequence[RequestState], host_works: bool) -> StepLoad:
         load, shape = self._forecast.load(host_works=host_works), self._forecast.shape

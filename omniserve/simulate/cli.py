@@ -259,9 +259,9 @@ class _Program:
         args = self._args
         settings: dict[str, object] = {
             "scheduler": name,
-            "max_piggyback_slots": slots or args.piggyback_slots,
-            "max_step_tokens": args.step_tokens,
-            "max_num_requests": args.max_requests,
+            "max_piggyback_seats": slots or args.piggyback_slots,
+            "max_num_batched_tokens": args.step_tokens,
+            "max_num_seqs": args.max_requests,
             "max_host_requests": args.host_requests,
             "scheduler_options": known_options(name, dict(args.scheduler_option)),
             "classes": (

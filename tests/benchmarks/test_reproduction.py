@@ -145,9 +145,11 @@ def test_both_orders_are_of_the_systems_named_and_differ_in_nothing_else() -> No
 
 
 def test_a_changed_setting_is_there_once() -> None:
-    case = replace(tiny("sarathi"), settings=(("max_step_tokens", 512), ("admission", False)))
+    case = replace(tiny("sarathi"), settings=(("max_num_batched_tokens", 512), ("admission", False)))
     changed = with_settings(case, "with", admission=True)
-    assert changed.settings == (("max_step_tokens", 512), ("admission", True)) and changed.column == "sarathi, with"
+    assert (
+        changed.settings == (("max_num_batched_tokens", 512), ("admission", True)) and changed.column == "sarathi, with"
+    )
 
 
 def test_cases_that_share_objectives_stay_together_and_others_run_apart() -> None:

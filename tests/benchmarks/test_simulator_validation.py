@@ -88,7 +88,7 @@ def test_a_recorded_row_is_simulated_with_its_flags_and_arrivals() -> None:
     rows = {row.name: row for row in frontier_rows(load.objectives, {"tight": 48})}
     row = rows["sarathi, 48 tokens a step, tight"]
     config = engine_config(["--device-kv-gib", "0.25"], row, (0.3, 0.06))
-    assert (config.scheduler, config.max_step_tokens, config.device_kv_bytes) == ("sarathi", 48, 1 << 28)
+    assert (config.scheduler, config.max_num_batched_tokens, config.device_kv_bytes) == ("sarathi", 48, 1 << 28)
     assert config.class_named("LS").slo.tpot_s == 0.06
     figures = simulate_row(constant(0.01), row, load, ["--device-kv-gib", "0.25"], seed=0)
     # 6 x 64 prompt tokens in steps of 48, LS prompts between them, and 9 outputs: the pile is over in 0.2 s or so.

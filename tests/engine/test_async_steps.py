@@ -84,7 +84,7 @@ def test_a_step_without_tokens_is_waited_for_like_any_other(
             calls.append(f"wait {self.number}")
 
     monkeypatch.setattr("omniserve.runner.runner.Mark", NotedMark)
-    engine = make_engine(async_steps=async_steps, max_step_tokens=4)
+    engine = make_engine(async_steps=async_steps, max_num_batched_tokens=4)
     engine.add(request(18, 2))  # 5 steps, the last of which samples
     assert [token for output in run(engine) for token in output.new_token_ids] == hf_tokens(18, 2)
     if async_steps:  # one step ahead, no more
@@ -99,7 +99,7 @@ def test_a_step_without_tokens_is_waited_for_like_any_other(
 def test_no_more_than_a_step_is_ahead_of_a_gpu(async_steps: bool) -> None:
     model = tiny_model("llama").cuda()
     config = EngineConfig(
-        block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=0, max_step_tokens=4, compile=False,
+        block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=0, max_num_batched_tokens=4, compile=False,
         async_steps=async_steps,
     )  # fmt: skip
     with Engine(patch(model, compile=False), config) as engine:
@@ -318,7 +318,7 @@ def test_pending_tokens_go_into_their_rows() -> None:
             PiggybackEntry(request_id="d", token_id=8, slot=0, **entry),
             PiggybackEntry(request_id="e", token_id=PENDING_TOKEN, slot=1, **entry),
         ),
-        num_piggyback_slots=4,
+        num_piggyback_seats=4,
     )
     with pytest.raises(RuntimeError, match=r"step 7 waits for tokens of \['b', 'c', 'e'\]"):
         pending.fill(torch.zeros(9, dtype=torch.int64), plan)

@@ -249,7 +249,9 @@ def test_with_the_host_stopped_ls_goes_on_and_be_ends_with_the_same_tokens_after
 
 
 def test_checkpoints_are_made_and_restored_beside_steps_that_have_all_cores(make_engine: MakeEngine) -> None:
-    engine = make_engine(kv="incremental", scheduler="sarathi", device_blocks=8, host_blocks=32, max_step_tokens=16)
+    engine = make_engine(
+        kv="incremental", scheduler="sarathi", device_blocks=8, host_blocks=32, max_num_batched_tokens=16
+    )
     worked = []
     engine.on_step = lambda plan, host_works, seconds: worked.append(host_works)
     completions = engine.generate([request(20, 24, "BE"), request(20, 24, "BE"), request(20, 24, "LS")])

@@ -130,7 +130,7 @@ def test_what_happens_to_a_request_changes_nothing_of_its_output(make_engine, sc
     ]
     longest = max(len(request.prompt_token_ids) + end for request, end in zip(requests, ends, strict=True))
     engine = make_engine(
-        device_blocks=-(-longest // BLOCK) + 3, host_blocks=200, max_step_tokens=24, scheduler=scheduler
+        device_blocks=-(-longest // BLOCK) + 3, host_blocks=200, max_num_batched_tokens=24, scheduler=scheduler
     )
     which = {engine.add(request): i for i, request in enumerate(requests)}
     got: dict[int, list[int]] = {i: [] for i in range(len(requests))}

@@ -32,7 +32,7 @@ def scoring(prompt: tuple[int, ...], *, max_tokens: int = 0, num_top: int = 2, *
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
 def test_chunked_prompts_are_scored_as_hugging_face_does(model, make_engine, max_tokens: int) -> None:
     prompts = [prompt_of(length, seed=length) for length in (1, 2, 3, 40)]
-    engine = make_engine(max_step_tokens=7)
+    engine = make_engine(max_num_batched_tokens=7)
     done = engine.generate([scoring(prompt, max_tokens=max_tokens, num_top=3) for prompt in prompts])
     for prompt, completion in zip(prompts, done, strict=True):
         check_prompt_logprobs(list(completion.prompt_logprobs), prompt, logprobs_of(model, prompt))
@@ -53,7 +53,7 @@ def test_requests_that_do_not_ask_get_none_and_cost_no_logits(make_engine) -> No
 def test_prompt_that_is_preempted_and_recomputed_is_scored_once(model, make_engine, kv: str) -> None:
     """A best-effort prompt gives way, half computed, to one that needs the memory."""
     prompt = prompt_of(60)
-    engine = make_engine(scheduler="sarathi", max_step_tokens=9, device_blocks=9, host_blocks=32, kv=kv)
+    engine = make_engine(scheduler="sarathi", max_num_batched_tokens=9, device_blocks=9, host_blocks=32, kv=kv)
     rows: list[int] = []
 
     def note(plan: StepPlan, *_: object) -> None:

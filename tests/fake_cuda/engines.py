@@ -56,14 +56,14 @@ class FakeGpuEngine:
         settings = EngineConfig(
             **{
                 "compile": False, "block_size": BLOCK, "device_kv_bytes": 1 << 17, "host_kv_bytes": 1 << 20,
-                "max_step_tokens": 8, "max_num_requests": 1, "max_piggyback_slots": SEATS, "max_host_requests": 8,
+                "max_num_batched_tokens": 8, "max_num_seqs": 1, "max_piggyback_seats": SEATS, "max_host_requests": 8,
                 "host_threads": 1, "attention": "triton", **config,
             }
         )  # fmt: skip
         with gpu.lenient(), pytest.MonkeyPatch.context() as patch:  # an engine may wait for the device as it starts
             with torch.device("cuda"):
                 self.model = blank_model(family, dtype, num_layers=2)
-            patch.setattr(graph_runner, "DECODE_ROWS", (0,))  # and all that max_num_requests allows: few shapes
+            patch.setattr(graph_runner, "DECODE_ROWS", (0,))  # and all that max_num_seqs allows: few shapes
             # A Parameter on the fake GPU is a FakeTensor, which `is_plain` takes for a subclass of some library's.
             patch.setattr(merged, "is_plain", lambda module: type(module) is nn.Linear)
             patch.setattr(graph_runner.gc, "collect", lambda: 0)  # takes as long as all captures here
@@ -145,12 +145,12 @@ class FakeGpuEngine:
         entry = PiggybackEntry(
             request_id="host", token_id=3, position=BLOCK + 1, slot=2, epoch=0, block_ids=(0, 1)
         )  # fmt: skip
-        output = self.run(chunks=chunks, entries=(entry,), num_piggyback_slots=SEATS)
+        output = self.run(chunks=chunks, entries=(entry,), num_piggyback_seats=SEATS)
         for layer in range(self.num_layers):
             event = self.host_event()
             assert (event.kind, event.layer, event.slot) == (HostEventKind.ATTENTION_DONE, layer, 2), event.message
             join = PiggybackJoin(request_id="host", position=BLOCK + 1, slot=2, epoch=0, layer=layer)
-            output = self.run(chunks=chunks, joins=(join,), num_piggyback_slots=SEATS)
+            output = self.run(chunks=chunks, joins=(join,), num_piggyback_seats=SEATS)
         return output
 
     def move(self, direction: MoveDirection, *, move_id: int, is_reversed: bool = False) -> HostEvent:

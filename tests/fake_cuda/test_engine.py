@@ -159,7 +159,7 @@ def test_a_token_goes_from_one_step_into_the_next_on_the_device(gpu: FakeRuntime
             request_id="host", token_id=PENDING_TOKEN, position=2, slot=1, epoch=0, block_ids=(0,)
         )  # fmt: skip
         before = gpu.launches["aten::index_copy_"]
-        step = runner.launch(StepPlan(step_id=2, chunks=(pending,), entries=(entry,), num_piggyback_slots=SEATS))
+        step = runner.launch(StepPlan(step_id=2, chunks=(pending,), entries=(entry,), num_piggyback_seats=SEATS))
         assert gpu.launches["aten::index_copy_"] - before == 1
         assert step.sample is not None and is_on_device(step.sample.tokens_R)
 
@@ -176,8 +176,8 @@ def test_a_token_goes_from_one_step_into_the_next_on_the_device(gpu: FakeRuntime
 def test_a_scheduler_that_uses_both_tiers(kv: str, async_steps: bool, gpu: FakeRuntime) -> None:
     """Prompts, decodes, moves, entries and joins as they come; no launch waits for the device."""
     with engine_on(
-        gpu, "llama", torch.bfloat16, kv=kv, async_steps=async_steps, device_kv_bytes=1 << 13, max_num_requests=4,
-        max_step_tokens=16, scheduler_options={"min_residence_s": 0.0, "swap_in_delay_s": 0.0},
+        gpu, "llama", torch.bfloat16, kv=kv, async_steps=async_steps, device_kv_bytes=1 << 13, max_num_seqs=4,
+        max_num_batched_tokens=16, scheduler_options={"min_residence_s": 0.0, "swap_in_delay_s": 0.0},
     ) as fake:  # fmt: skip
         sampling = SamplingParams(max_tokens=12)
         requests = [

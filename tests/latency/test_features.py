@@ -68,7 +68,7 @@ def test_piggyback_rows_seats_and_their_layers() -> None:
         chunks=(chunk(0, 7, 1),),
         entries=(entry(1),),
         joins=(join(2, 3), join(3, 3), join(4, 5)),
-        num_piggyback_slots=4,
+        num_piggyback_seats=4,
     )
     features = features_of(plan, WINDOWED)
     assert (features.seats, features.rows, features.piggyback_rows) == (4, 5, 4)
@@ -79,7 +79,7 @@ def test_piggyback_rows_seats_and_their_layers() -> None:
 
 
 def test_without_device_rows_only_the_halves_that_somebody_is_at_run() -> None:
-    plan = StepPlan(step_id=0, entries=(entry(1),), joins=(join(2, 3), join(4, 5)), num_piggyback_slots=4)
+    plan = StepPlan(step_id=0, entries=(entry(1),), joins=(join(2, 3), join(4, 5)), num_piggyback_seats=4)
     # Pre-attention of 0 and 4, post-attention of 3 and 5.
     assert features_of(plan, WINDOWED).dense_layers == 2.0
 

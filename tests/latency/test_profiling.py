@@ -43,7 +43,12 @@ def model() -> PreTrainedModel:
 def config(model: PreTrainedModel) -> EngineConfig:
     pool = 64 * model.omniserve.spec.kv_block_bytes(BLOCK)
     return EngineConfig(
-        block_size=BLOCK, device_kv_bytes=pool, host_kv_bytes=pool, max_step_tokens=64, compile=False, host_threads=1
+        block_size=BLOCK,
+        device_kv_bytes=pool,
+        host_kv_bytes=pool,
+        max_num_batched_tokens=64,
+        compile=False,
+        host_threads=1,
     )
 
 
@@ -236,6 +241,22 @@ def test_measured_steps_end_as_told_and_leave_the_engine_empty(model: PreTrained
         assert engine.on_step is None
         assert engine.stats().device_blocks_used == 0
     assert min(sample.seconds for sample in samples) > 0
+
+
+def test_measuring_goes_on_until_the_host_tier_has_worked(model: PreTrainedModel, config: EngineConfig) -> None:
+    load = mixed_load(3, num_steps=60, vocab_size=64, max_prompt=40, max_output=20)
+    tight = dataclasses.replace(config, device_kv_bytes=8 * model.omniserve.spec.kv_block_bytes(config.block_size))
+    with Engine(model, tight) as engine:
+        samples = measure_steps(
+            engine, load, max_samples=200, least=1, least_with_host=3, go_on=lambda: False
+        )  # fmt: skip
+    assert sum(sample.features.host_works for sample in samples) == 3
+    without = dataclasses.replace(config, host_kv_bytes=0)
+    with Engine(model, without) as engine:
+        samples = measure_steps(
+            engine, load, max_samples=200, least=1, least_with_host=3, go_on=lambda: False
+        )  # fmt: skip
+    assert 1 < len(samples) <= 64, "a policy that has no use for the host tier is not waited for without end"
 
 
 def test_a_load_is_the_same_for_a_seed_and_has_both_classes() -> None:

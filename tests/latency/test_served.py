@@ -44,8 +44,8 @@ def patched(model: PreTrainedModel) -> PatchedModel:
 def config(patched: PatchedModel) -> EngineConfig:
     pool = 64 * patched.spec.kv_block_bytes(BLOCK)
     return EngineConfig(
-        block_size=BLOCK, device_kv_bytes=pool, host_kv_bytes=pool, max_step_tokens=64, compile=False, host_threads=1,
-        step_graphs="on",
+        block_size=BLOCK, device_kv_bytes=pool, host_kv_bytes=pool, max_num_batched_tokens=64, compile=False,
+        host_threads=1, step_graphs="on",
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def test_more_rows_than_any_shape_has_are_not_recorded(patched: PatchedModel, co
             return run
 
     served = Served(patched, config, capture=Spy())  # type: ignore[arg-type]
-    most = config.max_step_tokens + config.max_piggyback_slots
+    most = config.max_num_batched_tokens + config.max_piggyback_seats
     run = served.launched(lambda: torch.zeros(1), num_rows=most + 1)
     assert not recorded and run().shape == (1,)
     served.launched(run, num_rows=most)
@@ -240,7 +240,9 @@ def test_a_profile_of_constant_steps_has_everything(
 def test_a_gpu_is_measured_through_graphs_and_serves_with_the_profile() -> None:
     model = patch(tiny_model("llama").to("cuda"), compile=False)
     pool = 64 * model.omniserve.spec.kv_block_bytes(16)
-    config = EngineConfig(device_kv_bytes=pool, host_kv_bytes=pool, max_step_tokens=64, compile=False, host_threads=2)
+    config = EngineConfig(
+        device_kv_bytes=pool, host_kv_bytes=pool, max_num_batched_tokens=64, compile=False, host_threads=2
+    )
     profile = profile_model(model, config, time_limit_s=3.0)
     assert profile.fingerprint.constant_steps
     assert profile.piggyback and profile.host_attention and len(profile.dense["alone"]) > 5

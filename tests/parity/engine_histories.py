@@ -111,10 +111,10 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
         # The smallest pool holds one longest request (64 tokens) and a little.
         "device_kv_bytes": block_bytes * rng.choice([9, 12, 18, 30]),
         "host_kv_bytes": block_bytes * rng.choice([20, 60]),
-        "max_step_tokens": rng.choice([3, 16, 64]),
-        "max_num_requests": rng.choice([2, 8, 32]),
+        "max_num_batched_tokens": rng.choice([3, 16, 64]),
+        "max_num_seqs": rng.choice([2, 8, 32]),
         "max_host_requests": rng.choice([2, 16]),
-        "max_piggyback_slots": rng.choice([1, 4, 8]),
+        "max_piggyback_seats": rng.choice([1, 4, 8]),
         "max_piggyback_rows": rng.choice([None, None, 5]),
         "ls_reserve_fraction": rng.choice([0.0, 0.1]),
         "swap_in_delay_s": rng.choice([0.0, 0.01]),

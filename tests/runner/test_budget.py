@@ -62,7 +62,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaGraphRu
         model, _ = model_and_reference("llama", "cpu")
         config = EngineConfig(
             block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, max_model_len=64, compile=False,
-            step_graphs="on", max_step_tokens=64, max_num_requests=32, host_threads=1, **settings,
+            step_graphs="on", max_num_batched_tokens=64, max_num_seqs=32, host_threads=1, **settings,
         )  # fmt: skip
         with Engine(model, config) as engine:
             assert engine.runner.graphs is not None

@@ -42,7 +42,7 @@ def test_decodes_entries_and_joins_are_in_their_places() -> None:
             PiggybackJoin(request_id="e", position=21, slot=5, epoch=1, layer=2),
             PiggybackJoin(request_id="f", position=22, slot=6, epoch=1, layer=2),
         ),
-        num_piggyback_slots=2,
+        num_piggyback_seats=2,
     )
     fill(inputs, plan)
     assert inputs.token_ids_T.tolist() == [5, 9, 0, 0, 8, 0]
@@ -64,7 +64,7 @@ def test_a_step_leaves_nothing_of_the_one_before() -> None:
     inputs = StaticInputs(StepShape(4, 2), memory())
     full = tuple(chunk(str(i), (i + 1,), 9, (0, 1, 2)) for i in range(4))
     joins = tuple(PiggybackJoin(request_id=f"j{i}", position=3, slot=i, epoch=1, layer=1) for i in range(2))
-    fill(inputs, StepPlan(step_id=0, chunks=full, joins=joins, num_piggyback_slots=2))
+    fill(inputs, StepPlan(step_id=0, chunks=full, joins=joins, num_piggyback_seats=2))
     fill(inputs, StepPlan(step_id=1, chunks=(chunk("x", (3,), 1, (4,)),)))
     assert inputs.token_ids_T.tolist() == [3, 0, 0, 0, 0, 0]
     assert inputs.slot_mapping_T.tolist() == [4 * BLOCK + 1, -1, -1, -1]

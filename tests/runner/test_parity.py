@@ -86,8 +86,8 @@ def test_graphs_do_what_the_code_did(scheduler: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(graph_runner, "NoCapture", lambda: TapeCapture(shape, torch.float32, torch.device("cpu")))
     run_histories(
         model, reference, range(730, 732), reach=("constant_decodes", "constant_chunks"), scheduler=scheduler,
-        step_graphs="on", async_steps=True, attention="tests.runner.tape:attend", max_step_tokens=16,
-        max_num_requests=8,
+        step_graphs="on", async_steps=True, attention="tests.runner.tape:attend", max_num_batched_tokens=16,
+        max_num_seqs=8,
     )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def test_some_graphs_or_none(kv: str, share: float, monkeypatch: pytest.MonkeyPa
     tally = run_histories(
         model, reference, range(740, 742), reach=("host_tokens",), kv=kv, scheduler="omniserve", has_profile=False,
         host_kv_bytes=1 << 20, max_host_requests=16, step_graphs="on", async_steps=True,
-        attention="tests.runner.tape:attend", max_step_tokens=16, max_num_requests=8,
+        attention="tests.runner.tape:attend", max_num_batched_tokens=16, max_num_seqs=8,
     )  # fmt: skip
     assert (tally.constant_decodes > 0) == (share > 0)
 

@@ -60,7 +60,7 @@ class Machine:
         )  # fmt: skip
         self.requests = self.scheduler.requests
         self.device = FakeDevice(
-            block_size=BLOCK, num_layers=self.limits.num_layers, max_tokens=self.limits.max_step_tokens,
+            block_size=BLOCK, num_layers=self.limits.num_layers, max_tokens=self.limits.max_num_batched_tokens,
             rng=random.Random(seed),
         )  # fmt: skip
         self.device.abandoned = self.requests.abandoned_moves

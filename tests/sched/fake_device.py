@@ -138,7 +138,7 @@ class FakeDevice:
         assert all(PENDING_TOKEN not in chunk.token_ids for chunk in plan.chunks)
         assert plan.num_device_tokens <= self.max_tokens
         per_layer = Counter(join.layer for join in plan.joins)
-        assert max([len(plan.entries), *per_layer.values()], default=0) <= plan.num_piggyback_slots
+        assert max([len(plan.entries), *per_layer.values()], default=0) <= plan.num_piggyback_seats
         for copy in plan.relocations:
             self.num_relocated += 1
             for slot in range(copy.begin, copy.end):

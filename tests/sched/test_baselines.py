@@ -21,7 +21,7 @@ def tokens(bench: Bench) -> dict[str, int]:
 @pytest.mark.parametrize("host_blocks", [0, 40])
 @pytest.mark.parametrize("policy", SCHEDULERS.names())
 def test_best_effort_work_ends_once_latency_sensitive_work_stops_coming(policy: str, host_blocks: int) -> None:
-    bench = Bench(policy, device_blocks=16, host_blocks=host_blocks, max_step_tokens=16, ls_reserve_blocks=2)
+    bench = Bench(policy, device_blocks=16, host_blocks=host_blocks, max_num_batched_tokens=16, ls_reserve_blocks=2)
     for i in range(5):
         bench.add(f"be{i}", prompt=10, output=12)
     for i in range(60):
@@ -35,7 +35,7 @@ def test_best_effort_work_ends_once_latency_sensitive_work_stops_coming(policy: 
 @pytest.mark.parametrize("policy", SCHEDULERS.names())
 def test_a_long_prompt_is_not_starved_by_small_best_effort_requests(policy: str) -> None:
     for long in ("ls-long", "be-long"):
-        bench = Bench(policy, device_blocks=12, max_step_tokens=16)
+        bench = Bench(policy, device_blocks=12, max_num_batched_tokens=16)
         for i in range(400):
             bench.add(f"be{i}", prompt=3, output=6)
             if i == 20:
@@ -50,7 +50,7 @@ def test_a_long_prompt_is_not_starved_by_small_best_effort_requests(policy: str)
 
 
 def test_priority_admits_by_class_and_then_arrival() -> None:
-    bench = Bench("priority", device_blocks=100, max_step_tokens=12)
+    bench = Bench("priority", device_blocks=100, max_num_batched_tokens=12)
     for name in ("be0", "ls0", "be1", "ls1"):
         bench.add(name, prompt=6)
     assert names(bench.step()[0]) == ["ls0", "ls1"]
@@ -99,7 +99,7 @@ def test_priority_admits_nobody_in_a_step_that_preempted() -> None:
 def test_online_only_serves_ls_requests_just_as_if_they_were_alone() -> None:
     steps = {}
     for has_be in (False, True):
-        bench = Bench("online-only", device_blocks=20, max_step_tokens=16)
+        bench = Bench("online-only", device_blocks=20, max_num_batched_tokens=16)
         seen = []
         for i in range(120):
             if has_be and i % 3 == 0 and i < 60:
@@ -133,7 +133,7 @@ def test_online_only_keeps_what_best_effort_requests_hold_until_an_ls_one_needs_
 
 
 def test_non_preemptive_gives_a_running_best_effort_request_a_token_every_step() -> None:
-    bench = Bench("non-preemptive", device_blocks=14, max_step_tokens=16)
+    bench = Bench("non-preemptive", device_blocks=14, max_num_batched_tokens=16)
     bench.add("be0", prompt=12, output=20)
     bench.add("be1", prompt=4, output=20)
     bench.step()

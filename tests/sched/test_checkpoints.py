@@ -27,7 +27,7 @@ class CheckpointBench:
         self.checkpoints = Checkpoints(self.kv, BLOCK, max_blocks_per_step=max_blocks)
         self.device = FakeDevice(block_size=BLOCK, num_layers=1, max_tokens=1000, rng=random.Random(0))
         self.states: list[RequestState] = []
-        limits = SchedulerLimits(num_layers=1, block_size=BLOCK, max_model_len=1000, max_step_tokens=1000)
+        limits = SchedulerLimits(num_layers=1, block_size=BLOCK, max_model_len=1000, max_num_batched_tokens=1000)
         self.requests = RequestTable(limits=limits, kv=self.kv, offloads=False)
 
     def add(self, num_tokens: int) -> RequestState:

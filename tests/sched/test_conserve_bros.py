@@ -136,7 +136,7 @@ def test_conserve_leaves_out_best_effort_work_if_ls_work_alone_is_too_long() -> 
 
 @pytest.mark.parametrize("key_ms", [1e-5, 0.05, 1.0])
 def test_conserve_without_ls_work_runs_steps_of_the_best_throughput(key_ms: float) -> None:
-    bench = Clock(policy="conserve", max_step_tokens=256, predict={"base": 20.0, "row": 0.5, "key": key_ms})
+    bench = Clock(policy="conserve", max_num_batched_tokens=256, predict={"base": 20.0, "row": 0.5, "key": key_ms})
     bench.add("be", prompt=900, output=1)
     load = bench.forecast.load
 
@@ -152,7 +152,7 @@ def test_conserve_without_ls_work_runs_steps_of_the_best_throughput(key_ms: floa
 
 
 def test_conserve_in_offline_mode_grows_with_the_work_there_is() -> None:
-    bench = Clock(policy="conserve", max_step_tokens=64, predict={"base": 20.0, "row": 0.5, "key": 0.001})
+    bench = Clock(policy="conserve", max_num_batched_tokens=64, predict={"base": 20.0, "row": 0.5, "key": 0.001})
     for i in range(10):
         bench.add(f"be{i}", prompt=5, output=20)
     assert bench.tokens(bench.step())["BE"] == 50
@@ -164,7 +164,7 @@ def test_conserve_without_a_forecast_is_sarathi(kv: str, host_blocks: int) -> No
     plans: dict[str, list[tuple[DeviceChunk, ...]]] = {}
     for policy in ("sarathi", "conserve"):
         bench, rng = Bench(policy, kv=kv, device_blocks=20, host_blocks=host_blocks, checkpoint_blocks=4,
-                           max_step_tokens=16), random.Random(3)  # fmt: skip
+                           max_num_batched_tokens=16), random.Random(3)  # fmt: skip
         plans[policy] = []
         for i in range(150):
             if rng.random() < 0.4:
@@ -176,7 +176,7 @@ def test_conserve_without_a_forecast_is_sarathi(kv: str, host_blocks: int) -> No
 
 @both
 def test_best_effort_requests_with_checkpoints_leave_the_device_at_once_and_come_back_as_they_were(policy: str) -> None:
-    bench = with_checkpoints(policy, device_blocks=12, prompt=11, output=12, num_be=3, max_step_tokens=64)
+    bench = with_checkpoints(policy, device_blocks=12, prompt=11, output=12, num_be=3, max_num_batched_tokens=64)
     bench.step()
     assert bench.kv.num_checkpointed("be2") == 3 and bench.kv.num_free(Tier.DEVICE) == 0
     bench.add("ls", prompt=11, output=6)
@@ -207,7 +207,7 @@ def test_an_ls_prompt_waits_one_step_for_the_host_and_no_longer(policy: str) -> 
 
 
 def test_bros_serves_ls_requests_by_the_time_left_to_their_deadlines() -> None:
-    bench = Clock(policy="bros", max_step_tokens=64)
+    bench = Clock(policy="bros", max_num_batched_tokens=64)
     for name, ttft in (("ls1", None), ("ls2", 5.0), ("ls3", 1.0)):
         bench.add(name, prompt=10, ttft=ttft)
     # Who waits is polled in the order of arrival, who runs is sorted.
@@ -220,7 +220,7 @@ def test_bros_serves_ls_requests_by_the_time_left_to_their_deadlines() -> None:
 
 
 def test_bros_polls_the_waiting_queue_between_those_that_run() -> None:
-    bench = Clock(policy="bros", max_step_tokens=16)
+    bench = Clock(policy="bros", max_num_batched_tokens=16)
     bench.add("ls1", tpot=0.200)
     bench.add("ls2", tpot=1.0)
     bench.step()
@@ -229,7 +229,7 @@ def test_bros_polls_the_waiting_queue_between_those_that_run() -> None:
 
 
 def test_bros_packs_best_effort_requests_into_the_residual_time_of_the_most_urgent() -> None:
-    bench = Clock(policy="bros", max_step_tokens=64)
+    bench = Clock(policy="bros", max_num_batched_tokens=64)
     for i in range(8):
         bench.add(f"be{i}", prompt=6)
     bench.step()
@@ -244,7 +244,7 @@ def test_bros_packs_best_effort_requests_into_the_residual_time_of_the_most_urge
 
 
 def test_bros_takes_a_prompt_whole_or_not_at_all() -> None:
-    bench = Clock(policy="bros", max_step_tokens=64)
+    bench = Clock(policy="bros", max_num_batched_tokens=64)
     bench.add("ls1", tpot=0.040, output=6)
     bench.step()
     bench.add("be1", prompt=50)
@@ -256,7 +256,7 @@ def test_bros_takes_a_prompt_whole_or_not_at_all() -> None:
 
 def test_bros_doubles_its_batch_and_falls_back_when_time_keeps_somebody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bros, "BASE_BATCH_SIZE", 2)
-    bench = Clock(policy="bros", max_num_requests=20, max_step_tokens=64)
+    bench = Clock(policy="bros", max_num_seqs=20, max_num_batched_tokens=64)
     for i in range(20):
         bench.add(f"be{i}", prompt=1)
     assert [bench.tokens(bench.step())["BE"] for _ in range(6)] == [2, 4, 8, 16, 20, 20]
@@ -271,7 +271,7 @@ def test_bros_doubles_its_batch_and_falls_back_when_time_keeps_somebody_out(monk
 def test_bros_recovers_from_an_overload(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of B_base requests, 196 tokens a second, are too few for the 500 that come; steps of 12 bring 1,070."""
     monkeypatch.setattr(bros, "BASE_BATCH_SIZE", 2)
-    bench = Clock(policy="bros", max_step_tokens=64, predict={"base": 10.0, "row": 0.1, "key": 0.0})
+    bench = Clock(policy="bros", max_num_batched_tokens=64, predict={"base": 10.0, "row": 0.1, "key": 0.0})
     due_s, count = 0.0, 0
     while bench.now_s < 4.0:
         while due_s <= bench.now_s:
@@ -321,7 +321,7 @@ def test_bros_stops_nobody_for_a_prompt_that_finds_no_memory_and_gives_its_memor
 
 
 def test_bros_keeps_the_others_in_time_when_one_is_late() -> None:
-    bench = Clock(policy="bros", max_step_tokens=64)
+    bench = Clock(policy="bros", max_num_batched_tokens=64)
     bench.add("ls1", tpot=0.030, output=60)
     bench.add("ls2", tpot=0.001, output=60)  # never in time
     bench.step()
@@ -333,7 +333,7 @@ def test_bros_keeps_the_others_in_time_when_one_is_late() -> None:
 def test_bros_replaces_an_ls_request_that_can_wait_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bros, "BASE_BATCH_SIZE", 2)
     for tpot, expected in ((0.200, ["ls1", "be"]), (0.050, ["ls1", "ls2"]), (None, ["ls1", "ls2"])):
-        bench = Clock(policy="bros", max_num_requests=2)
+        bench = Clock(policy="bros", max_num_seqs=2)
         bench.add("be", output=300)
         bench.step()
         bench.add("ls1", tpot=0.030)
@@ -350,7 +350,7 @@ def test_bros_replaces_an_ls_request_that_can_wait_and_no_other(monkeypatch: pyt
 
 def test_bros_replaces_nobody_by_what_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bros, "BASE_BATCH_SIZE", 2)
-    bench = Clock(policy="bros", max_num_requests=2, max_step_tokens=16)
+    bench = Clock(policy="bros", max_num_seqs=2, max_num_batched_tokens=16)
     bench.add("be", prompt=30)
     bench.step()
     bench.add("ls1", tpot=0.012, output=5)
@@ -362,7 +362,7 @@ def test_bros_replaces_nobody_by_what_takes_too_long(monkeypatch: pytest.MonkeyP
 
 def test_bros_replaces_nobody_by_a_request_that_finds_no_seat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bros, "BASE_BATCH_SIZE", 2)
-    bench = Clock(policy="bros", max_num_requests=2)
+    bench = Clock(policy="bros", max_num_seqs=2)
     for name in ("ls1", "ls2"):
         bench.add(name, tpot=0.300, output=5)
     bench.add("be", prompt=1)
@@ -373,7 +373,7 @@ def test_bros_replaces_nobody_by_a_request_that_finds_no_seat(monkeypatch: pytes
 
 def test_bros_replaces_nobody_by_a_prompt_that_does_not_fit_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bros, "BASE_BATCH_SIZE", 2)
-    bench = Clock(policy="bros", max_num_requests=2, max_step_tokens=16)
+    bench = Clock(policy="bros", max_num_seqs=2, max_num_batched_tokens=16)
     bench.add("be", prompt=60)
     bench.step()
     for name in ("ls1", "ls2"):
@@ -384,7 +384,7 @@ def test_bros_replaces_nobody_by_a_prompt_that_does_not_fit_whole(monkeypatch: p
 
 
 def test_bros_counts_the_steps_that_a_long_prompt_still_takes() -> None:
-    bench = Clock(policy="bros", max_step_tokens=20)
+    bench = Clock(policy="bros", max_num_batched_tokens=20)
     bench.add("ls1", prompt=4, ttft=1.0)
     bench.add("ls2", prompt=100, ttft=1.0)
     bench.scheduler.policy._average_s = 0.05  # type: ignore[attr-defined]

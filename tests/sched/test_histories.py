@@ -55,10 +55,10 @@ def make(
         "num_layers": rng.randint(1, 4),
         "block_size": BLOCK,
         "max_model_len": 64,
-        "max_step_tokens": rng.choice([4, 16, 64]),
-        "max_num_requests": rng.choice([3, 16]),
+        "max_num_batched_tokens": rng.choice([4, 16, 64]),
+        "max_num_seqs": rng.choice([3, 16]),
         "num_host_slots": rng.choice([2, 8]) if num_host_blocks else 0,
-        "max_piggyback_slots": rng.choice([1, 4]),
+        "max_piggyback_seats": rng.choice([1, 4]),
         "max_piggyback_rows": rng.choice([None, 2]),
         "ls_reserve_blocks": rng.choice([0, 3]),
         "checkpoint_blocks": rng.choice([0, 1, 4]),
@@ -73,7 +73,7 @@ def make(
     device = FakeDevice(
         block_size=BLOCK,
         num_layers=limits.num_layers,
-        max_tokens=limits.max_step_tokens,
+        max_tokens=limits.max_num_batched_tokens,
         rng=rng,
         failure_rate=failure_rate,
         halt_rate=halt_rate,
@@ -175,7 +175,7 @@ def run_history(
         sched.notify(events)
         plan = sched.schedule(now_s)
         if may_check_limit():
-            assert max(holding(sched).values()) <= sched.requests.limits.max_num_requests, holding(sched)
+            assert max(holding(sched).values()) <= sched.requests.limits.max_num_seqs, holding(sched)
         if has_forecast and SCHEDULERS.get(scheduler).predicts:
             num_bounded += check_decision(sched, plan)
         seconds = 0.005 if plan.decision is None or not plan.decision.predicted_s else plan.decision.predicted_s
@@ -248,7 +248,7 @@ def watch_returns(sched: Scheduler, may_check: Callable[[], bool]) -> None:
             begun = begin(state, *args, **kwargs)
             if begun and may_check() and state.kind is ServiceClass.BE:
                 (move,) = (move for moved, move in sched.requests.moving.values() if moved is state)
-                full = holding(sched).total() > sched.requests.limits.max_num_requests
+                full = holding(sched).total() > sched.requests.limits.max_num_seqs
                 assert not full or move.direction is MoveDirection.TO_HOST, holding(sched)
             return begun
 

@@ -17,7 +17,7 @@ from tests.sched.benches import Bench, Clock
 def overfull(scheduler: str, **settings: object) -> Clock:
     """A device that holds three of six BE requests; the others decode on the host tier."""
     bench = Clock(
-        policy=scheduler, device_blocks=33, host_blocks=100, max_piggyback_slots=4, be_order="prefill", **settings
+        policy=scheduler, device_blocks=33, host_blocks=100, max_piggyback_seats=4, be_order="prefill", **settings
     )
     for i in range(6):
         bench.add(f"be{i}", prompt=40, output=60)
@@ -27,7 +27,7 @@ def overfull(scheduler: str, **settings: object) -> Clock:
 
 
 def test_a_pipelined_token_passes_all_layers_in_one_step() -> None:
-    bench = Bench("neo", device_blocks=33, host_blocks=100, max_piggyback_slots=4)
+    bench = Bench("neo", device_blocks=33, host_blocks=100, max_piggyback_seats=4)
     for i in range(6):
         bench.add(f"be{i}", prompt=40, output=60)
     for _ in range(10):
@@ -62,7 +62,7 @@ def test_a_second_sub_batch_keeps_the_tpot_of_others() -> None:
 
 def test_a_full_host_pool_with_more_residents_than_seats_stalls_nobody() -> None:
     """The youngest resident, which gives way, once had to have a seat for that."""
-    bench = Bench("neo", device_blocks=24, host_blocks=24, max_piggyback_slots=2)
+    bench = Bench("neo", device_blocks=24, host_blocks=24, max_piggyback_seats=2)
     for i in range(40):
         bench.add(f"be{i}", prompt=7, output=60)
     num_empty = longest = most_residents = 0
@@ -78,7 +78,7 @@ def test_a_full_host_pool_with_more_residents_than_seats_stalls_nobody() -> None
 
 
 def test_an_entry_without_host_blocks_is_kept_out_by_host_memory() -> None:
-    bench = Bench("omniserve", device_blocks=24, host_blocks=24, max_piggyback_slots=8)
+    bench = Bench("omniserve", device_blocks=24, host_blocks=24, max_piggyback_seats=8)
     for i in range(40):
         bench.add(f"be{i}", prompt=7, output=60)
     kept_out: Counter[Bound] = Counter()

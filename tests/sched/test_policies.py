@@ -11,7 +11,7 @@ from tests.sched.benches import Bench, names
 
 @pytest.mark.parametrize("policy", ["sarathi", "omniserve"])
 def test_ls_comes_before_be_and_decode_before_prefill(policy: str) -> None:
-    bench = Bench(policy, device_blocks=100, max_step_tokens=8)
+    bench = Bench(policy, device_blocks=100, max_num_batched_tokens=8)
     bench.add("be-old", prompt=3)
     bench.add("ls-old", prompt=3)
     bench.step()
@@ -24,7 +24,7 @@ def test_ls_comes_before_be_and_decode_before_prefill(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["sarathi", "omniserve"])
 def test_an_ls_request_gets_a_token_every_step_under_any_be_load(policy: str) -> None:
-    bench = Bench(policy, device_blocks=12, host_blocks=24, max_step_tokens=16, ls_reserve_blocks=2)
+    bench = Bench(policy, device_blocks=12, host_blocks=24, max_num_batched_tokens=16, ls_reserve_blocks=2)
     bench.add("ls", prompt=4, output=25)
     for i in range(12):
         bench.add(f"be{i}", prompt=5 + i % 7, output=20)
@@ -58,7 +58,7 @@ def test_an_ls_prompt_waits_for_a_swap_out_only_as_long_as_it_is_patient() -> No
 
 
 def test_fcfs_serves_in_arrival_order_whatever_the_class() -> None:
-    bench = Bench("fcfs", device_blocks=100, max_step_tokens=8)
+    bench = Bench("fcfs", device_blocks=100, max_num_batched_tokens=8)
     bench.add("be", prompt=20)
     bench.add("ls", prompt=4)
     assert names(bench.step()[0]) == ["be"]
@@ -114,7 +114,7 @@ def test_kv_comes_back_only_after_memory_was_light_for_a_while() -> None:
 @pytest.mark.parametrize("policy", ["omniserve", "neo", "apex", "conserve", "bros"])
 def test_kv_comes_back_only_where_the_request_limit_has_room(policy: str) -> None:
     bench = Bench(
-        policy, device_blocks=40, host_blocks=64, max_num_requests=2, checkpoint_blocks=8, swap_in_delay_s=0.02,
+        policy, device_blocks=40, host_blocks=64, max_num_seqs=2, checkpoint_blocks=8, swap_in_delay_s=0.02,
         min_residence_s=0.0,
     )  # fmt: skip
     for i in range(2):

@@ -120,7 +120,7 @@ def test_other_requests_are_served_while_one_is_restored() -> None:
 
 
 def test_the_first_in_line_is_restored_before_its_turn() -> None:
-    bench = make("omniserve", device_blocks=40, max_step_tokens=4, be_order="prefill")
+    bench = make("omniserve", device_blocks=40, max_num_batched_tokens=4, be_order="prefill")
     bench.add("be-old", prompt=60, output=4)
     bench.add("be", prompt=16, output=12)
     bench.run_until(lambda: bench.requests.states["be"].num_output_tokens >= 2)

@@ -41,7 +41,7 @@ def test_be_requests_that_gave_way_go_on_where_nobody_took_their_slots() -> None
 
 
 def test_bros_goes_on_with_the_be_request_of_which_least_must_be_copied_back() -> None:
-    bench = Bench("bros", kv="bidirectional", device_blocks=12, host_blocks=32, checkpoint_blocks=8, max_num_requests=2)
+    bench = Bench("bros", kv="bidirectional", device_blocks=12, host_blocks=32, checkpoint_blocks=8, max_num_seqs=2)
     bench.add("be1", prompt=16)
     bench.add("be2", prompt=16)
     bench.step()

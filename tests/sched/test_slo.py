@@ -69,7 +69,7 @@ def test_an_ls_prompt_goes_on_although_decoding_alone_is_over_the_bound() -> Non
 
 
 def test_best_effort_work_leaves_a_prompt_the_time_to_its_first_token() -> None:
-    bench = Clock(max_step_tokens=512)
+    bench = Clock(max_num_batched_tokens=512)
     bench.add("be", prompt=900)
     bench.add("ls", prompt=100, ttft=0.5, waited=0.18)
     plan = bench.step()
@@ -122,7 +122,7 @@ def test_more_prompts_than_time_do_not_keep_decodes_out(order: str, decodes: boo
 
 
 def test_best_effort_requests_all_finish_while_ls_leaves_slack() -> None:
-    bench = Clock(device_blocks=60, host_blocks=200, max_piggyback_slots=4)
+    bench = Clock(device_blocks=60, host_blocks=200, max_piggyback_seats=4)
     for i in range(12):
         bench.add(f"be{i}", prompt=30, output=20)
     for i in range(400):
@@ -185,7 +185,7 @@ def test_waiting_for_the_engine_counts_against_the_objective() -> None:
 
 @pytest.mark.parametrize("tpot", [None, 0.3])
 def test_rows_that_score_the_prompt_count_for_its_first_token(tpot: float | None) -> None:
-    plain, scoring, behind = (Clock(predict={"sample": 2.0}, max_step_tokens=128) for _ in range(3))
+    plain, scoring, behind = (Clock(predict={"sample": 2.0}, max_num_batched_tokens=128) for _ in range(3))
     for bench in (plain, scoring, behind):
         if tpot is not None:
             bench.add("ls0", output=300, tpot=tpot)
@@ -214,7 +214,7 @@ def test_nobody_is_rejected_without_admission_control_and_best_effort_never_is()
 @pytest.mark.parametrize("tpot", [None, 0.04])
 def test_predicted_ttft_is_what_happens(tpot: float | None) -> None:
     for count in range(1, 6):
-        bench = Clock(max_step_tokens=128)
+        bench = Clock(max_num_batched_tokens=128)
         if tpot is not None:
             bench.add("ls0", output=300, tpot=tpot)
             bench.step()
@@ -329,7 +329,7 @@ def test_classes_are_a_list_of_priorities() -> None:
         ClassSpec(name="GOLD", kind=LS), ClassSpec(name="LS", kind=LS), ClassSpec(name="BE", kind=BE),
         ClassSpec(name="DUST", kind=BE),
     )  # fmt: skip
-    bench = Clock(classes=classes, max_step_tokens=10, device_blocks=30)
+    bench = Clock(classes=classes, max_num_batched_tokens=10, device_blocks=30)
     for name in ("dust1", "be1", "ls1", "gold1"):
         bench.add(name, prompt=20, output=4)
     order: list[str] = []
@@ -363,7 +363,12 @@ def test_decodes_that_the_bound_keeps_out_go_to_a_host_tier_with_cores_of_its_ow
 def test_a_square_wave_of_ls_load_moves_nobody_more_than_once_a_period() -> None:
     period_s = 5.0
     bench = Clock(
-        device_blocks=160, host_blocks=800, num_host_slots=16, ls_reserve_blocks=4, max_step_tokens=256, admission=False
+        device_blocks=160,
+        host_blocks=800,
+        num_host_slots=16,
+        ls_reserve_blocks=4,
+        max_num_batched_tokens=256,
+        admission=False,
     )
     for i in range(8):
         bench.add(f"be{i}", prompt=40, output=900)

@@ -28,10 +28,10 @@ SETTINGS = {
     "host_kv_dtype": ("host-kv-dtype", "int8", "int8"),
     "block_size": ("block-size", 16, 16),
     "max_model_len": ("max-model-len", 99, 99),
-    "max_step_tokens": ("max-step-tokens", 98, 98),
-    "max_num_requests": ("max-num-requests", 97, 97),
+    "max_num_batched_tokens": ("max-num-batched-tokens", 98, 98),
+    "max_num_seqs": ("max-num-seqs", 97, 97),
     "max_host_requests": ("max-host-requests", 96, 96),
-    "max_piggyback_slots": ("max-piggyback-slots", 95, 95),
+    "max_piggyback_seats": ("max-piggyback-seats", 95, 95),
     "trace_steps": ("trace-steps", "steps.jsonl", "steps.jsonl"),
     "device_threads": ("device-threads", 5, 5),
     "host_threads": ("host-threads", 6, 6),
@@ -186,11 +186,11 @@ def printed(capsys, *arguments):
 
 
 def test_settings_are_printed_with_where_they_come_from(file, monkeypatch, capsys):
-    monkeypatch.setenv("OMNISERVE_MAX_STEP_TOKENS", "77")
+    monkeypatch.setenv("OMNISERVE_MAX_NUM_BATCHED_TOKENS", "77")
     lines = printed(capsys, "--config", str(file), "--scheduler", "neo", "--api-key", "hidden").splitlines()
     for line in (
         f"block-size: 16  # {file}",
-        "max-step-tokens: 77  # environment",
+        "max-num-batched-tokens: 77  # environment",
         "scheduler: neo  # flag",
         "host: 127.0.0.1  # default",
         f"class: ['chat:LS:0.5:0.05', 'batch:BE']  # {file}",

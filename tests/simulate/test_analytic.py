@@ -83,8 +83,8 @@ def test_a_machine_has_the_memory_that_weights_leave() -> None:
     local, remote, _ = machine.hosts
     assert local.num_threads < remote.num_threads and local.latency_s < remote.latency_s
     assert local.key_s == remote.key_s and remote.move_byte_s > 0
-    config = engine_config_for(machine, max_step_tokens=128)
-    assert (config.device_kv_bytes, config.max_step_tokens) == (machine.device_kv_bytes, 128)
+    config = engine_config_for(machine, max_num_batched_tokens=128)
+    assert (config.device_kv_bytes, config.max_num_batched_tokens) == (machine.device_kv_bytes, 128)
 
 
 def test_the_gap_between_host_and_device_attention_is_the_papers() -> None:

@@ -139,7 +139,7 @@ def test_objectives_that_cannot_be_met(capsys: pytest.CaptureFixture[str]) -> No
         ([*QUICK, "--trace", "x.csv"], "--trace has its own lengths"),
         ([*QUICK, "--profile", "x.json"], "without --device"),
         (["--model", "llama-2-7b", "--profile", "nowhere.json"], "nowhere.json"),
-        ([*QUICK, "--step-tokens", "0"], "max_step_tokens must be >= 1"),
+        ([*QUICK, "--step-tokens", "0"], "max_num_batched_tokens must be >= 1"),
     ],
 )
 def test_bad_input_is_said_and_ends_with_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

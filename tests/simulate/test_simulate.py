@@ -22,7 +22,7 @@ HOST = HostNode(num_threads=2, key_s=1e-5, task_s=1e-5, latency_s=1e-5)
 def engine(*, blocks: int = 200, host_blocks: int = 0, **settings: object) -> EngineConfig:
     values: dict[str, object] = {
         "block_size": 16, "device_kv_bytes": blocks * BLOCK_BYTES, "host_kv_bytes": host_blocks * BLOCK_BYTES,
-        "max_step_tokens": 64, "scheduler": "sarathi",
+        "max_num_batched_tokens": 64, "scheduler": "sarathi",
         "classes": (ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=1.0, tpot_s=0.1)), ClassSpec(name="BE", kind="BE")),
     }  # fmt: skip
     return flat_config({**values, **settings})
@@ -84,7 +84,7 @@ def test_random_histories_end_with_exactly_their_tokens(name: str, seed: int) ->
         ),
         engine=engine(
             scheduler=name, blocks=40, host_blocks=60, swap_in_delay_s=0.05, min_residence_s=0.1,
-            max_piggyback_slots=4, checkpoint_kv=seed == 3,
+            max_piggyback_seats=4, checkpoint_kv=seed == 3,
         ),
         load=mixed_load(seed, duration_s=8.0, backlog=8 if seed % 2 else 0),
         noise=0.2 if seed else 0.0, seed=seed, drain_s=math.inf, check=True,

@@ -44,7 +44,7 @@ def main() -> int:
                 "closes_after": rng.choice((None, None, rng.randrange(40))),
                 "device_blocks": rng.choice((9, 12, 18)),
                 "max_host_requests": rng.choice((1, 2, 16)),
-                "max_step_tokens": rng.choice((4, 16)),
+                "max_num_batched_tokens": rng.choice((4, 16)),
             }
             try:
                 bench.run(case, Order(main_stream, side, seed), seed, **drawn)

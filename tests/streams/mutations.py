@@ -233,7 +233,7 @@ def _capture_without_waiting(capture: Any, run: Any, inner: Any = CudaGraphCaptu
 
 PACE: Mapping[str, Mutation] = {
     "steps without tokens are not waited for": Mutation(
-        "device", _replace(ModelRunner, "collect", _collect_without_end), {"max_step_tokens": 4}
+        "device", _replace(ModelRunner, "collect", _collect_without_end), {"max_num_batched_tokens": 4}
     ),
     "the host runs ahead of the layers that it asks about": Mutation(
         "safepoints", _replace(LayerPace, "keep", lambda pace: None)

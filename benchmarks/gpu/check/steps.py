@@ -26,7 +26,7 @@ from omniserve import Engine, EngineConfig, Request, SamplingParams, patch, unpa
 from tests.parity.engine_histories import BLOCK, Reference
 from tests.parity.models import tiny_model
 
-FEW: dict[str, Any] = {"max_num_requests": 4, "max_step_tokens": 16, "max_piggyback_slots": 4}
+FEW: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_piggyback_seats": 4}
 _OVERLAP = {"async_steps": True}
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 1},

@@ -129,7 +129,7 @@ class Steps:
             with open_decoding(
                 self._model, batch=self._batch, context=self._context, output=self._output,
                 device_kv_bytes=blocks * self._model.omniserve.spec.kv_block_bytes(64),
-                max_num_requests=self._batch + more,
+                max_num_seqs=self._batch + more,
             ) as engine:  # fmt: skip
                 for i in range(more):
                     engine.add(request(f"ls_more{i}", 1, self._output, engine.spec.vocab_size))
@@ -140,7 +140,7 @@ class Steps:
 def _seats_of(engine: Engine) -> list[int]:
     """Return a list that gets the seats of each step from now on."""
     seats: list[int] = []
-    engine.on_step = lambda plan, host_works, taken_s: seats.append(plan.num_piggyback_slots)
+    engine.on_step = lambda plan, host_works, taken_s: seats.append(plan.num_piggyback_seats)
     return seats
 
 

@@ -93,9 +93,9 @@ def engine_of(script: Script, model: Any, policy: str) -> Any:
         tokens = min(tokens, max(256, int(_BUDGET_SHARE * _TPOT_S * script.limits.matmul_flops / flops) // 64 * 64))
     config = config_of(
         model, scheduler=policy, device_kv_bytes=256 << 10 if script.dry else 8 << 30,
-        max_model_len=512 if script.dry else 8192, max_step_tokens=tokens, kv="tiered" if has_host else "paged",
+        max_model_len=512 if script.dry else 8192, max_num_batched_tokens=tokens, kv="tiered" if has_host else "paged",
         host_kv_bytes=(8 << 20 if script.dry else 12 << 30) if has_host else 0,
-        max_num_requests=64,  # as many as there is memory for; of fewer rows there are fewer shapes to capture
+        max_num_seqs=64,  # as many as there is memory for; of fewer rows there are fewer shapes to capture
     )  # fmt: skip
     limit_s = 2.0 if script.dry else 12.0
     profile = find_or_make_profile(model, config, time_limit_s=limit_s) if has_host else None

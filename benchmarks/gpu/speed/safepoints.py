@@ -50,7 +50,7 @@ def open_best_effort(script: Script, model: Any, scheduler: str) -> Iterator[Eng
     batch, context, steps = (2, 40, 5) if script.dry else (64, 1024, 60)
     output = 4 * steps + 50
     with open_decoding(
-        model, batch=0, context=context, output=output, scheduler=scheduler, max_num_requests=batch,
+        model, batch=0, context=context, output=output, scheduler=scheduler, max_num_seqs=batch,
         device_kv_bytes=(batch * ((context + output) // 64 + 1) + 1) * model.omniserve.spec.kv_block_bytes(64),
     ) as engine:  # fmt: skip
         for i in range(batch):
@@ -66,7 +66,7 @@ def time_leaving(script: Script, model: Any) -> None:
     """Have long prompts leave their step at random moments."""
     prompt, repeats = (64, 4) if script.dry else (8192, 12)
     config = config_of(
-        model, scheduler="conserve", host_kv_bytes=0, max_model_len=prompt + 2, max_step_tokens=prompt,
+        model, scheduler="conserve", host_kv_bytes=0, max_model_len=prompt + 2, max_num_batched_tokens=prompt,
         device_kv_bytes=(2 * prompt // 64 + 4) * model.omniserve.spec.kv_block_bytes(64),
     )  # fmt: skip
     name = f"from a signal to the end of a step of {prompt} BE rows"

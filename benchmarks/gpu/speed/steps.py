@@ -130,7 +130,8 @@ def time_prompts(script: Script, model: Any, name: str, prompts: Sequence[int], 
     longest, spec = max(prompts), model.omniserve.spec
     config = config_of(
         model, scheduler="sarathi", host_kv_bytes=0, device_kv_bytes=(longest // 64 + 4) * spec.kv_block_bytes(64),
-        max_model_len=longest + 2, max_step_tokens=chunk or longest, scheduler_options={"ls_reserve_fraction": 0.0},
+        max_model_len=longest + 2, max_num_batched_tokens=chunk or longest,
+        scheduler_options={"ls_reserve_fraction": 0.0},
     )  # fmt: skip
     script.limits.matmul_flops  # noqa: B018 - as above
     with open_engine(model, config) as engine:

@@ -108,12 +108,12 @@ class CudaGraphRunner:
                 logger.warning("steps are not captured: %s", reason)
                 return None
             raise ValueError(f"step_graphs={config.step_graphs!r} is not possible: {reason}")
-        seats = config.max_piggyback_slots if has_host_tier else 0
+        seats = config.max_piggyback_seats if has_host_tier else 0
         # A best-effort request may be admitted beside as many latency-sensitive ones.
-        most = min(2 * config.max_num_requests, config.max_step_tokens)
+        most = min(2 * config.max_num_seqs, config.max_num_batched_tokens)
         decodes = ShapeTable.of(DECODE_ROWS, max_rows=most, max_seats=seats)
         # Beyond that, launching the pieces of a layer takes less time than running them, captured or not.
-        most = min(config.max_step_tokens, CHUNK_ROWS[-1])
+        most = min(config.max_num_batched_tokens, CHUNK_ROWS[-1])
         chunks = ShapeTable.of(CHUNK_ROWS, max_rows=most, max_seats=seats)
         largest = StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats)
         memory = InputMemory(
@@ -177,7 +177,7 @@ class CudaGraphRunner:
         if stops_between_layers(plan):
             return None
         shapes = self._decode_shapes if decodes_only(plan) else self._chunk_shapes
-        return smallest_fitting(shapes, plan.num_device_tokens, plan.num_piggyback_slots)
+        return smallest_fitting(shapes, plan.num_device_tokens, plan.num_piggyback_seats)
 
     def run(self, plan: StepPlan, shape: StepShape, pending: PendingTokens) -> LayersOutput:
         """Run a step's layers; the hidden states are valid until the next step.
