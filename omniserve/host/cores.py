@@ -1,74 +1,124 @@
 """CoreSplit: how the two tiers, and other processes, share the CPU's cores on a machine without a GPU.
 
-Threads of both tiers on one core disturb each other badly (a spinning OpenMP thread keeps a host thread off the core,
-and the other way round), so the device tier has all cores until the host tier attends, and leaves it its share while
-it does. Copies take a moment and have to do with what they get. The switch is made at a step's boundary.
+Threads of both tiers on one core disturb each other badly: a spinning OpenMP thread keeps a host thread off the core,
+and the other way round. So the device tier has all cores until the host tier attends, and leaves it its share while it
+does. Copies are short and take no share. The number of threads only changes between steps.
 
-Nor does a step share a core with another process well: all its threads wait for the one that does, at each of its many
-parts. So a core that others use much is left to them (``python -m benchmarks.shared_cores``): of 2 cores, 2 threads are
-slower than 1 where others use a fifth to two thirds of a core, by the model and the batch, and take 1.3 to 3.4 times as
-long where they use all of it.
+A step does not share a core with another process well either, because in each of its many parts all its threads wait
+for the slowest one. So a core that others use much is left to them (``python -m benchmarks.shared_cores``): of 2 cores,
+2 threads are slower than 1 where others use a fifth to two thirds of a core, by the model and the batch, and take 1.3
+to 3.4 times as long where they use all of it. How much others use is read from Linux's ``/proc``.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from omniserve.host.core_use import OtherUsers, cores_allowed
-
-# A core is left to others that use more than so much of it, and taken back when they use less than this.
+# A core is left to others that use more of it than the first number, and taken back when they use less than the second.
 _LEFT_ABOVE, _TAKEN_BELOW = 0.4, 0.25
+_LOOK_EVERY_S = 0.25
+
+
+def cores_allowed() -> set[int]:
+    """Return the cores that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def available_cores() -> int:
-    """Return the number of cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(cores_allowed())
 
 
 def default_host_threads(device: torch.device) -> int:
-    """Return the host tier's default size: half the cores without a GPU, all but two beside one."""
+    """Return the host tier's default number of threads: half the cores without a GPU, all but two beside one."""
     cores = available_cores()
     return max(1, cores // 2) if device.type == "cpu" else max(1, cores - 2)
 
 
-class CoreSplit:
-    """Sets torch's thread count at step boundaries.
+def lines_of(path: str) -> list[str]:
+    """Return the lines of a file; none if it does not exist."""
+    file = Path(path)
+    return file.read_text().splitlines() if file.exists() else []
 
-    Args:
-        device: With a GPU nothing is split: torch's CPU threads have little to do.
-        device_threads: Threads of the device tier while the host tier is idle; None: all cores, less those that other
-            processes use.
-        host_threads: Threads of the host tier; 0: none.
-        others: How much other processes use each core; None: read from the operating system.
+
+def read_core_seconds(*, with_niced: bool = True) -> tuple[float, float]:
+    """Return the seconds that the allowed cores were busy or stolen so far, and those of this process.
+
+    Both are 0 where the operating system does not tell. ``with_niced`` includes niced processes, which yield to others.
+    """
+    cores, busy = cores_allowed(), 0
+    for line in lines_of("/proc/stat"):
+        name, *fields = line.split() or [""]
+        if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cores:
+            user, nice, system, _, _, irq, softirq, steal, *_ = map(int, fields)
+            busy += user + (nice if with_niced else 0) + system + irq + softirq + steal
+    return busy / os.sysconf("SC_CLK_TCK"), time.process_time() if busy else 0.0
+
+
+def read_competition() -> tuple[float, float]:
+    """Return the same without niced processes, which yield to this one unless it is niced itself."""
+    return read_core_seconds(with_niced=os.getpriority(os.PRIO_PROCESS, 0) > 0)
+
+
+class OtherUsers:
+    """Measures how many cores other processes and hypervisors use.
+
+    ``read`` returns the seconds that the cores were busy, and how many of these were this process's.
     """
 
     def __init__(
         self,
-        *,
-        device: torch.device,
-        device_threads: int | None,
-        host_threads: int,
-        others: OtherUsers | None = None,
+        read: Callable[[], tuple[float, float]] = read_competition,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        alone = device_threads if device_threads is not None else available_cores()
-        self.threads_alone = alone
-        self.threads_shared = max(1, alone - host_threads) if device.type == "cpu" else alone
+        self._read, self._clock = read, clock
+        self._looked_s = clock()
+        self._busy_s, self._own_s = read()
+        self._cores = 0.0
+
+    def cores(self) -> float:
+        """Return how many cores they used in about the last quarter of a second; frequent calls cost little."""
+        now_s = self._clock()
+        seconds = now_s - self._looked_s
+        if seconds >= _LOOK_EVERY_S:
+            busy_s, own_s = self._read()
+            self._cores = max(0.0, (busy_s - self._busy_s) - (own_s - self._own_s)) / seconds
+            self._looked_s, self._busy_s, self._own_s = now_s, busy_s, own_s
+        return self._cores
+
+
+class CoreSplit:
+    """Sets torch's number of threads between steps. With a GPU nothing is split: torch's CPU threads have little to do.
+
+    ``device_threads`` is the device tier's number of threads while the host tier is idle; None takes all cores, less
+    those that ``others`` use. ``host_threads`` is the host tier's number of threads, 0 without one.
+    """
+
+    def __init__(
+        self, *, device: torch.device, device_threads: int | None, host_threads: int, others: OtherUsers | None = None
+    ) -> None:
+        self.threads_alone = device_threads if device_threads is not None else available_cores()
+        self.threads_shared = self.threads_alone
+        if device.type == "cpu":
+            self.threads_shared = max(1, self.threads_alone - host_threads)
         self.num_left = 0
-        """Cores that are left to other processes."""
+        """The number of cores that are left to other processes."""
         self._others = (others or OtherUsers()) if device_threads is None and device.type == "cpu" else None
         self._current = torch.get_num_threads()
 
     def apply(self, *, host_works: bool) -> None:
-        """Take the number of threads for the coming step."""
+        """Set the number of threads for the coming step."""
         if self._others is not None:
-            self._leave(self._others.cores())
+            used = self._others.cores()
+            least, most = math.floor(used + 1 - _LEFT_ABOVE), math.floor(used + 1 - _TAKEN_BELOW)
+            self.num_left = min(max(self.num_left, least), most)
         wanted = max(1, (self.threads_shared if host_works else self.threads_alone) - self.num_left)
         if wanted != self._current:
             torch.set_num_threads(wanted)
             self._current = wanted
-
-    def _leave(self, used: float) -> None:
-        least, most = math.floor(used + 1 - _LEFT_ABOVE), math.floor(used + 1 - _TAKEN_BELOW)
-        self.num_left = min(max(self.num_left, least), most)

@@ -1,13 +1,12 @@
-"""KV moves between a CUDA cache and the host pool by one kernel each, which reads and writes the pool where it lies.
+"""DirectMover: each move is one kernel that reads or writes the host pool in place (``ops/kernels/blocks.py``).
 
-A pool in the cache's dtype needs no more: the kernel also changes between the layouts (``ops/kernels/blocks.py``).
+This takes a pool in the cache's dtype: the kernel converts between the two layouts, but not to int8.
 
 Legend: L layers, B blocks, K KV heads, S block size, H head size.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,14 +25,11 @@ class _Copy:
     num_bytes: int = 0
     error: str = ""
     ids_2M: Tensor | None = None
-    """What the copy reads on the device, beside the tensors of its move."""
+    """The block ids on the device, which the kernel reads until the copy is over."""
 
 
 class DirectMover(Mover):
-    """Launches each move's copy at once, behind those before it.
-
-    Args:
-        pool_LBK2SH: The host pool, page-locked, in the cache's dtype.
+    """Launches the copy of each move at once, behind those before it. The pool is page-locked.
 
     Raises:
         ImportError: Triton is not installed.
@@ -43,76 +39,62 @@ class DirectMover(Mover):
         super().__init__()
         self._pool_LBK2SH = pool_LBK2SH
         self._copy_blocks = kernels("blocks").copy_blocks
-        self._copies: deque[_Copy] = deque()
         if pool_LBK2SH.is_pinned():
             self._compile()
 
     @property
-    def busy(self) -> bool:
-        """True while there are moves."""
-        return bool(self._copies)
-
-    @property
-    def num_moves(self) -> int:
-        """Moves that are running or over, without their event."""
-        return len(self._copies)
-
-    @property
     def can_advance(self) -> bool:
-        """True when `advance` has an event to return."""
-        return self.busy and self._copies[0].is_over()
+        return self.busy and self._queue[0].is_over()
 
     def start(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> None:
-        """Launch a move's copy behind what the current stream has been given so far; see `Mover.start`."""
         if self._closed:
             self._fail(move, "the host tier was closed")
             return
         ids_2M: Tensor | None = None
         try:
-            # Before the side stream: a page-locked buffer whose copy waited there would keep all others from being used
-            # again until the move is over.
+            # On the current stream: were this copy to wait on the side stream, torch could reuse no page-locked buffer
+            # until the move is over.
             device = device_k_LBKSH.device
             ids_2M = torch.tensor(sides(move), dtype=torch.int64, pin_memory=device.type == "cuda")
             ids_2M = ids_2M.to(device, non_blocking=True)
             self._follow_current_stream(device)
             is_over = self._launch(move, device_k_LBKSH, device_v_LBKSH, ids_2M)
-        except RuntimeError as error:  # out of memory, a CUDA error: this move's problem, not the step's
-            # What was launched, if anything, still uses the move's blocks and reads its ids.
+        except RuntimeError as error:  # out of memory or a CUDA error fails this move, not the step
+            # A kernel that was launched still uses the move's blocks and ids.
             self._fail(move, f"a move failed on the device: {error}", self._when_done(), ids_2M)
             return
         num_bytes = len(move.src_block_ids) * self._pool_LBK2SH[:, 0].nbytes
-        self._copies.append(_Copy(move, is_over, num_bytes, ids_2M=ids_2M))
+        self._queue.append(_Copy(move, is_over, num_bytes, ids_2M=ids_2M))
 
     def advance(self) -> list[HostEvent]:
-        """Return the events of moves that are over."""
         events: list[HostEvent] = []
         while self.can_advance:
-            copy = self._copies.popleft()
+            copy: _Copy = self._queue.popleft()
             self.bytes_moved += copy.num_bytes
             events.append(end_of(copy.move, copy.error))
         return events
 
     def _compile(self) -> None:
-        """Have both directions' kernels compiled now: the first moves would stall a step for it."""
+        """Compile the kernels of both directions now; otherwise the first moves would stall a step."""
         dtype, shape = self._pool_LBK2SH.dtype, self._pool_LBK2SH.shape[2:]
         pool = torch.empty(1, 1, *shape, dtype=dtype, pin_memory=True)
-        device = torch.device("cuda", torch.cuda.current_device())  # `HostTier.of` sees to it that it is the tier's
+        device = torch.device("cuda", torch.cuda.current_device())  # `HostTier.of` made the tier's device current
         cache = torch.empty(1, 1, shape[0], *shape[2:], dtype=dtype, device=device)
         block = torch.zeros(1, dtype=torch.int64, device=device)
         for to_host in (True, False):
             self._copy_blocks(cache, cache, pool, block, block, to_host=to_host, is_reversed=False)
-        torch.cuda.synchronize(device)  # before `pool` is free
+        torch.cuda.synchronize(device)  # before `pool` is freed
 
     def _fail(
         self, move: KVMove, error: str, is_over: Callable[[], bool] = lambda: True, ids_2M: Tensor | None = None
     ) -> None:
         self.num_failures += 1
-        self._copies.append(_Copy(move, is_over, error=error, ids_2M=ids_2M))
+        self._queue.append(_Copy(move, is_over, error=error, ids_2M=ids_2M))
 
     def _launch(
         self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor, ids_2M: Tensor
     ) -> Callable[[], bool]:
-        """Put a copy on the side stream; return what tells when it is done."""
+        """Launch a copy on the side stream; return a function that tells whether it is done."""
         to_host = move.direction is MoveDirection.TO_HOST
         device_ids_M, pool_ids_M = ids_2M
         with torch.cuda.stream(self._stream):  # None, without CUDA: no stream

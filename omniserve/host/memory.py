@@ -1,4 +1,4 @@
-"""Memory for the host pool: huge pages, spread over the NUMA nodes whose cores read it, page-locked for a GPU."""
+"""Memory for the host pool: huge pages, spread over the NUMA nodes of the cores that read it, page-locked for a GPU."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class _Region(mmap.mmap):
-    """Anonymous memory. Tensors that view it keep it alive; CUDA unregisters it before it is unmapped."""
+    """Anonymous memory, which tensors that view it keep alive. CUDA unregisters it before it is unmapped."""
 
     locked_at: int | None = None
-    """The address from which on CUDA has page-locked it."""
+    """The address of the page-locked memory."""
     process_id: int | None = None
-    """Of the process that had it page-locked; CUDA does not work in its forked children."""
+    """The process that page-locked it; CUDA does not work in its forked children."""
     locked_on: int = 0
-    """The device that was the current one then."""
+    """The device that was current when it was page-locked."""
 
     def __del__(self) -> None:
-        is_over = sys.is_finalizing()  # a process that ends gives all back
-        if self.locked_at is not None and self.process_id == os.getpid() and not is_over:
+        # A process that ends gives all memory back by itself.
+        if self.locked_at is not None and self.process_id == os.getpid() and not sys.is_finalizing():
             with torch.cuda.device(self.locked_on):
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.locked_at))
 
@@ -38,16 +38,12 @@ def allocate_pool(
 ) -> Tensor:
     """Return an uninitialised CPU tensor for random reads at full speed.
 
-    The memory starts at a huge page, asks for huge pages (with 4 KiB ones a read of the pool runs at 0.85 to 0.9 of the
-    speed), and is not backed by any before somebody touches it; page-locked memory is there at once. torch's own
-    page-locked memory would be up to twice as much as is asked for: it is rounded up to a power of two.
+    The memory is aligned to huge pages and asks for them: with pages of 4 KiB a read of the pool has 0.85 to 0.9 of the
+    speed. Pages exist from their first use on; with `pin_memory`, which page-locks them for a GPU, all exist at once.
+    torch's own page-locked memory would be rounded up to a power of two.
 
-    Args:
-        shape: Of the tensor.
-        dtype: Likewise.
-        pin_memory: Page-locked memory, for a CUDA device tier.
-        cores: Cores of the threads that will read; None: all that this process may use. If they belong to several
-            NUMA nodes, pages are spread over these in turn; else they come from wherever they are first touched.
+    `cores` are those of the threads that will read, by default all that this process may use. If they belong to several
+    NUMA nodes, pages are spread over these in turn; otherwise a page belongs to the node that first touches it.
 
     Raises:
         RuntimeError: The kernel refuses to spread the pages, or CUDA to page-lock them.
@@ -62,7 +58,7 @@ def allocate_pool(
     if len(nodes) > 1:
         torch.ops.omniserve_host.interleave(memory, torch.tensor(sorted(nodes)))
     if pin_memory:
-        memory.zero_()  # on all cores; page-locking would touch its pages on one
+        memory.zero_()  # on all cores; page-locking would touch the pages on one core
         error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
         if error != 0:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""All block moves of a host tier: which mover copies each one, and what it keeps alive until its event.
+"""HostMoves: checks each block move of a host tier and gives it to the threads or the mover that copies it.
 
 Legend: L layers, B blocks, K KV heads, S block size, H head size.
 """
@@ -17,16 +17,12 @@ from omniserve.host.staging import StagedMover
 
 
 class HostMoves:
-    """Starts moves between a device cache and the pool.
+    """Starts moves between a device cache of `dtype` and the pool, which is of the same dtype or int8.
 
-    The worker threads copy to and from CPU caches, and tell the tier themselves; a mover does so for CUDA ones.
-
-    Args:
-        pool_LBK2SH: The host pool.
-        dtype: Of the device's cache; the pool's, or the pool is int8.
-        host_copy: ``(move_id, to_host, k, v, cache_ids, pool_ids, is_reversed=False)`` lets the worker threads copy
-            blocks between a CPU cache and the pool. It must not keep the tier alive.
-        pin_memory: The device is a GPU: what the moves need there is got now, not in the first step that needs it.
+    The worker threads copy from and to CPU caches and report the end to the tier; a mover does both for CUDA caches.
+    ``host_copy(move_id, to_host, k, v, cache_ids, pool_ids, is_reversed=False)`` lets the worker threads copy blocks
+    between a CPU cache and the pool; it must not keep the tier alive. With `pin_memory` the device is a GPU, on which
+    the mover allocates and compiles all it needs now, not in the first step with a move.
     """
 
     def __init__(
@@ -37,26 +33,25 @@ class HostMoves:
         self._dtype = dtype
         self._host_copy = host_copy
         self.mover: Mover
-        """What moves to and from CUDA caches."""
+        """Copies from and to CUDA caches."""
         if pin_memory and pool_LBK2SH.dtype == dtype:
             self.mover = DirectMover(pool_LBK2SH)
         else:
             self.mover = StagedMover(self._block_shape, dtype, self._num_pool_blocks, host_copy, pin_memory=pin_memory)
-        self._caches: dict[int, tuple[Tensor, Tensor]] = {}  # what is copied from or to must stay alive
+        self._caches: dict[int, tuple[Tensor, Tensor]] = {}  # of the moves under way: they must stay alive
 
     def start(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> None:
         """Start a move; see `HostTier.start_move`."""
         self._check(move, device_k_LBKSH, device_v_LBKSH)
         if device_k_LBKSH.device.type == "cpu":
-            to_host = move.direction is MoveDirection.TO_HOST
-            caches = (device_k_LBKSH, device_v_LBKSH)
-            self._host_copy(move.move_id, to_host, *caches, *sides(move), move.is_reversed)
+            to_host, ids = move.direction is MoveDirection.TO_HOST, sides(move)
+            self._host_copy(move.move_id, to_host, device_k_LBKSH, device_v_LBKSH, *ids, move.is_reversed)
         else:
             self.mover.start(move, device_k_LBKSH, device_v_LBKSH)
         self._caches[move.move_id] = (device_k_LBKSH, device_v_LBKSH)
 
     def end(self, event: HostEvent) -> None:
-        """Let go of a move's caches: the event says that it is over."""
+        """Release the caches of the move that an event says is over."""
         self._caches.pop(event.move_id, None)
 
     def _check(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> None:

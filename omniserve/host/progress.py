@@ -1,40 +1,55 @@
-"""Progress: finds out that a host tier does not get on with the work that it has in hand: one of its threads hangs."""
+"""Counters of a host tier, and Progress, which detects from them that a thread of the tier hangs."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-
-from omniserve.host.stats import HostTierStats
+from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_GAP_S = 1.0  # between two looks; beyond it the caller was busy or stopped, not the tier
+_LONGEST_GAP_S = 1.0  # if two polls are further apart, the caller was busy or stopped, not the tier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostTierStats:
+    """What a host tier has done since its start, and what it has in hand."""
+
+    tasks_done: int
+    """Counter: attention tasks that gave a result."""
+    failures: int
+    """Counter: attention tasks and moves that failed; cancelled tasks do not count."""
+    threads_alive: int
+    tasks_in_hand: int
+    """Gauge: attention tasks expected, queued or running."""
+    moves_in_hand: int
+    busy_seconds: float
+    """Counter: time that threads spent computing and copying, summed over the threads."""
+    kv_bytes_read: int
+    """Counter: bytes of K and V that attention read."""
+    bytes_moved: int
+    """Counter: bytes that moves copied, in the model's dtype."""
+    bytes_prefaulted: int
+    """Counter: bytes of the pool whose pages an idle-priority thread touched before they were needed. 0 for page-locked
+    memory, all of which is touched when it is allocated."""
+    pool_bytes: int
+    """K and V of the whole pool, without the scales."""
 
 
 class Progress:
-    """Looks whenever the tier is polled: twice, half the patience apart, the same counters and work in hand.
-
-    Args:
-        patience_s: How long nothing may get on. A thread finishes a piece of work within milliseconds.
-    """
+    """Compares the counters of a tier that has work in hand, twice within `patience_s`; each poll calls `look`."""
 
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
         self.is_stalled = False
-        """The tier has not got on for `patience_s`. It stays so: what waited for the tier was given up."""
+        """The tier has made no progress for `patience_s`. This stays True, because the work was given up."""
         self._looked_s = time.monotonic()
         self._quiet_s = 0.0
         self._counters: tuple[float, int] | None = None
 
     def look(self, stats: Callable[[], HostTierStats], *, has_news: bool) -> None:
-        """Book a poll.
-
-        Args:
-            stats: The tier's; called when it has been quiet for long.
-            has_news: The poll returned an event.
-        """
+        """Note a poll, which returned an event if `has_news`; `stats` is only called after a long time without one."""
         now_s = time.monotonic()
         self._quiet_s += min(now_s - self._looked_s, _LONGEST_GAP_S)
         self._looked_s = now_s

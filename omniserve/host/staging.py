@@ -1,17 +1,15 @@
-"""KV moves between a CUDA cache and an int8 host pool: side stream, pinned staging buffer, and the worker threads.
+"""StagedMover: moves between a CUDA cache and an int8 host pool go through a pinned staging buffer, chunk by chunk.
 
-A chunk of blocks takes two hops, each of which runs beside the step: gather on the device and one copy into the staging
-buffer (side stream), then staging buffer to pool blocks (worker threads, which know of the pool's int8 values and
-scales); to the device the other way round. The blocks go through a contiguous buffer because a copy between scattered
-blocks and pinned memory would be one cudaMemcpy per block, layer and K or V, and thousands of these cost the step more
-than the move.
+A chunk of blocks takes two hops beside the step. To the host, the device gathers the blocks and copies them into the
+buffer (side stream), then the worker threads copy from there to the pool, as int8 values with scales. To the device the
+order is reversed. Without the contiguous buffer there would be a cudaMemcpy per block, layer and K or V: thousands of
+these cost the step more than the move.
 
 Legend: L layers, B blocks, K KV heads, S block size, H head size.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,20 +19,15 @@ from omniserve.core.plan import HostEvent, KVMove, MoveDirection
 from omniserve.host.mover import Mover, end_of
 
 _STAGING_BYTES = 128 << 20
-_COPY_ID = -2  # of the worker threads' part; a caller's move ids are >= 0 and -1 means none
+_COPY_ID = -2  # move_id of the worker threads' copies; move ids of callers are >= 0, and -1 means none
 
 
 class StagedMover(Mover):
-    """Runs moves one after the other, chunk by chunk. `advance` takes the next hop.
+    """Runs moves one after the other; `advance` starts the next hop.
 
-    Args:
-        block_shape: ``[L, K, S, H]`` of a block's K.
-        dtype: Of the device's cache.
-        num_pool_blocks: Of the host pool: no chunk is larger.
-        host_copy: ``(copy_id, to_host, k, v, cache_ids, pool_ids)`` lets the worker threads copy blocks between a CPU
-            cache and the pool; its event goes to `takes`.
-        pin_memory: Page-lock the staging buffer, and get it now: page-locking it later would stall a step.
-        staging_bytes: Size of the staging buffer; at least one block goes in whatever it says.
+    `block_shape` is ``[L, K, S, H]`` of a block's K, `dtype` the cache's. `host_copy` is as in `HostMoves`; the events
+    of its copies go to `takes`. The staging buffer has `staging_bytes`, but room for one block in any case. With
+    `pin_memory` it is page-locked and allocated now: to do so later would stall a step.
     """
 
     def __init__(
@@ -55,35 +48,25 @@ class StagedMover(Mover):
         block_bytes = 2 * self._block_shape.numel() * dtype.itemsize
         self._chunk_blocks = max(1, min(num_pool_blocks, staging_bytes // block_bytes))
         self._staging: Tensor | None = self._new_staging() if pin_memory else None
-        self._queue: deque[tuple[KVMove, tuple[Tensor, Tensor]]] = deque()
-        self._first_block = 0  # the current move's blocks [0, first_block) have arrived
-        self._hop = 0  # hops of the current chunk that were started
+        self._first_block = 0  # blocks [0, first_block) of the current move have arrived
+        self._hop = 0  # how many hops of the current chunk were started
         self._hop_is_done: Callable[[], bool] = lambda: True
         self._copying_on_host = False
         self._error = ""
 
     @property
     def num_moves(self) -> int:
-        """Moves queued or running, not counting one whose copy the worker threads have in hand."""
         return len(self._queue) - self._copying_on_host
 
     @property
-    def busy(self) -> bool:
-        """True while there are moves."""
-        return bool(self._queue)
-
-    @property
     def can_advance(self) -> bool:
-        """True when `advance` has something to do."""
         return self.busy and not self._copying_on_host and self._hop_is_done()
 
     def start(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> None:
-        """Queue a move behind what the current stream has been given so far; see `Mover.start`."""
         self._follow_current_stream(device_k_LBKSH.device)
         self._queue.append((move, (device_k_LBKSH, device_v_LBKSH)))
 
     def takes(self, move_id: int, message: str) -> bool:
-        """Note that the worker threads are done with their hop, if this is its event; see `Mover.takes`."""
         if move_id != _COPY_ID:
             return False
         self._copying_on_host = False
@@ -91,19 +74,18 @@ class StagedMover(Mover):
         return True
 
     def advance(self) -> list[HostEvent]:
-        """Start the next hops, and return the events of moves that are over."""
         events: list[HostEvent] = []
         while self.can_advance:
-            move, device = self._queue[0]
+            move, caches = self._queue[0]
             if self._closed and not self._error:
                 self._error = "the host tier was closed"
                 self.num_failures += 1
             if not self._error:
                 try:
-                    if self._next_hop(move, device):
+                    if self._next_hop(move, caches):
                         continue
-                except RuntimeError as error:  # out of memory, a CUDA error: this move's problem, not the step's
-                    self._hop_is_done = self._when_done()  # what of it was launched still uses the move's blocks
+                except RuntimeError as error:  # out of memory or a CUDA error fails this move, not the step
+                    self._hop_is_done = self._when_done()  # a copy that was launched still uses the move's blocks
                     self._error = f"a move failed on the device: {error}"
                     self.num_failures += 1
                     continue
@@ -113,8 +95,8 @@ class StagedMover(Mover):
             self._error = ""
         return events
 
-    def _next_hop(self, move: KVMove, device: tuple[Tensor, Tensor]) -> bool:
-        """Start the current chunk's next hop, or the next chunk's first. False: all blocks have arrived."""
+    def _next_hop(self, move: KVMove, caches: tuple[Tensor, Tensor]) -> bool:
+        """Start the next hop of the current chunk, or the first of the next one; False when all blocks have arrived."""
         if self._hop == 2:
             self._first_block += self._chunk_blocks
             self._hop = 0
@@ -129,7 +111,7 @@ class StagedMover(Mover):
         staging = [half[: shape.numel() * len(src)].view(shape[0], len(src), *shape[1:]) for half in self._staging]
         if (self._hop == 0) == to_host:
             ids = src if to_host else dst
-            self._hop_is_done = self._on_device(device, staging, ids, to_host, is_reversed=move.is_reversed)
+            self._hop_is_done = self._on_device(caches, staging, ids, to_host, is_reversed=move.is_reversed)
         else:
             self._host_copy(_COPY_ID, to_host, *staging, tuple(range(len(src))), dst if to_host else src)
             self._copying_on_host = True
@@ -137,19 +119,14 @@ class StagedMover(Mover):
         return True
 
     def _on_device(
-        self,
-        device: tuple[Tensor, Tensor],
-        staging: list[Tensor],
-        ids: Sequence[int],
-        to_host: bool,
-        *,
+        self, caches: tuple[Tensor, Tensor], staging: list[Tensor], ids: Sequence[int], to_host: bool, *,
         is_reversed: bool,
-    ) -> Callable[[], bool]:
-        """Copy between device blocks and the staging buffer on the side stream; return what tells when it is done."""
-        with torch.inference_mode(), torch.cuda.stream(self._stream):  # None, without CUDA: no stream
+    ) -> Callable[[], bool]:  # fmt: skip
+        """Copy between blocks and staging buffer on the side stream; return a function that tells when it is done."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):  # without CUDA the stream is None: no stream
             # From pinned memory: a blocking copy of the ids would wait for all that the side stream waits for.
-            index = torch.tensor(ids, pin_memory=self._pin_memory).to(device[0].device, non_blocking=True)
-            for cache, buffer in zip(device, staging, strict=True):
+            index = torch.tensor(ids, pin_memory=self._pin_memory).to(caches[0].device, non_blocking=True)
+            for cache, buffer in zip(caches, staging, strict=True):
                 if to_host:
                     blocks = cache.index_select(1, index)
                     buffer.copy_(blocks.flip(3) if is_reversed else blocks, non_blocking=True)

@@ -1,4 +1,4 @@
-"""HostTier: the CPU Attention Manager. A thin, typed front of the C++ threads in ``ops/csrc/host_tier.cpp``.
+"""HostTier, the papers' CPU Attention Manager: the Python interface of the C++ threads in ``ops/csrc/host_tier.cpp``.
 
 Paper: omniserve 3.2.3, 3.2.4 and 4. Legend: L layers, B blocks, K KV heads, S block size, H head size, N query heads,
 P piggyback seats, R rows that a step sends; ``results_SD``, ``mailbox_SW`` and ``flags_S`` have S for slots, D for N*H
@@ -26,8 +26,7 @@ from omniserve.core.plan import HostEvent, HostEventKind, KVMove
 from omniserve.core.spec import ModelSpec
 from omniserve.host.memory import allocate_pool
 from omniserve.host.moves import HostMoves
-from omniserve.host.progress import Progress
-from omniserve.host.stats import HostTierStats
+from omniserve.host.progress import HostTierStats, Progress
 from omniserve.ops.waiting import drain
 
 logger = logging.getLogger(__name__)
@@ -40,47 +39,45 @@ _begin_token = _host.begin_token.default
 _poll = _host.poll.default
 _wait = _host.wait.default
 
-# EventKind in host_tier.h, in its order. A cancelled task is reported as failed to no caller.
+# EventKind in host_tier.h, in its order. The last one is a cancelled task, which is reported as failed but not logged.
 _KINDS = (
-    HostEventKind.ATTENTION_DONE,
+    HostEventKind.ATTENTION_DONE, HostEventKind.ATTENTION_FAILED, HostEventKind.MOVE_DONE, HostEventKind.MOVE_FAILED,
     HostEventKind.ATTENTION_FAILED,
-    HostEventKind.MOVE_DONE,
-    HostEventKind.MOVE_FAILED,
-    HostEventKind.ATTENTION_FAILED,
-)
+)  # fmt: skip
 _ATTENTION_FAILED = 1
-_NO_MOVE = -1  # of an attention event
+_NO_MOVE = -1  # the move_id of an attention event
 _MOVER_POLL_S = 0.0005
-_CLOSE_S = 60.0  # a thread looks whether to end after each piece of work, of a few milliseconds
+_CLOSE_S = 60.0  # a thread checks whether to end after each piece of work, which takes a few milliseconds
 
 
 class HostTier:
-    """Host KV pool, worker threads, and the queues between them and the step.
+    """The host KV pool, the worker threads, and the queues between them and the step.
 
     Results come back as events: every task yields exactly one ATTENTION_DONE or ATTENTION_FAILED, every move exactly
-    one MOVE_DONE or MOVE_FAILED. A slot's task is in flight from `submit` or `expect` until `poll` hands out its event.
-    Methods may be called from any thread, but `poll` from one at a time, and in the process that made the tier only.
+    one MOVE_DONE or MOVE_FAILED. A slot's task is in flight from `submit` or `expect` until `poll` returns its event.
+    Methods may be called from any thread, but only one thread may call `poll` at a time. They work only in the process
+    that made the tier.
 
-    With a mailbox, a task's rows need no copy by the step: the operator `piggyback_send` writes them there, on whatever
-    device it runs, and a thread of the tier sees it.
+    With a mailbox, the step need not copy the rows of a task: the operator `piggyback_send` writes them into the
+    mailbox from the device, and a thread of the tier notices the flag that it writes last.
 
     Args:
         spec: The model's sizes and, per layer, how it attends.
-        dtype: Of the rows, the results and the device's cache.
+        dtype: The dtype of the rows, the results and the device's cache.
         block_size: Tokens per block.
-        kv_bytes: Memory for the pool, ``kv_bytes // spec.host_block_bytes(block_size, kv_dtype)`` blocks.
-        num_slots: Most requests with a token on the tier at a time.
-        num_threads: Worker threads.
-        cores: Thread i is pinned to ``cores[i % len(cores)]``; None pins nothing.
-        pin_memory: Page-locked memory, for a CUDA device tier.
-        kv_dtype: ``auto``: the pool is in `dtype`, and results are exact. ``int8``: K and V are rounded to int8, with a
-            scale per token and KV head; about twice the tokens fit, and are read in about half the time.
-        mailbox: Have `mailbox_SW` and `flags_S`, and a thread that watches the flags of what is expected.
-        mailbox_spin_s: So long after the last flag, or the last `expect`, this thread looks without a rest.
-        mailbox_sleep_s: From then on it sleeps so long between two looks. While nothing is expected it sleeps.
-        device: The device tier's, which uses the tier's memory: before the tier ends, its work is waited for. None: a
-            GPU's current one with `pin_memory`, else the CPU.
-        patience_s: If for so long `poll` finds that nothing got on, with work in hand, the tier is stalled.
+        kv_bytes: Size of the pool, which is ``kv_bytes // spec.host_block_bytes(block_size, kv_dtype)`` blocks.
+        num_slots: The number of requests that can have a token on the tier at the same time.
+        num_threads: The number of worker threads.
+        cores: Thread i is pinned to ``cores[i % len(cores)]``; with None no thread is pinned.
+        pin_memory: Allocate page-locked memory, which a CUDA device tier needs.
+        kv_dtype: With ``auto`` the pool is in `dtype`, and results are exact. With ``int8`` K and V are rounded to
+            int8, with a scale per token and KV head: about twice the tokens fit, and reading takes about half the time.
+        mailbox: Create `mailbox_SW`, `flags_S` and a thread that watches the flags of expected tasks.
+        mailbox_spin_s: The watching thread spins for this long after the last flag or `expect`.
+        mailbox_sleep_s: After that it sleeps for this long between two looks. It sleeps while nothing is expected.
+        device: The device whose work must end before the tier's memory is freed. None: the current GPU with
+            `pin_memory`, else the CPU.
+        patience_s: The tier counts as stalled when it has work in hand and makes no progress for this long.
 
     Raises:
         ValueError: A size is out of range, the dtype does not fit the spec, or a core does not exist here.
@@ -114,7 +111,7 @@ class HostTier:
             raise ValueError(f"spec.attention needs one entry per layer: {spec.num_layers}, got {len(spec.attention)}")
         block_bytes = spec.host_block_bytes(block_size, kv_dtype)
         self.num_blocks = kv_bytes // block_bytes
-        """Blocks in the pool."""
+        """The number of blocks in the pool."""
         if self.num_blocks < 1:
             raise ValueError(
                 f"kv_bytes={kv_bytes} is less than one block of {block_size} tokens: give at least {block_bytes}"
@@ -124,35 +121,27 @@ class HostTier:
         self.pool_LBK2SH = allocate_pool(shape, torch.int8 if is_int8 else dtype, pin_memory=pin_memory, cores=cores)
         """K and V of all blocks; `omniserve.ops.host_layout` reads and writes them."""
         self.scales_LBK2S = allocate_pool(shape[:-1], torch.float32, cores=cores) if is_int8 else None
-        """What the int8 values are multiples of; None if they are none."""
+        """The scales of the values in an int8 pool; None in any other pool."""
         self.results_SD = torch.zeros(num_slots, spec.num_heads * spec.head_size, dtype=dtype, pin_memory=pin_memory)
-        """Attention rows; row = slot, valid from the slot's ATTENTION_DONE event until its next task."""
+        """Attention rows by slot. A row is valid from the slot's ATTENTION_DONE event until the slot's next task."""
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
         self.mailbox_SW = torch.empty(num_slots, width, dtype=dtype, pin_memory=pin_memory) if mailbox else None
-        """For `piggyback_send`: q, then k, then v of each slot. A row is the sender's until its flag is written, then
-        the tier's until `poll` has handed out the task's event. None without a mailbox."""
+        """q, k and v of each slot, side by side, as `piggyback_send` writes them. A row belongs to the sender until its
+        flag is written, then to the tier until `poll` has returned the task's event. None without a mailbox."""
         self.flags_S = torch.zeros(num_slots, dtype=torch.int64, pin_memory=pin_memory) if mailbox else None
-        """For `piggyback_send`: the step that sent each slot's row, 0 at the start. None without a mailbox."""
+        """The number of the step in which `piggyback_send` last sent each slot, 0 at first. None without a mailbox."""
         layers = [[layer.scale, layer.window, layer.softcap] for layer in spec.attention]
         self._handle: int = _host.create(
-            self.pool_LBK2SH,
-            self.scales_LBK2S,
-            self.results_SD,
-            torch.tensor(layers, dtype=torch.float64),
-            spec.num_heads,
-            num_threads,
-            torch.tensor(cores or (), dtype=torch.int64),
-            not pin_memory,
-            self.mailbox_SW,
-            self.flags_S,
-            mailbox_spin_s,
-            mailbox_sleep_s,
-        )
+            self.pool_LBK2SH, self.scales_LBK2S, self.results_SD, torch.tensor(layers, dtype=torch.float64),
+            spec.num_heads, num_threads, torch.tensor(cores or (), dtype=torch.int64), not pin_memory,
+            self.mailbox_SW, self.flags_S, mailbox_spin_s, mailbox_sleep_s,
+        )  # fmt: skip
         self._process_id = os.getpid()
         self._device = device if device is not None else torch.device("cuda" if pin_memory else "cpu")
-        # Also at interpreter exit: neither a thread nor the device may outlive the memory it works on.
+        # This runs at interpreter exit, too: the memory must outlive the threads and the device work that use it.
         self._end = weakref.finalize(self, _end, self._handle, self._process_id, self._device)
-        # A partial, not a method: a cycle through `self` would keep the threads until the next garbage collection.
+        # With a method there would be a reference cycle through `self`, which would keep the threads alive until the
+        # next garbage collection.
         host_copy = functools.partial(_host.start_move, self._handle)
         self._moves = HostMoves(self.pool_LBK2SH, dtype, host_copy, pin_memory=pin_memory)
         self._logged: set[str] = set()
@@ -170,42 +159,21 @@ class HostTier:
         kv_bytes: int | None = None,
         mailbox: bool = False,
     ) -> Self:
-        """Return the host tier of a device tier.
-
-        Args:
-            config: An engine's settings.
-            spec: The model's sizes.
-            dtype: The model's.
-            device: The device tier's.
-            num_threads: Worker threads.
-            kv_bytes: Memory for the pool; None: as configured.
-            mailbox: See the class.
-        """
+        """Return the host tier that an engine's settings describe; `kv_bytes` of None takes the configured size."""
         on_cuda = device.type == "cuda"
-        # Page-locking begins a context on the current device if it has none: it takes memory of a GPU that others use.
+        # Page-locking creates a CUDA context on the current device, which may be a GPU that other processes use.
         with torch.cuda.device(device) if on_cuda else contextlib.nullcontext():
             return cls(
-                spec=spec,
-                dtype=dtype,
-                block_size=config.block_size,
-                kv_bytes=config.host_kv_bytes if kv_bytes is None else kv_bytes,
-                num_slots=config.max_host_requests,
-                num_threads=num_threads,
-                cores=config.host_cores,
-                pin_memory=on_cuda,
-                kv_dtype=config.host_kv_dtype,
-                mailbox=mailbox,
-                device=device,
-            )
+                spec=spec, dtype=dtype, block_size=config.block_size, num_slots=config.max_host_requests,
+                kv_bytes=config.host_kv_bytes if kv_bytes is None else kv_bytes, kv_dtype=config.host_kv_dtype,
+                num_threads=num_threads, cores=config.host_cores, pin_memory=on_cuda, mailbox=mailbox, device=device,
+            )  # fmt: skip
 
     def begin_token(self, slot: int, epoch: int, position: int, block_ids: Sequence[int]) -> None:
-        """Bind a slot to the token at `position`; its tasks then work for this token, layer after layer.
+        """Bind a slot, which has no task in flight, to the token at `position` for all layers.
 
-        Args:
-            slot: In ``[0, num_slots)``, without a task in flight.
-            epoch: Comes back in the token's events; >= 0.
-            position: The token's position; its keys are ``[0, position]``.
-            block_ids: Pool blocks that cover ``[0, position]``, in order.
+        `epoch`, which is >= 0, comes back in the token's events. `block_ids` are the pool blocks that hold the keys
+        ``[0, position]``, in order.
 
         Raises:
             ValueError: An argument is out of range, the blocks do not cover the position, or a task is in flight.
@@ -213,20 +181,14 @@ class HostTier:
         _begin_token(self._handle, slot, epoch, position, block_ids)
 
     def submit(self, layer: int, slots: Tensor, q_PNH: Tensor, k_PKH: Tensor, v_PKH: Tensor) -> None:
-        """Queue one attention task per occupied seat, for the token that its slot is bound to.
+        """Queue one attention task per occupied seat, for the token that the seat's slot is bound to.
 
         The rows are copied before this returns. A task appends its k and v to the pool and attends over
-        ``[0, position]`` within the layer's window.
-
-        Args:
-            layer: In ``[0, num_layers)``.
-            slots: ``[P]`` int64, CPU; -1 is an empty seat.
-            q_PNH: ``[P, N, H]``, the model's dtype, CPU, contiguous in its last dimension.
-            k_PKH: ``[P, K, H]``, likewise.
-            v_PKH: ``[P, K, H]``, likewise.
+        ``[0, position]`` within the layer's window. `slots` is ``[P]`` int64 with -1 for an empty seat; all tensors are
+        on the CPU, and q, k and v in the model's dtype are contiguous in their last dimension.
 
         Raises:
-            ValueError: A slot or the layer is out of range, a slot is not bound, has a task in flight or sits in two
+            ValueError: A slot or the layer is out of range, a slot is not bound, has a task in flight or is in two
                 seats, or the tier is closed. Nothing was queued.
             RuntimeError: A tensor has the wrong shape, dtype, layout or device. Nothing was queued.
         """
@@ -235,17 +197,17 @@ class HostTier:
     def expect(self, step: int, layers_R: Tensor, slots_R: Tensor) -> None:
         """Begin one attention task per row that `piggyback_send` sends in this step, or has sent.
 
-        A task is queued as by `submit` once ``flags_S[slot] == step``; any other flag counts for nothing. Its rows are
-        read where they are, so the slot is not sent again before `poll` has handed out the task's event. All rows of a
-        step may be named at once, in the order in which they will be sent (a hint where to look first, no promise).
+        A task is queued, as by `submit`, once ``flags_S[slot] == step``; any other value is ignored. The task reads its
+        rows in the mailbox, so the slot may not be sent again before `poll` has returned the task's event. One call may
+        name all rows of a step; their order, in which they should arrive, only says which flags to check first.
 
-        If all worker threads die, what is expected fails as its flags come, for until then the sender uses the mailbox.
-        Only `close` fails it at once: keep the tier until no sender is at work on its mailbox.
+        If all worker threads die, an expected task fails when its flag comes, because the sender uses the mailbox until
+        then. Only `close` fails it at once: keep the tier until no sender writes to its mailbox.
 
         Args:
-            step: The step's number, ``step_1`` of `piggyback_send`; >= 1, and higher than ever before for each slot.
-            layers_R: ``[R]`` int64, CPU; in ``[0, num_layers)``.
-            slots_R: ``[R]`` int64, CPU; -1 leaves a row out.
+            step: The step's number, ``step_1`` of `piggyback_send`: >= 1, and higher than before for each slot.
+            layers_R: The layer of each row, ``[R]`` int64 on the CPU.
+            slots_R: The slot of each row, ``[R]`` int64 on the CPU; -1 leaves a row out.
 
         Raises:
             ValueError: The step is too low, a slot or a layer is out of range, a slot is not bound, has a task in
@@ -258,10 +220,9 @@ class HostTier:
         """Drop the slot's task, if any, and unbind the slot.
 
         Returns:
-            True if the task's event has not been handed out by `poll` yet. It will be, exactly once, as
-            ATTENTION_FAILED with its old epoch, when no thread touches the slot or its blocks any more: until then,
-            keep both. A task that is expected waits for its flag like any other, for its row is still written. False if
-            there is nothing to wait for.
+            True if `poll` still has to return the task's event. It does so exactly once, as ATTENTION_FAILED with the
+            old epoch, when no thread uses the slot or its blocks any more: keep both until then. An expected task still
+            waits for its flag, because the sender still writes its row. False if there is nothing to wait for.
 
         Raises:
             ValueError: The slot is out of range.
@@ -269,17 +230,12 @@ class HostTier:
         return _host.cancel(self._handle, slot)
 
     def start_move(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> None:
-        """Start copying whole blocks, all layers, K and V, between a device cache and the pool.
+        """Start to copy whole blocks, K and V of all layers, between a device cache and the pool.
 
-        On their way blocks change between the device's layout and the pool's, and between its dtype and int8. CPU
-        caches are copied by the worker threads, CUDA ones by a kernel on a side stream, which reads and writes the pool
-        where it lies (an int8 pool: over a pinned staging buffer, by both). Work already queued on the current CUDA
-        stream is waited for (by the side stream, not by this call).
-
-        Args:
-            move: Its ids are device blocks on the one side and pool blocks on the other.
-            device_k_LBKSH: Device cache, contiguous, in the model's dtype; it may have any number of blocks.
-            device_v_LBKSH: Likewise.
+        The copy converts between the device's layout and the pool's, and between the model's dtype and int8. The worker
+        threads copy from and to CPU caches; for CUDA caches a kernel on a side stream reads and writes the pool in
+        place (with an int8 pool both take part, through a pinned staging buffer). The side stream, not this call, waits
+        for the work that is already queued on the current CUDA stream.
 
         Raises:
             ValueError: A block id is out of range, the counts differ, the move's id is negative or in use, or a cache
@@ -289,33 +245,26 @@ class HostTier:
         self._moves.start(move, device_k_LBKSH, device_v_LBKSH)
 
     def poll(self) -> list[HostEvent]:
-        """Return what has finished since the last call. Never blocks."""
+        """Return the events of all that has finished since the last call. Never blocks."""
         rows, messages = _poll(self._handle)
         events: list[HostEvent] = []
-        moves = self._moves
+        mover = self._moves.mover
         for (kind, slot, epoch, layer, position, move_id), message in zip(rows.tolist(), messages, strict=True):
             if kind == _ATTENTION_FAILED:
                 self._log_failure(message)
-            if move_id != _NO_MOVE and moves.mover.takes(move_id, message):
-                continue
-            events.append(
-                HostEvent(
-                    kind=_KINDS[kind],
-                    slot=slot,
-                    epoch=epoch,
-                    layer=layer,
-                    position=position,
-                    move_id=move_id,
+            if move_id == _NO_MOVE or not mover.takes(move_id, message):
+                event = HostEvent(
+                    kind=_KINDS[kind], slot=slot, epoch=epoch, layer=layer, position=position, move_id=move_id,
                     message=message,
-                )
-            )
-        if moves.mover.busy:
-            events += moves.mover.advance()
+                )  # fmt: skip
+                events.append(event)
+        if mover.busy:
+            events += mover.advance()
         for event in events:
             if event.move_id != _NO_MOVE:
                 if event.kind is HostEventKind.MOVE_FAILED:
                     self._log_failure(event.message)
-                moves.end(event)
+                self._moves.end(event)
         self._progress.look(self.stats, has_news=bool(events))
         return events
 
@@ -324,7 +273,7 @@ class HostTier:
         if not self._moves.mover.busy:
             _wait(self._handle, timeout_s)
             return
-        # Nothing wakes a thread when a CUDA event is done, short of a callback in the stream: look again and again.
+        # Only a callback in the stream could wake a thread when a CUDA event is done, so this polls.
         deadline_s = time.monotonic() + timeout_s
         while not _wait(self._handle, _MOVER_POLL_S) and not self._moves.mover.can_advance:
             if time.monotonic() >= deadline_s:
@@ -332,32 +281,32 @@ class HostTier:
 
     @property
     def busy(self) -> bool:
-        """True while tasks or moves are expected, queued or running (events that wait for `poll` do not count)."""
+        """True while tasks or moves are expected, queued or running. Events that wait for `poll` do not count."""
         stats = self.stats()
         return stats.tasks_in_hand + stats.moves_in_hand > 0
 
     @property
     def attends(self) -> bool:
-        """True while attention tasks are expected, queued or running; moves do not count."""
+        """True while attention tasks are expected, queued or running. Moves do not count."""
         return self.stats().tasks_in_hand > 0
 
     @property
     def healthy(self) -> bool:
-        """True while at least one worker thread lives, and the tier is not stalled."""
+        """True while at least one worker thread is alive and the tier is not stalled."""
         return not self.is_stalled and self.stats().threads_alive > 0
 
     @property
     def is_stalled(self) -> bool:
-        """True once the tier has had work in hand and not got on with it for `patience_s`: a thread of it hangs."""
+        """True once the tier has made no progress with its work for `patience_s`: one of its threads hangs."""
         return self._progress.is_stalled
 
     @property
     def num_tasks_done(self) -> int:
-        """Attention tasks that gave a result, since the start."""
+        """The number of attention tasks that gave a result, since the start."""
         return self.stats().tasks_done
 
     def stats(self) -> HostTierStats:
-        """Return gauges and counters."""
+        """Return the gauges and counters of the worker threads and of the moves together."""
         done, failures, alive, tasks, moves, busy_ns, bytes_read, bytes_moved, prefaulted = _host.stats(self._handle)
         return HostTierStats(
             tasks_done=done,
@@ -375,15 +324,11 @@ class HostTier:
     def inject(
         self, *, delay_s: float = 0.0, shuffle_seed: int | None = None, fail_next: int = 0, kill_threads: int = 0
     ) -> None:
-        """Ask for faults, for tests. A call replaces what was asked for before; without arguments, nothing goes wrong.
+        """Inject faults, for tests. A call replaces the faults of the one before, and ends a delay that is under way.
 
-        A delay that is under way ends.
-
-        Args:
-            delay_s: A thread sleeps so long before each attention task.
-            shuffle_seed: Tasks are served, and events delivered, in an order drawn from this seed (>= 0).
-            fail_next: So many attention tasks throw.
-            kill_threads: So many threads exit with their next piece of work in hand, which is reported failed.
+        A thread sleeps for `delay_s` before each attention task. Tasks are served and events delivered in an order
+        drawn from `shuffle_seed`. The next `fail_next` attention tasks throw. `kill_threads` threads exit with their
+        next piece of work in hand, which is reported as failed.
 
         Raises:
             ValueError: A value is negative.
@@ -393,14 +338,14 @@ class HostTier:
         _host.inject(self._handle, delay_s, -1 if shuffle_seed is None else shuffle_seed, fail_next, kill_threads)
 
     def close(self) -> None:
-        """Wait for the device, then stop the threads, also with work expected or queued.
+        """Wait for the device, then stop the threads. Work that is expected or queued fails; `poll` still reports it.
 
-        Its failure can still be polled. A second call after one that succeeded does nothing, nor does one in a forked
-        child, which has none of the threads.
+        A second call does nothing after one that succeeded; neither does a call in a forked child, which has none of
+        the threads.
 
         Raises:
-            Stalled: The device does not end what it was given, or a thread does not end. The tier's memory stays for
-                good, as it may still be used.
+            Stalled: The device does not finish its work, or a thread does not end. The tier's memory is never freed
+                then, as it may still be in use.
             RuntimeError: The device has failed. The threads were stopped.
         """
         if os.getpid() != self._process_id:
@@ -420,16 +365,16 @@ class HostTier:
             )
 
     def _log_failure(self, message: str) -> None:
-        # Once per message: a dead thread must not fill the log with every task that it failed.
+        # Each message is logged once: a dead thread must not fill the log with every task that it failed.
         if message not in self._logged:
             self._logged.add(message)
             logger.error("host tier: %s (counted from now on, not logged again)", message)
 
 
 def _end(handle: int, process_id: int, device: torch.device) -> None:
-    """Wait for the device, then stop a tier's threads, then let its memory go; in a forked child, do nothing.
+    """Wait for the device, stop a tier's threads and free its memory; in a forked child, do nothing.
 
-    Memory that the device or a thread may still use is never freed. No caller could take an exception here.
+    Memory that the device or a thread may still use is never freed. Errors are logged: a finalizer cannot raise them.
     """
     if os.getpid() != process_id:
         return
@@ -439,7 +384,7 @@ def _end(handle: int, process_id: int, device: torch.device) -> None:
         logger.error("the host tier's memory stays: %s", error)
         _host.close(handle, _CLOSE_S)
         return
-    except RuntimeError as error:  # it has failed, and with it all that it was given
+    except RuntimeError as error:  # the device has failed, so none of its work can use the memory any more
         logger.error("a host tier ends after a failure of the device: %s", error)
     if num_left := _host.destroy(handle, _CLOSE_S):
         logger.error("the host tier's memory stays: %d of its threads did not end within %g s", num_left, _CLOSE_S)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from omniserve.host.core_use import cores_allowed, lines_of, read_core_seconds
+from omniserve.host.cores import cores_allowed, lines_of, read_core_seconds
 from omniserve.latency.profile import Conditions
 
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from omniserve.host import core_use
-from omniserve.host.core_use import OtherUsers, read_competition, read_core_seconds
-from omniserve.host.cores import CoreSplit
+from omniserve.host import cores
+from omniserve.host.cores import CoreSplit, OtherUsers, read_competition, read_core_seconds
 
 CPU = torch.device("cpu")
 
@@ -135,7 +134,7 @@ def test_a_process_that_takes_a_core_is_seen() -> None:
 
 def test_a_niced_one_is_seen_by_those_that_are_niced_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(core_use, "read_core_seconds", lambda *, with_niced: asked.append(with_niced) or (0.0, 0.0))
+    monkeypatch.setattr(cores, "read_core_seconds", lambda *, with_niced: asked.append(with_niced) or (0.0, 0.0))
     for priority in (0, 5, -5):
         monkeypatch.setattr(os, "getpriority", lambda which, who, priority=priority: priority)
         assert read_competition() == (0.0, 0.0)
@@ -148,10 +147,10 @@ def test_what_counts_of_the_systems_lines(monkeypatch: pytest.MonkeyPatch) -> No
     times = [10, 20, 30, 1000, 2000, 40, 50, 60, 5, 6]  # user nice system idle iowait irq softirq steal guest...
     rows = {"cpu": [9 * t for t in times], f"cpu{mine}": times, "cpu9999": times}
     lines = [f"{name} {' '.join(str(tick * t) for t in row)}" for name, row in rows.items()]
-    monkeypatch.setattr(core_use, "lines_of", lambda path: [*lines, "intr 5 5", "", "ctxt 7"])
+    monkeypatch.setattr(cores, "lines_of", lambda path: [*lines, "intr 5 5", "", "ctxt 7"])
     assert read_core_seconds()[0] == 10 + 20 + 30 + 40 + 50 + 60
     assert read_core_seconds(with_niced=False)[0] == 10 + 30 + 40 + 50 + 60
-    monkeypatch.setattr(core_use, "lines_of", lambda path: [])
+    monkeypatch.setattr(cores, "lines_of", lambda path: [])
     assert read_core_seconds() == (0.0, 0.0)
     assert OtherUsers().cores() == 0.0
 

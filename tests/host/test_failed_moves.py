@@ -141,7 +141,7 @@ def test_direct_one_that_fails_after_its_launch_ends_when_the_device_is_done(
     device = cache(driver, 10)
     mover.start(move(0), device, device)
     assert ends(mover) == [] and stream.calls == ["copy", "event"]
-    (copy,) = mover._copies
+    (copy,) = mover._queue
     assert copy.ids_2M is not None, "the copy reads them"
     stream.is_idle = True
     assert ends(mover) == [(0, HostEventKind.MOVE_FAILED)] and mover.num_failures == 1
