@@ -1,4 +1,4 @@
-"""Waits for the device that end: if it takes longer than any step ever should, they raise ``Stalled``."""
+"""Waits for the device that have a deadline: one that takes longer than any step should raises ``Stalled``."""
 
 from __future__ import annotations
 
@@ -10,31 +10,26 @@ import torch
 from omniserve.core.errors import Stalled
 
 PATIENCE_S = 60.0
-"""The longest wait for the device. Steps take milliseconds, the longest ones seconds: what takes a minute hangs."""
+"""The longest wait for the device. Steps take milliseconds, the longest ones seconds, so work of a minute hangs."""
 
-_SPIN_S = 200e-6  # a sleep takes 50 us more than was asked for, and most of what is waited for is this near
+_SPIN_S = 200e-6  # a sleep takes 50 us longer than asked for, and most waits are shorter than this
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
-_SLEEP_SHARE = 1 / 32  # of what was waited for already: so much later, at most, is the end of a long wait seen
+_SLEEP_SHARE = 1 / 32  # of the time waited so far: a long wait ends at most this share too late
 
 
 class Event(Protocol):
-    """A place in what a device was given; a ``torch.cuda.Event`` is one."""
+    """A point in a device's work, such as a ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Tell whether the device has got there."""
+        """Tell whether the device has reached it."""
         ...
 
 
 def wait_for(event: Event, what: str, *, timeout_s: float | None = None, spins: bool = False) -> None:
-    """Wait until the device has got to an event.
+    """Wait until the device has reached an event; ``what`` names the work before it in the error.
 
-    The thread spins for a moment, then it sleeps between two looks: it takes no core from the host tier.
-
-    Args:
-        event: The event, recorded.
-        what: What the device does until then, for the error.
-        timeout_s: Longest wait; None: ``PATIENCE_S``.
-        spins: Look without a rest. For measurements, which a sleep would lengthen.
+    The thread first spins, then sleeps between two looks, so that it takes no core from the host tier. With ``spins``
+    it never sleeps, because a sleep would lengthen a measurement. The deadline is ``PATIENCE_S`` by default.
 
     Raises:
         Stalled: The device did not get there in time.
@@ -55,17 +50,13 @@ def wait_for(event: Event, what: str, *, timeout_s: float | None = None, spins: 
 
 
 def drain(device: torch.device, *, spins: bool = False) -> None:
-    """Wait for all that a device was given, on whatever stream; without a GPU there is nothing to wait for.
-
-    Args:
-        device: The device.
-        spins: See ``wait_for``.
+    """Wait for the work of all streams of a GPU; on a CPU there is nothing to wait for. ``spins`` as in ``wait_for``.
 
     Raises:
-        Stalled: The device did not finish in time what the current stream was given.
+        Stalled: The device did not finish the work of the current stream in time.
         RuntimeError: The device has failed.
     """
     if device.type != "cuda":
         return
     wait_for(torch.cuda.current_stream(device).record_event(), "all that it was given", spins=spins)
-    torch.cuda.synchronize(device)  # the other streams: copies, and what the current stream waited for or began
+    torch.cuda.synchronize(device)  # the other streams: copies, and work before or behind the current stream's

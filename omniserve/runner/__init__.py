@@ -1,1 +1,1 @@
-"""Executes a plan: the inputs of a step, its pass through the layers, and the rows that piggyback on it."""
+"""Executes a plan: the inputs of a step, its layers, and the piggyback rows in it."""

@@ -1,16 +1,17 @@
-"""PiggybackRows: the rows of a step that change tiers: results that join it, and rows that leave for the host tier.
+"""PiggybackRows: moves rows between the tiers: results that join a step, and rows that leave it for the host tier.
 
 Legend: T rows of the step, D hidden, N query heads, K KV heads, H head size, P piggyback seats, S host slots.
 Paper: omniserve 3.2.3, 4.
 
-On a GPU nothing here waits for the host, and the host does not wait for the step's end: results come up in one copy
-beside the step before, and a row that leaves is written to page-locked memory, where a thread of the host tier sees it
-(``HostTier.expect``). Without one both tiers share the memory, and rows are handed over by a call.
+On a GPU the step does not wait for the host, nor the host for the step's end: one copy beside the step before brings
+the results to the device, and a row that leaves is written to page-locked memory, where a thread of the host tier
+finds it (``HostTier.expect``). Without a GPU both tiers share the memory, and a call hands the rows over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import repeat
 from operator import attrgetter
 
 import torch
@@ -29,37 +30,30 @@ _piggyback_send = torch.ops.omniserve.piggyback_send.default
 
 
 class PiggybackRows:
-    """Brings rows to the device and takes them away, layer by layer.
-
-    Args:
-        model: The patched model.
-        tier: The host tier; None: no row changes tiers.
-        num_slots: S: most requests on the host tier.
-    """
+    """Brings rows to the device and takes them away, layer by layer; without a tier, none. ``num_slots`` is S."""
 
     def __init__(self, model: PatchedModel, tier: HostTier | None, num_slots: int) -> None:
         spec, device = model.spec, model.device
-        self._model = model
-        self._tier = tier
+        self._model, self._tier = model, tier
         self.residuals_SD = torch.zeros(num_slots, spec.hidden_size, dtype=model.dtype, device=device)
-        """The residual store."""
+        """The residual store: the residual of each token that is away on the host tier."""
         width = spec.num_heads * spec.head_size
         self.no_results = torch.empty(0, width, dtype=model.dtype, device=device)
-        """No attention rows, ``[0, N * H]``."""
+        """An empty tensor of attention rows, ``[0, N * H]``."""
         self.results_SD = self.no_results
-        """Results of the host tier by slot, ``[S, N * H]``; those of a step's joins are there after ``bring``."""
+        """Results of the host tier by slot, ``[S, N * H]``. ``bring`` fills the rows that join a step."""
         self._step = 0
         self._step_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self._stream: torch.cuda.Stream | None = None
         if tier is not None and device.type == "cuda":
             self.results_SD = torch.zeros(num_slots, width, dtype=model.dtype, device=device)
             self._stream = torch.cuda.Stream(device)
-            self._gather(torch.tensor([-1]))  # compiles the kernel: no graph has it
+            self._gather(torch.tensor([-1]))  # compiles the kernel, which is part of no captured graph
         elif tier is not None:
             self.results_SD = tier.results_SD
 
     def bring(self, plan: StepPlan) -> None:
-        """Let the results that join a step come to the device; the layers that follow wait for them there."""
+        """Copy the results that join a step to the device; the step's stream waits for the copy, the host does not."""
         if self._stream is None or not plan.joins:
             return
         self._gather(torch.tensor([join.slot for join in plan.joins]))
@@ -70,7 +64,7 @@ class PiggybackRows:
 
         assert self._tier is not None
         with torch.cuda.stream(self._stream):
-            # Beside the step before: none of these rows is in use there, as a slot's result joins one step only.
+            # The copy may run beside the step before, which uses none of these rows: a result joins one step only.
             gather_rows(self._tier.results_SD, upload(slots, self._model.device), self.results_SD)
 
     def announce(self, plan: StepPlan) -> None:
@@ -89,7 +83,7 @@ class PiggybackRows:
     def leave(
         self, layer: int, seats: SeatRows, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor
     ) -> None:
-        """Send the seats' rows, the last ones, to the host tier; their residual goes to the residual store."""
+        """Send the rows in the seats, which are the last P, to the host tier, and their residuals to the store."""
         assert self._tier is not None
         if self._tier.mailbox_SW is not None:
             self.post(seats.slots_P, hidden_TD, q_TNH, k_TKH, v_TKH)
@@ -100,7 +94,7 @@ class PiggybackRows:
         self._tier.submit(layer, seats.host_slots_P, q_PNH, k_PKH, v_PKH)
 
     def post(self, slots_P: Tensor, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
-        """Do the same through the mailbox; ``slots_P``, of which ``announce`` was told, are the seats' slots."""
+        """Do the same through the mailbox, for the slots that ``announce`` has named."""
         tier = self._tier
         assert tier is not None and tier.mailbox_SW is not None and tier.flags_S is not None
         _piggyback_send(
@@ -108,12 +102,10 @@ class PiggybackRows:
         )
 
     def join(self, slots_P: Tensor, attn_TD: Tensor, hidden_TD: Tensor) -> Tensor:
-        """Return attention rows with the host tier's results in the seats behind them.
+        """Return the device's attention rows with the host tier's results in the seats behind them.
 
-        Args:
-            slots_P: Host slot of each seat, int64 on the device; -1: empty.
-            attn_TD: The device rows' attention, ``[num_device_rows, N * H]``.
-            hidden_TD: The layer's input; its last P rows become the residuals that the seats' rows left behind.
+        The last P rows of the layer's input ``hidden_TD`` become the residuals that the rows in the seats left in the
+        store. ``slots_P`` is the slot of each seat, int64 on the device, -1 where it is empty.
         """
         attn_TD = _piggyback_concat(attn_TD, self.results_SD, slots_P)
         _residual_fetch(self.residuals_SD, slots_P, hidden_TD)
@@ -124,15 +116,17 @@ class PiggybackRows:
         return torch.full((num_seats,), -1, dtype=torch.int64, device=self._model.device)
 
     def rotary_per_layer(self, inputs: StepInputs) -> Iterator[Rotary]:
-        """Yield (cos, sin) ``[T, H]`` for each layer's pre-attention: device rows keep theirs, seats change hands."""
+        """Yield (cos, sin) ``[T, H]`` for each layer's pre-attention; in the seats each layer has other tokens."""
+        if not inputs.num_seats:
+            yield from repeat(self._model.rotary(inputs.positions_T) or (None, None), self._model.num_layers)
+            return
         n = inputs.num_device_rows
         leaving = [inputs.leaving(layer) for layer in range(self._model.num_layers)]
         seat_positions = [p for seats in leaving if seats is not None for p in seats.positions]
         seats_T = upload(torch.tensor(seat_positions, dtype=torch.int64), inputs.positions_T.device)
         rotary = self._model.rotary(torch.cat([inputs.positions_T[:n], seats_T]))
         if rotary is None:
-            for _ in leaving:
-                yield None, None
+            yield from repeat((None, None), len(leaving))
             return
         rows = [torch.cat([table[:n], table.new_zeros(inputs.num_seats, table.shape[1])]) for table in rotary]
         first = n

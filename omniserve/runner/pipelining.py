@@ -1,9 +1,10 @@
-"""SecondBatch: asymmetric pipelining. While the device runs a layer of the first sub-batch, the host attends for these.
+"""SecondBatch: asymmetric pipelining. The host tier attends for it while the device runs the first sub-batch's layer.
 
 Sources: NEO (Jiang et al., MLSys 2025); apex 2.3 and 3.2, figure 2. Legend: T rows, D hidden, H head size.
 
-In layer l: the second sub-batch's pre-attention, its q, k, v to the host tier; layer l of the first sub-batch; the
-host's results, waited for; the second sub-batch's post-attention. Unlike NEO's, the first sub-batch has no host rows.
+In each layer the device runs the second sub-batch's pre-attention and sends its q, k and v to the host tier, runs the
+layer of the first sub-batch, waits for the host's results, and runs the second sub-batch's post-attention. Unlike in
+NEO, the first sub-batch has no host rows.
 """
 
 from __future__ import annotations
@@ -18,39 +19,26 @@ from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, Piggyb
 from omniserve.host.tier import HostTier
 from omniserve.layers.patching import PatchedModel
 
-_LOOK_AGAIN_S = 0.05  # a host tier with dead threads wakes no waiting thread
+_LOOK_AGAIN_S = 0.05  # a host tier whose threads are dead does not wake a waiting thread
 
 
 class SecondBatch:
-    """The rows of ``StepPlan.pipelined`` on their way through the layers of one step.
+    """Passes the rows of ``StepPlan.pipelined``, entries and then joins by layer, through the layers of one step.
 
-    Args:
-        rows: Entries, then joins by layer.
-        model: The patched model.
-        tier: The host tier; ``begin_token`` was called for the entries.
-        residuals_SD: The residual store, where joins left theirs.
-        keep: Takes the events of others that come while this waits.
+    ``begin_token`` was called for the entries; the joins left their residuals in ``residuals_SD``. ``keep`` takes the
+    host events of other requests that come while this waits.
     """
 
     def __init__(
-        self,
-        rows: tuple[PiggybackEntry | PiggybackJoin, ...],
-        *,
-        model: PatchedModel,
-        tier: HostTier,
-        residuals_SD: Tensor,
-        keep: Callable[[HostEvent], None],
-    ) -> None:
-        self._rows = rows
-        self._model = model
-        self._tier = tier
-        self._keep = keep
+        self, rows: tuple[PiggybackEntry | PiggybackJoin, ...], *, model: PatchedModel, tier: HostTier,
+        residuals_SD: Tensor, keep: Callable[[HostEvent], None],
+    ) -> None:  # fmt: skip
+        self._rows, self._model, self._tier, self._keep = rows, model, tier, keep
+        # The last layer whose attention each row has; -1 for entries.
         self._layers = [row.layer if isinstance(row, PiggybackJoin) else -1 for row in rows]
-        """Layer whose attention each row has already."""
         self._slots = [row.slot for row in rows]
         self._lost: set[int] = set()
-        self._waits_for: dict[int, int] = {}
-        """Slot -> epoch, of tasks under way."""
+        self._waits_for: dict[int, int] = {}  # slot -> epoch of the tasks under way
         device = model.device
         positions = torch.tensor([row.position for row in rows], device=device)
         self._rotary = model.rotary(positions)
@@ -63,7 +51,7 @@ class SecondBatch:
             self._hidden_TD[:num_entries] = embedded
 
     def begin_layer(self, layer: int) -> None:
-        """Run the pre-attention of the rows that are at this layer, and give their attention to the host tier."""
+        """Run the pre-attention of the rows at this layer, and submit their attention to the host tier."""
         n = bisect_left(self._layers, layer)
         if n == 0:
             return
@@ -80,13 +68,13 @@ class SecondBatch:
         n = bisect_right(self._layers, layer)
         if n == 0:
             return
-        # A lost row goes on with whatever its slot holds; its token is not used.
+        # A lost row goes on with whatever its slot holds: its token is not used.
         results_TD = self._tier.results_SD[self._slots[:n]].to(self._hidden_TD.device)
         done_TD = self._model.post_attention(layer, results_TD, self._hidden_TD[:n])
         self._hidden_TD = torch.cat([done_TD, self._hidden_TD[n:]]) if n < len(self._rows) else done_TD
 
     def result(self) -> tuple[Tensor, list[str], frozenset[str]]:
-        """Return the rows' hidden states after the last layer, their requests, and the requests that were lost."""
+        """Return the hidden states after the last layer, their requests, and the requests whose row was lost."""
         kept = [i for i, slot in enumerate(self._slots) if slot not in self._lost]
         lost = frozenset(row.request_id for row in self._rows if row.slot in self._lost)
         return self._hidden_TD[kept], [self._rows[i].request_id for i in kept], lost

@@ -20,7 +20,7 @@ from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops.attention import DeviceAttention
-from omniserve.ops.device_copies import Mark
+from omniserve.ops.device_copies import StreamEvent
 from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
 from omniserve.runner.layer_loop import LayerLoop, LayersOutput, stops_between_layers
 from omniserve.runner.piggyback_rows import PiggybackRows
@@ -33,79 +33,53 @@ from omniserve.sampling.sampler import PendingSample, Sampler
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that the device has been given."""
+    """A step whose work the device has been given."""
 
     output: StepOutput
-    """What is known of it already: all but the tokens."""
+    """The step's output without its tokens."""
     sample: PendingSample | None
-    """None: it samples nothing."""
-    end: Mark | None = None
-    """Of one that computes something and samples nothing: where it ends."""
+    """The tokens; None: the step samples nothing."""
+    end: StreamEvent | None = None
+    """The end of a step that computes something but samples nothing."""
 
 
 class ModelRunner:
-    """Executes plans.
-
-    Args:
-        model: The patched model.
-        storage: The device tier's KV.
-        attend: Device attention.
-        sampler: Knows every request that may sample.
-        tier: The host tier, or None.
-        rows: Moves rows between the tiers.
-        cores: Told before each step whether the host tier works.
-        graphs: Runs the steps that fit a captured shape; None: nothing is captured.
-        keep_halted: Keep what rows that leave a step between two layers had computed.
-        safepoint: Asked between the layers of a step with preemptible rows: must they leave? None: they never do.
-    """
+    """Executes plans; the sampler must know every request that may sample."""
 
     def __init__(
-        self,
-        *,
-        model: PatchedModel,
-        storage: DeviceKVStorage,
-        attend: DeviceAttention,
-        sampler: Sampler,
-        tier: HostTier | None,
-        rows: PiggybackRows,
-        cores: CoreSplit,
-        graphs: CudaGraphRunner | None = None,
-        keep_halted: bool = True,
-        safepoint: Callable[[], bool] | None = None,
-    ) -> None:
-        self._model = model
-        self._storage = storage
-        self._sampler = sampler
-        self._tier = tier
-        self._cores = cores
+        self, *, model: PatchedModel, storage: DeviceKVStorage, attend: DeviceAttention, sampler: Sampler,
+        tier: HostTier | None, rows: PiggybackRows, cores: CoreSplit, graphs: CudaGraphRunner | None = None,
+        keep_halted: bool = True, safepoint: Callable[[], bool] | None = None,
+    ) -> None:  # fmt: skip
+        self._model, self._storage, self._sampler = model, storage, sampler
+        self._tier, self._rows, self._cores = tier, rows, cores
         self.host_works = False
-        """The host tier attended, or was given something to, when the last step began. Moves do not count: a copy takes
-        a small part of a step, and would cost all of it half of the cores."""
+        """The host tier attended, or was given a task, when the last step began. Moves do not count: a copy takes a
+        small part of a step, and the step would have half of the cores for all of its time."""
         self._early_events: list[HostEvent] = []
         self.halted = HaltedRows(keep=keep_halted)
         """Rows that left a step between two layers."""
-        self._rows = rows
         self._pending = PendingTokens(model.device)
         self.graphs = graphs
-        """Runs the steps that fit a captured shape."""
+        """Runs the steps that fit a captured shape; None: nothing is captured."""
         self.loop = LayerLoop(
             model=model, storage=storage, attend=attend, rows=rows, halted=self.halted, pending=self._pending,
             safepoint=safepoint,
         )  # fmt: skip
-        """Runs the others."""
+        """Runs the other steps."""
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Run one step to its end."""
+        """Run one step and wait for its end."""
         return self.collect(self.launch(plan))
 
     def collect(self, step: LaunchedStep) -> StepOutput:
-        """Wait for a launched step's end or tokens, and for nothing that was launched after it; to be called once.
+        """Wait for a launched step's end or tokens, and for nothing that was launched after it. Call this once a step.
 
-        A step without tokens is waited for, too, or the host would run ahead of the device by any number of them, and
-        a request that comes then would wait for all.
+        A step without tokens is waited for, too: otherwise the host could launch any number of them ahead of the
+        device, and a new request would wait for all.
         """
         if step.end is not None:
-            step.end.wait()
+            step.end.wait("a step")
         if step.sample is None:
             return step.output
         tokens, failed = step.sample.result()
@@ -113,10 +87,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Give the device all of a step; the CPU has run it then.
+        """Launch a step on the device; a CPU has run it when this returns.
 
-        Waits for the host tier only if the plan has a second sub-batch, and for the device if there is something to
-        decide between its layers, or a prompt's log-probabilities to tell.
+        This waits for the host tier only if the plan has a second sub-batch, and for the device only if rows may leave
+        between two layers, or if log-probabilities of a prompt are wanted.
         """
         self._storage.copy_slots(plan.relocations)
         self._hand_over(plan)
@@ -128,19 +102,17 @@ class ModelRunner:
         self.host_works = has_host_rows or (self._tier is not None and self._tier.attends)
         self._cores.apply(host_works=self.host_works)
         self.halted.forget(chunk.request_id for chunk in plan.chunks if not chunk.from_layer)
-        second = self._second_batch(plan)
+        second = self._second_batch(plan) if plan.pipelined else None
         layers = self._run_layers(plan, second)
-        scores, unscored = (
-            score_prompts(self._model.logits, layers.hidden_TD, layers.scores) if layers.scores else ({}, {})
-        )
-        hidden_TD, halted = layers.hidden_TD[layers.sampling_rows], layers.halted
-        request_ids, lost = list(layers.sampling_request_ids), frozenset[str]()
+        scores, unscored = score_prompts(self._model.logits, layers.hidden_TD, layers.sampled.scores)
+        hidden_TD = layers.hidden_TD[layers.sampled.rows]
+        request_ids, lost = list(layers.sampled.request_ids), frozenset[str]()
         if second is not None:
             second_TD, second_ids, lost = second.result()
             hidden_TD, request_ids = torch.cat([hidden_TD, second_TD]), request_ids + second_ids
-        output = StepOutput(prompt_logprobs=scores, failed=unscored, halted=halted, lost=lost)
+        output = StepOutput(prompt_logprobs=scores, failed=unscored, halted=layers.halted, lost=lost)
         if not request_ids:
-            return LaunchedStep(output, None, end=Mark(self._model.device))
+            return LaunchedStep(output, None, end=StreamEvent(self._model.device))
         sample = self._sampler.launch(self._model.logits(hidden_TD), request_ids)
         self._pending.note(request_ids, sample.tokens_R)
         return LaunchedStep(output, sample)
@@ -153,24 +125,17 @@ class ModelRunner:
         return self.loop.run(plan)
 
     def take_events(self) -> list[HostEvent]:
-        """Return, once, the host tier's events that came while a step waited for others."""
+        """Return, once, the host tier's events that came while a step waited for other ones."""
         events, self._early_events = self._early_events, []
         return events
 
-    def _second_batch(self, plan: StepPlan) -> SecondBatch | None:
-        if not plan.pipelined:
-            return None
+    def _second_batch(self, plan: StepPlan) -> SecondBatch:
         assert self._tier is not None
-        return SecondBatch(
-            plan.pipelined,
-            model=self._model,
-            tier=self._tier,
-            residuals_SD=self._rows.residuals_SD,
-            keep=self._early_events.append,
-        )
+        residuals_SD, keep = self._rows.residuals_SD, self._early_events.append
+        return SecondBatch(plan.pipelined, model=self._model, tier=self._tier, residuals_SD=residuals_SD, keep=keep)
 
     def _hand_over(self, plan: StepPlan) -> None:
-        """Tell the host tier what does not depend on this step's layers."""
+        """Give the host tier what does not depend on this step's layers: cancels, moves, and tokens that begin."""
         if self._tier is None:
             return
         for slot in plan.cancels:

@@ -1,7 +1,7 @@
-"""Safepoints: best-effort rows leave a step between two layers, and go on there in a later one. Paper: conserve 4.3.
+"""Safepoints: best-effort rows leave a step between two layers, and go on there in a later step. Paper: conserve 4.3.
 
-ConServe drops what such rows had computed. Here their hidden states wait, so that only the rest is computed later; a
-setting drops them too, for comparison. Legend: T rows of a chunk, D hidden.
+ConServe drops the work of such rows. Here their hidden states are kept, so that a later step only computes the rest; a
+setting drops them, for comparison. Legend: T rows of a chunk, D hidden.
 """
 
 from __future__ import annotations
@@ -13,27 +13,18 @@ import torch
 from torch import Tensor
 
 from omniserve.core.plan import DeviceChunk, StepPlan
-from omniserve.ops.device_copies import event_on
-from omniserve.ops.waiting import wait_for
+from omniserve.ops.device_copies import StreamEvent
 
 
 class HaltedRows:
-    """Hidden states of chunks that left a step.
-
-    Args:
-        keep: Keep them; False: drop them, as ConServe does.
-    """
+    """Hidden states of chunks that left a step; without ``keep`` they are dropped, as ConServe does."""
 
     def __init__(self, *, keep: bool) -> None:
         self._keep = keep
         self._rows: dict[str, tuple[int, int, Tensor]] = {}
 
     def halt(self, chunk: DeviceChunk, layer: int, hidden_TD: Tensor) -> int:
-        """Take the rows of a chunk that leaves before ``layer``.
-
-        Returns:
-            What ``StepOutput.halted`` says of it: the layer, or 0 if they are dropped.
-        """
+        """Keep the rows of a chunk that leaves before ``layer``; return the layer at which it goes on."""
         if not self._keep:
             return 0
         self._rows[chunk.request_id] = (layer, chunk.start, hidden_TD.clone())
@@ -43,7 +34,7 @@ class HaltedRows:
         """Return the rows of a chunk that goes on, and forget them.
 
         Raises:
-            RuntimeError: They are not here, or are those of other tokens.
+            RuntimeError: No rows were kept for the chunk, or rows of other tokens.
         """
         layer, start, hidden_TD = self._rows.pop(chunk.request_id, (0, 0, None))
         if hidden_TD is None or (layer, start, len(hidden_TD)) != (chunk.from_layer, chunk.start, len(chunk.token_ids)):
@@ -51,77 +42,66 @@ class HaltedRows:
         return hidden_TD
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the rows of requests that ended or began anew."""
+        """Drop the rows of requests that ended or started again."""
         for request_id in request_ids:
             self._rows.pop(request_id, None)
 
 
-class LayerPace:
-    """Keeps the host's calls at most a layer ahead of the device, which always has one more layer to run.
+class LayerThrottle:
+    """Keeps the host at most one layer ahead of the device, which so always has a layer to run.
 
-    A GPU is given layers long before it runs them: a safepoint asked as they are given would be asked too early.
-
-    Args:
-        device: The device tier's.
+    A GPU is given layers long before it runs them, so without this a safepoint would be asked too early.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last: torch.cuda.Event | None = None
+        self._last: StreamEvent | None = None
 
-    def keep(self) -> None:
-        """Wait until the device has done what it had been given at the last call. Without a GPU there is no waiting.
+    def wait(self) -> None:
+        """Wait until the device has done the work that it had been given at the last call. A CPU never waits.
 
         Raises:
             Stalled: The device did not get there in time.
         """
-        if self._device.type != "cuda":
-            return
-        event = event_on(self._device)
+        event = StreamEvent(self._device)
         if self._last is not None:
-            wait_for(self._last, "a layer")
+            self._last.wait("a layer")
         self._last = event
 
 
 class Safepoints:
-    """Which rows of a step are at each layer: preemptible rows may leave before it, and others go on there.
+    """Knows the rows of a step at each layer: preemptible rows may leave before it, and others go on there.
 
-    Args:
-        plan: The step.
-        halted: Takes the rows that leave, and holds those that go on.
-        must_leave: Asked before each layer at which preemptible rows are: must they leave? None: they never do.
-        device: The device tier's.
+    Before each layer that has preemptible rows ``must_leave`` tells whether they must leave; with None they never do.
     """
 
     def __init__(
         self, plan: StepPlan, *, halted: HaltedRows, must_leave: Callable[[], bool] | None, device: torch.device
     ) -> None:
-        self._plan = plan
-        self._halted = halted
-        self._must_leave = must_leave
-        self._pace = LayerPace(device)
+        self._plan, self._halted, self._must_leave = plan, halted, must_leave
+        self._throttle = LayerThrottle(device)
         self.present = _until_layer(plan, 0)
-        """The step with the chunks that are at this layer; another object after each change."""
+        """The plan with the chunks that are at the current layer only; a new object after each change."""
         self.left: dict[str, int] = {}
-        """Request -> the layer before which its chunk left."""
+        """Request -> the layer before which its chunk left the step."""
 
     def before_layer(self, layer: int, hidden_TD: Tensor) -> Tensor:
-        """Let rows leave before a layer, and go on there; return the rows that are at it, ``[T, D]``."""
-        if layer and self._are_to_leave():
+        """Let rows leave before a layer, and others go on there; return the rows of the layer, ``[T, D]``."""
+        if layer and self._must_rows_leave():
             hidden_TD = self._leave(layer, hidden_TD)
         if layer and any(chunk.from_layer == layer for chunk in self._plan.chunks):
             hidden_TD = self._rejoin(layer, hidden_TD)
         return hidden_TD
 
-    def _are_to_leave(self) -> bool:
-        is_there = any(chunk.request_id in self._plan.preemptible for chunk in self.present.chunks)
-        if not is_there or self._must_leave is None:
+    def _must_rows_leave(self) -> bool:
+        is_preemptible = any(chunk.request_id in self._plan.preemptible for chunk in self.present.chunks)
+        if not is_preemptible or self._must_leave is None:
             return False
-        self._pace.keep()
+        self._throttle.wait()
         return self._must_leave()
 
     def _leave(self, layer: int, hidden_TD: Tensor) -> Tensor:
-        """Halt the preemptible chunks that are here, and leave out those that would go on later; return other rows."""
+        """Halt the preemptible chunks at this layer, leave out those that would go on later; return the other rows."""
         preemptible = self._plan.preemptible
         kept: list[Tensor] = []
         row = 0
@@ -133,12 +113,12 @@ class Safepoints:
             else:
                 kept.append(rows_TD)
         later = (c for c in self._plan.chunks if c.from_layer >= layer and c.request_id in preemptible)
-        self.left |= {chunk.request_id: chunk.from_layer for chunk in later}  # they stay where they are
+        self.left |= {chunk.request_id: chunk.from_layer for chunk in later}  # their rows stay in HaltedRows
         self.present, self._plan = _without(self.present, self.left), _without(self._plan, self.left)
         return torch.cat([*kept, hidden_TD[row:]])
 
     def _rejoin(self, layer: int, hidden_TD: Tensor) -> Tensor:
-        """Put the rows that left an earlier step before this layer behind the other device rows."""
+        """Insert the rows that left an earlier step before this layer, behind the other device rows."""
         self.present = _until_layer(self._plan, layer)
         back = [self._halted.take(chunk) for chunk in self.present.chunks if chunk.from_layer == layer]
         n = sum(len(chunk.token_ids) for chunk in self.present.chunks) - sum(map(len, back))
@@ -146,7 +126,7 @@ class Safepoints:
 
 
 def _until_layer(plan: StepPlan, layer: int) -> StepPlan:
-    """Return a plan with the chunks that are at a layer: those that began before it, then those that go on there."""
+    """Return a plan with only the chunks at a layer: those that began before it, then those that go on there."""
     chunks = sorted((c for c in plan.chunks if c.from_layer <= layer), key=lambda chunk: chunk.from_layer)
     return dataclasses.replace(plan, chunks=tuple(chunks))
 

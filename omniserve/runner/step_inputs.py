@@ -1,4 +1,4 @@
-"""StepInputs: a StepPlan as arrays, and as the tensors that its layers need; PendingTokens: tokens between two steps.
+"""StepInputs, the tensors that a StepPlan's layers need, and PendingTokens, which brings tokens into the next step.
 
 Legend: T packed rows (device rows, then piggyback seats), R device requests, M blocks per request, P piggyback seats.
 """
@@ -24,36 +24,44 @@ class SeatRows:
     """The rows in the P piggyback seats between two layers."""
 
     slots_P: Tensor
-    """Host slot of each seat, int64 on the device; -1: empty."""
+    """Host slot of each seat, int64 on the device; -1 where it is empty."""
     host_slots_P: Tensor
     """The same on the CPU."""
     positions: tuple[int, ...]
     """Positions of the occupied seats, which are the first ones."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The rows of a step that become logits after the last layer."""
+
+    rows: Tensor
+    """Rows that sample a token, int64 on the device: device rows, then seats."""
+    request_ids: tuple[str, ...]
+    """The request of each of these rows."""
+    scores: tuple[tuple[str, int, PromptScores], ...]
+    """Chunks of which log-probabilities of the prompt are wanted: request, first row, and which."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRows:
-    """The device rows of a plan, as arrays on the host; n of them, of R requests."""
+    """The n device rows of a plan, of R requests, as arrays on the host; int64 unless said otherwise."""
 
     token_ids: np.ndarray
-    """``[n]`` int64."""
     positions: np.ndarray
-    """``[n]`` int64."""
     slot_mapping: np.ndarray
-    """``[n]`` int64: block * block_size + offset."""
+    """``[n]``: block * block_size + offset."""
     query_start_loc: np.ndarray
-    """``[R + 1]`` int64 prefix sums."""
+    """``[R + 1]`` prefix sums."""
     seq_lens: np.ndarray
-    """``[R]`` int64: context after this step."""
+    """``[R]``: context after this step."""
     block_table: np.ndarray
     """``[R, M]`` int32, padded with 0."""
     is_reversed: np.ndarray | None
     """``[R]`` bool; None: no block runs from the right."""
-    sampling: tuple[tuple[int, str], ...]
-    """Row and request of each that samples."""
 
     def attention_metadata(self, device: torch.device) -> AttentionMetadata:
-        """Return what attention on ``device`` needs of these rows."""
+        """Return the metadata of these rows for attention on ``device``."""
         reversed_RM: Tensor | None = None
         if self.is_reversed is not None:
             reversed_RM = _on(device, np.repeat(self.is_reversed[:, None], self.block_table.shape[1], axis=1))
@@ -70,30 +78,25 @@ class DeviceRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs:
-    """What the layers of one step need, made once before the first."""
+    """The inputs of all layers of one step."""
 
     num_device_rows: int
     num_seats: int
     token_ids_T: Tensor
-    """int64; the seats hold the tokens that enter, 0 where empty."""
+    """int64; the seats hold the tokens that enter, 0 where they are empty."""
     positions_T: Tensor
-    """int64, likewise."""
     slot_mapping: Tensor
     """``[num_device_rows]`` int64: block * block_size + offset."""
     attention: AttentionMetadata
     """Of the device rows."""
     entering: SeatRows | None
-    """Seats before pre-attention of layer 0; None if none enters."""
+    """The seats at layer 0; None if no token enters."""
     joining: dict[int, SeatRows]
-    """Layer -> seats that results of the host tier take there."""
-    sampling_rows: Tensor
-    """Rows whose hidden state after the last layer becomes logits, int64."""
-    sampling_request_ids: tuple[str, ...]
-    scores: tuple[tuple[str, int, PromptScores], ...]
-    """Request, first row and what to tell, for chunks with log-probabilities of the prompt."""
+    """Layer -> the seats into which results of the host tier come there."""
+    sampled: SampledRows
 
     def leaving(self, layer: int) -> SeatRows | None:
-        """Return the seats whose rows go to the host tier at a layer; None: all are empty."""
+        """Return the seats whose rows go to the host tier at a layer; None if all are empty."""
         return self.joining.get(layer - 1) if layer else self.entering
 
 
@@ -105,7 +108,7 @@ def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
     query_start_loc = np.zeros(len(chunks) + 1, np.int64)
     np.cumsum(lengths, out=query_start_loc[1:])
     num_rows = int(query_start_loc[-1])
-    # Position of each row: its chunk's start plus its index inside the chunk.
+    # The position of a row is its chunk's start plus its index inside the chunk.
     positions = np.arange(num_rows) + np.repeat(starts - query_start_loc[:-1], lengths)
     token_ids = np.fromiter(chain.from_iterable(c.token_ids for c in chunks), np.int64, num_rows)
 
@@ -126,39 +129,32 @@ def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
         seq_lens=starts + lengths,
         block_table=block_table,
         is_reversed=is_reversed if is_directed else None,
-        sampling=tuple((int(query_start_loc[i + 1]) - 1, c.request_id) for i, c in enumerate(chunks) if c.samples),
     )
 
 
 def joins_by_layer(plan: StepPlan) -> Mapping[int, Sequence[PiggybackJoin]]:
-    """Return the joins of a plan, layer by layer."""
+    """Return the joins of a plan by layer."""
     joining: defaultdict[int, list[PiggybackJoin]] = defaultdict(list)
     for join in plan.joins:
         joining[join.layer].append(join)
     return joining
 
 
-def sampling_rows(
-    rows: DeviceRows, at_last_layer: Sequence[PiggybackJoin], *, first_seat: int
-) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return the rows that sample, int64, and their requests: device rows, then seats of the last layer.
-
-    Args:
-        rows: The device rows.
-        at_last_layer: Joins at the last layer.
-        first_seat: Row of the first seat.
-    """
-    sampling = [*rows.sampling, *((first_seat + seat, join.request_id) for seat, join in enumerate(at_last_layer))]
-    return np.array([row for row, _ in sampling], np.int64), tuple(request_id for _, request_id in sampling)
-
-
-def prompt_scores(plan: StepPlan, rows: DeviceRows) -> tuple[tuple[str, int, PromptScores], ...]:
-    """Return request, first row and what to tell, for chunks with log-probabilities of the prompt."""
-    return tuple(
-        (c.request_id, int(rows.query_start_loc[i]) + c.scores.first_row, c.scores)
-        for i, c in enumerate(plan.chunks)
-        if c.scores is not None
-    )
+def sampled_rows(plan: StepPlan, *, num_layers: int, first_seat: int, device: torch.device) -> SampledRows:
+    """Return the rows of a plan that become logits; ``first_seat`` is the row of the first seat."""
+    sampling: list[tuple[int, str]] = []
+    scores: list[tuple[str, int, PromptScores]] = []
+    first_row = 0
+    for chunk in plan.chunks:
+        if chunk.scores is not None:
+            scores.append((chunk.request_id, first_row + chunk.scores.first_row, chunk.scores))
+        first_row += len(chunk.token_ids)
+        if chunk.samples:
+            sampling.append((first_row - 1, chunk.request_id))
+    at_last_layer = (join for join in plan.joins if join.layer == num_layers - 1)
+    sampling += ((first_seat + seat, join.request_id) for seat, join in enumerate(at_last_layer))
+    rows = upload(torch.tensor([row for row, _ in sampling], dtype=torch.int64), device)
+    return SampledRows(rows, tuple(request_id for _, request_id in sampling), tuple(scores))
 
 
 def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device: torch.device) -> StepInputs:
@@ -171,7 +167,6 @@ def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device
         token_ids[num_rows + seat] = entry.token_id
         positions[num_rows + seat] = entry.position
     joining = joins_by_layer(plan)
-    sampled, request_ids = sampling_rows(rows, joining.get(num_layers - 1, ()), first_seat=num_rows)
     return StepInputs(
         num_device_rows=num_rows,
         num_seats=seats,
@@ -181,9 +176,7 @@ def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device
         attention=rows.attention_metadata(device),
         entering=_seat_rows(plan.entries, seats, device) if plan.entries else None,
         joining={layer: _seat_rows(joins, seats, device) for layer, joins in joining.items()},
-        sampling_rows=_on(device, sampled),
-        sampling_request_ids=request_ids,
-        scores=prompt_scores(plan, rows),
+        sampled=sampled_rows(plan, num_layers=num_layers, first_seat=num_rows, device=device),
     )
 
 
@@ -192,9 +185,6 @@ class PendingTokens:
 
     It holds the tokens of the step that was launched last; each token that is pending in a plan is one of them.
     Legend: R rows that were sampled.
-
-    Args:
-        device: Where the tokens are, and the rows to fill.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -203,23 +193,18 @@ class PendingTokens:
         self._tokens_R = torch.empty(0, dtype=torch.int64, device=device)
 
     def note(self, request_ids: Sequence[str], tokens_R: Tensor) -> None:
-        """Take what a step sampled, in place of what the one before did.
-
-        Args:
-            request_ids: The request of each token.
-            tokens_R: int64, on the device.
-        """
+        """Hold the tokens that a step sampled, int64 on the device, in place of those of the step before."""
         self._request_ids, self._tokens_R = request_ids, tokens_R
 
     def fill(self, token_ids_T: Tensor, plan: StepPlan, *, first_seat: int | None = None) -> None:
-        """Put the tokens into the rows of a plan that wait for them, if any do; the host waits for nothing.
+        """Write the tokens into the rows of a plan that wait for them, if any do; the host waits for nothing.
 
-        To be called before the rows are embedded, or a captured graph that does so is replayed.
+        Call this before the rows are embedded, or before the replay of a captured graph that embeds them.
 
         Args:
-            token_ids_T: ``[T]`` int64, on the device: the rows of the plan's chunks, then its seats; it is changed.
+            token_ids_T: int64 on the device: the rows of the plan's chunks, then its seats. It is changed in place.
             plan: The step; none of its ``pipelined`` rows may be pending.
-            first_seat: Row of the first seat; None: the one behind the chunks.
+            first_seat: Row of the first seat; None means the row behind the chunks.
 
         Raises:
             RuntimeError: The last step did not sample what the plan waits for.

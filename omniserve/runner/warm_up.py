@@ -1,6 +1,6 @@
-"""warm_up_attention: compiles, before the first step, the kernels of device attention that any step may launch.
+"""warm_up_attention: compiles all kernels of device attention before the first step.
 
-Triton compiles a kernel when a launch first needs it, which would take a step a second or more.
+Triton compiles a kernel when a launch first needs it, which would delay a step by a second or more.
 
 Legend: T rows, R requests, M blocks per request, N query heads, H head size.
 """
@@ -19,28 +19,14 @@ from omniserve.ops.device_copies import upload
 
 @torch.inference_mode()
 def warm_up_attention(
-    attend: DeviceAttention,
-    storage: DeviceKVStorage,
-    spec: ModelSpec,
-    *,
-    max_rows: int,
-    max_requests: int,
-    max_blocks: int,
-    is_directed: bool,
-) -> None:
-    """Attend to chunks of different lengths, once for each kind of layer; what is there of KV stays as it is.
+    attend: DeviceAttention, storage: DeviceKVStorage, spec: ModelSpec, *,
+    max_rows: int, max_requests: int, max_blocks: int, is_directed: bool,
+) -> None:  # fmt: skip
+    """Attend to chunks of different lengths, once for each kind of layer; the KV stays as it is.
 
-    Decodes that are captured in a graph are not among them: their kernels are compiled as they are captured.
-
-    Args:
-        attend: Device attention.
-        storage: The device tier's KV, in the model's dtype.
-        spec: The model's sizes.
-        max_rows: Most device rows of a step.
-        max_requests: Most requests with device rows in a step.
-        max_blocks: Blocks of the longest request.
-        is_directed: Blocks may run from the right. A step in which none does has no direction table, so there are two
-            kernels of each kind.
+    The maxima are those of the device rows and requests of a step, and of a request's blocks. With ``is_directed``
+    blocks may run from the right: there are two kernels of each kind then, as a step may have a direction table or not.
+    Decodes in a captured graph are left out, because their kernels are compiled during the capture.
     """
     k_cache = storage.k_LBKSH
     device, dtype = k_cache.device, k_cache.dtype
@@ -67,10 +53,10 @@ def warm_up_attention(
 def _shapes(
     max_rows: int, max_requests: int, max_blocks: int, block_size: int
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield lengths of chunks that are first chunks, ``[R]``, and M.
+    """Yield the lengths of first chunks, ``[R]``, and M, such that every kernel is launched.
 
-    A kernel is chosen by the rows of all requests, by those of one on average, and by whether keys are many: powers of
-    two, which fill a tile, one more, which do not fit it, and both ends of the last come to all kernels.
+    A kernel is chosen by the rows of all requests, by their mean per request, and by whether there are many keys. So
+    the numbers of rows are powers of two, which fill a tile, and one more, and M is the smallest and the largest.
     """
     powers = _powers_of_two(max_rows)
     for num_rows in sorted({*powers, *(n + 1 for n in powers if n < max_rows)}):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omniserve.core.plan import PromptScores
 from omniserve.core.request import TokenLogprob
-from omniserve.ops.device_copies import Download, upload
+from omniserve.ops.device_copies import AsyncHostCopy, upload
 
 # Logits of so many rows are held at a time, in float32: 80 MB with a vocabulary of 152,000.
 _ROWS_AT_A_TIME = 128
@@ -56,7 +56,7 @@ def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) ->
         num_top: N, at most V.
     """
     found = logprobs_of(logits_RV, upload(torch.tensor(token_ids), logits_RV.device), num_top)
-    return told_logprobs(token_ids, *Download(found).wait())
+    return told_logprobs(token_ids, *AsyncHostCopy(found).wait())
 
 
 def logprobs_of(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

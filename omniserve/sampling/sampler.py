@@ -17,7 +17,7 @@ from torch import Tensor
 
 from omniserve.core.plan import SampledToken
 from omniserve.core.request import SamplingParams, TokenLogprob
-from omniserve.ops.device_copies import Download, upload
+from omniserve.ops.device_copies import AsyncHostCopy, upload
 from omniserve.sampling.draws import draw
 from omniserve.sampling.grammar import GrammarFailed, GrammarState
 from omniserve.sampling.prompt_scores import logprobs_of, told_logprobs
@@ -61,7 +61,7 @@ class PendingSample:
     """Messages by row."""
     scored_rows: Sequence[Sequence[int]]
     """Rows that return log-probabilities, by how many of the likeliest tokens."""
-    download: Download
+    copy: AsyncHostCopy
     """Tokens, each row's largest logit, and three tensors for each of ``scored_rows``; see ``logprobs_of``."""
 
     def result(self) -> tuple[dict[str, SampledToken], dict[str, str]]:
@@ -71,7 +71,7 @@ class PendingSample:
             Tokens by request, and messages by request for rows that have no finite maximum or no token that fits a
             grammar.
         """
-        tokens_R, top_R, *told = self.download.wait()
+        tokens_R, top_R, *told = self.copy.wait()
         token_ids, top = tokens_R.tolist(), top_R.tolist()
         logprobs: dict[int, TokenLogprob] = {}
         for number, rows in enumerate(self.scored_rows):
@@ -187,7 +187,7 @@ class Sampler:
             grammars={row: request.grammar for row, request in others if request.grammar is not None},
             failed=failed,
             scored_rows=list(scored.values()),
-            download=Download([tokens_R, *told]),
+            copy=AsyncHostCopy([tokens_R, *told]),
         )
 
     def _sample_others(

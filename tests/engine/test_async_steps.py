@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from omniserve import Engine, EngineConfig, ExecutionConfig, FinishReason, Request, RequestOutput, SamplingParams, patch
 from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, PiggybackEntry, StepPlan
 from omniserve.latency.trace import read_steps
-from omniserve.ops.device_copies import Download, upload
+from omniserve.ops.device_copies import AsyncHostCopy, upload
 from omniserve.runner.step_inputs import PendingTokens
 from tests.engine.test_engine import hf_tokens, request
 from tests.parity.models import tiny_model
@@ -75,22 +75,22 @@ def test_a_step_without_tokens_is_waited_for_like_any_other(
     """Or the host would launch all of a long prompt's steps at once, and who comes then would wait for them."""
     calls: list[str] = []
 
-    class NotedMark:
+    class NotedEvent:
         def __init__(self, device: torch.device) -> None:
-            self.number = sum(call.startswith("mark") for call in calls)
-            calls.append(f"mark {self.number}")
+            self.number = sum(call.startswith("event") for call in calls)
+            calls.append(f"event {self.number}")
 
-        def wait(self) -> None:
+        def wait(self, what: str) -> None:
             calls.append(f"wait {self.number}")
 
-    monkeypatch.setattr("omniserve.runner.runner.Mark", NotedMark)
+    monkeypatch.setattr("omniserve.runner.runner.StreamEvent", NotedEvent)
     engine = make_engine(async_steps=async_steps, max_num_batched_tokens=4)
     engine.add(request(18, 2))  # 5 steps, the last of which samples
     assert [token for output in run(engine) for token in output.new_token_ids] == hf_tokens(18, 2)
     if async_steps:  # one step ahead, no more
-        expected = ["mark 0", "mark 1", "wait 0", "mark 2", "wait 1", "mark 3", "wait 2", "wait 3"]
+        expected = ["event 0", "event 1", "wait 0", "event 2", "wait 1", "event 3", "wait 2", "wait 3"]
     else:
-        expected = [f"{word} {step}" for step in range(4) for word in ("mark", "wait")]
+        expected = [f"{word} {step}" for step in range(4) for word in ("event", "wait")]
     assert calls == expected
 
 
@@ -338,6 +338,6 @@ def test_pending_tokens_go_into_their_rows() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_download_brings_tensors_as_they_are(device: str) -> None:
     host = [torch.tensor([3, -1]), torch.tensor([[0.1, torch.inf], [-2.5, 7.0]]), torch.zeros(0, 3)]
-    got = Download([upload(tensor, torch.device(device)) for tensor in host]).wait()
+    got = AsyncHostCopy([upload(tensor, torch.device(device)) for tensor in host]).wait()
     for tensor, want in zip(got, host, strict=True):
         assert tensor.device.type == "cpu" and tensor.shape == want.shape and tensor.tolist() == want.tolist()

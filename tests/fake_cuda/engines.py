@@ -85,7 +85,7 @@ class FakeGpuEngine:
         def noted(*args: Any) -> Any:
             output = run_layers(*args)
             self.hidden.append(output.hidden_TD)
-            assert is_on_device(output.hidden_TD) and is_on_device(output.sampling_rows)
+            assert is_on_device(output.hidden_TD) and is_on_device(output.sampled.rows)
             assert output.hidden_TD.dtype is self.engine.model.dtype
             return output
 

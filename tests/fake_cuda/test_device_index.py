@@ -17,10 +17,10 @@ from omniserve.core.config import EngineConfig
 from omniserve.host.direct import DirectMover
 from omniserve.host.memory import allocate_pool
 from omniserve.host.tier import HostTier
-from omniserve.ops.device_copies import Download, Mark
+from omniserve.ops.device_copies import AsyncHostCopy, StreamEvent
 from omniserve.profiling.timer import Timer
 from omniserve.runner.cuda_graphs.capture import CudaGraphCapture
-from omniserve.runner.safepoint import LayerPace
+from omniserve.runner.safepoint import LayerThrottle
 from tests.cuda_indices import FakeCuda, fake_cuda  # noqa: F401  a fixture
 from tests.host.helpers import make_spec
 
@@ -34,21 +34,21 @@ def cuda(fake_cuda: FakeCuda) -> Iterator[FakeCuda]:  # noqa: F811
     assert fake_cuda.current == 0, "the current device is the caller's own"
 
 
-def test_marks(cuda: FakeCuda) -> None:
-    Mark(SECOND).wait()
+def test_events(cuda: FakeCuda) -> None:
+    StreamEvent(SECOND).wait("a step")
     assert cuda.noted == [("record", 1)]
 
 
-def test_downloads(cuda: FakeCuda) -> None:
+def test_copies_to_the_host(cuda: FakeCuda) -> None:
     with FakeTensorMode():
-        Download([torch.zeros(3, dtype=torch.int64, device=SECOND), torch.zeros(3, device=SECOND)])
+        AsyncHostCopy([torch.zeros(3, dtype=torch.int64, device=SECOND), torch.zeros(3, device=SECOND)])
     assert cuda.noted == [("record", 1)]
 
 
-def test_pace_of_the_layers(cuda: FakeCuda) -> None:
-    pace = LayerPace(SECOND)
-    pace.keep()
-    pace.keep()
+def test_throttle_of_the_layers(cuda: FakeCuda) -> None:
+    throttle = LayerThrottle(SECOND)
+    throttle.wait()
+    throttle.wait()
     assert cuda.noted == [("record", 1)] * 2
 
 

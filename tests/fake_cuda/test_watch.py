@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omniserve.ops.cuda import kernels
-from omniserve.ops.device_copies import Download, Mark, upload
+from omniserve.ops.device_copies import AsyncHostCopy, StreamEvent, upload
 from tests.fake_cuda.runtime import FakeRuntime, RuleBroken
 from tests.fake_cuda.watch import is_on_device
 
@@ -63,8 +63,8 @@ def test_what_no_step_may_do(name: str, gpu: FakeRuntime) -> None:
 WAITS: dict[str, Callable[[], Any]] = {
     "device": lambda: torch.cuda.synchronize(),
     "stream": lambda: torch.cuda.Stream().synchronize(),
-    "event": lambda: Mark(CUDA).wait(),
-    "download": lambda: Download([ones(3)]).wait(),
+    "event": lambda: StreamEvent(CUDA).wait("a step"),
+    "download": lambda: AsyncHostCopy([ones(3)]).wait(),
 }
 
 
@@ -157,7 +157,7 @@ def test_what_a_step_may_do(gpu: FakeRuntime) -> None:
     with gpu.never_waiting():
         on_device = upload(torch.arange(3), CUDA)
         assert is_on_device(on_device) and on_device.dtype is torch.int64
-        download = Download([on_device, on_device.double()])
+        download = AsyncHostCopy([on_device, on_device.double()])
         on_device[:2].index_copy_(0, on_device[:1], on_device[1:2])
         graph = capture(lambda: on_device.add_(1).masked_fill_(on_device > 2, 0))
         graph.replay()

@@ -11,9 +11,9 @@ import torch
 
 from omniserve import Stalled
 from omniserve.ops import waiting
-from omniserve.ops.device_copies import Download, Mark
+from omniserve.ops.device_copies import AsyncHostCopy, StreamEvent
 from omniserve.ops.waiting import drain, wait_for
-from omniserve.runner.safepoint import LayerPace
+from omniserve.runner.safepoint import LayerThrottle
 
 CUDA = torch.device("cuda")
 
@@ -94,13 +94,14 @@ def test_what_does_not_end_is_an_error_that_says_what_and_how_long(clock: Clock)
 
 
 def waits() -> dict[str, Callable[[], object]]:
-    download = Download([torch.zeros(2)])
-    download._packed, download._done = torch.zeros(2), Never()  # type: ignore[assignment]
-    pace = LayerPace(CUDA)
+    copy = AsyncHostCopy([torch.zeros(2)])
+    copy._packed, copy._done = torch.zeros(2), StreamEvent(torch.device("cpu"))
+    copy._done._event = Never()  # type: ignore[assignment]
+    throttle = LayerThrottle(CUDA)
     return {
-        "a step's tokens": download.wait,
-        "a step": lambda: Mark(CUDA).wait(),
-        "a layer": lambda: [pace.keep() for _ in range(2)],
+        "a step's tokens": copy.wait,
+        "a step": lambda: StreamEvent(CUDA).wait("a step"),
+        "a layer": lambda: [throttle.wait() for _ in range(2)],
         "all that it was given": lambda: drain(CUDA),
     }
 

@@ -22,13 +22,13 @@ from omniserve.host.direct import DirectMover
 from omniserve.host.mover import Mover
 from omniserve.host.staging import StagedMover
 from omniserve.host.tier import HostTier
-from omniserve.ops.device_copies import Download
+from omniserve.ops.device_copies import AsyncHostCopy, StreamEvent
 from omniserve.ops.waiting import wait_for
 from omniserve.runner.cuda_graphs.capture import CudaGraphCapture
 from omniserve.runner.cuda_graphs.inputs import StaticInputs
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.runner import LaunchedStep, ModelRunner
-from omniserve.runner.safepoint import LayerPace
+from omniserve.runner.safepoint import LayerThrottle
 from tests.streams.tensors import LazyTensor
 
 Change = Callable[[], AbstractContextManager[None]]
@@ -79,34 +79,33 @@ def _copy_without_ids(make: Any) -> Any:
     return lambda move, is_over, num_bytes=0, error="", ids_2M=None: make(move, is_over, num_bytes, error)
 
 
-def _wait_for_nothing(download: Download) -> list[Tensor]:
-    download._done = types.SimpleNamespace(query=lambda: True)  # type: ignore[assignment]
-    return _wait(download)
+def _wait_for_nothing(copy: AsyncHostCopy) -> list[Tensor]:
+    copy._done = types.SimpleNamespace(wait=lambda what: None)  # type: ignore[assignment]
+    return _wait(copy)
 
 
-_wait = Download.wait
-_start_download = Download.__init__
+_wait = AsyncHostCopy.wait
+_start_copy = AsyncHostCopy.__init__
 
 
-def _record_first(download: Download, tensors: Any) -> None:
-    before = torch.cuda.Event()
-    before.record()
-    _start_download(download, tensors)
-    download._done = before
+def _record_first(copy: AsyncHostCopy, tensors: Any) -> None:
+    before = StreamEvent(torch.device("cuda"))
+    _start_copy(copy, tensors)
+    copy._done = before
 
 
 @contextlib.contextmanager
-def _one_download_buffer() -> Iterator[None]:
+def _one_copy_buffer() -> Iterator[None]:
     make, buffer = torch.empty, torch.empty(4096, dtype=torch.int64, pin_memory=True)
 
     def empty(size: Any, **settings: Any) -> Tensor:
         return buffer[: size.numel()] if settings.get("pin_memory") else make(size, **settings)
 
-    def start(download: Download, tensors: Any) -> None:
+    def start(copy: AsyncHostCopy, tensors: Any) -> None:
         with mock.patch.object(torch, "empty", empty):
-            _start_download(download, tensors)
+            _start_copy(copy, tensors)
 
-    with mock.patch.object(Download, "__init__", start):
+    with mock.patch.object(AsyncHostCopy, "__init__", start):
         yield
 
 
@@ -174,11 +173,11 @@ def _read_at_once(tensor: LazyTensor) -> Tensor:
 
 
 MUTATIONS: Mapping[str, Mutation] = {
-    "tokens are read before their copy is over": Mutation("device", _replace(Download, "wait", _wait_for_nothing)),
+    "tokens are read before their copy is over": Mutation("device", _replace(AsyncHostCopy, "wait", _wait_for_nothing)),
     "the event of the tokens is recorded before their copy": Mutation(
-        "device", _replace(Download, "__init__", _record_first)
+        "device", _replace(AsyncHostCopy, "__init__", _record_first)
     ),
-    "the tokens of all steps come into one buffer": Mutation("device", _one_download_buffer, first_seed=1),
+    "the tokens of all steps come into one buffer": Mutation("device", _one_copy_buffer, first_seed=1),
     "the inputs of all steps leave from one page-locked buffer": Mutation("device, graphs", _one_input_buffer),
     "a step's inputs are written while the step before runs": Mutation(
         "device, graphs", _inputs_beside_the_step, first_seed=3
@@ -236,7 +235,7 @@ PACE: Mapping[str, Mutation] = {
         "device", _replace(ModelRunner, "collect", _collect_without_end), {"max_num_batched_tokens": 4}
     ),
     "the host runs ahead of the layers that it asks about": Mutation(
-        "safepoints", _replace(LayerPace, "keep", lambda pace: None)
+        "safepoints", _replace(LayerThrottle, "wait", lambda throttle: None)
     ),
     "graphs are captured while the device works": Mutation(
         "host, graphs", _replace(CudaGraphCapture, "_capture", _capture_without_waiting)

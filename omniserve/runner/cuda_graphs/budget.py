@@ -1,4 +1,4 @@
-"""Budget: how long capturing graphs may take, and how much memory."""
+"""Budget: limits the time and the memory that capturing graphs takes."""
 
 from __future__ import annotations
 
@@ -8,32 +8,23 @@ from contextlib import contextmanager
 
 
 class Budget:
-    """Counts what capturing has taken since the budget was made, and expects of a graph what the last of its kind took.
+    """Counts the seconds and bytes of captures since it was made; each graph is expected to take what the last one did.
 
-    So the budget is exceeded by the first graph of a kind only, or by one that takes more than the one before it.
-
-    Args:
-        limit_s: Seconds; 0 admits nothing.
-        limit_bytes: Device memory; 0 admits nothing.
-        used_bytes: Returns how much of the device's memory is in use, by any process.
-        clock: Monotonic seconds.
+    So only the first graph of a kind, or one that takes more than the one before it, can exceed the budget. A limit of
+    0 admits nothing. ``used_bytes`` returns how much of the device's memory is in use, by any process.
     """
 
     def __init__(
-        self,
-        *,
-        limit_s: float,
-        limit_bytes: int,
-        used_bytes: Callable[[], int],
+        self, *, limit_s: float, limit_bytes: int, used_bytes: Callable[[], int],
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._limit_s, self._limit_bytes = limit_s, limit_bytes
         self._used_bytes, self._clock = used_bytes, clock
         self._began_s, self._bytes_before = clock(), used_bytes()
         self._last: dict[Hashable, tuple[float, int]] = {}
 
     def spent(self) -> tuple[float, int]:
-        """Return seconds and bytes."""
+        """Return the seconds and bytes that were spent so far."""
         return self._clock() - self._began_s, self._used_bytes() - self._bytes_before
 
     def admits(self, kind: Hashable) -> bool:
@@ -44,7 +35,7 @@ class Budget:
 
     @contextmanager
     def spending(self, kind: Hashable) -> Iterator[None]:
-        """Capture a graph of a kind here."""
+        """Note what the capture of a graph inside this context takes."""
         seconds, num_bytes = self.spent()
         yield
         now_s, now_bytes = self.spent()

@@ -1,7 +1,7 @@
-"""Capture of steps: run the layers of a step once, and get something that runs them again on the same tensors.
+"""Capture of steps: run the layers of a step once, and get a function that runs them again on the same tensors.
 
-As in vLLM a capture is FULL (one graph is the whole step) or PIECEWISE (graphs of what is between the attentions, which
-are launched one by one).
+As in vLLM a capture is FULL (one graph for the whole step) or PIECEWISE (a graph for each part between two attentions,
+which themselves are launched one by one).
 
 Legend: T device rows, P piggyback seats, N query heads, H head size, D hidden.
 """
@@ -27,19 +27,19 @@ PiecewiseStep = Callable[[Attend], Tensor]
 
 
 class Capture(Protocol):
-    """Captures steps. A step waits for nothing, and its shapes and addresses do not depend on values."""
+    """Captures steps that wait for nothing, and whose shapes and addresses do not depend on values."""
 
     def full(self, run: FullStep) -> FullStep:
         """Capture a step with its attention."""
         ...
 
     def piecewise(self, run: PiecewiseStep) -> PiecewiseStep:
-        """Capture what is between the attentions of a step."""
+        """Capture the parts of a step between its attentions."""
         ...
 
 
 class NoCapture:
-    """Runs the step anew each time: padded steps on any device, to compare with and to debug."""
+    """Runs the step again each time: padded steps without graphs on any device, to compare with and to debug."""
 
     def full(self, run: FullStep) -> FullStep:
         return run
@@ -55,7 +55,7 @@ class FullGraph:
     replay: Callable[[], None]
     hidden_TD: Tensor
     run: FullStep
-    """What was captured. A graph holds addresses only; this keeps the tensors alive that it reads."""
+    """The captured function. It keeps alive the tensors that the graph reads, of which the graph has addresses only."""
 
     def __call__(self) -> Tensor:
         self.replay()
@@ -67,14 +67,14 @@ class PiecewiseGraph:
     """A step captured between its attentions."""
 
     before_attention: tuple[tuple[Callable[[], None], int, Tensor], ...]
-    """Replay of the piece that ends with a layer's queries, the layer, the queries."""
+    """For each layer: the replay of the piece that makes its queries, the layer, the queries."""
     attn_TD: Tensor
-    """Where each piece finds the attention rows of the layer before."""
+    """Each piece reads the attention rows of the layer before from here."""
     replay_last: Callable[[], None]
-    """Replay of what follows the last attention."""
+    """The replay of the piece after the last attention."""
     hidden_TD: Tensor
     run: PiecewiseStep
-    """See FullGraph."""
+    """As in FullGraph."""
 
     def __call__(self, attend: Attend) -> Tensor:
         for replay, layer, q_TNH in self.before_attention:
@@ -85,12 +85,9 @@ class PiecewiseGraph:
 
 
 class DeviceWorkCapture(ABC):
-    """Captures what the device is given to do; the Python code around it runs twice, and never again.
+    """Captures the work that the device is given. The Python code that launches it runs twice, and never again.
 
-    Args:
-        attention_shape: ``[T, N, H]`` with the largest T that is captured in pieces.
-        dtype: Of queries and attention rows.
-        device: Where they are.
+    ``attention_shape`` is ``[T, N, H]`` of the queries, with the largest T that is captured in pieces.
     """
 
     def __init__(self, attention_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -103,7 +100,7 @@ class DeviceWorkCapture(ABC):
 
     @abstractmethod
     def _end(self) -> Callable[[], None]:
-        """End what ``_begin`` began; return what does the captured work again."""
+        """End the capture; return a function that repeats the captured work."""
 
     def _capture(self, run: FullStep) -> tuple[Callable[[], None], Tensor]:
         """Return the replay of a step, or of the last of its pieces, and the hidden states that it writes."""
@@ -111,7 +108,7 @@ class DeviceWorkCapture(ABC):
         try:
             hidden_TD = run()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # it says that the capture failed, not why
+            with contextlib.suppress(RuntimeError):  # this error only says that the capture failed
                 self._end()
             raise
         return self._end(), hidden_TD
@@ -125,7 +122,7 @@ class DeviceWorkCapture(ABC):
         pieces: list[tuple[Callable[[], None], int, Tensor]] = []
 
         def keep(layer: int, q_TNH: Tensor) -> Tensor:
-            """Copy queries to where they wait for their attention: a later piece writes to where they were made."""
+            """Copy the queries away: a later piece may write to the memory in which they were made."""
             self._q_TNH[: len(q_TNH)].copy_(q_TNH)
             return self._attn_TD[: len(q_TNH)]
 
@@ -141,7 +138,7 @@ class DeviceWorkCapture(ABC):
 
 
 class CudaGraphCapture(DeviceWorkCapture):
-    """CUDA graphs. They share one memory pool, as only one of them runs at a time, and pieces in their order."""
+    """Captures CUDA graphs, which share one memory pool: one graph runs at a time, and pieces run in their order."""
 
     def __init__(self, attention_shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(attention_shape, dtype, device)
@@ -149,11 +146,11 @@ class CudaGraphCapture(DeviceWorkCapture):
         self._stream = _capture_stream(device)
 
     def _capture(self, run: FullStep) -> tuple[Callable[[], None], Tensor]:
-        with torch.cuda.stream(self._stream):  # its device is then the current one, too
+        with torch.cuda.stream(self._stream):  # this makes its device the current one, too
             return super()._capture(run)
 
     def _begin(self) -> None:
-        # Not torch.cuda.graph: it collects garbage and empties caches before each of hundreds of captures.
+        # torch.cuda.graph would collect garbage and empty caches before each of hundreds of captures.
         torch.cuda.synchronize(self._stream.device)
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
@@ -165,5 +162,5 @@ class CudaGraphCapture(DeviceWorkCapture):
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream that graphs are captured on: cuBLAS keeps a workspace for each, for good."""
+    """Return the one stream on which graphs are captured: cuBLAS keeps a workspace for every stream for ever."""
     return torch.cuda.Stream(device)

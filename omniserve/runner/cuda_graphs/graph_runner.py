@@ -1,8 +1,8 @@
-"""CudaGraphRunner: which steps run in constant shapes, and their CUDA graphs.
+"""CudaGraphRunner: captures CUDA graphs of steps of constant shapes, and runs the steps that fit one of them.
 
-A step in which every request has one device row (decodes, and any rows of the host tier) is a FULL graph: one launch.
-One with longer chunks is captured PIECEWISE, between the attentions, which depend on the chunks' lengths. A step that
-fits no captured shape runs as it is: see ``ModelRunner``. Capturing ends when its budget is spent.
+A step in which every request has one device row (decodes, and any rows of the host tier) is one FULL graph and one
+launch. A step with longer chunks is captured PIECEWISE, because its attention depends on the chunks' lengths. A step
+that fits no captured shape runs without padding, in ``LayerLoop``. Capturing ends when its budget is spent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from omniserve.core.plan import StepPlan
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops.attention import DeviceAttention, is_graph_safe
-from omniserve.ops.device_copies import upload
 from omniserve.runner.cuda_graphs.budget import Budget
 from omniserve.runner.cuda_graphs.capture import Capture, CudaGraphCapture, FullStep, NoCapture, PiecewiseStep
 from omniserve.runner.cuda_graphs.inputs import InputMemory, StaticInputs
@@ -36,7 +35,7 @@ from omniserve.runner.cuda_graphs.shapes import (
 )
 from omniserve.runner.layer_loop import LayersOutput, stops_between_layers
 from omniserve.runner.piggyback_rows import PiggybackRows
-from omniserve.runner.step_inputs import PendingTokens, make_device_rows, prompt_scores, sampling_rows
+from omniserve.runner.step_inputs import PendingTokens, make_device_rows, sampled_rows
 
 logger = logging.getLogger(__name__)
 
@@ -44,75 +43,49 @@ logger = logging.getLogger(__name__)
 class CudaGraphRunner:
     """Runs the layers of the steps that fit a shape.
 
-    Args:
-        layers: What a step is made of.
-        memory: For the inputs, large enough for all shapes.
-        capture: Captures the steps.
-        decodes: Shapes of steps with one row a request.
-        chunks: Shapes of other steps.
-        block_size: Tokens per KV block.
-        limit_s: Most seconds that capturing may take.
-        limit_bytes: Most device memory that graphs may take.
+    ``decodes`` are the shapes of steps with one row a request, ``chunks`` those of other steps; the memory has room for
+    the largest. The limits are those of the seconds and of the device memory that capturing may take.
     """
 
     def __init__(
-        self,
-        layers: PaddedLayers,
-        memory: InputMemory,
-        capture: Capture,
-        *,
-        decodes: ShapeTable,
-        chunks: ShapeTable,
-        block_size: int,
-        limit_s: float,
-        limit_bytes: int,
-    ) -> None:
-        self._layers = layers
-        self._memory = memory
-        self._capture = capture
+        self, layers: PaddedLayers, memory: InputMemory, capture: Capture, *, decodes: ShapeTable, chunks: ShapeTable,
+        block_size: int, limit_s: float, limit_bytes: int,
+    ) -> None:  # fmt: skip
+        self._layers, self._memory, self._capture, self._block_size = layers, memory, capture, block_size
         self._order = capture_order(decodes, chunks)
-        self._block_size = block_size
         self._limit_s, self._limit_bytes = limit_s, limit_bytes
         self._decodes: dict[StepShape, tuple[StaticInputs, FullStep]] = {}
         self._chunks: dict[StepShape, tuple[StaticInputs, PiecewiseStep]] = {}
-        self._decode_shapes: list[StepShape] = []  # those that were captured, by size
+        self._decode_shapes: list[StepShape] = []  # the captured ones, by size
         self._chunk_shapes: list[StepShape] = []
         self.num_decode_steps = 0
         """Counter: steps with at most one row a request that ran in a constant shape."""
         self.num_chunk_steps = 0
-        """Counter: the others that did."""
+        """Counter: other steps that ran in a constant shape."""
 
     @classmethod
     def of(
-        cls,
-        config: EngineConfig,
-        *,
-        model: PatchedModel,
-        storage: DeviceKVStorage,
-        attention: DeviceAttention,
-        rows: PiggybackRows,
-        max_model_len: int,
-        has_host_tier: bool,
-        is_directed: bool,
-    ) -> Self | None:
-        """Return an engine's, nothing captured yet; None: its steps all run in their own shapes.
+        cls, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, attention: DeviceAttention,
+        rows: PiggybackRows, max_model_len: int, has_host_tier: bool, is_directed: bool,
+    ) -> Self | None:  # fmt: skip
+        """Return the graph runner of an engine, without graphs yet; None if the settings or the device ask for none.
 
         Raises:
-            ValueError: The settings ask for constant shapes, which the device attention or the model cannot have.
+            ValueError: The settings ask for graphs, which the device attention or the model does not allow.
         """
-        device, spec = model.device, model.spec
-        if config.execution.step_graphs == "off" or (config.execution.step_graphs == "auto" and device.type != "cuda"):
+        device, spec, wanted = model.device, model.spec, config.execution.step_graphs
+        if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
             return None
         if reason := why_not_captured(model, attention, config):
-            if config.execution.step_graphs == "auto":
+            if wanted == "auto":
                 logger.warning("steps are not captured: %s", reason)
                 return None
-            raise ValueError(f"step_graphs={config.execution.step_graphs!r} is not possible: {reason}")
+            raise ValueError(f"step_graphs={wanted!r} is not possible: {reason}")
         seats = config.max_piggyback_seats if has_host_tier else 0
         # A best-effort request may be admitted beside as many latency-sensitive ones.
         most = min(2 * config.max_num_seqs, config.max_num_batched_tokens)
         decodes = ShapeTable.of(DECODE_ROWS, max_rows=most, max_seats=seats)
-        # Beyond that, launching the pieces of a layer takes less time than running them, captured or not.
+        # With more rows, launching the kernels of a layer takes less time than running them, captured or not.
         most = min(config.max_num_batched_tokens, CHUNK_ROWS[-1])
         chunks = ShapeTable.of(CHUNK_ROWS, max_rows=most, max_seats=seats)
         largest = StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats)
@@ -120,10 +93,9 @@ class CudaGraphRunner:
             largest, num_layers=spec.num_layers, max_blocks=-(-max_model_len // config.block_size), device=device,
             is_directed=is_directed,
         )  # fmt: skip
-        attention_shape = (chunks.rows[-1], spec.num_heads, spec.head_size)
         capture: Capture = NoCapture()
         if device.type == "cuda":
-            capture = CudaGraphCapture(attention_shape, model.dtype, device)
+            capture = CudaGraphCapture((chunks.rows[-1], spec.num_heads, spec.head_size), model.dtype, device)
         return cls(
             PaddedLayers(model, storage, attention, rows), memory, capture,
             decodes=decodes, chunks=chunks, block_size=config.block_size,
@@ -132,16 +104,11 @@ class CudaGraphRunner:
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture the shapes, the most useful ones first, until the budget is spent; a terminal has a progress bar.
-
-        No step has to wait for a capture: one that fits none runs eagerly.
-        """
+        """Capture the shapes, the most useful ones first, until the budget is spent, with a progress bar."""
         device = self._memory.device
-        budget = Budget(
-            limit_s=self._limit_s, limit_bytes=self._limit_bytes, used_bytes=lambda: _used_bytes(device)
-        )  # fmt: skip
+        budget = Budget(limit_s=self._limit_s, limit_bytes=self._limit_bytes, used_bytes=lambda: _used_bytes(device))
         gc.collect()
-        gc.disable()  # to free a graph while another is being captured is an error
+        gc.disable()  # it is an error to free a graph while another one is being captured
         try:
             for index, (shape, is_decode) in enumerate(tqdm(self._order, desc="capturing steps", disable=None)):
                 kind = is_decode, index < 2  # the first two, the largest, pay for the pool and most of the compiling
@@ -165,7 +132,7 @@ class CudaGraphRunner:
 
     def _capture_shape(self, shape: StepShape, *, is_decode: bool) -> None:
         inputs = StaticInputs(shape, self._memory)
-        # An empty step: nothing is stored or sent.
+        # For an empty step, which stores and sends nothing.
         inputs.fill(_EMPTY, make_device_rows(_EMPTY, block_size=1), decodes=is_decode)
         if is_decode:
             self._decodes[shape] = inputs, self._capture.full(partial(self._layers.run_decodes, inputs))
@@ -173,20 +140,14 @@ class CudaGraphRunner:
             self._chunks[shape] = inputs, self._capture.piecewise(partial(self._layers.run, inputs))
 
     def shape_for(self, plan: StepPlan) -> StepShape | None:
-        """Return the captured shape that a step is padded to; None: it fits none, or its rows may come and go."""
+        """Return the captured shape to which a step is padded; None: none fits, or rows may leave between layers."""
         if stops_between_layers(plan):
             return None
         shapes = self._decode_shapes if decodes_only(plan) else self._chunk_shapes
         return smallest_fitting(shapes, plan.num_device_tokens, plan.num_piggyback_seats)
 
     def run(self, plan: StepPlan, shape: StepShape, pending: PendingTokens) -> LayersOutput:
-        """Run a step's layers; the hidden states are valid until the next step.
-
-        Args:
-            plan: The step.
-            shape: What ``shape_for`` says of it.
-            pending: Knows tokens that the host does not know yet.
-        """
+        """Run a step's layers in the shape that ``shape_for`` returned; the output is valid until the next step."""
         rows = make_device_rows(plan, block_size=self._block_size)
         if decodes_only(plan):
             self.num_decode_steps += 1
@@ -201,19 +162,14 @@ class CudaGraphRunner:
             pending.fill(inputs.token_ids_T, plan, first_seat=shape.rows)
             metadata, num_rows = rows.attention_metadata(self._memory.device), len(rows.token_ids)
             hidden_TD = replay_with(lambda layer, q_TNH: self._layers.attend_padded(layer, q_TNH, metadata, num_rows))
-        at_last_layer = [join for join in plan.joins if join.layer == self._memory.num_layers - 1]
-        sampled, request_ids = sampling_rows(rows, at_last_layer, first_seat=shape.rows)
+        num_layers, device = self._memory.num_layers, self._memory.device
         return LayersOutput(
-            hidden_TD=hidden_TD,
-            sampling_rows=upload(torch.from_numpy(sampled), self._memory.device),
-            sampling_request_ids=request_ids,
-            scores=prompt_scores(plan, rows),
-            halted={},
-        )
+            hidden_TD, sampled_rows(plan, num_layers=num_layers, first_seat=shape.rows, device=device)
+        )  # fmt: skip
 
 
 def why_not_captured(model: PatchedModel, attention: DeviceAttention, config: EngineConfig) -> str:
-    """Return why a CUDA graph cannot hold a model's steps, and what to do about it; empty: nothing is in its way."""
+    """Return why a CUDA graph cannot hold a model's steps, and what to do about it; empty if it can."""
     if model.device.type != "cuda":
         return ""
     if not is_graph_safe(attention):
@@ -233,7 +189,7 @@ _EMPTY = StepPlan(step_id=0)
 
 
 def _used_bytes(device: torch.device) -> int:
-    """Return how much of a GPU's memory is in use, by what a graph takes of the driver, too; 0 without a GPU."""
+    """Return how much of a GPU's memory is in use, including the driver's memory for graphs; 0 without a GPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

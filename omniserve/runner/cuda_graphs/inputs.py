@@ -1,4 +1,4 @@
-"""StaticInputs: the tensors of a step at addresses and in shapes that do not change; what is in them does.
+"""StaticInputs: the inputs of a step as tensors with constant addresses and shapes, which each step overwrites.
 
 Legend: T device rows, P piggyback seats, L layers, M blocks per request, all of a bucket.
 """
@@ -17,28 +17,16 @@ from omniserve.runner.step_inputs import DeviceRows, joins_by_layer
 
 
 class InputMemory:
-    """What the inputs of all shapes share; only one step's are in it at a time.
+    """The memory that the inputs of all shapes share; it holds one step's at a time.
 
-    Args:
-        largest: Most rows and most seats of any shape.
-        num_layers: L.
-        max_blocks: M: blocks of the longest request.
-        device: Where the tensors are.
-        is_directed: Blocks may run from the right.
+    ``largest`` has the most rows and the most seats of any shape, ``max_blocks`` is M, the blocks of the longest
+    request. With ``is_directed`` blocks may run from the right.
     """
 
     def __init__(
-        self,
-        largest: StepShape,
-        *,
-        num_layers: int,
-        max_blocks: int,
-        device: torch.device,
-        is_directed: bool = False,
+        self, largest: StepShape, *, num_layers: int, max_blocks: int, device: torch.device, is_directed: bool = False
     ) -> None:
-        self.num_layers = num_layers
-        self.max_blocks = max_blocks
-        self.device = device
+        self.num_layers, self.device = num_layers, device
         self.longs = torch.zeros(sum(_long_sizes(largest, num_layers)), dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(largest.rows, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(largest.rows, max_blocks, dtype=torch.int32, device=device)
@@ -49,10 +37,10 @@ class InputMemory:
 
 
 class StaticInputs:
-    """The inputs of one shape: views of the memory, which ``fill`` writes; two copies come from the host.
+    """The inputs of one shape: views of the shared memory, which ``fill`` writes by two copies from the host.
 
-    A device row that only pads is token 0 at position 0, is stored nowhere (slot -1) and attends to nothing (length 0);
-    an empty seat is slot -1.
+    A device row that only pads is token 0 at position 0; its K and V are not stored (slot -1) and it attends to no key
+    (length 0). An empty seat has slot -1.
     """
 
     def __init__(self, shape: StepShape, memory: InputMemory) -> None:
@@ -64,11 +52,10 @@ class StaticInputs:
         self.token_ids_T: Tensor = token_ids
         """``[T + P]``; the seats hold the tokens that enter."""
         self.positions_T: Tensor = positions
-        """``[T + P]``, likewise."""
         self.slot_mapping_T: Tensor = slots
         self._seat_slots = seat_slots.view(num_layers + 1, seats)
         self.seat_positions: Tensor = seat_positions
-        """``[L * P]``: positions of those in the seats before the attention of each layer."""
+        """``[L * P]``: positions of the tokens in the seats before the attention of each layer."""
         self.attention = AttentionMetadata(
             block_table_RM=memory.block_table[:rows],
             query_start_loc_R1=memory.query_start_loc[: rows + 1],
@@ -76,7 +63,7 @@ class StaticInputs:
             reversed_RM=memory.reversed_blocks[:rows] if memory.reversed_blocks is not None else None,
             one_query_each=True,
         )
-        """Of a step of decodes. If blocks may run from the right it has a direction table in every step."""
+        """The metadata of a step of decodes. If blocks may run from the right it always has a direction table."""
 
     def slots_leaving(self, layer: int) -> Tensor:
         """Return the slots ``[P]`` of the rows that leave for the host tier at a layer."""
@@ -87,13 +74,10 @@ class StaticInputs:
         return self._seat_slots[layer + 1]
 
     def fill(self, plan: StepPlan, rows: DeviceRows, *, decodes: bool) -> None:
-        """Write a step's inputs; the copies are queued on the current stream.
+        """Write the inputs of a plan that fits the shape; the copies are queued on the current stream.
 
-        Args:
-            plan: It fits the shape.
-            rows: Its device rows.
-            decodes: Every request has one device row, so lengths and block tables are written, too; else they are the
-                caller's to bring.
+        With ``decodes`` every request has one device row, and ``attention`` is written, too; otherwise the caller has
+        metadata of its own.
         """
         num_rows, seats = len(rows.token_ids), self.shape.seats
         longs = self._host_buffer(self._longs)
@@ -121,8 +105,8 @@ class StaticInputs:
     def _fill_tables(self, rows: DeviceRows) -> None:
         num_rows, num_blocks = rows.block_table.shape
         width = max(1, num_blocks)
-        # In one copy, and no wider than the step needs: the longest request that may come has thousands of blocks. What
-        # is behind a request's last block is never read, so it may be anything.
+        # One copy, no wider than the step needs, as the longest possible request has thousands of blocks. Entries
+        # behind a request's last block are never read and may have any value.
         table = np.zeros((self.shape.rows, 2 + width), np.int32)
         table[:num_rows, 0] = rows.seq_lens
         if rows.is_reversed is not None:
@@ -132,14 +116,14 @@ class StaticInputs:
         self.attention.seq_lens_R.copy_(on_device[:, 0])
         self.attention.block_table_RM[:, :width].copy_(on_device[:, 2:])
         if self.attention.reversed_RM is not None:
-            self.attention.reversed_RM[:, :width].copy_(on_device[:, 1:2])  # a request's blocks all run the same way
+            self.attention.reversed_RM[:, :width].copy_(on_device[:, 1:2])  # all blocks of a request run the same way
 
     def _host_buffer(self, target: Tensor) -> Tensor:
-        # torch hands out a page-locked buffer again only when the copies from it are over.
+        # A new buffer each time: torch reuses a page-locked one only when the copies from it are over.
         return torch.empty(target.shape, dtype=target.dtype, pin_memory=target.device.type == "cuda")
 
 
 def _long_sizes(shape: StepShape, num_layers: int) -> list[int]:
-    """Return the numbers of elements: token ids, positions, slots of rows, slots of seats, positions of seats."""
+    """Return the lengths of: token ids, positions, slots of rows, slots of seats, positions of seats."""
     rows, seats = shape.rows, shape.seats
     return [rows + seats, rows + seats, rows, (num_layers + 1) * seats, num_layers * seats]
