@@ -22,16 +22,16 @@ from omniserve.layers.head import project
 LAYER_FAMILIES: Registry[type[LayerFamily]] = Registry("layer family", package="omniserve.layers")
 """HF ``config.model_type`` -> family class."""
 
-# Frequencies of these rope types are the same for every sequence, so one table serves a packed batch.
+# The frequencies of these rope types are the same for every sequence, so one table serves a packed batch.
 _STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class LayerFamily(ABC):
-    """One architecture. Stateless apart from the model it is given.
+    """One architecture, without state apart from its model.
 
-    Every tensor is token-packed: the rows of all requests in one ``[T, D]``, no batch dimension and no padding.
-    A half may read nothing of the layer that differs between layers except its parameters: one compiled function
-    serves all layers of the same structure. ``layer_idx`` in particular is off limits.
+    Every tensor is token-packed: the rows of all requests in one ``[T, D]``, no batch dimension and no padding. One
+    compiled function serves all layers of the same structure, so a half may read only those attributes of its layer
+    that are the same in all layers, and its parameters; it may not read ``layer_idx``.
 
     Raises:
         UnsupportedModelError: The config uses a feature that the halves or the attention kernels do not have.
@@ -40,7 +40,7 @@ class LayerFamily(ABC):
     attention_name = "self_attn"
     """Attribute of a decoder layer that holds its attention module."""
     cache_argument = "past_key_values"
-    """Name under which HF hands the cache to a decoder layer."""
+    """The keyword with which HF passes the cache to a decoder layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -56,36 +56,30 @@ class LayerFamily(ABC):
         self._probe = torch.empty(0, dtype=model.dtype, device=model.device)  # rotary_emb reads its dtype and device
         self.check()
 
-    # --- what a family must say ------------------------------------------------------------------------------------
+    # --- methods that a family defines -----------------------------------------------------------------------------
 
     @abstractmethod
     def pre_attention(
         self, layer: nn.Module, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm, QKV projection, q/k norm and rotary: ``(q_TNH, k_TKH, v_TKH)``, model dtype; views will do."""
+        """Norm, QKV projection, q/k norm and rotary; returns ``(q_TNH, k_TKH, v_TKH)``, model dtype, perhaps views."""
 
     @abstractmethod
     def post_attention(self, layer: nn.Module, attn: Tensor, hidden_TD: Tensor) -> Tensor:
-        """Output projection, residual, norms and feed-forward.
+        """Output projection, residual, norms and feed-forward; returns the layer's output ``[T, D]``.
 
-        Args:
-            layer: The decoder layer.
-            attn: Attention result ``[T, N * H]``, contiguous, model dtype.
-            hidden_TD: The layer's input, which is the residual.
-
-        Returns:
-            The layer's output ``[T, D]``.
+        ``attn`` is ``[T, N * H]``, contiguous, in the model's dtype; ``hidden_TD`` is the layer's input, the residual.
         """
 
     def linear_groups(self, layer: nn.Module) -> list[tuple[nn.Module, ...]]:
-        """Name the modules that the halves call through ``packed.project``; disjoint, in the order of the call."""
+        """Return the modules that the halves call through ``groups.project``: disjoint groups, in the order called."""
         return []
 
     def why_not_captured(self) -> str:
-        """Return why a CUDA graph cannot hold the halves, and what to do about it; empty: it can."""
+        """Return why a CUDA graph cannot hold the halves, and what to do about it; empty if it can."""
         return ""
 
-    # --- what most families share ----------------------------------------------------------------------------------
+    # --- methods that most families share --------------------------------------------------------------------------
 
     @property
     def backbone(self) -> Any:
@@ -102,7 +96,7 @@ class LayerFamily(ABC):
         return cos[0], sin[0]
 
     def final_norm(self, hidden_RD: Tensor) -> Tensor:
-        """Apply what stands between the last layer and the head."""
+        """Apply the modules between the last layer and the head."""
         return self.backbone.norm(hidden_RD)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
@@ -114,17 +108,17 @@ class LayerFamily(ABC):
         return getattr(layer, self.attention_name)
 
     def attention_spec(self, layer: nn.Module) -> AttentionSpec:
-        """Say how this layer attends."""
+        """Return the scale, the window and the softcap of a layer's attention."""
         attention = self.attention_module(layer)
         window = getattr(attention, "sliding_window", getattr(self.config, "sliding_window", None))
         return AttentionSpec(scale=float(attention.scaling), window=window or 0)
 
     def head_size(self, layer: nn.Module) -> int:
-        """Return the layer's head size."""
+        """Return a layer's head size."""
         return int(self.attention_module(layer).head_dim)
 
     def check(self) -> None:
-        """Refuse config features that are not supported."""
+        """Raise UnsupportedModelError for features of the config that are not supported."""
         name = type(self.model).__name__
         rope = getattr(self.config, "rope_parameters", None) or {}
         rope_type = rope.get("rope_type", "default")
@@ -151,10 +145,7 @@ class LayerFamily(ABC):
             )
 
     def spec(self, max_model_len: int | None = None) -> ModelSpec:
-        """Return the sizes that schedulers, KV managers and kernels need.
-
-        Args:
-            max_model_len: Longest prompt plus output in tokens; None takes the model's.
+        """Return the model's sizes; ``max_model_len``, the longest prompt plus output, is by default the model's.
 
         Raises:
             ValueError: ``max_model_len`` is not in ``[1, the model's]``.
@@ -163,9 +154,8 @@ class LayerFamily(ABC):
         limit = int(config.max_position_embeddings)
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len must be in [1, {limit}] for this model, got {max_model_len}")
-        eos = getattr(self.model.generation_config, "eos_token_id", None)
-        if eos is None:
-            eos = getattr(config, "eos_token_id", None)
+        sources = (self.model.generation_config, config)
+        eos = next((e for source in sources if (e := getattr(source, "eos_token_id", None)) is not None), ())
         return ModelSpec(
             num_layers=len(self.layers),
             hidden_size=int(config.hidden_size),
@@ -174,7 +164,7 @@ class LayerFamily(ABC):
             head_size=self.head_size(self.layers[0]),
             vocab_size=int(self.lm_head.out_features),
             max_model_len=max_model_len or limit,
-            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
             dtype_bytes=self.model.dtype.itemsize,
             attention=tuple(self.attention_spec(layer) for layer in self.layers),
         )

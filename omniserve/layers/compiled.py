@@ -1,12 +1,12 @@
-"""Compile the halves of decoder layers: one graph a half for all layers of the same structure, for any token count.
+"""Compile the halves of decoder layers: one graph per half, for all layers of one structure and any number of tokens.
 
-``torch.compile(...).aot_compile`` is called once and its result directly: calling the ``torch.compile`` wrapper instead
-evaluates guards and swaps the interpreter's frame evaluator, 40 us a call where a half of a small model takes 80.
-Without guards nothing notices a layer that changed later, so layers are compared by ``structure`` up front, and a model
-must be patched after adapters were added to it, not before.
+The result of ``torch.compile(...).aot_compile`` is called directly. The ``torch.compile`` wrapper would evaluate guards
+and swap the interpreter's frame evaluator, which takes 40 us a call, where a half of a small model takes 80. Without
+guards a layer that changes later goes unnoticed: layers are compared by ``structure`` before, and adapters must be
+added to a model before it is patched.
 
-The first call of a half compiles it (10 s in all where nothing is cached). Compiled code is kept in
-``TORCHINDUCTOR_CACHE_DIR``: with it a new process needs 3 s of CPU time, most of it importing the compiler.
+The first call of a half compiles it (10 s in all if nothing is cached). Compiled code is kept in
+``TORCHINDUCTOR_CACHE_DIR``; with it a new process needs 3 s of CPU time, most of it to import the compiler.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ logger = logging.getLogger(__name__)
 
 Half = Callable[..., Any]
 
-# Tokens of a step, for the compiler. Without a number it sees no gain in joining a norm's two loops, and makes two
-# kernels of it (tests/layers/cuda_launches.py counts them); with a small one it splits the sums of wide rows as well.
+# The number of tokens for which the compiler optimises. Without one it compiles a norm to two kernels
+# (tests/layers/cuda_launches.py counts them); with a small one it splits the sums of wide rows as well.
 USUAL_TOKENS = 512
-# This torch looks at that number where a count has no example; 2.11 does not, 2.12 was not tried. On a GPU, earlier
-# ones are given an example.
+# The first torch that takes this number as a hint; 2.11 does not, 2.12 was not tried. Earlier ones need an example on a
+# GPU.
 _HEEDS_HINTS = (2, 13)
 
-# Attributes that differ between layers and that no half reads.
+# Attributes that differ between layers and that no half may read.
 _PER_LAYER_ATTRIBUTES = frozenset({"layer_idx", "layer_type", "attention_type", "sliding_window"})
 
 
 def structure(layer: nn.Module) -> tuple[Any, ...]:
     """Describe everything about a layer that a graph may depend on, except the values of its tensors."""
     parts: list[Any] = []
-    numbers: dict[int, int] = {}  # of tensors, by identity: which of them are one object, as a packed group's handle
+    numbers: dict[int, int] = {}  # of tensors by identity: members of a packed group share one handle, for instance
     for name, module in layer.named_modules():
         tensors = {**module._parameters, **module._buffers}
         tensors.update({key: value for key, value in module.__dict__.items() if isinstance(value, Tensor)})
@@ -73,26 +73,23 @@ def _no_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 def needs_example(on_gpu: bool) -> bool:
-    """Tell whether the compiler must see a usual number of tokens, not only hear of it.
+    """Tell whether the compiler needs an example with a usual number of tokens, because it ignores a hint.
 
-    It then assumes nothing of that number but what holds for every other (``backed_size_oblivious``).
+    It then assumes nothing of that number that does not hold for all others (``backed_size_oblivious``).
     """
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return on_gpu and version < _HEEDS_HINTS
 
 
 class CompiledHalf:
-    """One half, compiled at its first call.
+    """One half, ``half(*layers, *tensors)``, compiled at its first call.
 
-    Args:
-        half: ``half(*layers, *tensors)``, a plain function. Every tensor has the packed tokens as its first dimension,
-            and the function checks with ``torch._check`` that they agree; None is passed on.
-        name: For the log.
+    Every tensor has the packed tokens as its first dimension, and the function checks with ``torch._check`` that their
+    numbers agree; None is passed on. ``name`` is for the log.
     """
 
     def __init__(self, half: Half, name: str) -> None:
-        self._half = half
-        self._name = name
+        self._half, self._name = half, name
         self._compiled: Half | None = None
 
     def __call__(self, *arguments: nn.Module | Tensor | None) -> Any:
@@ -102,8 +99,8 @@ class CompiledHalf:
 
     def _compile(self, arguments: Sequence[nn.Module | Tensor | None]) -> Half:
         started_s = time.perf_counter()
-        # Floats of a module (a norm's epsilon) become constants; structure() has compared them.
-        # torch 2.11 has aot_compile behind a setting that later versions have on.
+        # Floats of a module (a norm's epsilon) become constants; structure() has compared them. torch 2.11 has
+        # aot_compile behind a setting, which is on in later versions.
         settings = {"specialize_float": True, "enable_aot_compile": True}
         with torch.inference_mode(), torch._dynamo.config.patch(settings):
             on_gpu = any(isinstance(each, Tensor) and each.device.type == "cuda" for each in arguments)
@@ -119,10 +116,10 @@ class CompiledHalf:
                     mark_dynamic(tensor, 0)
                 else:
                     mark_unbacked(tensor, 0, hint_override=USUAL_TOKENS)
-            # Without a known size a GPU's kernels would index in 64 bits; no half has 2^31 elements.
+            # No half has 2^31 elements, but without a known size a GPU's kernels would index with 64 bits.
             options: dict[str, Any] = {"guard_filter_fn": _no_guards, "assume_32bit_indexing": on_gpu}
             lazy: Any = torch.compile(self._half, fullgraph=True, options=options)
-            # An example of 512 says nothing about 1.
+            # The graph must hold for 1 token, too, although the example has 512.
             with fx_config.patch(backed_size_oblivious=is_backed):  # type: ignore[attr-defined]
                 compiled = lazy.aot_compile((tuple(examples), {}))
         compiled.disable_guard_check()
@@ -131,7 +128,7 @@ class CompiledHalf:
 
 
 def compile_halves(half: Half, places: Sequence[tuple[nn.Module, ...]], name: str) -> list[Half]:
-    """Return one callable per place, which is a layer, or several; places of the same structure share one graph."""
+    """Return one callable per place, a layer or a pair of layers; places of the same structure share one graph."""
     by_structure: dict[tuple[Any, ...], CompiledHalf] = {}
     halves: list[Half] = []
     for layers in places:

@@ -1,35 +1,49 @@
-"""Linears that read the same input, held together: one product for all of them.
+"""Groups: linears that read the same input are held together, so that one product serves all of them.
 
-How their weights are held is for the subclasses of ``GroupLinear`` to say: ``packed.py`` and ``narrow.py`` for the CPU,
-``merged.py`` for a GPU. ``project`` is what the halves call.
+The subclasses of ``GroupLinear`` hold the weights: ``packed.py`` and ``narrow.py`` for the CPU, ``merged.py`` for a
+GPU. The halves of the layers call ``project``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, TypeGuard, cast
+from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
 
+class HeldForm(NamedTuple):
+    """A form in which the weights of linears are held."""
+
+    name: str
+    """The participle for the log."""
+    suitable: Callable[[nn.Module, Iterable[nn.Module]], list[nn.Linear]]
+    """Returns the candidates of a model for which the form is better."""
+    hold: Callable[..., None]
+    """Brings a group, as ``groups_of`` returns it, into the form."""
+    release: Callable[..., None]
+    """Undoes it for the same linears: same class, same Parameter objects, same bits."""
+    takes_single: bool = True
+    """The form is better for a linear without a group, too."""
+
+
 class GroupLinear(nn.Linear):
     """A member of a group.
 
-    ``join`` changes the class of a linear in place, as torch's parametrizations and ``fully_shard`` do: the object and
+    ``join`` changes the class of a linear in place, as torch's parametrizations and ``fully_shard`` do. The object and
     its names stay, so that ``part`` can undo it.
-
-    Attributes:
-        group_weight: What stands for the weights of all, the same object for all members.
-        group_bias: Their biases, of which each member's is a view.
-        group_start: The member's first row in the group.
-        group_rows: Rows of the group.
     """
 
     group_weight: Tensor
+    """Stands for the weights of all members, and is the same object for all."""
     group_bias: Tensor | None
+    """The biases of all members; the bias of each is a view."""
     group_start: int
+    """The member's first row in the group."""
     group_rows: int
+    """Rows of the group."""
 
     def group_product(self, input: Tensor) -> Tensor:
         """Return the products of all members, one after the other in the last dimension."""
@@ -51,7 +65,7 @@ class GroupLinear(nn.Linear):
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """A product without a gradient: saying so beats returning none."""
+    """A product without a gradient: an error is better than a result that lacks its gradient silently."""
 
     @staticmethod
     def forward(ctx: Any, product: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -63,11 +77,11 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 class HeldLinear(GroupLinear):
-    """A member whose weight is held in another form, alone or in a group.
+    """A member whose weight is not dense any more, alone or in a group.
 
-    The Parameter keeps shape and dtype but holds NaN without storage behind it, so that reading it cannot go unnoticed;
-    ``weight`` and ``state_dict()`` give the dense values. Calling a member of a group computes the whole group and
-    throws the rest away; the halves call ``project`` instead.
+    The Parameter keeps its shape and dtype but holds NaN without storage, so that a use of it is noticed; ``weight``
+    and ``state_dict()`` return the dense values. A call of a member computes the whole group and drops the rest; the
+    halves call ``project`` instead.
     """
 
     def held_product(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
@@ -93,12 +107,12 @@ class HeldLinear(GroupLinear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """A dense copy of the weight, bit for bit the original."""
-        # Never an inference tensor: the copy may become a Parameter's data again.
+        # The copy must not be an inference tensor, because it may become a Parameter's data again.
         with torch.inference_mode(False), torch.no_grad():
             dense = self.dense_group()
             if self.group_rows == self.out_features:
                 return dense
-            # A clone: a view would keep the other members' rows alive.
+            # A view would keep the other members' rows alive.
             return dense.narrow(0, self.group_start, self.out_features).clone()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -107,17 +121,17 @@ class HeldLinear(GroupLinear):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight
         if self.bias is not None:
-            # A clone: savers refuse tensors that share their storage.
+            # Savers refuse tensors that share their storage.
             destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach().clone()
 
 
 def hide(weight: Tensor) -> None:
-    """Release a Parameter's values: NaN of the same shape and dtype, without storage behind it."""
+    """Replace a Parameter's values by NaN of the same shape and dtype without storage."""
     weight.data = torch.full((), float("nan"), dtype=weight.dtype).expand(weight.shape)
 
 
 def join(linears: Sequence[nn.Linear], kind: type[GroupLinear], group_weight: Tensor) -> None:
-    """Make linears the members of one group, in this order; their weights are the caller's business."""
+    """Make linears the members of one group, in this order. The caller changes their weights."""
     biases = [linear.bias.data for linear in linears if linear.bias is not None]
     group_bias = torch.cat(biases) if biases else None
     rows, start = sum(linear.out_features for linear in linears), 0
@@ -129,22 +143,24 @@ def join(linears: Sequence[nn.Linear], kind: type[GroupLinear], group_weight: Te
         linear.__class__ = kind
 
 
-def part(linears: Sequence[nn.Linear], weight: Tensor) -> None:
-    """Undo ``join``: give each its rows of a dense weight, and what it had before.
+def part(linears: Sequence[nn.Linear], kind: type[GroupLinear], dense_weight: Callable[[], Tensor]) -> None:
+    """Undo ``join``: each linear gets back its rows of the dense weight of the group, its bias and its class.
 
     Raises:
-        ValueError: They are not all the members of one group, in order.
+        ValueError: They are not all the members of one group of this kind, in order.
     """
-    if not is_group(linears):
-        raise ValueError("give the linears of one group, all of them and in the order in which it was made")
-    for linear, rows in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
-        for name in GroupLinear.__annotations__:
-            delattr(linear, name)
-        linear.__class__ = nn.Linear
-        # Each Parameter owns its storage again.
-        linear.weight.data = rows.clone() if len(linears) > 1 else weight
-        if linear.bias is not None:
-            linear.bias.data = linear.bias.data.clone()
+    if not (isinstance(linears[0], kind) and is_group(linears)):
+        raise ValueError("give all the linears of one group, in the order in which it was made")
+    with torch.inference_mode(False), torch.no_grad():
+        weight = dense_weight()
+        for linear, rows in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
+            for name in GroupLinear.__annotations__:
+                delattr(linear, name)
+            linear.__class__ = nn.Linear
+            # Each Parameter owns its storage again.
+            linear.weight.data = rows.clone() if len(linears) > 1 else weight
+            if linear.bias is not None:
+                linear.bias.data = linear.bias.data.clone()
 
 
 def is_group(linears: Sequence[Any]) -> bool:
@@ -160,12 +176,12 @@ def is_group(linears: Sequence[Any]) -> bool:
 
 
 def fused(*linears: nn.Module) -> bool:
-    """Tell whether ``project`` computes these in one call: one group, and no hook waits for the call of a member."""
+    """Tell whether ``project`` computes these in one call: they are one group, and no member has a hook."""
     return is_group(linears) and not any(_is_watched(linear) for linear in linears)
 
 
 def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
-    """Return ``linear(x)`` for each; views of one product where the linears are a group."""
+    """Return ``linear(x)`` for each linear, as views of one product if they are a group."""
     if not fused(*linears):
         return tuple(linear(x) for linear in linears)
     members = cast(tuple[GroupLinear, ...], linears)
@@ -175,9 +191,7 @@ def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
 def groups_of(linears: Sequence[nn.Linear], groups: Iterable[Sequence[nn.Module]]) -> list[tuple[nn.Linear, ...]]:
     """Sort linears into groups: those of ``groups`` whose members are all there and alike, and the others singly.
 
-    Args:
-        linears: That can be held together, or alone.
-        groups: Disjoint sets of modules that are given the same input.
+    ``groups`` are disjoint sets of modules that have the same input.
     """
     left = {id(linear): linear for linear in linears}
     sorted_groups: list[tuple[nn.Linear, ...]] = []
@@ -192,6 +206,21 @@ def groups_of(linears: Sequence[nn.Linear], groups: Iterable[Sequence[nn.Module]
             for member in members:
                 del left[id(member)]
     return sorted_groups + [(linear,) for linear in left.values()]
+
+
+def plain_linears(
+    model: nn.Module, candidates: Iterable[nn.Module], device_types: Iterable[str], dtype: torch.dtype | None = None
+) -> list[nn.Linear]:
+    """Return the candidates that are plain linears on such a device, with a weight that no other module reads."""
+    uses = Counter(parameter.data_ptr() for _, parameter in model.named_parameters(remove_duplicate=False))
+    return [
+        module
+        for module in candidates
+        if is_plain(module)
+        and module.weight.device.type in device_types
+        and dtype in (None, module.weight.dtype)
+        and uses[module.weight.data_ptr()] == 1
+    ]
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:

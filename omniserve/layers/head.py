@@ -1,8 +1,8 @@
 """The language modelling head on the CPU, for the few rows that need logits.
 
-A head is the largest weight of a small model, and where it is tied to the embedding it cannot be prepacked: the
-embedding needs its rows, and no weight is held twice. torch's ``F.linear`` has no good path for it: in bf16 it reorders
-the whole weight at every call, in fp32 it is far from what memory gives. ``skinny_linear`` reads the weight as it lies,
+A head is the largest weight of a small model. If it is tied to the embedding it cannot be prepacked, because the
+embedding needs dense rows, and no weight is held twice. torch's ``F.linear`` is slow for it: in bf16 it reorders the
+whole weight at every call, in fp32 it is far from the memory's bandwidth. ``skinny_linear`` reads the weight in place,
 once for all rows. Milliseconds for 49152 x 576 (57 MB in bf16), weight not in any cache, on 2 cores of a Zen 4 EPYC
 with avx512_bf16, interleaved medians of one run by hand, of which no record was kept; a plain read of the bf16 weight
 took 1.7 to 2.3:
@@ -30,21 +30,21 @@ from torch import Tensor, nn
 from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
 
 MAX_ROWS = 32
-"""With more rows arithmetic is the limit: at 64 there was 1.1 left to win in bf16."""
+"""With more rows arithmetic is the limit: at 64 rows the gain in bf16 was a factor of 1.1."""
 
 HAS_VECTOR_KERNEL = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-"""The portable kernel, for other CPUs, loses to torch."""
+"""The portable kernel, for other CPUs, is slower than torch."""
 
 
 def project(head: nn.Module, hidden_RD: Tensor) -> Tensor:
-    """Return ``head(hidden_RD)``, ``[R, V]``; with ``skinny_linear`` where head and rows are such that it is faster."""
+    """Return ``head(hidden_RD)``, ``[R, V]``, by ``skinny_linear`` if that is faster for this head and these rows."""
     if hidden_RD.shape[0] <= MAX_ROWS and _is_plain(head, hidden_RD.dtype):
         return torch.ops.omniserve.skinny_linear(hidden_RD, head.weight)
     return head(hidden_RD)
 
 
 def _is_plain(head: nn.Module, dtype: torch.dtype) -> bool:
-    """Tell whether calling the head is a product with a dense weight on the CPU, and nothing else."""
+    """Tell whether a call of the head is a product with a dense weight on the CPU, and nothing else."""
     return (
         HAS_VECTOR_KERNEL
         and type(head) is nn.Linear  # not packed, quantised or adapted

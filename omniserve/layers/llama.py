@@ -24,7 +24,7 @@ class LlamaFamily(LayerFamily):
     """Llama (Yi, TinyLlama, SmolLM), Mistral (sliding window), Qwen2 (bias on q, k, v)."""
 
     norms_heads = False
-    """Queries and keys are normalised before rotary, each in its way."""
+    """Queries and keys are normalised before rotary, each by its own norm."""
 
     def pre_attention(
         self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
@@ -43,7 +43,7 @@ class LlamaFamily(LayerFamily):
     def cut_and_rotate(
         self, attention: Any, rows: Tensor, num_heads: Sequence[int], cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Cut q, k and v from one product of so many heads each; one rotation, which is one kernel, for q and k."""
+        """Cut q, k and v from one product with these numbers of heads; one rotation, and so one kernel, for q and k."""
         num_q, num_k, num_v = num_heads
         qk, v_TKH = split_heads(rows, attention.head_dim).split((num_q + num_k, num_v), dim=1)
         qk, _ = self.modeling.apply_rotary_pos_emb(qk, qk.narrow(1, 0, 0), cos, sin)

@@ -10,15 +10,15 @@ from omniserve.layers.base import LAYER_FAMILIES
 from omniserve.layers.llama import LlamaFamily
 from omniserve.layers.qwen3 import Qwen3Family
 
-# The eager experts of HF loop over the experts that were hit, which no single graph can hold.
+# HF's eager experts loop over the experts that were chosen, which no single graph can hold.
 _GRAPH_EXPERTS = ("grouped_mm", "batched_mm")
-# Compute capabilities (major) on which torch's grouped product of bf16 stays on the device. Elsewhere, and in other
-# dtypes, the host waits to read how many rows each expert has.
+# Major compute capabilities on which torch's grouped product of bf16 does not make the host wait. On others, and in
+# other dtypes, the host reads how many rows each expert has.
 _GROUPED_ON_DEVICE = (9, 10)
 
 
 class _SparseFeedForward(LlamaFamily):
-    """Calls HF's sparse blocks, which want a batch dimension."""
+    """Calls HF's sparse blocks, which need a batch dimension."""
 
     def feed_forward(self, mlp: nn.Module, normed_TD: Tensor) -> Tensor:
         return mlp(normed_TD[None])[0]

@@ -1,27 +1,26 @@
-"""Narrow linears for a CPU without bf16 products: an fp32 model's weights, held in bf16 where bf16 has their every bit.
+"""Narrow linears for a CPU without bf16 products: fp32 weights whose values are exact in bf16 are held in bf16.
 
-A bf16 checkpoint that was loaded as fp32 has such weights. A decode step is bound by reading them, so that half the
-bytes are up to half the time: few rows go to ``skinny_linear``, which takes a bf16 weight beside fp32 rows; for
-more the weight is widened, piece by piece, in memory that is used again. Activations, products and sums are fp32:
-only the order of the sums differs from ``F.linear``. ``python -m benchmarks.cpu_dtypes`` measures it.
+A bf16 checkpoint that was loaded as fp32 has such weights. A decode step is bound by reading them, so half the bytes
+take up to half the time. Few rows go to ``skinny_linear``, which multiplies fp32 rows by a bf16 weight; for more rows
+the weight is widened, piece by piece, in memory that is reused. Activations, products and sums are fp32: only the order
+of the sums differs from ``F.linear``. ``python -m benchmarks.cpu_dtypes`` measures it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from omniserve.layers.groups import HeldLinear, hide, is_group, is_plain, join, part
+from omniserve.layers.groups import HeldLinear, hide, join, part, plain_linears
 from omniserve.layers.head import HAS_VECTOR_KERNEL
 from omniserve.ops.isa import has_products
 
-_FEW_FLOATS = 48 << 10  # of rows that lie in L2, beside a group of weights, while all groups pass them
-_PIECE_BYTES = 16 << 20  # of a widened weight: a head's would be hundreds of MiB; small pieces cost more than they save
+_FEW_FLOATS = 48 << 10  # of rows that fit in L2 beside a group of weights, while all groups are read
+_PIECE_BYTES = 16 << 20  # of a widened weight: a head's has hundreds of MiB; small pieces cost more than they save
 
 _memory = threading.local()
 _library = torch.library.Library("omniserve", "FRAGMENT")
@@ -29,7 +28,7 @@ _library.define("narrow_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
 
 
 def few_rows(num_in: int) -> int:
-    """Return up to how many rows ``skinny_linear`` is not slower than torch with a widened weight."""
+    """Return the number of rows up to which ``skinny_linear`` is not slower than torch with a widened weight."""
     return max(8, _FEW_FLOATS // num_in)
 
 
@@ -59,18 +58,16 @@ torch.library.register_fake("omniserve::narrow_linear", _narrow_linear_fake, lib
 
 
 def _scratch(num_floats: int) -> Tensor:
-    """Return this thread's memory for a widened piece: it stays mapped, and in the cache."""
+    """Return this thread's memory for a widened piece, which stays mapped and in the cache."""
     if not hasattr(_memory, "floats") or _memory.floats.numel() < num_floats:
-        with torch.inference_mode(False):  # it may be written to in either mode
+        with torch.inference_mode(False):  # the tensor may then be written in either mode
             _memory.floats = torch.empty(num_floats)
     floats: Tensor = _memory.floats[:num_floats]
     return floats
 
 
 class NarrowLinear(HeldLinear):
-    """An fp32 ``nn.Linear`` whose weight is held in bf16, alone or in a group. Only ``narrow`` and ``widen`` make and
-    unmake one. Its ``group_weight`` is the bf16 weight.
-    """
+    """An fp32 ``nn.Linear`` whose weight is held in bf16, as ``group_weight``; ``narrow`` makes it."""
 
     def held_product(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         return torch.ops.omniserve.narrow_linear, (self.group_weight, self.group_bias)
@@ -80,10 +77,10 @@ class NarrowLinear(HeldLinear):
 
 
 def narrow(*linears: nn.Linear) -> None:
-    """Hold the weights of a linear, or of a group as ``groups_of`` returns it, in bf16, and release the fp32 ones.
+    """Hold the weights of a linear, or of a group as ``groups_of`` returns it, in bf16, and free the fp32 ones.
 
     Raises:
-        ValueError: bf16 does not have every bit of them.
+        ValueError: A weight has values that are not exact in bf16.
     """
     if not all(_is_exact(linear.weight) for linear in linears):
         raise ValueError("a weight has values that bf16 would round; narrow takes what narrowable returns")
@@ -95,38 +92,23 @@ def narrow(*linears: nn.Linear) -> None:
 
 
 def widen(*linears: nn.Linear) -> None:
-    """Undo ``narrow`` of the same linears: same class, same Parameter objects, same bits.
-
-    Raises:
-        ValueError: They are not all the members of one group, in order.
-    """
-    if not (isinstance(linears[0], NarrowLinear) and is_group(linears)):
-        raise ValueError("widen takes the linears of one call of narrow, in the same order")
-    with torch.inference_mode(False), torch.no_grad():
-        part(linears, _widened(linears[0].group_weight))
+    """Undo ``narrow`` of the same linears: same class, same Parameter objects, same bits; see ``part``."""
+    part(linears, NarrowLinear, lambda: _widened(cast(NarrowLinear, linears[0]).group_weight))
 
 
 def narrowable(model: nn.Module, candidates: Iterable[nn.Module]) -> list[nn.Linear]:
-    """Return those candidates that are better held in bf16: plain fp32 CPU linears with exact weights of their own.
+    """Return the candidates that are better held in bf16: plain fp32 CPU linears with exact weights of their own.
 
-    None where the CPU has bf16 products, as a model is served in bf16 there, or has no vector kernel for few rows.
+    There are none if the CPU has bf16 products (a model is served in bf16 then) or has no vector kernel for few rows.
     """
     if has_products(torch.bfloat16) or not HAS_VECTOR_KERNEL:
         return []
-    uses = Counter(parameter.data_ptr() for _, parameter in model.named_parameters(remove_duplicate=False))
-    return [
-        module
-        for module in candidates
-        if is_plain(module)
-        and module.weight.device.type == "cpu"
-        and module.weight.dtype is torch.float32
-        and uses[module.weight.data_ptr()] == 1
-        and _is_exact(module.weight)
-    ]
+    linears = plain_linears(model, candidates, ("cpu",), torch.float32)
+    return [linear for linear in linears if _is_exact(linear.weight)]
 
 
 def holds_narrow(model: nn.Module) -> bool:
-    """Tell whether a patched model has narrow linears, or one that is not patched yet would get some."""
+    """Tell whether a model has narrow linears, or would get some if it were patched."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return any(isinstance(linear, NarrowLinear) or narrowable(model, [linear]) for linear in linears)
 
@@ -136,7 +118,7 @@ def _is_exact(weight: Tensor) -> bool:
     return not bool((weight.detach().view(torch.int32) & 0xFFFF).any())
 
 
-# As bits: a conversion could give a NaN another payload.
+# These copy bits, because a conversion could change the payload of a NaN.
 def _narrowed(weight: Tensor) -> Tensor:
     return (weight.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
 

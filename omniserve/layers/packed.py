@@ -1,25 +1,22 @@
-"""Prepacked linears for the CPU device tier: oneDNN's blocked weight instead of the dense one, not beside it.
+"""Prepacked linears for the CPU device tier: oneDNN's blocked weight replaces the dense one.
 
-A bf16 ``F.linear`` on the CPU reorders its weight at every call; packing once removes that. ``benchmarks/dense.py``
-measures it. The packed tensor is opaque, so a compiled graph cannot take it as an input: an op looks it up in a table
-by an int64 handle tensor, which can be one.
-
-Linears that read the same input may be packed as a group (``groups.py``): the fixed cost of a call is most of a small
-product.
+A bf16 ``F.linear`` on the CPU reorders its weight at every call, which packing does once (``benchmarks/dense.py``). The
+packed tensor is opaque, so a compiled graph cannot take it as an input. It takes an int64 handle tensor instead, by
+which an operator finds the packed tensor in a table. Packing a group (``groups.py``) saves the fixed cost of a call,
+which is most of the time of a small product.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from omniserve.layers.groups import HeldLinear, hide, is_group, is_plain, join, part
+from omniserve.layers.groups import HeldLinear, hide, join, part, plain_linears
 
 _TABLE: dict[int, Tensor] = {}
 _next_handle = itertools.count()
@@ -41,19 +38,14 @@ torch.library.register_fake("omniserve::packed_linear", _packed_linear_fake, lib
 
 
 class _Owner:
-    """Held by the members of a group and by nothing else: its end is the end of their entry in the table."""
+    """Held by the members of a group only: when it is freed, so is the group's entry in the table."""
 
 
 class PackedLinear(HeldLinear):
-    """An ``nn.Linear`` whose weight is packed, alone or in a group. Only ``pack`` and ``unpack`` make and unmake one.
-
-    Its ``group_weight`` is an int64 handle.
-
-    Attributes:
-        packed_owner: Keeps the group's entry in the table.
-    """
+    """An ``nn.Linear`` with a packed weight; ``pack`` makes it. Its ``group_weight`` is an int64 handle."""
 
     packed_owner: _Owner
+    """Keeps the group's entry in the table."""
 
     def held_product(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         return torch.ops.omniserve.packed_linear, (self.group_weight, self.group_bias, self.group_rows)
@@ -63,14 +55,14 @@ class PackedLinear(HeldLinear):
 
 
 def pack(*linears: nn.Linear) -> None:
-    """Pack a linear, or a group as ``groups_of`` returns it, in place and release the dense weights."""
+    """Pack a linear, or a group as ``groups_of`` returns it, in place, and free the dense weights."""
     weights = [linear.weight for linear in linears]
     with torch.inference_mode(False), torch.no_grad():
         handle = next(_next_handle)
         dense = torch.cat([weight.data for weight in weights]) if len(weights) > 1 else weights[0].data
         _TABLE[handle] = torch.ops.mkldnn._reorder_linear_weight(dense, None)
         owner = _Owner()
-        # A model that is dropped while patched must not leave its weights behind in the table.
+        # A model that is freed while it is patched must not leave its weights in the table.
         weakref.finalize(owner, _TABLE.pop, handle, None).atexit = False
         for linear, weight in zip(linears, weights, strict=True):
             linear.__dict__["packed_owner"] = owner
@@ -79,34 +71,18 @@ def pack(*linears: nn.Linear) -> None:
 
 
 def unpack(*linears: nn.Linear) -> None:
-    """Undo ``pack`` of the same linears: same class, same Parameter objects, same bits.
-
-    Raises:
-        ValueError: They are not all the members of one group, in order.
-    """
-    if not (isinstance(linears[0], PackedLinear) and is_group(linears)):
-        raise ValueError("unpack takes the linears of one call of pack, in the same order")
-    with torch.inference_mode(False), torch.no_grad():
-        dense = _TABLE.pop(int(linears[0].group_weight)).to_dense()
-        for linear in linears:
-            del linear.__dict__["packed_owner"]
-        part(linears, dense)
+    """Undo ``pack`` of the same linears: same class, same Parameter objects, same bits; see ``part``."""
+    part(linears, PackedLinear, lambda: _TABLE.pop(int(cast(PackedLinear, linears[0]).group_weight)).to_dense())
+    for linear in linears:
+        del linear.__dict__["packed_owner"]
 
 
 def packable(model: nn.Module, candidates: Iterable[nn.Module]) -> list[nn.Linear]:
-    """Return those candidates that packing serves: plain bf16 CPU linears with a weight that no other module reads.
+    """Return the candidates for which packing is better: plain bf16 CPU linears with a weight of their own.
 
-    fp32 is left alone (slower with one row; see ``narrow.py``), and so are subclasses (quantised, adapters) and tied
-    weights: an embedding needs its rows dense (``layers/head.py`` serves that head).
+    fp32 linears are not (slower with one row; see ``narrow.py``), nor are subclasses (quantised, adapters) or tied
+    weights, because an embedding needs dense rows (``layers/head.py`` serves such a head).
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return []
-    uses = Counter(parameter.data_ptr() for _, parameter in model.named_parameters(remove_duplicate=False))
-    return [
-        module
-        for module in candidates
-        if is_plain(module)
-        and module.weight.device.type == "cpu"
-        and module.weight.dtype is torch.bfloat16
-        and uses[module.weight.data_ptr()] == 1
-    ]
+    return plain_linears(model, candidates, ("cpu",), torch.bfloat16)

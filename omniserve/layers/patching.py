@@ -1,4 +1,4 @@
-"""Install the layer halves on a Hugging Face model, in place, and take them off again.
+"""Install the layer halves on a Hugging Face model, in place, and remove them again.
 
 While patched, each decoder layer's ``forward`` runs pre-attention, HF's own attention function with HF's cache, and
 post-attention, so ``model.generate()`` uses the same code as the engine; the engine itself calls ``model.omniserve``.
@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from omniserve.layers import LayerFamily, family_of
 from omniserve.layers.compiled import USUAL_TOKENS, Half, compile_halves
-from omniserve.layers.groups import groups_of
+from omniserve.layers.groups import HeldForm, groups_of
 from omniserve.layers.merged import merge, mergeable, unmerge
 from omniserve.layers.narrow import narrow, narrowable, widen
 from omniserve.layers.packed import pack, packable, unpack
@@ -31,23 +31,23 @@ logger = logging.getLogger(__name__)
 Prepack = bool | Literal["auto"]
 
 Rotary = tuple[Tensor | None, Tensor | None]
-"""cos and sin ``[T, H]`` of a layer's pre-attention."""
+"""cos and sin ``[T, H]`` for a layer's pre-attention."""
 
 AttentionHook = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(layer, its input ``[T, D]``, q, k, v) -> attention rows ``[T, N * H]``, contiguous."""
 
 _WARM_UP_ROWS = {"cuda": USUAL_TOKENS}
+_FORMS = (
+    HeldForm("packed", packable, pack, unpack),
+    HeldForm("narrowed", narrowable, narrow, widen),
+    HeldForm("merged", mergeable, merge, unmerge, takes_single=False),
+)
 
 
 class PatchedModel:
-    """What an engine calls: a model without its attention. Call everything under ``torch.inference_mode()``.
+    """A model without its attention, for the engine. Call all methods under ``torch.inference_mode()``.
 
-    Attributes:
-        family: The architecture's layer family.
-        spec: Sizes of the model.
-        num_layers: Decoder layers.
-        dtype: Of hidden states, q, k, v and logits.
-        device: Where the model is.
+    Hidden states, q, k, v and logits are in the model's ``dtype``.
     """
 
     def __init__(self, family: LayerFamily, *, compile: bool) -> None:
@@ -61,7 +61,7 @@ class PatchedModel:
         self.logits = family.logits
         self._layers = family.layers
 
-        # Plain functions: aot_compile loses the self of a bound method.
+        # These are plain functions because aot_compile loses the self of a bound method.
         def pre(layer: nn.Module, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> Any:
             for table in (cos, sin):
                 torch._check(table is None or table.shape[0] == hidden_TD.shape[0])
@@ -97,12 +97,12 @@ class PatchedModel:
         """Return the layer's output ``[T, D]`` from attention rows ``[T, N * H]`` and the layer's input, contiguous."""
         return self._post[layer](self._layers[layer], attn, hidden_TD)
 
-    def between_attentions(
+    def post_pre(
         self, layer: int, attn: Tensor, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what ``post_attention`` of ``layer`` does, and what ``pre_attention`` of the next one makes of it.
+        """Run ``post_attention`` of a layer and ``pre_attention`` of the next; return the results of both.
 
-        Both are compiled as one function, in which a sum and the norm of it need one kernel.
+        They are compiled as one function, so that a residual sum and the norm behind it are one kernel.
         """
         hidden_TD, q_TNH, k_TKH, v_TKH = self._post_pre[layer](
             self._layers[layer], self._layers[layer + 1], attn, hidden_TD, cos, sin
@@ -110,23 +110,12 @@ class PatchedModel:
         return hidden_TD, q_TNH, k_TKH, v_TKH
 
     def run_layers(
-        self,
-        layers: range,
-        hidden_TD: Tensor,
-        rotary: Iterable[Rotary],
-        attend: AttentionHook,
-        *,
-        fused: bool = False,
+        self, layers: range, hidden_TD: Tensor, rotary: Iterable[Rotary], attend: AttentionHook, *, fused: bool = False
     ) -> Tensor:
-        """Pass rows through consecutive layers, and return them as the last one left them, ``[T, D]``.
+        """Pass rows, contiguous and T >= 1, through consecutive layers; return the last one's output ``[T, D]``.
 
-        Args:
-            layers: Which layers, at least one.
-            hidden_TD: What the first of them is given, contiguous, T >= 1.
-            rotary: cos and sin of each of these layers, as ``rotary`` returns them; None for a family without them.
-                What is behind the last layer's is not taken.
-            attend: The attention. It may write to the layer's input, to which post-attention adds.
-            fused: Run the two halves between two attentions as one function (``between_attentions``).
+        ``rotary`` has an entry for each layer; entries behind these are not taken. ``attend`` may write to the layer's
+        input, to which post-attention adds. With ``fused`` the halves between two attentions run as ``post_pre``.
         """
         if not fused:
             for layer, (cos, sin) in zip(layers, rotary, strict=False):
@@ -138,16 +127,13 @@ class PatchedModel:
         q_TNH, k_TKH, v_TKH = self.pre_attention(layers[0], hidden_TD, *next(tables))
         for layer in layers[:-1]:
             attn_TD = attend(layer, hidden_TD, q_TNH, k_TKH, v_TKH)
-            hidden_TD, q_TNH, k_TKH, v_TKH = self.between_attentions(layer, attn_TD, hidden_TD, *next(tables))
+            hidden_TD, q_TNH, k_TKH, v_TKH = self.post_pre(layer, attn_TD, hidden_TD, *next(tables))
         return self.post_attention(last, attend(last, hidden_TD, q_TNH, k_TKH, v_TKH), hidden_TD)
 
     def warm_up(self, *, fused: bool = False) -> None:
-        """Run every half once, so that compiling does not fall into the first request.
+        """Run every half once, with ``fused`` also ``post_pre``, so that the first request need not wait for compiling.
 
-        On one row; on a GPU on a usual number of them, as kernels are tuned to the first that they see.
-
-        Args:
-            fused: Also what is between two attentions as one function.
+        They run on one row; on a GPU on a usual number of rows, because kernels are tuned to the first that they see.
         """
 
         def attend(layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
@@ -160,22 +146,22 @@ class PatchedModel:
             rotary = repeat(self.rotary(positions_T) or (None, None))
             for is_fused in (False, True)[: 1 + fused]:
                 hidden_TD = self.run_layers(range(self.num_layers), hidden_TD, rotary, attend, fused=is_fused)
-            self.logits(hidden_TD[:1])  # the head is not compiled, and of many rows it takes memory
+            self.logits(hidden_TD[:1])  # the head is not compiled, and with many rows it takes much memory
 
 
 def patch(model: PreTrainedModel, *, compile: bool = True, prepack: Prepack = "auto") -> PreTrainedModel:
     """Split a model's decoder layers around their attention, in place, and install ``model.omniserve``.
 
-    Adapters and quantisation go on before, not after. Patching a patched model with the same options does nothing.
+    Add adapters and quantisation before, not after. Patching a patched model with the same options does nothing.
 
     Args:
         model: A causal language model in eval mode, on one device.
         compile: Compile the halves with ``torch.compile(fullgraph=True)``, at their first use.
-        prepack: Hold the linears' weights as the device wants them. On a CPU: in oneDNN's blocked layout instead of the
-            dense one, or, if they are fp32 but every value is a bf16 one, in bf16: products and sums stay fp32. On a
-            GPU: those of projections that read the same rows in one tensor, each a view. ``"auto"`` does so where it
-            pays: bf16 on a CPU, as measured; fp32 with bf16 values on a CPU without bf16 products, as measured; any
-            dtype on a GPU, which is not measured yet.
+        prepack: Hold the weights of linears in the form that is best for the device. On a CPU that is oneDNN's blocked
+            layout instead of the dense one, or bf16 for fp32 weights whose every value is exact in bf16 (products and
+            sums stay fp32). On a GPU the weights of projections with the same input are views of one tensor. ``"auto"``
+            prepacks where it pays: bf16 on a CPU, as measured; fp32 with bf16 values on a CPU without bf16 products, as
+            measured; any dtype on a GPU, which is not measured yet.
 
     Returns:
         The same model.
@@ -223,57 +209,43 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class _Patch:
-    """What was changed on a model, and how to change it back."""
+    """The changes of a model, and the way back."""
 
     def __init__(self, model: PreTrainedModel, family: LayerFamily, options: tuple[bool, Prepack]) -> None:
         self.options = options
         self._model = model
-        self._layers = family.layers
-        self._packed: list[tuple[nn.Linear, ...]] = []  # as given to pack
-        self._narrowed: list[tuple[nn.Linear, ...]] = []  # as given to narrow
-        self._merged: list[tuple[nn.Linear, ...]] = []  # as given to merge
-        self._prepack(family, options[1])
+        self._held: list[tuple[HeldForm, list[tuple[nn.Linear, ...]]]] = []  # each form's groups
+        if options[1] is not False:
+            self._prepack(family, is_required=options[1] is True)
         patched = PatchedModel(family, compile=options[0])
         self._replaced: list[tuple[nn.Module, Any]] = []  # (layer, its own "forward" entry or None)
-        self._replace_forwards(patched)
-        model.__dict__["omniserve"] = patched  # not through __setattr__: nothing may be registered on the module
+        for index, layer in enumerate(family.layers):
+            self._replaced.append((layer, layer.__dict__.get("forward")))
+            layer.__dict__["forward"] = functools.partial(_layer_forward, patched, index, layer.forward)
+        model.__dict__["omniserve"] = patched  # __setattr__ would register it as a submodule
         logger.info("installed model.omniserve (%s, compile=%s)", type(family).__name__, options[0])
 
-    def _prepack(self, family: LayerFamily, prepack: Prepack) -> None:
-        if prepack is False:
-            return
-        candidates = [module for layer in family.layers for module in layer.modules()]
-        groups = [group for layer in family.layers for group in family.linear_groups(layer)]
-        self._packed = groups_of(packable(self._model, [*candidates, family.lm_head]), groups)
-        for group in self._packed:
-            pack(*group)
-        self._narrowed = groups_of(narrowable(self._model, [*candidates, family.lm_head]), groups)
-        for group in self._narrowed:
-            narrow(*group)
-        self._merged = [group for group in groups_of(mergeable(self._model, candidates), groups) if len(group) > 1]
-        for group in self._merged:
-            merge(*group)
-        if prepack is True and not (self._packed or self._narrowed or self._merged):
+    def _prepack(self, family: LayerFamily, *, is_required: bool) -> None:
+        candidates = [*(module for layer in family.layers for module in layer.modules()), family.lm_head]
+        of_one_input = [group for layer in family.layers for group in family.linear_groups(layer)]
+        for form in _FORMS:
+            groups = groups_of(form.suitable(self._model, candidates), of_one_input)
+            groups = [group for group in groups if form.takes_single or len(group) > 1]
+            for group in groups:
+                form.hold(*group)
+            self._held.append((form, groups))
+        if any(groups for _, groups in self._held):
+            # Each such linear refuses a conversion, but only when half of the model has been converted.
+            self._model.__dict__["_apply"] = _refuse_conversion
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # the old weights leave free blocks whose sizes nothing else needs
+        elif is_required:
             raise ValueError(
                 "prepack=True, but the model has no bf16 linear on a CPU that supports bf16, no fp32 linear with bf16 "
                 "values on one that does not, and no projections of one input on a GPU; use 'auto'"
             )
-        if self._packed or self._narrowed or self._merged:
-            # Such a linear refuses by itself, but only when half of the model has been converted.
-            self._model.__dict__["_apply"] = _refuse_conversion
-        if self._merged and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # what the weights took before serves nobody in pieces of that size
-        logger.info(
-            "prepacked %d linears as %d weights, narrowed %d as %d, merged %d as %d",
-            *(n for kind in (self._packed, self._narrowed, self._merged) for n in (sum(map(len, kind)), len(kind))),
-        )  # fmt: skip
-
-    def _replace_forwards(self, patched: PatchedModel) -> None:
-        for index, layer in enumerate(self._layers):
-            self._replaced.append((layer, layer.__dict__.get("forward")))
-            forward = functools.partial(_layer_forward, patched, index, layer.forward)
-            layer.__dict__["forward"] = forward
-        logger.info("replaced the forward of %d %s", len(self._layers), type(self._layers[0]).__name__)
+        for form, groups in self._held:
+            logger.info("%s %d linears as %d weights", form.name, sum(map(len, groups)), len(groups))
 
     def remove(self) -> None:
         """Undo everything, last change first."""
@@ -284,14 +256,11 @@ class _Patch:
             else:
                 layer.__dict__["forward"] = forward
         self._model.__dict__.pop("_apply", None)
-        for group in self._packed:
-            unpack(*group)
-        for group in self._narrowed:
-            widen(*group)
-        for group in self._merged:
-            unmerge(*group)
-        linears = sum(map(len, [*self._packed, *self._narrowed, *self._merged]))
-        logger.info("restored %d layers and %d linears", len(self._replaced), linears)
+        linears = [group for _, groups in self._held for group in groups]
+        for form, groups in self._held:
+            for group in groups:
+                form.release(*group)
+        logger.info("restored %d layers and %d linears", len(self._replaced), sum(map(len, linears)))
 
 
 def _refuse_conversion(*args: Any, **kwargs: Any) -> NoReturn:
@@ -301,7 +270,7 @@ def _refuse_conversion(*args: Any, **kwargs: Any) -> NoReturn:
 def _layer_forward(
     patched: PatchedModel, index: int, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Stand in for a decoder layer's forward: HF's arguments, batch and cache; hidden states ``[batch, length, D]``."""
+    """Replace a decoder layer's forward: HF's arguments, batch and cache; hidden states ``[batch, length, D]``."""
     family = patched.family
     layer = family.layers[index]
     attention = family.attention_module(layer)
@@ -326,29 +295,21 @@ def _layer_forward(
         attention.config._attn_implementation, family.modeling.eager_attention_forward
     )
     attended, _ = attend(
-        attention,
-        query,
-        key,
-        value,
-        mask,
-        dropout=0.0,
-        scaling=spec.scale,
-        sliding_window=spec.window or None,
-        softcap=spec.softcap or None,
-        **kwargs,
-    )
+        attention, query, key, value, mask, dropout=0.0, scaling=spec.scale, sliding_window=spec.window or None,
+        softcap=spec.softcap or None, **kwargs,
+    )  # fmt: skip
     attended = attended.reshape(batch * length, -1).contiguous()
     return patched.post_attention(index, attended, rows_TD).view_as(hidden_states)
 
 
 def _needs_original(layer: nn.Module, attention: nn.Module, hidden_states: Tensor) -> bool:
-    """Tell whether a call wants something that the halves do not give."""
+    """Tell whether a call needs something that the halves do not do."""
     return bool(
         torch.is_grad_enabled()
         or layer.training
         or torch.compiler.is_compiling()
         or torch.is_autocast_enabled(hidden_states.device.type)
-        # Hooks of the attention module must see it called. HF installs some when attentions or router logits are asked.
+        # Hooks of the attention module need its call. HF installs some when attentions or router logits are wanted.
         or attention._forward_hooks
         or attention._forward_pre_hooks
     )

@@ -25,7 +25,7 @@ from omniserve.core.plan import (
     StepOutput,
     StepPlan,
 )
-from omniserve.layers import merged
+from omniserve.layers import groups
 from omniserve.runner.cuda_graphs import graph_runner
 from omniserve.runner.runner import LaunchedStep
 from tests.engine_settings import flat_config
@@ -66,7 +66,7 @@ class FakeGpuEngine:
                 self.model = blank_model(family, dtype, num_layers=2)
             patch.setattr(graph_runner, "DECODE_ROWS", (0,))  # and all that max_num_seqs allows: few shapes
             # A Parameter on the fake GPU is a FakeTensor, which `is_plain` takes for a subclass of some library's.
-            patch.setattr(merged, "is_plain", lambda module: type(module) is nn.Linear)
+            patch.setattr(groups, "is_plain", lambda module: type(module) is nn.Linear)
             patch.setattr(graph_runner.gc, "collect", lambda: 0)  # takes as long as all captures here
             self.engine = Engine(self.model, settings)
         self._watch_launches()

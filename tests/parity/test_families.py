@@ -233,7 +233,7 @@ def _probe(patched: PatchedModel) -> list[Tensor]:
                 attn = q.flatten(1).contiguous()
                 results += [q, k, v, patched.post_attention(layer, attn, hidden)]
                 if layer + 1 < patched.num_layers:
-                    between = patched.between_attentions(layer, attn, hidden, cos, sin)
+                    between = patched.post_pre(layer, attn, hidden, cos, sin)
                     results += [each.clone() for each in between]
     return results
 
@@ -248,7 +248,7 @@ def test_what_is_between_two_attentions_is_the_two_halves(name: str, merged: boo
             attn = patched.pre_attention(layer, hidden, *rotary)[0].flatten(1)
             after = patched.post_attention(layer, attn, hidden)
             expected = (after, *patched.pre_attention(layer + 1, after, *rotary))
-            for got, want in zip(patched.between_attentions(layer, attn, hidden, *rotary), expected, strict=True):
+            for got, want in zip(patched.post_pre(layer, attn, hidden, *rotary), expected, strict=True):
                 assert torch.equal(got, want)
             hidden = after
 
