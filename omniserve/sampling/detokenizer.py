@@ -18,17 +18,13 @@ _special_ids: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDi
 
 
 class Detokenizer:
-    """Incremental decoding of one output, with stop strings.
+    """Incremental decoding of one output, with a tokenizer of ``transformers`` and stop strings.
 
-    The pushes and the flush joined equal ``tokenizer.decode(all_ids, skip_special_tokens=...)`` without its clean-up
-    of spaces, cut before the first stop string. One exception: a SentencePiece tokenizer decodes a run of byte tokens
-    as a whole, so bytes that turn the run into invalid UTF-8 cannot take back the characters that were already out.
-
-    Args:
-        tokenizer: A tokenizer of ``transformers``.
-        stop: Strings that end the text. The match that is complete first wins, of those the longest; hence the text
-            does not depend on how the tokens are split over pushes.
-        skip_special_tokens: Leave special tokens out of the text.
+    The pushes and the flush joined equal ``tokenizer.decode(all_ids, skip_special_tokens=...)`` without its clean-up of
+    spaces, cut before the first stop string. Of several stop strings the one that is complete first wins, and of those
+    the longest; hence the text does not depend on how the tokens are split over pushes. One exception: a SentencePiece
+    tokenizer decodes a run of byte tokens as a whole, so bytes that make the run invalid UTF-8 cannot take back the
+    characters that were already returned.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
@@ -49,15 +45,9 @@ class Detokenizer:
     def advance(
         self, token_ids: Iterable[int], finish_reason: FinishReason | None
     ) -> tuple[str, FinishReason | None]:  # fmt: skip
-        """Add what a step produced.
+        """Add a step's tokens; return the new text that is certain, and why it ends: ``STOP`` at a stop string.
 
-        Args:
-            token_ids: New tokens.
-            finish_reason: Why no token follows; None: some may.
-
-        Returns:
-            The new text that is certain by now, and why the text ends there: ``STOP`` if it has come to a stop string,
-            whatever the reason that was given.
+        A ``finish_reason`` means that no token follows.
         """
         text = self.push(token_ids)
         if finish_reason is not None:
@@ -65,7 +55,7 @@ class Detokenizer:
         return text, finish_reason if self.stopped is None else FinishReason.STOP
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Add tokens; return the new text that is certain by now."""
+        """Add tokens; return the new text that is certain."""
         self._window.extend(i for i in token_ids if i not in self._skipped)
         if len(self._window) == self._num_read:
             return ""
@@ -82,7 +72,7 @@ class Detokenizer:
         return new_text if self._stop is None else self._stop.push(new_text)
 
     def flush(self) -> str:
-        """Return the text that was held back, once no token follows."""
+        """Return the text that was held back; no token may follow."""
         rest = self._decode(self._window)[len(self._read_text) :]
         self._window, self._num_read, self._read_text = [], 0, ""
         if self._stop is None:
@@ -114,7 +104,7 @@ class StopMatcher:
         return text[: len(text) - num_held]
 
     def flush(self) -> str:
-        """Return the held end of the text: it was no stop string after all."""
+        """Return the end of the text that was held back: it was not a stop string."""
         held, self._held = self._held, ""
         return held
 

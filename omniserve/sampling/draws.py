@@ -1,7 +1,7 @@
-"""Draws: tokens from logits by temperature, top-k, top-p and min-p, many rows at a time.
+"""Draws tokens from logits by temperature, top-k, top-p and min-p, many rows at a time.
 
-A row's token depends on its own logits, parameters and number alone, not on the rows beside it, also where
-probabilities are equal. The host waits for nothing on a GPU.
+A row's token depends on its own logits, parameters and number alone, not on other rows, even where probabilities are
+equal. The host does not wait for a GPU.
 
 Legend: R rows, V vocabulary.
 """
@@ -17,22 +17,19 @@ from torch import Tensor
 from omniserve.core.request import SamplingParams
 from omniserve.ops.device_copies import upload
 
-# Below it quotients overflow float32, and all probabilities are nan; at it, sampling is greedy but for ties.
+# With a lower one quotients overflow float32, and all probabilities are nan. With this one sampling is greedy.
 _MIN_TEMPERATURE = 1e-6
 _CPU_ROWS = 4
-"""Rows at a time on a CPU: in memory that its allocator keeps."""
+"""Rows at a time on a CPU; they fit memory that the allocator keeps."""
 _GPU_ROWS = 32
-"""Rows at a time elsewhere: with a vocabulary of 152,000 sorting them takes some 200 MB."""
+"""Rows at a time on other devices; with a vocabulary of 152,000 their sort takes about 200 MB."""
 
 
 def draw(logits_RV: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
-    """Return a token for each row, int64 ``[R]``.
+    """Return a token for each row, int64 ``[R]``, by the temperature and the filters of its parameters.
 
-    Args:
-        logits_RV: Any floating dtype; not changed.
-        params: Of each row; its temperature, filters and nothing else.
-        numbers: Of each row, in [0, 1 - 2^-52]: the share of the probability that is left, in the order of the tokens,
-            at which its token lies.
+    A row's token is the one at which the cumulative sum of the kept probabilities, in the order of the tokens, passes
+    the row's number, in [0, 1 - 2^-52], times their total.
     """
     numbers_R1 = upload(torch.tensor(numbers, dtype=torch.float64), logits_RV.device)[:, None]
     tokens: list[Tensor] = []
@@ -40,17 +37,17 @@ def draw(logits_RV: Tensor, params: Sequence[SamplingParams], numbers: Sequence[
     for begin in range(0, len(params), rows_at_a_time):
         rows = slice(begin, begin + rows_at_a_time)
         reached_RV = kept_probs(logits_RV[rows], params[rows]).cumsum(dim=-1, dtype=torch.float64)
-        # The first that reaches beyond: its own probability is not 0. Behind the last only where logits are nan.
+        # The first token that passes it has a probability above 0. With nan logits there may be none.
         found_R1 = torch.searchsorted(reached_RV, numbers_R1[rows] * reached_RV[:, -1:], right=True)
         tokens.append(found_R1[:, 0].clamp_(max=logits_RV.shape[1] - 1))
     return torch.cat(tokens)
 
 
 def kept_probs(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Return each row's probabilities, 0 where a filter takes a token out; float32 ``[R, V]``, not normalised again.
+    """Return each row's probabilities, 0 for tokens that a filter removes; float32 ``[R, V]``, not normalised again.
 
-    Temperature comes first, then top-k, top-p and min-p, each on what the one before left (Hugging Face's order). Of
-    tokens that are equal, top-k takes all or none, and top-p the first ones.
+    Temperature comes first, then top-k, top-p and min-p, each on the tokens that the one before left (Hugging Face's
+    order). Of tokens with equal probability top-k keeps all or none, and top-p the first ones.
     """
     settings = [(max(p.temperature, _MIN_TEMPERATURE), p.top_k, p.top_p, p.min_p) for p in params]
     settings_R4 = upload(torch.tensor(settings, dtype=torch.float64), logits_RV.device)
@@ -74,12 +71,9 @@ def kept_probs(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def _change(
     values_RV: Tensor, rows: Sequence[int], change: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 ) -> Tensor:
-    """Return values with some rows changed.
+    """Return values with some rows changed; ``values_RV`` may be overwritten.
 
-    Args:
-        values_RV: May be overwritten.
-        rows: Which.
-        change: Gets their values, and what picks their rows out of another tensor.
+    ``change`` gets the values of these rows, and a function that selects the same rows of another tensor.
     """
     if len(rows) == len(values_RV):
         return change(values_RV, lambda own: own)
@@ -93,18 +87,15 @@ def _top_k(logits_RV: Tensor, top_k_R1: Tensor, most: int) -> Tensor:
 
 
 def _top_p(probs_RV: Tensor, top_p_R1: Tensor) -> Tensor:
-    """Keep the likeliest tokens up to the one with which they reach top-p; the first one in any case.
-
-    Args:
-        probs_RV: They add up to 1.
-        top_p_R1: float64.
-    """
+    """Keep the likeliest tokens until their sum reaches top-p (float64), and at least one; ``probs_RV`` add up to 1."""
     sorted_RC, num_needed_R1 = _likeliest(probs_RV, top_p_R1)
-    before_RC = sorted_RC.cumsum(dim=-1, dtype=torch.float64) - sorted_RC  # float32's sums depend on how many rows
+    before_RC = (
+        sorted_RC.cumsum(dim=-1, dtype=torch.float64) - sorted_RC
+    )  # sums in float32 depend on the number of rows
     is_kept_RC = before_RC < top_p_R1
     if num_needed_R1 is not None:
         is_kept_RC &= torch.arange(sorted_RC.shape[1]) < num_needed_R1
-    is_kept_RC[:, :1].fill_(True)  # also where top-p is next to 0; not an assignment, which would wait for a GPU
+    is_kept_RC[:, :1].fill_(True)  # even if top-p is almost 0; an assignment would wait for a GPU
     last_R1 = sorted_RC.gather(1, is_kept_RC.sum(dim=1, keepdim=True) - 1)
     num_equal_R1 = (is_kept_RC & (sorted_RC == last_R1)).sum(dim=1, keepdim=True)
     is_equal_RV = probs_RV == last_R1
@@ -113,10 +104,10 @@ def _top_p(probs_RV: Tensor, top_p_R1: Tensor) -> Tensor:
 
 
 def _likeliest(probs_RV: Tensor, top_p_R1: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return enough of the largest probabilities for top-p, in descending order, and of how many each row is sure."""
-    if probs_RV.device.type != "cpu":  # how many that are is not known on the host
+    """Return enough of the largest probabilities for top-p, in descending order, and how many each row needs."""
+    if probs_RV.device.type != "cpu":  # the host would have to wait for the number
         return probs_RV.sort(dim=-1, descending=True).values, None
-    # All tokens below have less than what top-p leaves out, together, even if float32 has a tenth of that wrong.
+    # The sum of all lower probabilities is less than top-p leaves out, even if float32 has a tenth of that wrong.
     enough_R1 = (0.9 * (1.0 - top_p_R1) / probs_RV.shape[1]).float()
     num_needed_R1 = (probs_RV >= enough_R1).sum(dim=1, keepdim=True)
     return probs_RV.topk(max(1, int(num_needed_R1.max()))).values, num_needed_R1

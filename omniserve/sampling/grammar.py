@@ -1,4 +1,4 @@
-"""Grammars that constrain an output: which tokens may come next. llguidance does the work; no torch."""
+"""Grammars that constrain which tokens may come next in an output. llguidance does the work; torch is not needed."""
 
 from __future__ import annotations
 
@@ -10,61 +10,53 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# A space, or a new line and its indentation. Without a limit a model may say white space until its tokens are used up.
+# A space, or a new line with its indentation. Without a limit a model may write white space until its tokens run out.
 _WHITESPACE = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,32}"}
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
-    """Return a Lark expression for JSON of a schema, for use inside a grammar.
-
-    Args:
-        schema: JSON Schema; llguidance's ``x-guidance`` options may be in it.
-    """
+    """Return a Lark expression for JSON of a schema, which may have llguidance's ``x-guidance`` options."""
     return f"%json {json.dumps({'x-guidance': _WHITESPACE, **schema})}"
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Return the grammar of one JSON value of a schema, for ``SamplingParams.grammar``.
+    """Return the grammar of one JSON value of a JSON Schema, for ``SamplingParams.grammar``.
 
-    Args:
-        schema: JSON Schema. Properties come in its order. What llguidance cannot enforce is refused by the engine.
+    Properties come in the order of the schema. The engine refuses a schema that llguidance cannot enforce.
     """
     return f"start: {json_value(schema)}"
 
 
 class GrammarFailed(Exception):
-    """A matcher could not go on: the grammar is too complex, or no token fits."""
+    """A grammar could not go on: it is too complex, or no token fits."""
 
 
 class GrammarState:
-    """Where one output stands in its grammar.
+    """The state of one output in its grammar, which ``accept`` moves on by a token; it begins with a new matcher.
 
-    It follows the tokens, one ``accept`` each. A preempted request keeps its tokens, and so its grammar's state.
-
-    Args:
-        matcher: A fresh one.
+    A preempted request keeps its tokens, and so this state.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     def allowed(self) -> bytes:
-        """Return which tokens may come next, a bit each, lowest bit first, at least as many as the vocabulary has.
+        """Return the tokens that may come next as a bit mask, lowest bit first, at least as long as the vocabulary.
 
-        Where the grammar may end, the model's end-of-sequence tokens are among them.
+        If the grammar may end here, the model's end-of-sequence tokens are among them.
 
         Raises:
-            GrammarFailed: That takes more than llguidance's limits.
+            GrammarFailed: The computation exceeds llguidance's limits.
         """
         bits = self._matcher.compute_bitmask()
         self._check()
         return bits
 
     def accept(self, token_id: int) -> None:
-        """Book the next token.
+        """Append the next token.
 
         Raises:
-            GrammarFailed: It is not allowed here.
+            GrammarFailed: The token is not allowed here.
         """
         self._matcher.consume_token(token_id)
         self._check()
@@ -75,12 +67,9 @@ class GrammarState:
 
 
 class GrammarCompiler:
-    """Makes grammars for one model.
+    """Compiles grammars for one model.
 
-    Args:
-        tokenizer: A fast tokenizer of ``transformers``.
-        vocab_size: The model's, at least the tokenizer's.
-        eos_token_ids: What ends an output.
+    The tokenizer is a fast one of ``transformers``; the model's ``vocab_size`` may be larger than its vocabulary.
     """
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -90,23 +79,29 @@ class GrammarCompiler:
         self._built: LLTokenizer | None = None
 
     def prepare(self) -> LLTokenizer:
-        """Build what all grammars share, once; takes up to a second with a large vocabulary.
+        """Build the vocabulary that all grammars share, once; this takes up to a second if it is large.
 
         Raises:
             ValueError: llguidance is not installed, or cannot work with this model and tokenizer.
         """
-        if self._built is None:
-            self._built = self._build()
+        if self._built is not None:
+            return self._built
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError:
+            raise ValueError("grammars need the package llguidance: pip install llguidance") from None
+        if getattr(self._tokenizer, "backend_tokenizer", None) is None:
+            raise ValueError("grammars need a fast tokenizer (tokenizer.json), which this model does not have")
+        if not self._eos_token_ids:
+            raise ValueError("grammars need an end-of-sequence token, which this model does not have")
+        self._built = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
         return self._built
 
     def start(self, grammar: str) -> GrammarState:
-        """Return the beginning of a grammar.
-
-        Args:
-            grammar: In llguidance's dialect of Lark.
+        """Return the start state of a grammar in llguidance's dialect of Lark.
 
         Raises:
-            ValueError: It is malformed, or has something that llguidance cannot enforce.
+            ValueError: It is malformed, or llguidance cannot enforce a part of it.
         """
         tokenizer = self.prepare()
         from llguidance import LLMatcher, LLParserLimits
@@ -116,18 +111,7 @@ class GrammarCompiler:
             raise ValueError(f"the grammar or JSON schema is not supported: {_first_line(matcher.get_error())}")
         return GrammarState(matcher)
 
-    def _build(self) -> LLTokenizer:
-        try:
-            from llguidance.hf import from_tokenizer
-        except ImportError:
-            raise ValueError("grammars need the package llguidance: pip install llguidance") from None
-        if getattr(self._tokenizer, "backend_tokenizer", None) is None:
-            raise ValueError("grammars need a fast tokenizer (tokenizer.json), which this model does not have")
-        if not self._eos_token_ids:
-            raise ValueError("grammars need an end-of-sequence token, which this model does not have")
-        return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
-
 
 def _first_line(message: str) -> str:
-    # The rest is where in the grammar, of which a client that sent a schema knows nothing.
+    # The rest is a position in the grammar, which a client that sent a schema does not know.
     return re.sub(r"^at \d+\(\d+\): ", "", message.strip().partition("\n")[0])

@@ -15,22 +15,19 @@ from omniserve.core.plan import PromptScores
 from omniserve.core.request import TokenLogprob
 from omniserve.ops.device_copies import AsyncHostCopy, upload
 
-# Logits of so many rows are held at a time, in float32: 80 MB with a vocabulary of 152,000.
+# The most rows whose logits are held at a time, in float32: 80 MB with a vocabulary of 152,000.
 _ROWS_AT_A_TIME = 128
 
 
 def score_prompts(
     logits: Callable[[Tensor], Tensor], hidden_TD: Tensor, scores: Sequence[tuple[str, int, PromptScores]]
 ) -> tuple[dict[str, tuple[TokenLogprob, ...]], dict[str, str]]:
-    """Return the log-probabilities that were asked for.
+    """Return the log-probabilities of prompts by request, and error messages for requests with a NaN.
 
     Args:
         logits: Turns rows ``[R, D]`` into logits ``[R, V]``.
         hidden_TD: The step's rows after the last layer.
-        scores: Request, row of ``hidden_TD`` that comes first, and what to tell of it and the rows behind it.
-
-    Returns:
-        Log-probabilities by request, in the order of its tokens, and messages by request for those with a NaN.
+        scores: For each chunk its request, its first row in ``hidden_TD``, and the tokens that these rows predict.
     """
     told: dict[str, tuple[TokenLogprob, ...]] = {}
     failed: dict[str, str] = {}
@@ -39,7 +36,9 @@ def score_prompts(
         for begin in range(0, len(wanted.token_ids), _ROWS_AT_A_TIME):
             token_ids = wanted.token_ids[begin : begin + _ROWS_AT_A_TIME]
             row = first_row + begin
-            entries += token_logprobs(logits(hidden_TD[row : row + len(token_ids)]), token_ids, wanted.num_top)
+            logits_RV = logits(hidden_TD[row : row + len(token_ids)])
+            found = logprobs_of(logits_RV, upload(torch.tensor(token_ids), logits_RV.device), wanted.num_top)
+            entries += told_logprobs(token_ids, *AsyncHostCopy(found).wait())
         if any(math.isnan(entry.logprob) for entry in entries):
             failed[request_id] = "the model returned non-finite logits for the prompt"
         else:
@@ -47,25 +46,10 @@ def score_prompts(
     return told, failed
 
 
-def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Return the log-probability of one token a row, and the row's likeliest tokens.
-
-    Args:
-        logits_RV: Any floating dtype.
-        token_ids: R of them.
-        num_top: N, at most V.
-    """
-    found = logprobs_of(logits_RV, upload(torch.tensor(token_ids), logits_RV.device), num_top)
-    return told_logprobs(token_ids, *AsyncHostCopy(found).wait())
-
-
 def logprobs_of(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return each row's log-probability of its token ``[R]``, its N likeliest tokens and theirs ``[R, N]``.
 
-    Args:
-        logits_RV: Any floating dtype.
-        token_ids_R: int64, same device; the host does not wait for it.
-        num_top: N, at most V.
+    ``num_top`` is N, but there are at most V. The host does not wait for the device.
     """
     logprobs_RV = logits_RV.float().log_softmax(dim=-1)
     top_RN = logprobs_RV.topk(min(num_top, logprobs_RV.shape[1]), dim=-1)
@@ -75,7 +59,7 @@ def logprobs_of(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[T
 def told_logprobs(
     token_ids: Sequence[int], values_R: Tensor, top_ids_RN: Tensor, top_values_RN: Tensor
 ) -> list[TokenLogprob]:
-    """Return what ``logprobs_of`` found for these tokens, as it is told."""
+    """Return the result of ``logprobs_of`` for these tokens as Python objects."""
     rows = zip(token_ids, values_R.tolist(), top_ids_RN.tolist(), top_values_RN.tolist(), strict=True)
     return [
         TokenLogprob(token_id=token_id, logprob=value, top=tuple(zip(ids, top, strict=True)))
