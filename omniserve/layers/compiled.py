@@ -127,11 +127,11 @@ class CompiledHalf:
         return compiled
 
 
-def compile_halves(half: Half, places: Sequence[tuple[nn.Module, ...]], name: str) -> list[Half]:
-    """Return one callable per place, a layer or a pair of layers; places of the same structure share one graph."""
+def compile_halves(half: Half, entries: Sequence[tuple[nn.Module, ...]], name: str) -> list[Half]:
+    """Return one callable per entry, a layer or a pair of layers; entries of the same structure share one graph."""
     by_structure: dict[tuple[Any, ...], CompiledHalf] = {}
     halves: list[Half] = []
-    for layers in places:
+    for layers in entries:
         key = tuple(map(structure, layers))
         if key not in by_structure:
             by_structure[key] = CompiledHalf(half, f"{name} (structure {len(by_structure)})")

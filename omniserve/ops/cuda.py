@@ -1,4 +1,4 @@
-"""The operators' CUDA implementations: Triton kernels, imported at the first call."""
+"""The CUDA implementations of the operators: Triton kernels, which are imported at the first call."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 ROW_OPERATORS = ("store_kv", "piggyback_concat", "residual_fetch", "piggyback_send")
-"""Those that only move rows (``kernels/rows.py``). `residual_store` is not among them: where there is a GPU, rows leave
-through the mailbox, with `piggyback_send`."""
+"""Operators that only move rows (``kernels/rows.py``). `residual_store` has no CUDA form: on a GPU rows leave through
+the mailbox, with `piggyback_send`."""
 
 
 @functools.cache

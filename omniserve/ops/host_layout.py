@@ -1,4 +1,4 @@
-"""The host pool's layout: K and V of its blocks as plain tensors, and back.
+"""The host pool's layout: converts between its blocks and plain tensors of K and V.
 
 Legend: L layers, B blocks, K KV heads, S block size, H head size. A block is ``[K, 2, S, H]``: per KV head a plane of K
 and one of V. V of a bf16 pool with an even S lies in token pairs, ``[S/2, H, 2]``; everything else in rows. An int8
@@ -20,14 +20,9 @@ def has_v_pairs(dtype: torch.dtype, block_size: int) -> bool:
 
 
 def read_blocks(pool: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return copies of K and V.
+    """Return copies of K and V, ``[..., K, S, H]`` each, in the pool's dtype, or float32 for an int8 pool.
 
-    Args:
-        pool: ``[..., K, 2, S, H]``.
-        scales: ``[..., K, 2, S]`` float32 of an int8 pool.
-
-    Returns:
-        K and V, ``[..., K, S, H]`` each, in the pool's dtype; float32 for an int8 pool.
+    The pool is ``[..., K, 2, S, H]``; the scales of an int8 pool are ``[..., K, 2, S]`` float32.
     """
     k, v = pool.unbind(-3)
     if has_v_pairs(pool.dtype, pool.shape[-2]):
@@ -48,7 +43,7 @@ def pack_blocks(k: Tensor, v: Tensor) -> Tensor:
 def quantize_blocks(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the int8 pool ``[..., K, 2, S, H]`` and the scales ``[..., K, 2, S]`` of K and V, ``[..., K, S, H]`` each.
 
-    A row that holds inf or NaN gets the scale NaN.
+    A row with an inf or a NaN gets the scale NaN.
     """
     both = torch.stack([k, v], -3).float()
     largest = both.abs().amax(-1)

@@ -1,4 +1,4 @@
-"""Slow references of the operators, for tests: loops, plain torch, float64 inside.
+"""Slow references of the operators, for tests: loops and plain torch, with float64 for sums.
 
 Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P seats,
 R requests, M blocks per request, W a slot's q, k and v side by side, I and O input and output features.
@@ -22,17 +22,9 @@ def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: T
 
 
 def paged_attention(
-    q_TNH: Tensor,
-    k_cache_BKSH: Tensor,
-    v_cache_BKSH: Tensor,
-    block_table_RM: Tensor,
-    query_start_R1: Tensor,
-    seq_lens_R: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    reversed_RM: Tensor | None = None,
-) -> Tensor:
+    q_TNH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, block_table_RM: Tensor, query_start_R1: Tensor,
+    seq_lens_R: Tensor, scale: float, window: int, softcap: float, reversed_RM: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend each request's chunk over its cached keys, the chunk's own included; some blocks run from the right."""
     out_TNH = torch.zeros_like(q_TNH, memory_format=torch.contiguous_format)
     starts, seq_lens = query_start_R1.tolist(), seq_lens_R.tolist()
@@ -60,16 +52,9 @@ def paged_attention(
 
 
 def cpu_attention(
-    q_RNH: Tensor,
-    pool_BK2SH: Tensor,
-    scales_BK2S: Tensor | None,
-    block_table_RM: Tensor,
-    seq_lens_R: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    num_threads: int,
-) -> Tensor:
+    q_RNH: Tensor, pool_BK2SH: Tensor, scales_BK2S: Tensor | None, block_table_RM: Tensor, seq_lens_R: Tensor,
+    scale: float, window: int, softcap: float, num_threads: int,
+) -> Tensor:  # fmt: skip
     """Attend one query token of each request, the last of its sequence."""
     query_start_R1 = torch.arange(q_RNH.shape[0] + 1)
     k_BKSH, v_BKSH = read_blocks(pool_BK2SH, scales_BK2S)
@@ -118,16 +103,9 @@ def residual_fetch(store_SD: Tensor, slots_P: Tensor, hidden_TD: Tensor) -> None
 
 
 def piggyback_send(
-    hidden_TD: Tensor,
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    slots_P: Tensor,
-    residuals_SD: Tensor,
-    mailbox_SW: Tensor,
-    flags_S: Tensor,
-    step_1: Tensor,
-) -> None:
+    hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, slots_P: Tensor, residuals_SD: Tensor,
+    mailbox_SW: Tensor, flags_S: Tensor, step_1: Tensor,
+) -> None:  # fmt: skip
     """Write the last P rows to their slots: hidden to residuals, q, k and v to the mailbox, then the step to the flags.
 
     A slot of -1 leaves a row out. A thread that sees a flag also sees its row of the mailbox.

@@ -1,7 +1,7 @@
-"""OPS: every operator with its reference and its samples. An operator that is not here fails a test.
+"""OPS: every operator with its reference and its samples. A test fails for an operator that is missing here.
 
-Samples are small, cover empty and odd sizes, and hold NaN wherever an operator must not look: in blocks without an
-owner, behind a sequence's end, before its window.
+Samples are small, cover empty and odd sizes, and hold NaN where an operator must not read: in blocks without an owner,
+behind a sequence's end, before its window.
 
 Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P seats, R
 requests, M blocks per request, W a slot's q, k and v side by side, I and O input and output features.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniserve.ops import reference
+from omniserve.ops import reference as references
 from omniserve.ops.host_layout import pack_blocks, quantize_blocks
 
 
@@ -26,9 +26,9 @@ class Sample:
     """Arguments of one call."""
 
     label: str
-    """What is special about it."""
+    """What is special about this sample."""
     args: tuple[Any, ...]
-    """In the schema's order. Mutated in place by a mutating operator: clone first."""
+    """In the schema's order. Clone them before a mutating operator, which changes them in place."""
 
     def clone(self) -> tuple[Any, ...]:
         """Return the arguments with every tensor copied, strides kept."""
@@ -36,7 +36,7 @@ class Sample:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    # Tensor.clone would make a slice contiguous.
+    # Tensor.clone makes a slice contiguous.
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor.detach())
 
@@ -48,12 +48,12 @@ class OpSpec:
     name: str
     """Its name in ``torch.ops.omniserve``."""
     reference: Callable[..., Tensor | None]
-    """Slow and plain; same arguments, mutates the same ones."""
+    """A slow and plain function with the same arguments, which mutates the same ones."""
     samples: Callable[[torch.device, torch.dtype], Iterator[Sample]]
     """(device, dtype) -> samples."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AttentionShape:
     """One attention sample."""
 
@@ -71,56 +71,37 @@ class AttentionShape:
 
 
 _MIXED = ((1, 40), (5, 0), (0, 7), (17, 30), (1, 0))
+_TILES = ((150, 70), (1, 300))
 _MIXED_SHAPES = (
-    AttentionShape(label="no request", chunks=(), heads=(2, 1, 16)),
-    AttentionShape(label="requests without a query", chunks=((0, 9), (0, 0)), heads=(2, 2, 16)),
-    AttentionShape(label="mixed, group 3, head size 64", chunks=_MIXED, heads=(9, 3, 64), block_size=32),
-    AttentionShape(label="mixed, group 1, head size 8", chunks=_MIXED, heads=(3, 3, 8), block_size=4),
+    AttentionShape("no request", (), (2, 1, 16)),
+    AttentionShape("requests without a query", ((0, 9), (0, 0)), (2, 2, 16)),
+    AttentionShape("mixed, group 3, head size 64", _MIXED, (9, 3, 64), block_size=32),
+    AttentionShape("mixed, group 1, head size 8", _MIXED, (3, 3, 8), block_size=4),
+    AttentionShape("mixed, group 2, head size 24, window", _MIXED, (4, 2, 24), block_size=8, window=9),
+    AttentionShape("mixed, group 7, head size 40, strided q", _MIXED, (7, 1, 40), strided=True),
+    AttentionShape("mixed, softcap", _MIXED, (4, 2, 80), softcap=5.0),
+    AttentionShape("mixed, head size 256, softcap and window", _MIXED, (2, 1, 256), window=20, softcap=9.0),
+    AttentionShape("several tiles of queries and keys", _TILES, (8, 4, 16), block_size=64),
+    AttentionShape("window inside a long chunk", ((150, 70),), (2, 2, 16), block_size=1, window=33),
+    AttentionShape("no request, directed", (), (2, 1, 16), directed=True),
+    AttentionShape("directed, head size 64", _MIXED, (9, 3, 64), block_size=16, directed=True),
+    AttentionShape("directed, several tiles, window", _TILES, (8, 4, 32), block_size=64, window=99, directed=True),
     AttentionShape(
-        label="mixed, group 2, head size 24, window", chunks=_MIXED, heads=(4, 2, 24), block_size=8, window=9
-    ),
-    AttentionShape(label="mixed, group 7, head size 40, strided q", chunks=_MIXED, heads=(7, 1, 40), strided=True),
-    AttentionShape(label="mixed, softcap", chunks=_MIXED, heads=(4, 2, 80), softcap=5.0),
-    AttentionShape(
-        label="mixed, head size 256, softcap and window", chunks=_MIXED, heads=(2, 1, 256), window=20, softcap=9.0
-    ),
-    AttentionShape(
-        label="several tiles of queries and keys", chunks=((150, 70), (1, 300)), heads=(8, 4, 16), block_size=64
-    ),
-    AttentionShape(label="window inside a long chunk", chunks=((150, 70),), heads=(2, 2, 16), block_size=1, window=33),
-    AttentionShape(label="no request, directed", chunks=(), heads=(2, 1, 16), directed=True),
-    AttentionShape(label="directed, head size 64", chunks=_MIXED, heads=(9, 3, 64), block_size=16, directed=True),
-    AttentionShape(
-        label="directed, several tiles, window",
-        chunks=((150, 70), (1, 300)),
-        heads=(8, 4, 32),
-        block_size=64,
-        window=99,
-        directed=True,
-    ),
-    AttentionShape(
-        label="directed, large odd blocks, softcap",
-        chunks=_MIXED,
-        heads=(4, 2, 24),
-        block_size=73,
-        softcap=5.0,
-        directed=True,
+        "directed, large odd blocks, softcap", _MIXED, (4, 2, 24), block_size=73, softcap=5.0, directed=True
     ),
 )
 _DECODES = ((1, 0), (1, 31), (1, 128), (1, 300))
 _DECODE_SHAPES = (
-    AttentionShape(label="no request", chunks=(), heads=(2, 1, 16)),
-    AttentionShape(label="decode, group 3, head size 64", chunks=_DECODES, heads=(9, 3, 64), block_size=32),
-    AttentionShape(label="decode, group 1, head size 8", chunks=_DECODES, heads=(2, 2, 8), block_size=4),
-    AttentionShape(label="decode, group 2, head size 72, window", chunks=_DECODES, heads=(4, 2, 72), window=100),
-    AttentionShape(label="decode, group 7, head size 128, strided q", chunks=_DECODES, heads=(7, 1, 128), strided=True),
-    AttentionShape(label="decode, head size 256, softcap", chunks=_DECODES, heads=(4, 2, 256), softcap=5.0),
-    AttentionShape(
-        label="decode, group 5, head size 128, window that cuts a pair", chunks=_DECODES, heads=(5, 1, 128), window=64
-    ),
-    AttentionShape(label="decode, group 4, head size 80, odd blocks", chunks=_DECODES, heads=(8, 2, 80), block_size=5),
-    AttentionShape(label="decode, group 12, head size 96", chunks=_DECODES, heads=(24, 2, 96), block_size=64),
-    AttentionShape(label="decode, window of one, softcap", chunks=_DECODES, heads=(5, 1, 24), window=1, softcap=9.0),
+    AttentionShape("no request", (), (2, 1, 16)),
+    AttentionShape("decode, group 3, head size 64", _DECODES, (9, 3, 64), block_size=32),
+    AttentionShape("decode, group 1, head size 8", _DECODES, (2, 2, 8), block_size=4),
+    AttentionShape("decode, group 2, head size 72, window", _DECODES, (4, 2, 72), window=100),
+    AttentionShape("decode, group 7, head size 128, strided q", _DECODES, (7, 1, 128), strided=True),
+    AttentionShape("decode, head size 256, softcap", _DECODES, (4, 2, 256), softcap=5.0),
+    AttentionShape("decode, group 5, head size 128, window that cuts a pair", _DECODES, (5, 1, 128), window=64),
+    AttentionShape("decode, group 4, head size 80, odd blocks", _DECODES, (8, 2, 80), block_size=5),
+    AttentionShape("decode, group 12, head size 96", _DECODES, (24, 2, 96), block_size=64),
+    AttentionShape("decode, window of one, softcap", _DECODES, (5, 1, 24), window=1, softcap=9.0),
 )
 
 
@@ -233,8 +214,8 @@ def _piggyback_concat_samples(device: torch.device, dtype: torch.dtype) -> Itera
 
 
 def _residual_store_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for label, hidden, store, slots in _seat_samples(device, dtype):
-        yield Sample(label=label, args=(hidden, store, slots))
+    for label, *args in _seat_samples(device, dtype):
+        yield Sample(label=label, args=tuple(args))
 
 
 def _residual_fetch_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -299,16 +280,16 @@ def _skinny_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator
 
 
 OPS: dict[str, OpSpec] = {
-    spec.name: spec
-    for spec in (
-        OpSpec(name="store_kv", reference=reference.store_kv, samples=_store_kv_samples),
-        OpSpec(name="paged_attention", reference=reference.paged_attention, samples=_paged_attention_samples),
-        OpSpec(name="cpu_attention", reference=reference.cpu_attention, samples=_cpu_attention_samples),
-        OpSpec(name="store_host_kv", reference=reference.store_host_kv, samples=_store_host_kv_samples),
-        OpSpec(name="piggyback_concat", reference=reference.piggyback_concat, samples=_piggyback_concat_samples),
-        OpSpec(name="residual_store", reference=reference.residual_store, samples=_residual_store_samples),
-        OpSpec(name="residual_fetch", reference=reference.residual_fetch, samples=_residual_fetch_samples),
-        OpSpec(name="piggyback_send", reference=reference.piggyback_send, samples=_piggyback_send_samples),
-        OpSpec(name="skinny_linear", reference=reference.skinny_linear, samples=_skinny_linear_samples),
+    reference.__name__: OpSpec(name=reference.__name__, reference=reference, samples=samples)
+    for reference, samples in (
+        (references.store_kv, _store_kv_samples),
+        (references.paged_attention, _paged_attention_samples),
+        (references.cpu_attention, _cpu_attention_samples),
+        (references.store_host_kv, _store_host_kv_samples),
+        (references.piggyback_concat, _piggyback_concat_samples),
+        (references.residual_store, _residual_store_samples),
+        (references.residual_fetch, _residual_fetch_samples),
+        (references.piggyback_send, _piggyback_send_samples),
+        (references.skinny_linear, _skinny_linear_samples),
     )
 }

@@ -1,6 +1,6 @@
-"""DEVICE_ATTENTION: implementations of attention on the device tier, chosen by name. Nothing falls back by itself.
+"""DEVICE_ATTENTION: implementations of attention on the device tier, chosen by name. None is a silent fallback.
 
-``base`` is the contract and the choice, ``pages`` how the paged cache is read; each other module is one implementation:
+``base`` has the interface and the choice, ``pages`` reads the paged cache; each other module is one implementation:
 
 * ``cpu``: the C++ operator.
 * ``triton``: our kernel over the pages (``ops/kernels/attention.py``), CUDA; graph-safe.

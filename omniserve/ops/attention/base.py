@@ -1,4 +1,4 @@
-"""The contract of device attention, and the choice of an implementation by name.
+"""The interface of device attention, and the choice of an implementation by name.
 
 Legend: T packed tokens, N query heads, K KV heads, H head size, B blocks, S block size, R requests, M blocks per
 request.
@@ -65,12 +65,8 @@ class DeviceAttention(Protocol):
     ) -> Tensor:
         """Return ``[T, N, H]``, the dtype of q.
 
-        Args:
-            q_TNH: Queries of all requests, one after the other; rotary applied.
-            k_cache_BKSH: The layer's keys, head-major blocks, this step's tokens included.
-            v_cache_BKSH: The layer's values.
-            metadata: Blocks and lengths of the requests.
-            spec: Scale, window, softcap.
+        The queries of all requests follow each other; rotary has been applied. The caches are one layer's head-major
+        blocks of keys and values, this step's tokens included.
 
         Raises:
             ValueError: This implementation cannot do what the arguments ask for; the message names one that can.
@@ -82,9 +78,9 @@ DEVICE_ATTENTION: Registry[DeviceAttention] = Registry("device attention", packa
 
 
 def graph_safe(attend: F) -> F:
-    """Mark an implementation: with ``one_query_each``, what it launches follows from shapes alone.
+    """Declare that the launches of an implementation depend on shapes alone if ``one_query_each`` is set.
 
-    So a CUDA graph that captured a call is right for whatever lengths, blocks and padding the same tensors hold later.
+    So the CUDA graph of a call stays right when the same tensors hold other lengths, blocks and padding.
     """
     attend.graph_safe = True  # type: ignore[attr-defined]
     return attend
@@ -96,19 +92,17 @@ def is_graph_safe(attend: DeviceAttention) -> bool:
 
 
 def resolve_attention(name: str, device: torch.device, *, is_directed: bool = False) -> DeviceAttention:
-    """Return the implementation called ``name``; "auto" takes what should be the best that ``device`` has.
+    """Return the implementation called ``name``; "auto" takes the one that should be the best on ``device``.
 
-    On CUDA that is ``triton`` where triton can be imported, else ``xformers``, else ``sdpa``. This order is reasoned,
-    not yet measured on a GPU.
-
-    Args:
-        is_directed: Some blocks will run from the right (``reversed_RM``).
+    On CUDA that is ``triton`` if triton can be imported, else ``xformers``, else ``sdpa``. This order is reasoned, not
+    yet measured on a GPU. With ``is_directed`` some blocks will run from the right (``reversed_RM``).
 
     Raises:
         ValueError: The name is unknown, or its implementation does not run on this device or in both directions.
     """
     if name == "auto":
-        name = "cpu" if device.type == "cpu" else _first_installed("triton", "xformers") or "sdpa"
+        installed = (package for package in ("triton", "xformers") if importlib.util.find_spec(package))
+        name = "cpu" if device.type == "cpu" else next(installed, "sdpa")
     if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return DEVICE_ATTENTION.get(name)
     if (wanted := {"cpu": "cpu", "xformers": "cuda", "triton": "cuda"}.get(name, device.type)) != device.type:
@@ -121,22 +115,14 @@ def resolve_attention(name: str, device: torch.device, *, is_directed: bool = Fa
     return DEVICE_ATTENTION.get(name)
 
 
-def _first_installed(*packages: str) -> str | None:
-    return next((package for package in packages if importlib.util.find_spec(package)), None)
-
-
 def host_lengths(metadata: AttentionMetadata, name: str) -> HostLengths:
-    """Return the lengths of a step's requests for implementations that choose their launches by them.
+    """Return the lengths of a step's requests for the implementation ``name``, whose launches depend on them.
 
-    Lengths that are not on the host yet are read back from the device.
-
-    Args:
-        metadata: The step's.
-        name: The implementation's, for error messages.
+    Lengths that are not on the host are read back from the device.
 
     Raises:
         ValueError: The lengths are not on the host, and ``one_query_each`` forbids to read them back. Or the call is
-            captured in a CUDA graph, which would go on with the lengths of its capture.
+            captured in a CUDA graph, which would repeat the lengths of its capture.
     """
     if metadata.seq_lens_R.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError(

@@ -16,7 +16,7 @@ def attend_cpu(
     """Attend with the C++ operator."""
     block_table_RM, seq_lens_R, is_padding_R = metadata.block_table_RM, metadata.seq_lens_R, None
     if metadata.one_query_each and not seq_lens_R.all():
-        # The operator refuses a query without a key: give padding the first block's first row, and throw it away.
+        # The operator refuses a query without a key, so padding attends to the first row of the first block.
         is_padding_R = seq_lens_R == 0
         block_table_RM, seq_lens_R = block_table_RM.clamp(min=0), seq_lens_R.clamp(min=1)
     out_TNH: Tensor = torch.ops.omniserve.paged_attention.default(

@@ -31,9 +31,9 @@ def attend_flex(
 ) -> Tensor:
     """Attend with FlexAttention: compiled on CUDA; on the CPU as plain torch over the whole cache, for tests.
 
-    Chunks are padded to the longest (its length is read from ``host_lengths``, or waited for); with ``one_query_each``
-    nothing is. Slots of a request's blocks that nobody has written yet are multiplied by 0, so they must be finite: the
-    KV storage begins with zeros. Not yet run on CUDA.
+    Chunks are padded to the longest one, whose length is read from ``host_lengths`` or from the device; with
+    ``one_query_each`` there is no padding. Slots that were never written in a request's blocks are multiplied by 0, so
+    they must be finite: the KV storage begins with zeros. Not yet run on CUDA.
 
     Raises:
         ValueError: On CUDA, S is no power of two from 16.
@@ -75,8 +75,8 @@ def _compiled() -> Callable[..., Tensor]:
     compiled: Callable[..., Tensor] = torch.compile(_attend_pages, fullgraph=True)
 
     def attend(*args: Tensor | None, **constants: float) -> Tensor:
-        # One graph for each kind of layer (window, softcap), and for one request, one query each, and chunks: together
-        # more than torch's limit of 8.
+        # There is a graph for each kind of layer (window, softcap), and for one request, one query each, and chunks:
+        # together more than torch's limit of 8.
         with torch._dynamo.config.patch(recompile_limit=64):
             return compiled(*args, **constants)
 
@@ -84,19 +84,9 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _attend_pages(
-    q_E1LH: Tensor,
-    k_cache_BKSH: Tensor,
-    v_cache_BKSH: Tensor,
-    block_table_RM: Tensor,
-    query_lens_R: Tensor,
-    seq_lens_R: Tensor,
-    reversed_RM: Tensor | None,
-    *,
-    group: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
+    q_E1LH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, block_table_RM: Tensor, query_lens_R: Tensor,
+    seq_lens_R: Tensor, reversed_RM: Tensor | None, *, group: int, scale: float, window: int, softcap: float,
+) -> Tensor:  # fmt: skip
     """Return ``[E, 1, L, H]``."""
     num_blocks, kv_heads, block_size, head_size = k_cache_BKSH.shape
     (num_requests, width), num_rows, device = block_table_RM.shape, q_E1LH.shape[2], q_E1LH.device
@@ -113,7 +103,7 @@ def _attend_pages(
     shifted_RM = (first_R[:, None] + entry_M).clamp(max=width - 1)
     pages_EM = head_pages(block_table_RM.gather(1, shifted_RM.long()), kv_heads)
 
-    # Where in its request a block stands; -1 elsewhere. Entries that hold nothing go to a column that nobody reads.
+    # The index of a block in its request, -1 for other blocks. Empty entries go to a last column that is never read.
     is_held_RM = (entry_M >= first_R[:, None]) & (entry_M * block_size < seq_lens_R[:, None])
     column_RM = torch.where(is_held_RM & (block_table_RM >= 0), block_table_RM, num_blocks).long()
     standing_RB = torch.full((num_requests, num_blocks + 1), -1, dtype=torch.int32, device=device)
@@ -129,7 +119,7 @@ def _attend_pages(
         seen = (standing >= 0) & (page % kv_heads == entry % kv_heads) & (key_pos <= query_pos)
         return seen & (key_pos > query_pos - window) if window else seen
 
-    # As tensors: the compiler admits no number that changes between layers inside of a score function.
+    # As tensors, because the compiler allows no number in a score function that differs between layers.
     scale_1, softcap_1 = torch.full((), scale, device=device), torch.full((), softcap, device=device)
 
     def scale_and_cap(score: Tensor, _entry: Tensor, _head: Tensor, _row: Tensor, _place: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reading the paged cache: rows gathered out of blocks, and blocks as the pages of others' kernels.
+"""Reads of the paged cache: rows gathered from blocks, and blocks as pages for the kernels of other projects.
 
 Legend: K KV heads, H head size, B blocks, S block size, R requests, M blocks per request, C keys.
 """

@@ -19,12 +19,12 @@ def attend_xformers(
     """Attend with xformers: decodes over the pages where its kernel can, the rest over gathered KV.
 
     Paged (``triton_splitK``): every request has one query token, S is a multiple of 64, H is a power of two from 16,
-    half precision, no window. Not yet run on CUDA. Not graph-safe: the bias objects hold the lengths in host lists, and
-    its launches follow from them, so a graph would go on with the lengths of its capture.
+    half precision, no window. Not yet run on CUDA. Not graph-safe: the bias objects hold the lengths in host lists, on
+    which the launches depend, so a graph would repeat the lengths of its capture.
 
     Raises:
-        ValueError: The layer soft-caps its scores, or there is a direction table: xformers can do neither. Or the call
-            is captured in a graph, or has ``one_query_each`` without ``host_lengths``.
+        ValueError: The layer soft-caps its scores or there is a direction table, which xformers does not support. Or
+            the call is captured in a graph, or has ``one_query_each`` without ``host_lengths``.
         NotImplementedError: xformers has no kernel for this GPU, dtype or head size; its message says why.
     """
     from xformers.ops import fmha  # optional; slow to import
@@ -40,7 +40,7 @@ def attend_xformers(
     lengths, block_table_RM = host_lengths(metadata, "xformers"), metadata.block_table_RM
     has_padding = metadata.one_query_each and 0 in lengths.seq_lens
     if has_padding:
-        # Give padding the first block's first row, and throw it away.
+        # Padding attends to the first row of the first block, and its result is replaced below.
         lengths = replace(lengths, seq_lens=tuple(max(1, seq_len) for seq_len in lengths.seq_lens))
         block_table_RM = block_table_RM.clamp(min=0)
     (_, num_heads, head_size), (_, kv_heads, block_size, _) = q_TNH.shape, k_cache_BKSH.shape
@@ -55,8 +55,8 @@ def attend_xformers(
     )
     operator = None  # xformers chooses
     if paged:
-        # Named, as it is the only one that knows pages: xformers by itself does not try it for more than 32 queries,
-        # which are (request, KV head) pairs here, nor for groups of one head.
+        # This is the only operator with pages. xformers itself does not choose it for more than 32 queries, which are
+        # (request, KV head) pairs here, nor for groups of one head.
         operator = fmha.triton_splitk.FwOp
         # xformers' pages are token-major, ours head-major: a (block, KV head) pair is a page with one head, and a
         # (request, KV head) pair a sequence whose G heads share it.
@@ -82,15 +82,12 @@ def attend_xformers(
         )  # fmt: skip
         if spec.window:
             bias = bias.make_local_attention_from_bottomright(spec.window)
+        ranges = [(block_table_RM[r], first, lengths.seq_lens[r]) for r, first in zip(active, firsts, strict=True)]
         k, v = (
-            torch.cat(
-                [
-                    gather_keys(cache, block_table_RM[r], first, lengths.seq_lens[r])
-                    for r, first in zip(active, firsts, strict=True)
-                ]
-            )[None, :, :, None].expand(-1, -1, -1, num_heads // kv_heads, -1)
+            torch.cat([gather_keys(cache, *keys) for keys in ranges])[None, :, :, None]
+            .expand(-1, -1, -1, num_heads // kv_heads, -1)
             for cache in (k_cache_BKSH, v_cache_BKSH)
-        )
+        )  # fmt: skip
         q = q_TNH.reshape(1, -1, kv_heads, num_heads // kv_heads, head_size)
     with torch.cuda.device_of(q_TNH):  # Triton launches on the current device
         out = fmha.memory_efficient_attention_forward(q, k, v, attn_bias=bias, scale=spec.scale, op=operator)

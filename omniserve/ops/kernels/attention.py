@@ -118,7 +118,7 @@ def paged_attention(
 
 @functools.cache
 def describe(device: torch.device) -> Device:
-    """Return what launches depend on of a device; what is no CUDA device counts as an unknown one."""
+    """Return the properties of a device on which launches depend; the defaults if it is not a CUDA device."""
     if device.type != "cuda":
         return Device()
     properties = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""How the attention kernel is launched: tiles, warps and parts of the keys, chosen by shape and by device.
+"""Chooses tiles, warps and parts of the keys for a launch of the attention kernel, by shape and by device.
 
 Legend: T packed tokens, N query heads, K KV heads, H head size, S block size, R requests, M blocks per request, P parts
 of the keys.
@@ -11,31 +11,31 @@ from dataclasses import dataclass, replace
 import triton
 
 MAX_REGISTERS = 255
-"""Of a thread: as many as there are. Left to itself, the compiler spills some so that a third program fits."""
+"""Registers of a thread, as many as there are. By itself the compiler spills some so that a third program fits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """What a launch depends on of a device. The defaults are for an unknown one: the least of sm_80 and newer."""
+    """The properties of a device on which a launch depends. The defaults are the least of sm_80 and newer."""
 
     shared_bytes: int = 99 << 10
     """Most shared memory of a program: 99 KiB on sm_86, sm_89 and sm_120, 163 on sm_80, 227 on sm_90 and sm_100."""
     multiprocessors: int = 64
     has_wide_tensor_cores: bool = False
-    """sm_90 and sm_100: tensor cores take their operands from shared memory, 64 rows at a time. Elsewhere operands
-    stand in registers."""
+    """On sm_90 and sm_100 tensor cores read their operands from shared memory, 64 rows at a time. On other devices they
+    read registers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """How one program works."""
+    """The tile of rows and keys on which one program works."""
 
     block_m: int
     """Rows: queries of the group's heads."""
     num_warps: int
     num_stages: int = 5
-    """Depth of the pipeline. Triton gives the block table's look-up a level of its own: with 5, two tiles of K and V
-    are on their way from memory at once, with 3 or 4 only one."""
+    """Depth of the pipeline. Triton uses a stage for the look-up in the block table: with 5 stages two tiles of K and V
+    are loaded at once, with 3 or 4 only one."""
     key_tile_bytes: int = 16 << 10
     """Most bytes of a tile of K, which is as large as one of V: 16 KiB are 64 keys of 128 bf16."""
     max_head_size: int = 256
@@ -44,31 +44,31 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """What is chosen by shape. Every constant is a reasoned guess, none is measured yet; that no register is spilled,
-    and what shared memory a program takes, is the compiler's word (``tests/ops/kernel_resources``)."""
+    """The constants of the choice by shape. All are reasoned guesses, none is measured yet. The compiler has confirmed
+    the shared memory, and that no register is spilled (``tests/ops/kernel_resources``)."""
 
     tiles: tuple[Tile, ...]
-    """In order of block_m: the first that holds a request's mean number of rows is taken, else the last."""
+    """In order of block_m. The first that holds the mean number of rows per request is taken, else the last."""
     fp32_tiles: tuple[Tile, ...] = (Tile(block_m=16, num_warps=8),)
-    """Likewise, for fp32, which is multiplied without tensor cores, for exactness: with more rows, or fewer warps, its
+    """The tiles for fp32, which is multiplied without tensor cores, for exactness. With more rows or fewer warps the
     operands do not fit the registers."""
     max_block_n: int = 64
     """Most keys of a tile, however small the heads: scores are BLOCK_M x BLOCK_N registers."""
     programs_per_multiprocessor: int = 2
-    """Keys are split until about so many decode programs run on each multiprocessor. Two have 128 KiB on their way on
-    an H200, where a multiprocessor's share of the bandwidth, 36 GB/s, times 1 us of latency is 36 KiB. Each of them
+    """Keys are split until about this number of decode programs run on each multiprocessor. Two load 128 KiB at a time
+    on an H200, where a multiprocessor's share of the bandwidth, 36 GB/s, times 1 us of latency is 36 KiB. Each of them
     takes 72 KiB of shared memory (H of 128), so three would fit; but the number of parts is rounded down to a power of
     two, and each part is written and read again. Tiles of keys are made smaller where two do not fit."""
     chunk_splits: tuple[int, ...] = (8, 1)
-    """Parts where chunks are among the requests, most first: each number is a kernel to compile."""
+    """The numbers of parts that are used with chunks, most first: each one is a kernel to compile."""
     max_splits: int = 64
     """Most parts: their results must fit the registers of one program of the combining kernel."""
     max_split_keys: int = 16384
     """Decodes are split further when the table is wide enough for longer parts: one long context among many short ones
     would otherwise be read by one SM alone, at 1/132 of the bandwidth, while the others are done."""
     max_skew_splits: int = 8
-    """But no further than this for that reason: each part costs each short request a program that returns at once. Only
-    requests with more keys than ``max_split_keys`` are cut further: parts that are not empty are written and read."""
+    """The limit of such further splits: each part costs a short request a program that returns at once. Only requests
+    with more keys than ``max_split_keys`` have more parts that are not empty, and so written and read."""
     max_partial_bytes: int = 64 << 20
     """Most memory for the parts' results."""
 
@@ -154,9 +154,8 @@ def choose_launch(
     device: Device,
     tuning: Tuning | None = None,
 ) -> Launch:
-    """Return how to launch for these shapes: T, R, N, K, H, S, M, and bytes of an element.
-
-    ``tuning`` is the device's if there is none.
+    """Return the launch for these shapes (T, R, N, K, H, S, M) and bytes of an element; ``tuning`` is by default the
+    device's.
     """
     tuning = tuning or tuning_for(device)
     group = num_heads // kv_heads
@@ -188,14 +187,14 @@ def choose_launch(
 
 
 def _tile(tiles: tuple[Tile, ...], mean_rows: int, group: int, padded_head: int) -> Tile:
-    """Return the smallest tile for so many rows, or for a group that is larger than any."""
+    """Return the smallest tile that holds the mean number of rows, or a larger one for a group larger than any tile."""
     tiles = tuple(tile for tile in tiles if tile.max_head_size >= padded_head) or tiles[-1:]
     tile = next((tile for tile in tiles if tile.block_m >= mean_rows), tiles[-1])
     return tile if tile.block_m >= group else replace(tile, block_m=triton.next_power_of_2(group), num_warps=8)
 
 
 def _fit(tile: Tile, block_n: int, padded_head: int, itemsize: int, device: Device, tuning: Tuning) -> tuple[Tile, int]:
-    """Return the tile and its keys, made smaller until programs fit a multiprocessor: several of decodes, one else."""
+    """Return the tile and its keys, made smaller until several programs of decodes, or one of others, fit a device."""
 
     def takes(tile: Tile, block_n: int) -> int:
         return shared_bytes(tile, block_n, padded_head, itemsize, device)

@@ -99,28 +99,15 @@ def _copy_blocks_kernel(
 
 
 def copy_blocks(
-    k_LBKSH: Tensor,
-    v_LBKSH: Tensor,
-    pool_LBK2SH: Tensor,
-    device_ids_M: Tensor,
-    pool_ids_M: Tensor,
-    *,
-    to_host: bool,
-    is_reversed: bool,
-    num_programs: int = NUM_PROGRAMS,
-) -> None:
-    """Copy blocks, all layers, K and V, to the bit: one launch on the current stream, which this does not wait for.
+    k_LBKSH: Tensor, v_LBKSH: Tensor, pool_LBK2SH: Tensor, device_ids_M: Tensor, pool_ids_M: Tensor, *,
+    to_host: bool, is_reversed: bool, num_programs: int = NUM_PROGRAMS,
+) -> None:  # fmt: skip
+    """Copy blocks exactly, K and V of all layers, in one launch on the current stream, for which this does not wait.
 
-    Args:
-        k_LBKSH: Device cache, contiguous.
-        v_LBKSH: Likewise.
-        pool_LBK2SH: Host pool of the same dtype, contiguous, in pinned memory; B may differ.
-        device_ids_M: Blocks of the cache, int64, on its device; no target twice. An id out of range is a device-side
-            assertion.
-        pool_ids_M: Blocks of the pool, likewise; as many.
-        to_host: From the cache to the pool; else back.
-        is_reversed: The cache's blocks run from the right; the pool's never do. Paper: bros 6.
-        num_programs: Most programs that run at a time, a multiprocessor of the device to each.
+    The pool is in pinned memory and has the cache's dtype; all tensors are contiguous. The ids are int64 on the device;
+    no target may come twice, and an id out of range is a device-side assertion. With ``is_reversed`` the cache's blocks
+    run from the right, which the pool's never do (bros 6). ``num_programs`` is the most programs that run at a time,
+    each on a multiprocessor of its own.
 
     Raises:
         ValueError: The tensors do not fit each other, or have another layout.

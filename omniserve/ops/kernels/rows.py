@@ -169,14 +169,9 @@ def _piggyback_send_kernel(
 
 
 def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, slot_mapping_T: Tensor) -> None:
-    """Write each token's K and V to slot ``block * S + offset``; -1 leaves a token out.
+    """Write each token's K and V to slot ``block * S + offset`` of the contiguous caches; -1 leaves a token out.
 
-    Args:
-        k_TKH: Keys, the caches' dtype, contiguous in the last dimension (as cut from a fused QKV).
-        v_TKH: Values, likewise.
-        k_cache_BKSH: Contiguous; written.
-        v_cache_BKSH: Likewise.
-        slot_mapping_T: int64.
+    k and v have the caches' dtype and may be cut from a fused QKV: only the last dimension must be contiguous.
 
     Raises:
         ValueError: A tensor has another shape, dtype or layout.
@@ -203,10 +198,7 @@ def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: T
 def piggyback_concat(attn_TD: Tensor, results_RD: Tensor, rows_P: Tensor) -> Tensor:
     """Return a new ``[T + P, D]``: attn, then results[rows]; zeros where a row is -1.
 
-    Args:
-        attn_TD: Attention rows of the device, contiguous in the last dimension.
-        results_RD: Attention rows of the host tier, likewise, the same dtype.
-        rows_P: int64.
+    Both are attention rows of the same dtype, of the device and of the host tier, contiguous in the last dimension.
 
     Raises:
         ValueError: A tensor has another shape, dtype or layout.
@@ -221,10 +213,7 @@ def piggyback_concat(attn_TD: Tensor, results_RD: Tensor, rows_P: Tensor) -> Ten
 def residual_fetch(store_SD: Tensor, slots_P: Tensor, hidden_TD: Tensor) -> None:
     """Write store[slots] to the last P rows of hidden; zeros where a slot is -1.
 
-    Args:
-        store_SD: Residual store, contiguous in the last dimension.
-        slots_P: int64.
-        hidden_TD: The step's rows, likewise, the same dtype; written.
+    Both have the same dtype and are contiguous in the last dimension.
 
     Raises:
         ValueError: A tensor has another shape, dtype or layout.
@@ -234,12 +223,9 @@ def residual_fetch(store_SD: Tensor, slots_P: Tensor, hidden_TD: Tensor) -> None
 
 
 def gather_rows(source_SD: Tensor, slots_R: Tensor, destination_SD: Tensor) -> None:
-    """Write source[slot] to destination[slot] for each slot; -1 is none.
+    """Write source[slot], in pinned CPU memory, to destination[slot], on the device, for each slot but -1.
 
-    Args:
-        source_SD: Pinned CPU memory, read from the device; contiguous in the last dimension.
-        slots_R: int64, on the device; no slot twice.
-        destination_SD: On the device, the same dtype, contiguous in the last dimension; written.
+    Both have the same dtype and are contiguous in the last dimension. No slot may come twice.
 
     Raises:
         ValueError: A tensor has another shape, dtype or layout.
@@ -258,31 +244,14 @@ def gather_rows(source_SD: Tensor, slots_R: Tensor, destination_SD: Tensor) -> N
 
 
 def piggyback_send(
-    hidden_TD: Tensor,
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    slots_P: Tensor,
-    residuals_SD: Tensor,
-    mailbox_SW: Tensor,
-    flags_S: Tensor,
-    step_1: Tensor,
-) -> None:
+    hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, slots_P: Tensor, residuals_SD: Tensor,
+    mailbox_SW: Tensor, flags_S: Tensor, step_1: Tensor,
+) -> None:  # fmt: skip
     """Send the last P rows to the host tier: residuals to the store, q|k|v to the mailbox, then the step to the flags.
 
-    A flag is written with release order at system scope, so a CPU thread that reads the step from it with acquire order
-    finds the whole letter. ``flags[slots] = step``; -1 leaves a seat out.
-
-    Args:
-        hidden_TD: The step's rows, contiguous in the last dimension.
-        q_TNH: Queries, the same dtype, contiguous in the last dimension.
-        k_TKH: Keys, likewise.
-        v_TKH: Values, likewise.
-        slots_P: int64; no slot twice.
-        residuals_SD: Residual store; written.
-        mailbox_SW: Pinned CPU memory, contiguous in the last dimension; written over the bus.
-        flags_S: Pinned CPU memory, int64; written over the bus.
-        step_1: int64, on the device.
+    ``flags[slots] = step`` is written with release order at system scope, so a CPU thread that reads the step with
+    acquire order finds the whole row of the mailbox. A slot of -1 leaves a seat out, and no other slot may come twice.
+    All rows have one dtype and are contiguous in the last dimension. Mailbox and flags are pinned CPU memory.
 
     Raises:
         ValueError: A tensor has another shape, dtype or layout.
@@ -343,7 +312,7 @@ def _last_rows(hidden_TD: Tensor, slots_P: Tensor) -> Tensor:
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, is_packed: bool = False) -> None:
-    """Refuse what a kernel would read or write in a wrong place; its last dimension must be contiguous, or all be."""
+    """Raise ValueError unless a tensor has this shape and dtype, with contiguous rows or, if packed, contiguous."""
     is_dense = tensor.is_contiguous() if is_packed else tensor.shape[-1:] < (2,) or tensor.stride(-1) == 1
     if tuple(tensor.shape) != shape or tensor.dtype != dtype or not is_dense:
         raise ValueError(

@@ -78,7 +78,7 @@ def capture_order(decodes: ShapeTable, chunks: ShapeTable) -> list[tuple[StepSha
 
 
 def smallest_fitting(shapes: Iterable[StepShape], num_rows: int, num_seats: int) -> StepShape | None:
-    """Return the first shape that holds so many rows and seats; None: there is none, or it is far too large.
+    """Return the first shape that holds the rows and the seats of a step; None if there is none, or it is too large.
 
     ``shapes`` are in ascending order of ``size``.
     """
