@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from benchmarks.common.server import Server, ServerFailed
+from benchmarks.common.record import ROOT
+from benchmarks.common.server import Server, ServerFailed, ServerProcess
 
 LS_TIER, BE_TIER = "priority", "flex"
 """OpenAI's names of the two kinds of service class."""
@@ -89,15 +91,8 @@ async def run_load(
     """Send ``requests`` through ``/v1/completions`` and stream the answers.
 
     Ends when every request that ``must_finish`` selects has ended, or at ``cutoff_s``; what still runs then is
-    disconnected, which the server takes as an abort.
-
-    Args:
-        base_url: Server address without ``/v1``.
-        requests: What to send, in any order.
-        must_finish: Selects the requests that are waited for.
-        cutoff_s: Latest end, in seconds after the start.
-        watch: Called about ten times a second with the time and the records; an exception from it ends the load.
-        wire: What this server is sent.
+    disconnected, which the server takes as an abort. ``watch`` is called about ten times a second with the time and the
+    records; an exception from it ends the load.
 
     Returns:
         One record per request, in the order of ``requests``, and the time at which the load ended.
@@ -221,3 +216,18 @@ def drive(
         if must_finish(request) and not may_be_cut_off:
             raise ServerFailed(f"a request did not finish in {cutoff_s:g} s\n{server.log_tail()}")
     return records, end_s
+
+
+@contextmanager
+def warm_server(
+    name: str, arguments: Sequence[str], warm_up: Sequence[LoadRequest], cutoff_s: float = 120.0
+) -> Iterator[ServerProcess]:
+    """Give a server of its own, with this command line, that has served ``warm_up``; its log is ``.cache/NAME.log``.
+
+    Raises:
+        ServerFailed: It did not start or stop, or did not serve the requests in time.
+    """
+    with ServerProcess(arguments, ROOT / ".cache" / f"{name}.log") as server:
+        server.wait_until_healthy()
+        drive(server, warm_up, cutoff_s=cutoff_s)
+        yield server

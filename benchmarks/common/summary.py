@@ -49,11 +49,7 @@ def summarize(records: Iterable[RequestRecord], end_s: float) -> LatencySummary:
 
 
 def summarize_co_serving(
-    records: Sequence[RequestRecord],
-    slo: tuple[float, float] | None,
-    *,
-    end_s: float,
-    stream_s: float | None = None,
+    records: Sequence[RequestRecord], slo: tuple[float, float] | None, *, end_s: float, stream_s: float | None = None
 ) -> dict[str, Any]:
     """Return the figures of one load, without those that it has nothing for.
 
@@ -116,6 +112,27 @@ def summarize_co_serving(
         "tpot_p99_s": None if math.isnan(latencies.tpot_p99_s) else latencies.tpot_p99_s,
         "ttft_prediction_error_p50_s": statistics.median(map(abs, errors)) if errors else None,
     }
+
+
+def cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a table shows of the figures of ``summarize_co_serving``: milliseconds and tokens a second."""
+    shares = {"of all": "attained_of_all", "attained": "attained", "TTFT": "ttft_attained", "TPOT": "tpot_attained"}
+    found = {name: f"{row[key]:.1%}" for name, key in shares.items() if row.get(key) is not None}
+    if "rejected" in row:
+        found["rejected"] = f"{row['rejected']:g} of {row['ls_requests']:g}"
+    bound = ">" if row.get("ls_unfinished") else ""
+    for name, digits, mark in (("ttft", 0, bound), ("tpot", 1, "")):
+        times_s = [row.get(f"{name}_{percent}_s") for percent in ("p50", "p99")]
+        found[f"{name.upper()} p50 / p99 ms"] = " / ".join(
+            f"{mark}{1e3 * time_s:.{digits}f}" for time_s in times_s if time_s is not None
+        )
+    if "be_tokens_per_s_beside_ls" in row:
+        found["BE tok/s beside LS"] = f"{row['be_tokens_per_s_beside_ls']:.0f}"
+    if "be_tokens_per_s" in row:
+        found["BE tok/s in all"] = f"{row['be_tokens_per_s']:.0f}" + (
+            "" if row.get("be_finished", True) else " (cut off)"
+        )
+    return found
 
 
 def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
