@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.tables import table
+from benchmarks.common.tables import table, table_of
 from omniserve.simulate.report import require_matplotlib
 
 
@@ -53,19 +53,17 @@ def candidate_names(rows: Mapping[str, Any]) -> list[str]:
 
 def busy_table(teams: Mapping[str, Any]) -> str:
     """Return one line a team: what attention and dense work do alone and together."""
-    sides = ("alone", "together")
-    lines = [["attention + torch threads", "busy"]]
-    lines[0] += [f"{what}, {side}" for what in ("GB/s", "share", "dense steps/s", "p50 ms", "p99 ms") for side in sides]
+    lines = []
     for name, team in teams.items():
-        attention, dense = team["attention"], team["dense"]
-        cells = [f"{attention[side][key]:.3g}" for key in ("gb_per_s", "share") for side in sides]
-        cells += [
-            f"{factor * dense[side][key]:.3g}"
-            for key, factor in (("steps_per_s", 1.0), ("p50_s", 1e3), ("p99_s", 1e3))
-            for side in sides
-        ]
-        lines.append([name, f"{team['others_busy_cores']:.1f}", *cells])
-    return table(lines, numbers=True)
+        line = {"attention + torch threads": name, "busy": f"{team['others_busy_cores']:.1f}"}
+        for side in ("alone", "together"):
+            attention, dense = team["attention"][side], team["dense"][side]
+            line[f"GB/s {side}"] = f"{attention['gb_per_s']:.3g}"
+            line[f"share {side}"] = f"{attention['share']:.3g}"
+            line[f"dense steps/s {side}"] = f"{dense['steps_per_s']:.3g}"
+            line[f"p50 / p99 ms {side}"] = f"{1e3 * dense['p50_s']:.3g} / {1e3 * dense['p99_s']:.3g}"
+        lines.append(line)
+    return table_of(lines)
 
 
 def prefill_table(shapes: Mapping[str, Any]) -> str:
@@ -80,7 +78,7 @@ def prefill_table(shapes: Mapping[str, Any]) -> str:
 
 
 def engine_table(engines: Mapping[str, Any]) -> str:
-    """Return one column an engine: the share of the limit, and what the host threads and the loop do with the time."""
+    """Return one column an engine: the share of the limit, and what the host threads do with the time."""
     medians = [engine["medians"] for engine in engines.values()]
     lines = [[key, *(f"{median[key]:.4g}" for median in medians)] for key in medians[0]]
     return table([["host tier in the engine, steady state", *engines], *lines], numbers=True)
