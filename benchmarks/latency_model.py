@@ -110,13 +110,10 @@ def compare(profile: Profile, fit: Sequence[StepSample], test: Sequence[StepSamp
     results: dict[str, Any] = {}
     for name in sorted(LATENCY_MODELS.names(), key="omniserve".__eq__):
         model = LATENCY_MODELS.get(name).from_profile(dataclasses.replace(profile, steps=tuple(fit[:NUM_FIT])))
-        result = {
-            "fitted": accuracy_of(model, fit[:NUM_FIT]),
-            "tested": accuracy_of(model, test),
-            "learning": learning_accuracy(model, test),
-            "us": prediction_us(model, test),
-        }
-        results[name] = result
+        result = results[name] = {
+            "fitted": accuracy_of(model, fit[:NUM_FIT]), "tested": accuracy_of(model, test),
+            "learning": learning_accuracy(model, test), "us": prediction_us(model, test),
+        }  # fmt: skip
         print(
             f"    {name:<10} tested {result['tested']}  learning {result['learning']}  "
             f"(on its own steps {result['fitted']}; {result['us']:.1f} us a prediction)"

@@ -72,21 +72,10 @@ def make_machine(spec: MachineSpec) -> Machine:
 
 
 def run_case(
-    case: Case, slo: SLO, *, minutes: float, warm_up: float, seed: int, drain_s: float = DRAIN_S,
-    trace_dir: Path | None = None, on_step: Callable[[StepRecord], object] | None = None,
+    case: Case, slo: SLO, *, minutes: float, warm_up: float, seed: int, drain_s: float,
+    trace_dir: Path | None, on_step: Callable[[StepRecord], object],
 ) -> Result:  # fmt: skip
-    """Simulate one point.
-
-    Args:
-        case: Machine, load and settings.
-        slo: Of its LS requests.
-        minutes: Simulated.
-        warm_up: Share of them that figures leave out.
-        seed: Of the load.
-        drain_s: See ``SimulationConfig``.
-        trace_dir: See ``LoadSpec.make``.
-        on_step: See ``simulate``.
-    """
+    """Simulate one point; ``warm_up`` is the share of its minutes that figures leave out."""
     machine = make_machine(case.machine)
     classes = (
         ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=slo),
@@ -153,16 +142,7 @@ def run_experiments(
     experiments: Sequence[Experiment], *, minutes: float, seed: int, trace_dir: Path | None, jobs: int,
     bar: tqdm[Any],
 ) -> Iterator[tuple[Experiment, dict[str, Any]]]:  # fmt: skip
-    """Simulate experiments; yield each with its entry of the record, in their order.
-
-    Args:
-        experiments: Which.
-        minutes: See ``--minutes``.
-        seed: Of the loads.
-        trace_dir: See ``LoadSpec.make``.
-        jobs: Processes; 1: this one.
-        bar: Advances with each case by its length.
-    """
+    """Simulate experiments; yield each with its entry of the record, in their order. The bar counts their lengths."""
     units = [units_of(e, minutes=minutes, seed=seed, trace_dir=trace_dir) for e in experiments]
     with contextlib.ExitStack() as stack:
         if jobs > 1:
