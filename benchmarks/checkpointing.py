@@ -85,16 +85,12 @@ def measure_cost(model: Any, kv: str, args: argparse.Namespace) -> dict[str, Any
         engine.generate([request(f"be{i}", args.prompt, args.output) for i in range(args.be)])
         cpu_s = time.process_time() - began_s
         copy_s = engine.host_tier.stats().busy_seconds if engine.host_tier is not None else 0.0
+    prefills_s, decodes_s = watch.seconds["prefill"], watch.seconds["decode"]
     return {
-        "prefill_s": sum(watch.seconds["prefill"]),
-        "decode_s": sum(watch.seconds["decode"]),
-        "prefill_step_s": statistics.median(watch.seconds["prefill"]),
-        "decode_step_s": statistics.median(watch.seconds["decode"]),
-        "cpu_s": cpu_s,
-        "copy_s": copy_s,
-        "shared_steps": watch.shared_steps,
-        "blocks": dict(watch.blocks),
-    }
+        "prefill_s": sum(prefills_s), "decode_s": sum(decodes_s), "prefill_step_s": statistics.median(prefills_s),
+        "decode_step_s": statistics.median(decodes_s), "cpu_s": cpu_s, "copy_s": copy_s,
+        "shared_steps": watch.shared_steps, "blocks": dict(watch.blocks),
+    }  # fmt: skip
 
 
 class Waves(EngineRun):
@@ -129,17 +125,11 @@ def measure_savings(model: Any, kv: str, args: argparse.Namespace) -> dict[str, 
         run.run()
     ttfts = [r.ttft_s for r in run.results.values() if r.service_class == "LS" and r.ttft_s is not None]
     return {
-        "seconds": run.seconds,
-        "tokens": dict(watch.tokens),
-        "recomputed_tokens": watch.tokens["computed again"],
-        "copied_blocks": watch.blocks["checkpointed"],
-        "restored_blocks": watch.blocks["restored"],
-        "resumed_tokens": run.after.resumed_tokens,
-        "preemptions": run.after.preemptions,
-        "blocks": dict(watch.blocks),
-        "ls_requests": len(ttfts),
-        "ls_ttft_p50_s": statistics.median(ttfts),
-    }
+        "seconds": run.seconds, "tokens": dict(watch.tokens), "recomputed_tokens": watch.tokens["computed again"],
+        "copied_blocks": watch.blocks["checkpointed"], "restored_blocks": watch.blocks["restored"],
+        "resumed_tokens": run.after.resumed_tokens, "preemptions": run.after.preemptions,
+        "blocks": dict(watch.blocks), "ls_requests": len(ttfts), "ls_ttft_p50_s": statistics.median(ttfts),
+    }  # fmt: skip
 
 
 def compared(runs: dict[str, list[dict[str, Any]]], names: tuple[str, ...]) -> dict[str, dict[str, float]]:

@@ -102,19 +102,14 @@ def measure_stream(model: Any, config: EngineConfig, args: argparse.Namespace, m
     ttfts_s = [r.ttft_s for name, r in served.items() if name in run.delays_s and r.ttft_s is not None]
     delays_s = list(run.delays_s.values())
     return {
-        "ls_requests": len(served),
-        "ls_in_be_steps": len(delays_s),
+        "ls_requests": len(served), "ls_in_be_steps": len(delays_s),
         "alone_step_p50_s": percentile(run.alone_steps_s, 50),
-        "delay_p50_s": percentile(delays_s, 50),
-        "delay_max_s": max(delays_s, default=None),
-        "ttft_p50_s": percentile(ttfts_s, 50),
-        "ttft_max_s": max(ttfts_s, default=None),
+        "delay_p50_s": percentile(delays_s, 50), "delay_max_s": max(delays_s, default=None),
+        "ttft_p50_s": percentile(ttfts_s, 50), "ttft_max_s": max(ttfts_s, default=None),
         "ttft_attained_of_all": statistics.fmean(r.meets_ttft(slo) for r in served.values()) if served else None,
         "be_tokens_per_s": (run.grown("prompt_tokens", "BE") + run.grown("output_tokens", "BE")) / run.seconds,
-        "chunks_halted": run.grown("layer_preemptions"),
-        "delays_s": delays_s,
-        "ttfts_s": ttfts_s,
-    }
+        "chunks_halted": run.grown("layer_preemptions"), "delays_s": delays_s, "ttfts_s": ttfts_s,
+    }  # fmt: skip
 
 
 def measure_overhead(model: Any, config: EngineConfig, args: argparse.Namespace) -> dict[str, float]:

@@ -59,18 +59,14 @@ def measure(model: Any, config: EngineConfig, args: argparse.Namespace) -> dict[
         run.run(drain_s=0.0)
     tpots = [r.tpot_s for r in run.results.values() if r.service_class == "LS" and r.tpot_s is not None]
     return {
-        "moves": sum(moves.values()),
-        "most_moves_a_request_and_period": max(moves.values(), default=0),
+        "moves": sum(moves.values()), "most_moves_a_request_and_period": max(moves.values(), default=0),
         "requests_that_moved": len({name for name, _ in moves}),
-        "swaps_out": run.grown("swaps_out"),
-        "swaps_in": run.grown("swaps_in"),
-        "preemptions": run.grown("preemptions"),
+        **{name: run.grown(name) for name in ("swaps_out", "swaps_in", "preemptions")},
         "blocks_a_move_out": statistics.mean(blocks["out"]) if blocks["out"] else None,
-        "checkpointed_blocks": sum(blocks["checkpoint"]),
-        "ls_requests": len(tpots),
+        "checkpointed_blocks": sum(blocks["checkpoint"]), "ls_requests": len(tpots),
         "tpot_attained": statistics.fmean(tpot_s <= args.tpot for tpot_s in tpots) if tpots else None,
         "be_tokens_per_s": run.grown("output_tokens", "BE") / run.seconds,
-    }
+    }  # fmt: skip
 
 
 def main() -> None:

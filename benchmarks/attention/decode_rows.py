@@ -71,16 +71,9 @@ def parse_row(name: str, threads: int, seed: int) -> Row:
 def measure_shares(
     limit: ReadLimit, row: Row, peer: Peer | None, *, int8: bool, seconds: float, repeats: int, seed: int
 ) -> dict[str, Any]:
-    """Return shares of the limit, samples and errors of one row: ours, vLLM's and SDPA, in turn.
+    """Return shares of the limit, samples and errors of one row: ours, also in int8 if asked for, vLLM's and SDPA's.
 
-    Args:
-        limit: The arena and its read limit.
-        row: What is computed.
-        peer: vLLM's operators, if there are any.
-        int8: Also ours with K and V in int8.
-        seconds: Of all candidates together.
-        repeats: At least so many, even if they take longer.
-        seed: Of block tables and values.
+    All of it takes ``seconds``, or as long as ``repeats`` of each take.
     """
     work, arena = row.work, limit.arena
     limit.gb_per_s(row.threads)  # finds the limit and leaves its threads in place

@@ -18,7 +18,7 @@ from benchmarks.attention.bandwidth import ReadLimit
 from benchmarks.common.models import random_llama
 from benchmarks.common.other_load import OtherLoad
 from benchmarks.common.requests import request
-from omniserve import Engine, EngineConfig
+from omniserve import Engine, EngineConfig, ExecutionConfig
 
 MODEL: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 512,
@@ -68,7 +68,7 @@ def make_engine(settings: EngineSettings, host_threads: int) -> Engine:
     pool_bytes = total * MODEL["num_hidden_layers"] * kv_width * model.dtype.itemsize
     engine = Engine(model, EngineConfig(
         device_kv_bytes=pool_bytes, host_kv_bytes=settings.num_requests * pool_bytes, host_threads=host_threads,
-        max_num_batched_tokens=512, compile=settings.compile, seed=settings.seed,
+        max_num_batched_tokens=512, execution=ExecutionConfig(compile=settings.compile), seed=settings.seed,
         # what is on the host tier stays there
         scheduler_options={"ls_reserve_fraction": 0.0, "swap_in_delay_s": 1 << 30},
     ))  # fmt: skip

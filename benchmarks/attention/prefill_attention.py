@@ -90,15 +90,10 @@ def measure_prefill(
     limit: ReadLimit, shapes: Sequence[tuple[str, int, int]], teams: Sequence[int], *, seconds: float, repeats: int,
     seed: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return, by shape and threads, each way's seconds, GFLOP/s and speed relative to ours.
+    """Return, by shape and number of threads, each way's seconds, GFLOP/s and speed relative to ours.
 
-    Args:
-        limit: Pins the threads.
-        shapes: (model in HEADS, tokens of the chunk, tokens of the context before it).
-        teams: Numbers of threads.
-        seconds: Of one shape with one number of threads.
-        repeats: At least so many, even if they take longer.
-        seed: Of the values.
+    Shapes are (model in HEADS, tokens of the chunk, tokens of the context before it). Each shape with each team takes
+    ``seconds``, or as long as ``repeats`` take.
     """
     results: dict[str, Any] = {}
     for model, chunk, context in shapes:

@@ -125,8 +125,7 @@ def measure(run: Run, load: CoServingLoad, servers: Servers, seed: int) -> dict[
         ],
         "end_s": end_s,
         "requests": [
-            {key: value for key, value in dataclasses.asdict(record).items() if key != "token_times_s"}
-            for record in records
+            {key: value for key, value in vars(record).items() if key != "token_times_s"} for record in records
         ],
     }
 

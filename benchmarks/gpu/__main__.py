@@ -25,7 +25,7 @@ from benchmarks.gpu.part import NO_GPU
 from benchmarks.gpu.report import write_report
 from benchmarks.gpu.script import folder_of, run_program, scrubbed
 
-PACKAGE = "benchmarks.gpu."
+PACKAGE, RUNNER = "benchmarks.gpu.", "benchmarks.gpu.part"
 PARTS: dict[str, tuple[str, float, str]] = {
     "machine": ("check", 30, "check_machine"),
     "steps": ("check", 150, "check_steps"),
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n## {name}\n", flush=True)
         parts[name] = {"status": "not run: out of time", "seconds": 0.0}
         if limit_s >= _LEAST_S:
-            command = [sys.executable, "-m", "benchmarks.gpu.part", PACKAGE + module, name, "--out", out.absolute()]
+            command = [sys.executable, "-m", RUNNER, PACKAGE + module, name, "--out", out.absolute()]
             began_s = time.monotonic()
             status, lines = run_program([*command, *["--dry"] * args.dry], limit_s=limit_s, echo=True)
             said = _SAID.get(status, f"ended with status {status}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.common.requests import request
 from benchmarks.common.timing import seconds, wait_for
 from benchmarks.gpu.script import Script
-from omniserve import Engine, EngineConfig
+from omniserve import Engine, EngineConfig, ExecutionConfig
 from omniserve.core.plan import MoveDirection
 from omniserve.latency.profile import Profile
 from omniserve.layers.patching import patch
@@ -26,6 +25,7 @@ from omniserve.sched.conserve import ConServePolicy
 from omniserve.sched.omniserve import OmniServePolicy
 from omniserve.sched.policy import Policy, known_options
 from omniserve.sched.state import BE, Phase, RequestState
+from omniserve.simulate.results import percentile
 
 NEVER_S = float(1 << 30)
 
@@ -138,9 +138,10 @@ PRIMED, PRIMED_CONSERVE = f"{__name__}:PrimedOmniServe", f"{__name__}:PrimedConS
 """Their names for ``EngineConfig.scheduler``."""
 
 
-def config_of(model: Any, **settings: Any) -> EngineConfig:
+def config_of(model: Any, execution: Mapping[str, Any] | None = None, **settings: Any) -> EngineConfig:
     """Return an engine's settings, with the model's way of being compiled."""
-    return EngineConfig(**{"compile": bool(model.__dict__["_omniserve_patch"].options[0]), **settings})
+    is_compiled = bool(model.__dict__["_omniserve_patch"].options[0])
+    return EngineConfig(execution=ExecutionConfig(compile=is_compiled, **execution or {}), **settings)
 
 
 @contextmanager
@@ -194,19 +195,12 @@ def drain(engine: Engine, names: list[str]) -> None:
     wait_for(engine.model.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTimes:
-    """Steps one after the other."""
-
-    mean_s: float
-    """By the device's events around all of them: its idle time between two steps counts."""
-    p50_s: float
-    """By the wall clock, of a step alone."""
-    p99_s: float
-
-
-def step_times(engine: Engine, count: int, *, warm_up: int = 6) -> StepTimes:
+def step_ms(engine: Engine, count: int, *, warm_up: int = 6) -> tuple[float, dict[str, float]]:
     """Time ``count`` steps, after a few that are not.
+
+    Returns:
+        The mean by the device's events around all of them: its idle time between two steps counts. And percentiles by
+        the wall clock, of a step alone.
 
     Raises:
         RuntimeError: Requests ended meanwhile.
@@ -220,11 +214,10 @@ def step_times(engine: Engine, count: int, *, warm_up: int = 6) -> StepTimes:
             began_s = time.perf_counter()
             if any(output.finished for output in engine.step()):
                 raise RuntimeError("a request ended while steps were timed: give it more tokens")
-            walls.append(time.perf_counter() - began_s)
+            walls.append(1e3 * (time.perf_counter() - began_s))
 
-    mean_s = seconds(run, engine.model.device) / count
-    walls.sort()
-    return StepTimes(mean_s=mean_s, p50_s=statistics.median(walls), p99_s=walls[int(0.99 * (count - 1))])
+    mean_ms = 1e3 * seconds(run, engine.model.device) / count
+    return mean_ms, {"wall_p50_ms": percentile(walls, 50), "wall_p99_ms": percentile(walls, 99)}
 
 
 def reclaim_memory(device: torch.device) -> None:

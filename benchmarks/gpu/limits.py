@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -85,17 +86,15 @@ class Limits:
 def limits(script: Script) -> None:
     """Record all of them."""
     found = script.limits
-    with script.case("copy inside device memory, read + written") as case:
-        case.figure(found.copy_bytes_per_s / 1e9, "GB/s")
-    with script.case("bf16 matrix product") as case:
-        case.figure(found.matmul_flops / 1e12, "TFLOP/s")
-    with script.case("PCIe to the device, page-locked, one piece") as case:
-        case.figure(found.to_device_bytes_per_s / 1e9, "GB/s")
-    with script.case("PCIe to the host, page-locked, one piece") as case:
-        case.figure(found.to_host_bytes_per_s / 1e9, "GB/s")
-    with script.case("small kernel, launched from Python") as case:
-        case.figure(1e6 * found.launch_s(in_graph=False), "us")
-    with script.case("small kernel, in a CUDA graph") as case:
-        case.figure(1e6 * found.launch_s(in_graph=True), "us")
-    with script.case(f"main memory, read by {found.host_threads} threads") as case:
-        case.figure(found.host_read_bytes_per_s / 1e9, "GB/s")
+    rates: dict[str, tuple[Callable[[], float], float, str]] = {
+        "copy inside device memory, read + written": (lambda: found.copy_bytes_per_s, 1e-9, "GB/s"),
+        "bf16 matrix product": (lambda: found.matmul_flops, 1e-12, "TFLOP/s"),
+        "PCIe to the device, page-locked, one piece": (lambda: found.to_device_bytes_per_s, 1e-9, "GB/s"),
+        "PCIe to the host, page-locked, one piece": (lambda: found.to_host_bytes_per_s, 1e-9, "GB/s"),
+        "small kernel, launched from Python": (lambda: found.launch_s(in_graph=False), 1e6, "us"),
+        "small kernel, in a CUDA graph": (lambda: found.launch_s(in_graph=True), 1e6, "us"),
+        f"main memory, read by {found.host_threads} threads": (lambda: found.host_read_bytes_per_s, 1e-9, "GB/s"),
+    }
+    for name, (measure, factor, unit) in rates.items():
+        with script.case(name) as case:
+            case.figure(factor * measure(), unit)

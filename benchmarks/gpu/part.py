@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.arguments import argument_parser
-from benchmarks.gpu.script import Script, folder_of, markdown
+from benchmarks.gpu.script import Script, folder_of
 
 NO_GPU = 3
 
@@ -28,8 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("there is no GPU that torch can use; --dry runs tiny sizes on the CPU", file=sys.stderr)
         return NO_GPU
     getattr(importlib.import_module(args.module), args.part)(script)
-    if any(case.measured is not None for case in script.cases):
-        print("\n" + markdown([vars(case) for case in script.cases]), flush=True)
     return NO_GPU if lacks_gpu else int(any(case.outcome == "FAIL" for case in script.cases))
 
 

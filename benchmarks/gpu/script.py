@@ -74,13 +74,7 @@ def folder_of(out: Path | None, *, dry: bool) -> Path:
 
 
 class Script:
-    """One part's run; its record is written after every case, so that a crash or time limit cuts off only the rest.
-
-    Args:
-        name: Of the part.
-        dry: Tiny sizes, on the CPU where there is no GPU.
-        out: Folder of the record.
-    """
+    """One part's run; its record is written after every case, so that a crash or time limit cuts off only the rest."""
 
     def __init__(self, name: str, *, dry: bool, out: Path) -> None:
         logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s %(message)s")
@@ -121,18 +115,12 @@ class Script:
         if only_failure and case.outcome != "FAIL":
             return
         self.cases.append(case)
-        print(line_of(case), flush=True)
+        value = "" if case.measured is None else f": {short(case.measured)} {case.unit}"
+        limit = "" if case.ratio is None else f" ({short(case.ratio)} x {short(case.limit)})"
+        note = case.note and f": {case.note.splitlines()[0]}"
+        print(f"{case.outcome}  {case.case}{value}{limit}{note} [{case.seconds:.1f} s]", flush=True)
         results = {"cases": [vars(case) for case in self.cases]}
         write_record(self._record, name=f"gpu_{self.name}", config={"dry": self.dry}, seed=0, results=results)
-
-
-def line_of(case: Case) -> str:
-    """Return a case's line on the terminal."""
-    value = "" if case.measured is None else f": {short(case.measured)} {case.unit}"
-    if case.ratio is not None:
-        value += f" ({short(case.ratio)} x {short(case.limit)})"
-    note = f": {case.note.splitlines()[0]}" if case.note else ""
-    return f"{case.outcome}  {case.case}{value}{note} [{case.seconds:.1f} s]"
 
 
 def markdown(cases: Sequence[Mapping[str, Any]]) -> str:

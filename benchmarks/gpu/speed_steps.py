@@ -29,7 +29,7 @@ from benchmarks.gpu.engines import (
     open_engine,
     patched_model,
     reclaim_memory,
-    step_times,
+    step_ms,
     weight_bytes,
 )
 from benchmarks.gpu.script import NotHere, Script
@@ -82,9 +82,9 @@ def time_batches(script: Script, model: Any, name: str, batches: Sequence[int], 
             if not fitting:
                 raise NotHere("no batch fits")
             began_s = time.perf_counter()
-            settings = MODES[mode] if mode is not None else {}
+            execution = MODES[mode] if mode is not None else {}
             engine = stack.enter_context(
-                open_decoding(model, batch=fitting[0], context=context, output=output, **settings)
+                open_decoding(model, batch=fitting[0], context=context, output=output, execution=execution)
             )
             engine.step()
             wait_for(script.device)
@@ -100,11 +100,11 @@ def time_batches(script: Script, model: Any, name: str, batches: Sequence[int], 
             with script.case(case_name) as case:
                 middle = context + engine.stats().steps + steps // 2  # it grows
                 read = weight_bytes(model) + batch * middle * kv_token_bytes(model)
-                times = step_times(engine, steps)
+                taken_ms, walls_ms = step_ms(engine, steps)
                 case.figure(
-                    1e3 * times.mean_s, "ms", limit=1e3 * read / script.limits.copy_bytes_per_s, at_most=1.25,
-                    wall_p50_ms=1e3 * times.p50_s, wall_p99_ms=1e3 * times.p99_s, bytes_read=read,
-                    model=name, step={"kind": "decode", "batch": batch, "context": context}, step_ms=1e3 * times.mean_s,
+                    taken_ms, "ms", limit=1e3 * read / script.limits.copy_bytes_per_s, at_most=1.25,
+                    bytes_read=read, model=name, step={"kind": "decode", "batch": batch, "context": context},
+                    step_ms=taken_ms, **walls_ms,
                 )  # fmt: skip
             if mode is None:
                 with script.case(f"{case_name}: GPU idle") as case:

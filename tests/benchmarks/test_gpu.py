@@ -37,7 +37,7 @@ from benchmarks.gpu.engines import (
     open_engine,
     random_model,
     renew,
-    step_times,
+    step_ms,
     weight_bytes,
 )
 from benchmarks.gpu.part import NO_GPU
@@ -147,6 +147,9 @@ def stub_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **codes: str) ->
     stubs = {name: ("check", 60, f"stub_{name}") for name in codes}
     monkeypatch.setattr(command, "PARTS", stubs)
     monkeypatch.setattr(command, "PACKAGE", "")
+    monkeypatch.setattr(command, "RUNNER", "stub_runner")  # which does not import torch
+    run = "import importlib, sys\ngetattr(importlib.import_module(sys.argv[1]), sys.argv[2])(None)"
+    (tmp_path / "stubs" / "stub_runner.py").write_text(run)
     monkeypatch.setattr(command, "_DRY_PATIENCE", 0.05)  # 3 s
     monkeypatch.setattr(command, "_LEAST_S", 0.0)
 
@@ -464,7 +467,7 @@ def test_primed_requests_decode_at_once_where_they_should() -> None:
         engine.scheduler.check_integrity()
         renew(engine, 1, 70, 4)
         with pytest.raises(RuntimeError, match="a request ended"):
-            step_times(engine, 10, warm_up=1)
+            step_ms(engine, 10, warm_up=1)
 
 
 def test_covered_time_counts_overlaps_once_and_by_device() -> None:
