@@ -7,7 +7,6 @@ Poisson stream of LS requests alone, then the same stream beside a pile of BE re
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import math
 import random
@@ -20,7 +19,7 @@ from pydoc_data import topics
 from tqdm import tqdm
 
 from benchmarks.common.arguments import argument_parser
-from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecord, run_load, warm_server
+from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecord, drive, warm_server
 from benchmarks.common.record import write_record
 from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, ServerFailed, ServerProcess
 from benchmarks.common.summary import LatencySummary, summarize
@@ -63,32 +62,25 @@ def make_load(settings: argparse.Namespace, duration_s: float, *, with_be: bool)
     return load
 
 
-async def run_phase(
+def run_phase(
     server: ServerProcess, settings: argparse.Namespace, scheduler: str, *, with_be: bool, progress: tqdm
 ) -> Phase:
-    """Send one phase's load and return what came of it.
-
-    Raises:
-        ServerFailed: The server has ended, or a request was answered with an error.
-    """
+    """Send one phase's load and return what came of it."""
     duration_s, name = (settings.beside_s, "LS + BE") if with_be else (settings.alone_s, "LS alone")
     before, shown_s = server.metrics(), 0.0
 
-    async def watch(now_s: float, records: Sequence[RequestRecord]) -> None:
+    def show(now_s: float, records: Sequence[RequestRecord]) -> None:
         nonlocal shown_s
-        server.check_alive()
-        if error := next((record.error for record in records if record.error), None):
-            raise ServerFailed(f"a request failed: {error}\n{server.log_tail()}")
         progress.update(round(min(now_s, duration_s) - shown_s, 3))
         shown_s = min(now_s, duration_s)
         done = {tier: sum(r.finished for r in records if r.service_tier == tier) for tier in (LS_TIER, BE_TIER)}
         progress.set_postfix_str(f"{scheduler}, {name}: {done[LS_TIER]} LS and {done[BE_TIER]} BE finished")
 
-    records, end_s = await run_load(
-        server.base_url, make_load(settings, duration_s, with_be=with_be), cutoff_s=duration_s + settings.drain_s,
-        must_finish=lambda request: request.service_tier == LS_TIER, watch=watch,
+    records, end_s = drive(
+        server, make_load(settings, duration_s, with_be=with_be), cutoff_s=duration_s + settings.drain_s,
+        may_be_cut_off=True, must_finish=lambda request: request.service_tier == LS_TIER, show=show,
     )  # fmt: skip
-    await watch(duration_s, records)
+    progress.update(round(duration_s - shown_s, 3))
     after = server.metrics()
     return Phase(
         scheduler=scheduler, name=name, duration_s=end_s, records=records,
@@ -111,10 +103,7 @@ def run_scheduler(settings: argparse.Namespace, scheduler: str, progress: tqdm) 
     load = make_load(settings, settings.beside_s, with_be=True)
     few = [dataclasses.replace(request, send_at_s=0.0, max_tokens=8) for request in (*load[:2], *load[-2:])]
     with warm_server("demo", arguments, few) as server:
-        return [
-            asyncio.run(run_phase(server, settings, scheduler, with_be=with_be, progress=progress))
-            for with_be in (False, True)
-        ]
+        return [run_phase(server, settings, scheduler, with_be=with_be, progress=progress) for with_be in (False, True)]
 
 
 def cells(phase: Phase) -> dict[str, str]:

@@ -191,8 +191,11 @@ def drive(
     may_be_cut_off: bool = False,
     must_finish: Callable[[LoadRequest], bool] = lambda _: True,
     wire: Wire = OMNISERVE_WIRE,
+    show: Callable[[float, Sequence[RequestRecord]], object] = lambda now_s, records: None,
 ) -> tuple[list[RequestRecord], float]:
     """Send ``requests`` and wait for those that ``must_finish`` selects, but no longer than ``cutoff_s``.
+
+    ``show`` is called about ten times a second with the time and the records.
 
     Returns:
         One record per request, in their order, and the seconds after which the load ended.
@@ -202,19 +205,23 @@ def drive(
             cut off.
     """
 
-    async def watch(_: float, __: Sequence[RequestRecord]) -> None:
+    async def watch(now_s: float, records: Sequence[RequestRecord]) -> None:
         server.check_alive()
+        if error := next((record.error for record in records if record.error and not record.rejected), None):
+            raise ServerFailed(f"a request failed: {error}\n{server.log_tail()}")
+        show(now_s, records)
 
-    records, end_s = asyncio.run(
-        run_load(server.base_url, requests, must_finish=must_finish, cutoff_s=cutoff_s, watch=watch, wire=wire)
-    )
-    for request, record in zip(requests, records, strict=True):
-        if record.finished or record.rejected:
-            continue
-        if record.error is not None:
-            raise ServerFailed(f"a request failed: {record.error}\n{server.log_tail()}")
-        if must_finish(request) and not may_be_cut_off:
-            raise ServerFailed(f"a request did not finish in {cutoff_s:g} s\n{server.log_tail()}")
+    async def run() -> tuple[list[RequestRecord], float]:
+        records, end_s = await run_load(
+            server.base_url, requests, must_finish=must_finish, cutoff_s=cutoff_s, watch=watch, wire=wire
+        )
+        await watch(end_s, records)
+        return records, end_s
+
+    records, end_s = asyncio.run(run())
+    cut_off = [not record.finished and not record.rejected for record in records]
+    if not may_be_cut_off and any(cut and must_finish(one) for cut, one in zip(cut_off, requests, strict=True)):
+        raise ServerFailed(f"a request did not finish in {cutoff_s:g} s\n{server.log_tail()}")
     return records, end_s
 
 

@@ -30,8 +30,9 @@ def machine(script: Script) -> None:
             done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
         except (OSError, subprocess.SubprocessError) as error:
             raise NotHere(f"nvidia-smi does not run: {error}") from error
-        case.note = ", ".join(f"{key} {value}" for key, value in zip(_FIELDS.split(","), done.stdout.split(", "),
-                                                                     strict=False))  # fmt: skip
+        values = done.stdout.partition("\n")[0].split(", ")  # of the first GPU
+        case.details |= dict(zip(_FIELDS.split(","), values, strict=False))
+        case.note = ", ".join(f"{key} {value}" for key, value in case.details.items())
     with script.case("versions") as case:
         case.details |= environment()["versions"] | {"cuda": torch.version.cuda}
         case.note = ", ".join(f"{key} {value}" for key, value in case.details.items() if value)

@@ -195,7 +195,7 @@ def drain(engine: Engine, names: list[str]) -> None:
     wait_for(engine.model.device)
 
 
-def step_ms(engine: Engine, count: int, *, warm_up: int = 6) -> tuple[float, dict[str, float]]:
+def step_ms(engine: Engine, count: int, *, warm_up: int = 6) -> tuple[float, dict[str, Any]]:
     """Time ``count`` steps, after a few that are not.
 
     Returns:

@@ -63,8 +63,7 @@ def time_layer(script: Script, case: Case, name: str, requests: int, queries: in
         for k, v in caches:
             attend(q_TNH, k, v, metadata, spec)
 
-    taken_s = median_seconds(
-        graph_of(run, device) if in_graph else run, device, repeats=3 if script.dry else 20
-    )  # fmt: skip
+    timed = graph_of(run, device) if in_graph else run
+    taken_s = median_seconds(timed, device, repeats=3 if script.dry else 20)
     note = "in a graph" if in_graph else "launched one by one"
     case.figure(1e6 * taken_s / _LAYERS, "us", limit=1e6 * limit_s, note=note)

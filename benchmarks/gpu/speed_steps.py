@@ -47,9 +47,9 @@ BATCHES = (256, 128, 64, 32, 8, 1)
 
 def llama(script: Script) -> None:
     model, name = patched_model(LLAMA_8B, script), TINY.name if script.dry else LLAMA_8B.name
-    batches, few, prompts, chunk = ((4, 1), (4, 1), (32, 64), 32) if script.dry else (
-        BATCHES, (32, 8), (512, 2048, 8192), 2048
-    )  # fmt: skip
+    batches, few, prompts, chunk = list(BATCHES), [32, 8], [512, 2048, 8192], 2048
+    if script.dry:
+        batches, few, prompts, chunk = [4, 1], [4, 1], [32, 64], 32
     time_batches(script, model, name, batches)
     time_prompts(script, model, name, prompts)
     time_prompts(script, model, name, prompts[-1:], chunk=chunk)
