@@ -129,11 +129,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def load_of(args: argparse.Namespace) -> tuple[CoServingLoad, list[float]]:
-    """Return the load, and the rates, or scales of the trace, at which it is sent.
-
-    Raises:
-        ValueError: A number is out of range.
-    """
+    """Return the load, and the rates, or scales of the trace, at which it is sent."""
     piece = TraceSlice(seconds=args.seconds, length_scale=args.length_scale, max_input=1024, max_output=256)
     load = CoServingLoad(
         arrivals=None if args.ls_trace else Arrivals(process=args.arrivals, cv=args.cv), seconds=args.seconds,

@@ -48,11 +48,7 @@ def pages_with(path: Path) -> list[str]:
 
 
 def renew(path: Path) -> bool:
-    """Measure a record again, in its place; tell whether that worked.
-
-    Raises:
-        ValueError: No command is known for it.
-    """
+    """Measure a record again, in its place; tell whether that worked."""
     if path.name not in COMMANDS:
         raise ValueError(f"no command is known for {path.name}; add it to COMMANDS in benchmarks/renew.py")
     module, *arguments = COMMANDS[path.name]

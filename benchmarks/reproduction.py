@@ -56,11 +56,7 @@ DRAIN_S = 300.0
 
 
 def make_machine(spec: MachineSpec) -> Machine:
-    """Return the simulated machine of a spec.
-
-    Raises:
-        ValueError: A name is unknown, or the model does not fit.
-    """
+    """Return the simulated machine of a spec."""
     model = find_model(spec.model)
     if spec.max_model_len is not None:
         model = dataclasses.replace(model, max_model_len=spec.max_model_len)
@@ -172,11 +168,7 @@ def run_experiments(
 
 
 def chosen(only: Sequence[str]) -> list[Experiment]:
-    """Return the experiments whose names begin with one of ``only``; all if it is empty.
-
-    Raises:
-        ValueError: One of them begins no name.
-    """
+    """Return the experiments whose names begin with one of ``only``; all if it is empty."""
     for start in only:
         if not any(name.startswith(start) for name in EXPERIMENTS):
             raise ValueError(f"no experiment is named {start}...; there are: {', '.join(EXPERIMENTS)}")

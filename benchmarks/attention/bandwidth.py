@@ -32,11 +32,7 @@ Result = TypeVar("Result")
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Build (once per source and compiler call) and load the readers.
-
-    Raises:
-        RuntimeError: The compiler failed; the message has what it printed.
-    """
+    """Build (once per source and compiler call) and load the readers."""
     command = [os.environ.get("CXX", "c++"), "-O3", "-std=c++17", "-fopenmp", "-fPIC", "-shared", str(SOURCE)]
     digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:12]
     path = ROOT / ".cache" / "benchmarks" / f"read_bandwidth-{digest}.so"
@@ -62,9 +58,6 @@ def pin_team(cpus: Sequence[int]) -> None:
     """Pin the calling thread's OpenMP team of ``len(cpus)`` threads, itself first, to one CPU each.
 
     libgomp ends and starts threads whenever the size of a team changes: pin again after any call that may have.
-
-    Raises:
-        OSError: A thread cannot be pinned.
     """
     error = library().pin_team((ctypes.c_int * len(cpus))(*cpus), len(cpus))
     if error:
@@ -196,9 +189,6 @@ class ReadLimit:
         cpus: Thread i of a team is pinned to the i-th.
         repeats: Samples of each reading.
         seed: Of the arena's content and of the order of samples.
-
-    Raises:
-        ValueError: There is not enough memory.
     """
 
     def __init__(self, num_bytes: int, cpus: Sequence[int], *, repeats: int, seed: int) -> None:

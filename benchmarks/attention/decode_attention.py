@@ -95,11 +95,7 @@ class Paging:
 
 
 def arena_layers(arena: Arena, dtype: torch.dtype, shape: Sequence[int]) -> list[torch.Tensor]:
-    """Return as many tensors of ``shape`` as fit into the arena, one behind the other.
-
-    Raises:
-        ValueError: Not even one does.
-    """
+    """Return as many tensors of ``shape`` as fit into the arena, one behind the other."""
     layer_bytes = math.prod(shape) * dtype.itemsize
     count = arena.num_bytes // layer_bytes
     if count == 0:
@@ -189,9 +185,6 @@ def find_peer(wheel: Path | None, folder: Path | None) -> Peer | None:
     """Load vLLM's CPU operators from a wheel, a folder with an unpacked wheel, or an installed vLLM; None without any.
 
     Nothing of it is imported: its Python part has dependencies of its own, its operators only want torch.
-
-    Raises:
-        RuntimeError: There is one but its operators do not load; the message has the loader's.
     """
     if wheel is not None:
         folder = _unpack(wheel)
@@ -272,11 +265,7 @@ class VLLM:
 
 
 def check(candidate: Candidate, work: Work, seed: int) -> float:
-    """Return the RMS error of layer 0, relative to float64, for the shortest, a middle and the longest request.
-
-    Raises:
-        RuntimeError: The result is not attention's.
-    """
+    """Return the RMS error of layer 0, relative to float64, for the shortest, a middle and the longest request."""
     by_length = sorted(range(len(work.context_lens)), key=work.context_lens.__getitem__)
     requests = sorted({by_length[0], by_length[len(by_length) // 2], by_length[-1]})
     queries, expected = work.queries(seed), []
@@ -297,11 +286,7 @@ def reference(q_NH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scal
 
 
 def rms_error(got: torch.Tensor, expected: torch.Tensor, name: str) -> float:
-    """Return the root mean square of the difference over that of the result.
-
-    Raises:
-        RuntimeError: It is so large that this is not attention.
-    """
+    """Return the root mean square of the difference over that of the result."""
     error = float((got.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
     if not error < 0.05:
         raise RuntimeError(f"{name}: RMS error {error:.3g} relative to float64 attention")

@@ -44,11 +44,7 @@ class Row:
 
 
 def parse_row(name: str, threads: int, seed: int) -> Row:
-    """Return the row called MODEL/REQUESTSxLENGTH[/H<head size>][/1 thread]; LENGTH may be a range to draw from.
-
-    Raises:
-        ValueError: The name is none.
-    """
+    """Return the row called MODEL/REQUESTSxLENGTH[/H<head size>][/1 thread]; LENGTH may be a range to draw from."""
     try:
         model, shape, *options = name.split("/")
         count, length = shape.split("x")

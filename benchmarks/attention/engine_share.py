@@ -78,11 +78,7 @@ def make_engine(settings: EngineSettings, host_threads: int) -> Engine:
 
 
 def measure_engine(limit: ReadLimit, settings: EngineSettings) -> dict[str, Any]:
-    """Return, by number of host threads, windows of the steady state.
-
-    Raises:
-        RuntimeError: The requests do not get to the host tier, or end too early.
-    """
+    """Return, by number of host threads, windows of the steady state."""
     results: dict[str, Any] = {}
     for host_threads in sorted({1, len(limit.cpus)}):
         limit.gb_per_s(host_threads)  # finds it

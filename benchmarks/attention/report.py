@@ -80,11 +80,7 @@ def engine_table(engines: Mapping[str, Any]) -> str:
 
 
 def plot_shares(rows: Mapping[str, Any], path: Path) -> None:
-    """Write bars of the share of the read limit, by row and candidate; whiskers reach the extreme samples.
-
-    Raises:
-        RuntimeError: Matplotlib is not installed.
-    """
+    """Write bars of the share of the read limit, by row and candidate; whiskers reach the extreme samples."""
     pyplot = require_matplotlib()
     names = list(dict.fromkeys(name for row in rows.values() for name in row["candidates"]))
     figure, axes = pyplot.subplots(figsize=(max(6.0, 0.35 * len(names) * len(rows) + 2), 4.5), layout="constrained")

@@ -19,10 +19,6 @@ def trace_load(
     there; spacing is stretched so that about ``mean_active`` requests of each class are there at a time, and cut off at
     ``num_steps``. Classes and tokens are drawn. The trace is a CSV, also gzipped, with arrival_s, input_tokens and
     output_tokens.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It has no such columns, or too few rows, or a field is no number.
     """
     rows = [(row.arrival_s, row.input_tokens, row.output_tokens) for row in read_trace(path)]
     if len(rows) < 100:

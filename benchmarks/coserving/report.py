@@ -54,10 +54,6 @@ def plot(rows: Sequence[Row], runs: Sequence[Row], path: Path) -> None:
 
     Without a second rate there is nothing to draw against it, and the frontier stands alone. On it, rows are full where
     nothing is better in both figures; small dots are the single ``runs`` that ``rows`` are the medians of.
-
-    Raises:
-        RuntimeError: Matplotlib is not installed.
-        ValueError: No row has both figures.
     """
     places = [place for place in _places(rows) if frontier_of(rows, *place)]
     if not places:

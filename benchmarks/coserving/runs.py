@@ -81,11 +81,7 @@ class Servers:
 
     @contextmanager
     def server(self, policy: str, load: CoServingLoad) -> Iterator[Server]:
-        """Give a server with this policy that has served the load's first requests.
-
-        Raises:
-            ServerFailed: It did not start or stop.
-        """
+        """Give a server with this policy that has served the load's first requests."""
         warm_up = load.warm_up((60.0, 60.0))
         if self.url is not None:
             server = Server(self.url)
@@ -97,12 +93,7 @@ class Servers:
 
 
 def measure(run: Run, load: CoServingLoad, servers: Servers, seed: int) -> dict[str, Any]:
-    """Do one run and return its summaries, by scale, and the requests' times.
-
-    Raises:
-        ServerFailed: The server or a request failed.
-        httpx.HTTPError: The server does not answer.
-    """
+    """Do one run and return its summaries, by scale, and the requests' times."""
     is_ours = servers.url is None
     slo, others = load.slo(run.told_scale), OtherLoad()
     with servers.server(run.policy, load) as server:
@@ -156,12 +147,7 @@ def rows_of(runs: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], li
 
 
 def joined_records(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the runs of several records of one load; a policy that is in more than one gets its record's name added.
-
-    Raises:
-        OSError: A file cannot be read.
-        ValueError: It is no such record, or their loads differ.
-    """
+    """Return the runs of several records of one load; a policy in more than one gets its record's name added."""
     records = [json.loads(path.read_text()) for path in paths]
     for path, record in zip(paths, records, strict=True):
         if record.get("benchmark") != "coserve":

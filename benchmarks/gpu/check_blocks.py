@@ -104,11 +104,7 @@ class Pools:
         self.num_blocks += len(src)
 
     def finish(self) -> None:
-        """Wait for what runs, and compare the pools with their shadows.
-
-        Raises:
-            AssertionError: A bit differs, or a move failed or never ended.
-        """
+        """Wait for what runs, and compare the pools with their shadows."""
         while self._running:
             self.tier.wait(0.01)
             self._poll()

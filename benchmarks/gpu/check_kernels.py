@@ -78,12 +78,7 @@ def sanitizer(script: Script) -> None:
 
 
 def checked(tool: str, script: Script, limit_s: float) -> tuple[str, str]:
-    """Run the kernels under a tool and return its summary, and the end of what it said.
-
-    Raises:
-        NotHere: There is no compute-sanitizer, or it cannot work with this device.
-        RuntimeError: It found errors, or the program did not get to its end.
-    """
+    """Run the kernels under a tool and return its summary, and the end of what it said."""
     script.needs_gpu()
     program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if program is None:

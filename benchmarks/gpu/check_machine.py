@@ -87,11 +87,7 @@ def unsupported(script: Script) -> list[str]:
 
 
 def locked_gib() -> float:
-    """Return the largest host pool, in GiB, that CUDA page-locks; a power of two.
-
-    Raises:
-        RuntimeError: Not even the smallest.
-    """
+    """Return the largest host pool, in GiB, that CUDA page-locks; a power of two."""
     from omniserve.host.memory import allocate_pool
 
     largest, gib = 0.0, 1.0

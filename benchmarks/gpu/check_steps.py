@@ -114,11 +114,7 @@ def exactness(script: Script) -> None:
 
 
 def compare(cpu: Reference, device: Reference) -> str:
-    """Compare the prompts that have no near tie on either device, and return how many there were.
-
-    Raises:
-        AssertionError: Tokens differ, or there is nothing to compare.
-    """
+    """Compare the prompts that have no near tie on either device, and return how many there were."""
     tokens = dict(zip(cpu.prompts, cpu.tokens, strict=True))
     both = [(prompt, got) for prompt, got in zip(device.prompts, device.tokens, strict=True) if prompt in tokens]
     wrong = [prompt for prompt, got in both if tokens[prompt] != got]
@@ -144,9 +140,6 @@ def serve(
     """Serve all prompts of a reference, a third of them latency-sensitive, and compare greedy tokens with its.
 
     ``meanwhile`` is called before each step; with ``sampling``, tokens are not compared.
-
-    Raises:
-        AssertionError: A token differs, or the engine's books do not balance.
     """
     params = SamplingParams(**{"max_tokens": reference.max_tokens, "ignore_eos": True} | sampling)
     ids = [
@@ -178,11 +171,7 @@ def described(engine: Engine) -> str:
 
 
 def no_hidden_wait(engine: Engine, reference: Reference, script: Script) -> None:
-    """Serve until all is warm, then again with torch watching; greedy first, then every way to sample.
-
-    Raises:
-        AssertionError: The host waited for the device at a place that is not marked; the message has each Python stack.
-    """
+    """Serve until all is warm, then again with torch watching; greedy first, then every way to sample."""
     work = [functools.partial(serve, engine, reference)]
     work += [functools.partial(serve, engine, reference, **sampling) for sampling in SAMPLINGS]
     for run in work * (0 if script.dry else 2):  # twice: page-locked buffers of every size are there to be used again

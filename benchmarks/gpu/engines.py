@@ -201,9 +201,6 @@ def step_ms(engine: Engine, count: int, *, warm_up: int = 6) -> tuple[float, dic
     Returns:
         The mean by the device's events around all of them: its idle time between two steps counts. And percentiles by
         the wall clock, of a step alone.
-
-    Raises:
-        RuntimeError: Requests ended meanwhile.
     """
     for _ in range(warm_up):
         engine.step()

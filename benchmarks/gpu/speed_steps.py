@@ -156,9 +156,6 @@ def flops(model: Any, tokens: int) -> float:
 def idle_share(run: Callable[[], object], device: torch.device, *, count: int) -> tuple[float, int]:
     """Return the share of the time, from the first kernel of ``count`` calls to the last, in which a GPU had nothing to
     do, and the kernels a call.
-
-    Raises:
-        RuntimeError: The profiler saw no kernel.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as trace:  # to trace the CPU would slow the host down
         for _ in range(count):

@@ -56,11 +56,7 @@ def generate_s(script: Script, model: Any, ids: torch.Tensor) -> tuple[float, li
 
 
 def token_s(outputs: Iterable[Any], batch: int) -> float:
-    """Return the median seconds from one token to the next while all requests decode, from ``GenerationOutput``.
-
-    Raises:
-        RuntimeError: A request failed or came short, which ``generate_batch`` only logs.
-    """
+    """Return the median seconds from one token to the next while all requests decode, from ``GenerationOutput``."""
     times = [output.timestamps for output in outputs if len(output.generated_tokens) == _TOKENS]
     if len(times) < batch:
         raise RuntimeError(f"{batch - len(times)} of {batch} requests did not get their {_TOKENS} tokens; see the log")

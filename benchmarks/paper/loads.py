@@ -78,12 +78,7 @@ TIMES_FILE = "azure2023_conv.csv"
 
 
 def lengths_named(name: str, trace_dir: Path | None = None) -> Lengths:
-    """Return the lengths of a data set, or of ``IN:OUT``, fixed.
-
-    Raises:
-        ValueError: Unknown name.
-        OSError: The folder lacks the file.
-    """
+    """Return the lengths of a data set, or of ``IN:OUT``, fixed."""
     first, _, second = name.partition(":")
     if first.isdigit() and second.isdigit():
         return lambda rng: (int(first), int(second))

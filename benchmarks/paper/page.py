@@ -89,11 +89,7 @@ def verdict(*conditions: bool) -> str:
 
 
 def render(experiments: Mapping[str, Mapping[str, Any]], template: str) -> str:
-    """Return the page of a record's experiments.
-
-    Raises:
-        ValueError: The template asks for what the record lacks, or shows not all of it.
-    """
+    """Return the page of a record's experiments."""
     findings = Findings(experiments)
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True)
     environment.filters.update(n=number, span=span, mean=statistics.fmean)
