@@ -20,12 +20,15 @@ from typing import Any
 import torch
 
 from benchmarks.common.arguments import argument_parser
+from benchmarks.common.engine_run import EngineRun
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from benchmarks.common.requests import request
-from omniserve import Engine, EngineConfig
+from omniserve import Engine, EngineConfig, RequestOutput
 from omniserve.core.plan import MoveDirection, StepPlan
 from omniserve.host.cores import available_cores
+from omniserve.simulate import Load
+from omniserve.simulate.load import TraceRequest
 
 MANAGERS = ("incremental", "bidirectional")
 WARM_UP_STEPS = 3
@@ -82,58 +85,54 @@ def measure_cost(model: Any, kv: str, args: argparse.Namespace) -> dict[str, Any
         engine.generate([request(f"be{i}", args.prompt, args.output) for i in range(args.be)])
         cpu_s = time.process_time() - began_s
         copy_s = engine.host_tier.stats().busy_seconds if engine.host_tier is not None else 0.0
+    prefills_s, decodes_s = watch.seconds["prefill"], watch.seconds["decode"]
     return {
-        "prefill_s": sum(watch.seconds["prefill"]),
-        "decode_s": sum(watch.seconds["decode"]),
-        "prefill_step_s": statistics.median(watch.seconds["prefill"]),
-        "decode_step_s": statistics.median(watch.seconds["decode"]),
-        "cpu_s": cpu_s,
-        "copy_s": copy_s,
-        "shared_steps": watch.shared_steps,
-        "blocks": dict(watch.blocks),
-    }
+        "prefill_s": sum(prefills_s), "decode_s": sum(decodes_s), "prefill_step_s": statistics.median(prefills_s),
+        "decode_step_s": statistics.median(decodes_s), "cpu_s": cpu_s, "copy_s": copy_s,
+        "shared_steps": watch.shared_steps, "blocks": dict(watch.blocks),
+    }  # fmt: skip
+
+
+class Waves(EngineRun):
+    """Adds a wave of LS requests whenever BE work has brought so many tokens more, until it is done."""
+
+    def __init__(self, engine: Engine, args: argparse.Namespace) -> None:
+        super().__init__(
+            engine, Load(best_effort=[TraceRequest(0.0, args.prompt, args.output)] * args.be, backlog=args.be)
+        )
+        self._args, self._be_tokens, self._num_ls = args, 0, 0
+
+    def add_due(self, now_s: float) -> None:
+        super().add_due(now_s)
+        args = self._args
+        num_waves = self._be_tokens // (args.be * args.output // args.waves)
+        while self.unfinished["BE"] and self._num_ls < args.ls * num_waves:
+            self.add(self.request("LS", TraceRequest(now_s, args.prompt, args.ls_output)), now_s)
+            self._num_ls += 1
+
+    def note(self, output: RequestOutput) -> None:
+        super().note(output)
+        self._be_tokens += len(output.new_token_ids) * (output.service_class == "BE")
 
 
 def measure_savings(model: Any, kv: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run BE requests to their end, with a wave of LS requests whenever BE work has brought so many tokens more."""
+    """Run BE requests and waves of LS requests to their end."""
     watch = Watch()
-    be_tokens = num_ls = 0
-    ttfts: list[float] = []
     with open_engine(model, kv, args.device_kv_mib << 20, args) as engine:
         engine.generate([request("be-warm", 64, WARM_UP_STEPS)])
         engine.on_step = watch
-        began_s = time.perf_counter()
-        for i in range(args.be):
-            engine.add(request(f"be{i}", args.prompt, args.output))
-        every = args.be * args.output // args.waves
-        while engine.has_unfinished:
-            for _ in range(args.ls * (be_tokens // every) - num_ls):
-                engine.add(request(f"ls{num_ls}", args.prompt, args.ls_output))
-                num_ls += 1
-            for output in engine.step():
-                be_tokens += len(output.new_token_ids) * (output.service_class == "BE")
-                if output.service_class == "LS" and output.finished:
-                    assert output.times is not None and output.times.first_token_s is not None
-                    ttfts.append(output.times.first_token_s - output.times.arrival_s)
-            if engine.last_plan_was_empty:
-                engine.wait(0.01)
-        seconds = time.perf_counter() - began_s
-        stats = engine.stats()
+        run = Waves(engine, args)
+        run.run()
+    ttfts = [r.ttft_s for r in run.results.values() if r.service_class == "LS" and r.ttft_s is not None]
     return {
-        "seconds": seconds,
-        "tokens": dict(watch.tokens),
-        "recomputed_tokens": watch.tokens["computed again"],
-        "copied_blocks": watch.blocks["checkpointed"],
-        "restored_blocks": watch.blocks["restored"],
-        "resumed_tokens": stats.resumed_tokens,
-        "preemptions": stats.preemptions,
-        "blocks": dict(watch.blocks),
-        "ls_requests": num_ls,
-        "ls_ttft_p50_s": statistics.median(ttfts),
-    }
+        "seconds": run.seconds, "tokens": dict(watch.tokens), "recomputed_tokens": watch.tokens["computed again"],
+        "copied_blocks": watch.blocks["checkpointed"], "restored_blocks": watch.blocks["restored"],
+        "resumed_tokens": run.after.resumed_tokens, "preemptions": run.after.preemptions,
+        "blocks": dict(watch.blocks), "ls_requests": len(ttfts), "ls_ttft_p50_s": statistics.median(ttfts),
+    }  # fmt: skip
 
 
-def medians(runs: dict[str, list[dict[str, Any]]], names: tuple[str, ...]) -> dict[str, dict[str, float]]:
+def compared(runs: dict[str, list[dict[str, Any]]], names: tuple[str, ...]) -> dict[str, dict[str, float]]:
     """Return, by figure, each manager's median over the repeats, and that of its ratio to ``paged``."""
     result = {}
     for name in names:
@@ -153,6 +152,8 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--managers", nargs="+", choices=MANAGERS, default=MANAGERS[:1], help="beside paged")
     args = parser.parse_args()
+    if not 2 <= args.waves <= args.be * args.output:  # what would be the last one comes as BE work is done
+        parser.error(f"--waves must be in [2, {args.be * args.output}]: waves part the BE tokens, got {args.waves}")
     model = random_llama(**SMOLLM_135M)
     managers = ["paged", *args.managers]
     results: dict[str, Any] = {}
@@ -163,7 +164,7 @@ def main() -> None:
             for kv in managers if repeat % 2 == 0 else reversed(managers):
                 runs[kv].append(measure(model, kv, args))
                 print(name, kv, runs[kv][-1], flush=True)
-        results[name] = {"runs": runs, "medians": medians(runs, FIGURES[name])}
+        results[name] = {"runs": runs, "medians": compared(runs, FIGURES[name])}
     for name in results:
         for figure, values in results[name]["medians"].items():
             print(f"{name:<8} {figure:<18} " + "  ".join(f"{key} {value:.4g}" for key, value in values.items()))

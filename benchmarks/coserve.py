@@ -14,18 +14,17 @@ Device memory holds less than half of the BE work by default, and a few requests
 built-in model): what a policy does then, host attention, swapping or recomputing, decides what BE requests get.
 
 LS requests arrive as a Poisson, gamma (--cv) or square-wave process, or as a trace (CSV with the columns arrival_s,
-input_tokens, output_tokens), of which --trace-start and --seconds choose a slice and --trace-scale the speed. BE work
-is a backlog that is there from the start, or a trace. Prompts are random tokens.
+input_tokens, output_tokens), of which --seconds choose a slice and --trace-scale the speed. BE work is a backlog that
+is there from the start, or a trace. Prompts are random tokens.
 
 Objectives are --slo-ttft and --slo-tpot times each of --slo-scales. A policy that reads objectives runs once for each;
-one that does not (``Policy.predicts``) runs once and is compared with all of them; --rerun-slo runs these each time
-as well.
+one that does not (``Policy.predicts``) runs once and is compared with all of them.
 
 The table has medians over the repeats. `attained`: met both objectives, of the requests that were not rejected, or `of
 all`. `BE tok/s beside LS`: in the first --seconds, while LS requests come; `in all`: until the BE work was done, or cut
-off --drain-s later. `frontier`: no other policy is better in `attained of all` or `BE tok/s beside LS` without being
-worse in the other. `others busy`: cores that other processes took during the run: beside much more than 0, figures
-say little. `on host`: output tokens whose attention the host tier computed, and their share of BE's. `preempted`,
+off --drain-s later. `frontier`: no other policy is better in `of all` or `BE tok/s beside LS` without being worse in
+the other. `others busy`: cores that other processes took during the run: beside much more than 0, figures say little.
+`on host`, `of BE`: output tokens whose attention the host tier computed, and their share of BE's. `preempted`,
 `recomputed`: how often a request lost its memory, and how many tokens had to be computed once more. What each figure
 counts: `benchmarks/common/summary.py`.
 
@@ -48,7 +47,7 @@ from benchmarks.common.arguments import argument_parser
 from benchmarks.common.client import OMNISERVE_WIRE, Wire
 from benchmarks.common.loads import PROCESSES, Arrivals, TraceSlice
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
-from benchmarks.common.record import ROOT, read_record, stale_reason, write_record
+from benchmarks.common.record import read_record, stale_reason, write_record
 from benchmarks.common.server import ServerFailed
 from benchmarks.coserving.load import CoServingLoad
 from benchmarks.coserving.report import markdown_table, plot
@@ -84,63 +83,37 @@ def report(runs: Sequence[Mapping[str, Any]], plot_path: Path | None) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line; a bad one ends the program."""
-    parser = argument_parser(__doc__, "coserve")
-    parser.add_argument("--load", choices=LOADS, default="default", help="sets the defaults (default: %(default)s)")
-    add = parser.add_argument_group("servers").add_argument
-    add(
-        "--policies", nargs="+", default=SCHEDULERS.names(), metavar="NAME[,FLAG[=VALUE]...]",
-        help="schedulers by name or as package.module:Class (default: all)",
+    parser = argument_parser(
+        __doc__, "coserve", model=("smollm", "smollm (random weights in its shape), builtin, a path or hub id"),
+        device_kv_gib=(0.25, "of each server"), rates=([1.0], "LS requests a second; 0: BE work alone"),
+        cv=(2.0, "gamma: coefficient of variation of the gaps"), seconds=(20.0, "how long LS requests come"),
+        ls_input=(128, "tokens"), ls_output=(32, "tokens"), slo_ttft=(0.3, "objective, seconds"),
+        slo_tpot=(0.06, "objective, seconds"), slo_scales=([1.0], "factors of both objectives"),
+        be_requests=(48, "backlog at the start; 0: none"), be_input=(512, "tokens"), be_output=(64, "tokens"),
+        drain_s=(40.0, "longest wait for what is not finished when LS requests have come"),
+        trace_scale=([1.0], "with --ls-trace, instead of --rates: how many times as fast it is sent"),
+        length_scale=(1.0, "factor of the traces' lengths"), repeats=1, seed=0,
     )  # fmt: skip
-    add(
-        "--model", default="smollm", help="smollm (random weights in SmolLM-135M's shape), builtin, or a path or hub id"
-    )
-    add("--device-kv-gib", type=float, default=0.25, help="of each server (default: %(default)s)")
+    add = parser.add_argument
+    add("--load", choices=LOADS, default="default", help="sets the defaults (default: %(default)s)")
+    add("--policies", nargs="+", default=SCHEDULERS.names(), metavar="NAME[,FLAG[=VALUE]...]",
+        help="schedulers by name or as package.module:Class (default: all)")  # fmt: skip
+    add("--arrivals", choices=PROCESSES, default="poisson")
+    add("--ls-trace", type=Path, help="CSV of LS requests")
+    add("--be-trace", type=Path, help="CSV instead of a backlog")
     add("--url", help="measure this server, which is running, and start none")
     add("--name", help="--url: what to call it in the table")
-    add("--omniserve-fields", action="store_true", help="--url: send service_tier and slo, read OmniServe's /metrics")
     add("--priority-field", action="store_true", help="--url: send vLLM's priority, 0 for LS and 1 for BE")
     add("--model-name", help="--url: model to ask for, if the server insists on one")
-    add("server_args", nargs="*", help="more flags of every server, after --")
-    add = parser.add_argument_group("LS requests").add_argument
-    add("--rates", type=float, nargs="+", default=[1.0], help="requests a second; 0: BE work alone")
-    add("--arrivals", choices=PROCESSES, default="poisson")
-    add("--cv", type=float, default=2.0, help="gamma: coefficient of variation of the gaps (default: %(default)s)")
-    add("--wave-period", type=float, default=10.0, help="square: seconds (default: %(default)s)")
-    add("--wave-low", type=float, default=0.2, help="square: low over mean rate (default: %(default)s)")
-    add("--seconds", type=float, default=20.0, help="how long LS requests come (default: %(default)s)")
-    add("--ls-input", type=int, default=128, help="tokens (default: %(default)s)")
-    add("--ls-output", type=int, default=32, help="tokens (default: %(default)s)")
-    add("--slo-ttft", type=float, default=0.3, help="objective, seconds (default: %(default)s)")
-    add("--slo-tpot", type=float, default=0.06, help="objective, seconds (default: %(default)s)")
-    add("--slo-scales", type=float, nargs="+", default=[1.0], help="factors of both objectives")
-    add("--rerun-slo", action="store_true", help="run also policies that read no objective at each scale")
-    add = parser.add_argument_group("BE work").add_argument
-    add("--be-requests", type=int, default=48, help="backlog at the start; 0: none (default: %(default)s)")
-    add("--be-input", type=int, default=512, help="tokens (default: %(default)s)")
-    add("--be-output", type=int, default=64, help="tokens (default: %(default)s)")
-    add("--drain-s", type=float, default=40.0,
-        help="longest wait for what is not finished when LS requests have come (default: %(default)s)")  # fmt: skip
-    add = parser.add_argument_group("traces").add_argument
-    add("--ls-trace", type=Path, help="CSV instead of a process; --trace-scale takes the place of --rates")
-    add("--be-trace", type=Path, help="CSV instead of a backlog")
-    add("--trace-start", type=float, default=0.0, help="seconds into the traces (default: %(default)s)")
-    add("--trace-scale", type=float, nargs="+", default=[1.0], help="how many times as fast the LS trace is sent")
-    add("--be-trace-scale", type=float, default=1.0, help="the same of the BE trace (default: %(default)s)")
-    add("--length-scale", type=float, default=1.0, help="factor of the traces' lengths (default: %(default)s)")
-    add("--max-input", type=int, default=1024, help="longer prompts of traces are cut off (default: %(default)s)")
-    add("--max-output", type=int, default=256, help="longer outputs are too (default: %(default)s)")
-    add = parser.add_argument_group("runs and results").add_argument
-    add("--repeats", type=int, default=1)
-    add("--seed", type=int, default=0)
-    add("--vocab-size", type=int, default=1000, help="prompts are of token ids below this (default: %(default)s)")
     add("--plot", type=Path, help="file for the plots (.png, .svg, .pdf)")
     add("--report", type=Path, nargs="+", metavar="RECORD", help="measure nothing: table and plots of these records")
+    add("server_args", nargs="*", help="more flags of every server, after --")
     parser.set_defaults(**LOADS[parser.parse_args(arguments).load])
     args = parser.parse_args(arguments)
     if (args.url is None) != (args.name is None):
         parser.error("--url and --name come together")
-    if args.url is None and (args.omniserve_fields or args.priority_field or args.model_name):
-        parser.error("--omniserve-fields, --priority-field and --model-name are for a server at --url")
+    if args.url is None and (args.priority_field or args.model_name):
+        parser.error("--priority-field and --model-name are for a server at --url")
     if args.url is not None and args.server_args:
         parser.error(f"{args.server_args} cannot be given to a server that is running")
     if min(args.repeats, args.seconds, *args.slo_scales) <= 0 or args.drain_s < 0:
@@ -156,23 +129,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def load_of(args: argparse.Namespace) -> tuple[CoServingLoad, list[float]]:
-    """Return the load, and the rates, or scales of the trace, at which it is sent.
-
-    Raises:
-        ValueError: A number is out of range.
-    """
-    arrivals = Arrivals(process=args.arrivals, cv=args.cv, period_s=args.wave_period, low_share=args.wave_low)
-    piece = TraceSlice(
-        start_s=args.trace_start, seconds=args.seconds, length_scale=args.length_scale, max_input=args.max_input,
-        max_output=args.max_output,
-    )  # fmt: skip
+    """Return the load, and the rates, or scales of the trace, at which it is sent."""
+    piece = TraceSlice(seconds=args.seconds, length_scale=args.length_scale, max_input=1024, max_output=256)
     load = CoServingLoad(
-        arrivals=None if args.ls_trace else arrivals, seconds=args.seconds, ls_input=args.ls_input,
-        ls_output=args.ls_output, ls_trace=str(args.ls_trace) if args.ls_trace else None, ls_slice=piece,
-        be_requests=args.be_requests, be_input=args.be_input, be_output=args.be_output,
-        be_trace=str(args.be_trace) if args.be_trace else None,
-        be_slice=dataclasses.replace(piece, scale=args.be_trace_scale), slo_ttft_s=args.slo_ttft,
-        slo_tpot_s=args.slo_tpot, vocab_size=args.vocab_size, drain_s=args.drain_s,
+        arrivals=None if args.ls_trace else Arrivals(process=args.arrivals, cv=args.cv), seconds=args.seconds,
+        ls_input=args.ls_input, ls_output=args.ls_output, ls_trace=str(args.ls_trace) if args.ls_trace else None,
+        ls_slice=piece, be_requests=args.be_requests, be_input=args.be_input, be_output=args.be_output,
+        be_trace=str(args.be_trace) if args.be_trace else None, be_slice=piece, slo_ttft_s=args.slo_ttft,
+        slo_tpot_s=args.slo_tpot, vocab_size=1000, drain_s=args.drain_s,
     )  # fmt: skip
     return load, args.trace_scale if args.ls_trace else args.rates
 
@@ -180,9 +144,7 @@ def load_of(args: argparse.Namespace) -> tuple[CoServingLoad, list[float]]:
 def servers_of(args: argparse.Namespace) -> Servers:
     """Return where the runs go."""
     if args.url is not None:
-        wire = Wire(
-            omniserve_fields=args.omniserve_fields, priority_field=args.priority_field, model=args.model_name
-        )  # fmt: skip
+        wire = Wire(omniserve_fields=False, priority_field=args.priority_field, model=args.model_name)
         return Servers(url=args.url, wire=wire, arguments=())
     model = args.model
     if model == "smollm":
@@ -210,18 +172,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     servers = servers_of(args)
     policies = [args.name] if args.url is not None else list(dict.fromkeys(args.policies))
-    if args.url is not None:
-        blind = set() if args.omniserve_fields else {args.name}
-    else:  # one run of a policy that reads no objective shows what it does under all
-        blind = (
-            set() if args.rerun_slo else {name for name in policies if not SCHEDULERS.get(scheduler_of(name)).predicts}
-        )
+    # One run of a policy that reads no objective shows what it does under all.
+    blind = {name for name in policies if args.url or not SCHEDULERS.get(scheduler_of(name)).predicts}
     runs = plan_runs(policies, points, args.slo_scales, args.repeats, blind=blind)
     results: dict[str, Any] = {"runs": [], "failed": []}
     for number, run in enumerate(runs, start=1):
         print(f"run {number} of {len(runs)}: {run.policy}, {run.point:g}, objectives x {run.told_scale:g}", flush=True)
         try:
-            results["runs"].append(measure(run, load, servers, args.seed, ROOT / ".cache" / "coserve.log"))
+            results["runs"].append(measure(run, load, servers, args.seed))
         except (ServerFailed, httpx.HTTPError) as error:  # the others are still worth their time
             print(f"coserve: {run.policy}: {error}", file=sys.stderr)
             results["failed"].append(dataclasses.asdict(run) | {"error": str(error)})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -19,8 +18,7 @@ from playwright.sync_api import Browser
 
 from benchmarks.common.arguments import argument_parser
 from benchmarks.common.browser import chromium
-from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, drive
-from benchmarks.common.server import ServerProcess
+from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, drive, warm_server
 from omniserve.simulate.load import poisson
 
 TEXT = "\n".join(topics.topics.values())
@@ -47,23 +45,14 @@ def make_load(seed: int, num_be: int) -> list[LoadRequest]:
 
 def submit_batch(client: httpx.Client, num_requests: int, metadata: dict[str, str]) -> None:
     """Send a batch job of completions."""
-    lines = [
-        {
-            "custom_id": str(i),
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"model": "built-in", "prompt": TEXT[100 * i : 100 * i + 400], "max_tokens": 48},
-        }
-        for i in range(num_requests)
-    ]
-    content = "\n".join(map(json.dumps, lines)).encode()
+    lines = []
+    for i in range(num_requests):
+        body = {"model": "built-in", "prompt": TEXT[100 * i : 100 * i + 400], "max_tokens": 48}
+        lines.append(json.dumps({"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}))
+    content = "\n".join(lines).encode()
     file = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("night.jsonl", content)})
-    batch = {
-        "input_file_id": file.raise_for_status().json()["id"],
-        "endpoint": "/v1/completions",
-        "completion_window": "24h",
-        "metadata": metadata,
-    }
+    batch = {"input_file_id": file.raise_for_status().json()["id"], "endpoint": "/v1/completions",
+             "completion_window": "24h", "metadata": metadata}  # fmt: skip
     client.post("/v1/batches", json=batch).raise_for_status()
 
 
@@ -88,7 +77,7 @@ def take_pictures(browser: Browser, url: str, folder: Path, wait_s: float) -> No
         page.screenshot(path=folder / f"dashboard-{name}.png", full_page=True)
 
 
-def main() -> int:
+def main() -> None:
     parser = argument_parser(
         __doc__, folder=Path("docs"), seconds=(125.0, "how long the load runs before the first picture"),
         be_requests=200, seed=0,
@@ -96,15 +85,11 @@ def main() -> int:
     arguments = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        ServerProcess([*SERVER, "--data-dir", f"{folder}/data"], Path(folder) / "server.log") as server,
+        warm_server("dashboard", [*SERVER, "--data-dir", folder], []) as server,
     ):
-        server.wait_until_healthy()
         load = make_load(arguments.seed, arguments.be_requests)
-        stream = threading.Thread(
-            target=drive,
-            args=(server, load),
-            kwargs={"cutoff_s": arguments.seconds + 30, "may_be_cut_off": True, "must_finish": lambda _: True},
-        )
+        options = {"cutoff_s": arguments.seconds + 30, "may_be_cut_off": True}
+        stream = threading.Thread(target=drive, args=(server, load), kwargs=options)
         stream.start()
         with httpx.Client(base_url=server.base_url, timeout=60) as client:
             submit_batch(client, 3000, {"job": "nightly summaries", "owner": "docs"})
@@ -112,8 +97,7 @@ def main() -> int:
         with chromium() as browser:
             take_pictures(browser, server.base_url, arguments.folder, arguments.seconds)
         stream.join()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -25,10 +25,11 @@ from typing import Any
 
 from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import ROOT, write_record
+from benchmarks.common.tables import table_of
 from benchmarks.forecast.compiled import pretend_to_have_a_gpu
 from benchmarks.forecast.steps import Chunk, Decode, StepCounter
 from benchmarks.forecast.work import Work, bound_s, expected_s
-from benchmarks.gpu.models import LLAMA_8B, QWEN_32B, TINY, Shape
+from benchmarks.gpu.engines import LLAMA_8B, QWEN_32B, TINY, Shape
 from omniserve.simulate.analytic import Efficiency
 from omniserve.simulate.hardware import find_devices
 
@@ -52,13 +53,9 @@ _RESERVE = 0.94
 
 
 def times(works: Sequence[Work], device_name: str, *, least_bytes: float, is_whole: bool) -> dict[str, float]:
-    """Return a step's seconds on a device.
+    """Return a step's seconds on a device; ``least_bytes`` are the weights and KV that it reads.
 
-    Args:
-        works: The launches.
-        device_name: See ``omniserve.simulate.hardware``.
-        least_bytes: Weights and KV that the step reads.
-        is_whole: The layers are one graph; else they are launched piece by piece.
+    The layers are one graph, or launched piece by piece (not ``is_whole``).
     """
     _, device = find_devices(device_name)
     expected = sum(expected_s(work, device, Efficiency(), KERNEL_GAP_S) for work in works) + GRAPH_LAUNCH_S
@@ -130,43 +127,32 @@ def forecast(shape: Shape) -> dict[str, Any]:
     }
 
 
-def table(results: dict[str, Any]) -> str:
-    """Return the forecasts as Markdown."""
-    heads = [f"{name}: floor / roofline / expected / uncaptured, ms" for name in DEVICES]
-    lines = [
-        "| model | step | GB | TFLOP | kernels | " + " | ".join(heads) + " |", "|---|---|--:|--:|--:|--:|--:|"
-    ]  # fmt: skip
+def tables(results: dict[str, Any]) -> str:
+    """Return the forecasts as Markdown: of all steps, then of what seats add."""
+    steps, seats = [], []
     for model, result in results.items():
         for each in result["steps"]:
-            cells = [
-                " / ".join(
-                    f"{1e3 * each['devices'][name][key]:.2f}"
-                    for key in ("floor_s", "roofline_s", "expected_s", "uncaptured_s")
-                )
-                if name in each["devices"]
-                else "does not fit"
-                for name in DEVICES
-            ]
-            figures = f"{each['bytes'] / 1e9:.2f} | {each['flops'] / 1e12:.3f} | {each['kernels']}"
-            lines.append(f"| {model} | {label(each['step'])} | {figures} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "| model | seats | to the host, KB a layer | to the device, KB a layer | device memory, MB a layer | kernels a "
-        "layer | " + " | ".join(f"{name}: longer by, roofline / expected, ms" for name in DEVICES) + " |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for model, result in results.items():
-        for each in result["steps"]:
-            if "piggyback" not in each:
-                continue
-            own = each["piggyback"]
-            cells = [_cell(own["added"].get(name), "roofline_s", "expected_s") for name in DEVICES]
-            lines.append(
-                f"| {model} | {each['step']['seats']} | {own['to_host_bytes_per_layer'] / 1e3:.0f} | "
-                f"{own['to_device_bytes_per_layer'] / 1e3:.0f} | {own['device_bytes_per_layer'] / 1e6:.2f} | "
-                f"{own['kernels_per_layer']} | {' | '.join(cells)} |"
-            )
-    return "\n".join(lines)
+            line = {
+                "model": model, "step": label(each["step"]), "GB": f"{each['bytes'] / 1e9:.2f}",
+                "TFLOP": f"{each['flops'] / 1e12:.3f}", "kernels": f"{each['kernels']}",
+            }  # fmt: skip
+            for name in DEVICES:
+                keys = ("floor_s", "roofline_s", "expected_s", "uncaptured_s")
+                line[f"{name}: floor / roofline / expected / uncaptured, ms"] = _cell(each["devices"].get(name), *keys)
+            steps.append(line)
+            if own := each.get("piggyback"):
+                line = {
+                    "model": model, "seats": f"{each['step']['seats']}",
+                    "to the host, KB a layer": f"{own['to_host_bytes_per_layer'] / 1e3:.0f}",
+                    "to the device, KB a layer": f"{own['to_device_bytes_per_layer'] / 1e3:.0f}",
+                    "device memory, MB a layer": f"{own['device_bytes_per_layer'] / 1e6:.2f}",
+                    "kernels a layer": f"{own['kernels_per_layer']}",
+                }  # fmt: skip
+                for name in DEVICES:
+                    added = _cell(own["added"].get(name), "roofline_s", "expected_s")
+                    line[f"{name}: longer by, roofline / expected, ms"] = added
+                seats.append(line)
+    return f"{table_of(steps)}\n\n{table_of(seats)}"
 
 
 def _cell(seconds: dict[str, float] | None, *keys: str) -> str:
@@ -198,7 +184,7 @@ def main() -> None:
         "assumed": assumed,
     }
     write_record(args.out, name="gpu_forecast", config=config, seed=0, results=results)
-    print(table(results))
+    print(tables(results))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, builtin_model, random_llama
 from benchmarks.common.record import write_record
@@ -39,10 +37,7 @@ from omniserve.latency import (
 from omniserve.profiling import Arrival, measure_steps, mixed_load, profile_model
 from omniserve.profiling.summary import summarise
 
-MODELS = {
-    "built-in": builtin_model,
-    "SmolLM-135M": lambda: random_llama(**SMOLLM_135M),
-}
+MODELS = {"built-in": builtin_model, "SmolLM-135M": lambda: random_llama(**SMOLLM_135M)}
 FIT_SEED, TEST_SEED = 11, 5
 BLOCKS = {"device": (160, 0), "tiers": (32, 256)}
 NUM_FIT = 100
@@ -50,22 +45,16 @@ NOISE_REPEATS = 40
 
 
 def tested_load(trace: Path | None, num_steps: int, vocab_size: int) -> list[Arrival]:
+    sizes = {"num_steps": num_steps, "vocab_size": vocab_size, "max_output": 96}
     if trace is None:
-        return mixed_load(
-            TEST_SEED, num_steps=num_steps, vocab_size=vocab_size, max_prompt=300, max_output=96, mean_active=8
-        )
-    return trace_load(
-        trace, TEST_SEED, num_steps=num_steps, vocab_size=vocab_size, max_prompt=400, max_output=96, mean_active=10
-    )
+        return mixed_load(TEST_SEED, max_prompt=300, mean_active=8, **sizes)
+    return trace_load(trace, TEST_SEED, max_prompt=400, mean_active=10, **sizes)
 
 
-def measure(engine: Engine, load: Sequence[Arrival], count: int, limit_s: float, what: str) -> list[StepSample]:
+def measure(engine: Engine, load: Sequence[Arrival], count: int, limit_s: float) -> list[StepSample]:
     """Return up to ``count`` samples, as many as there are within ``limit_s``."""
     deadline_s = time.monotonic() + limit_s
-    with tqdm(total=count, desc=what, leave=False) as bar:
-        return measure_steps(
-            engine, load, max_samples=count, go_on=lambda: time.monotonic() < deadline_s, on_sample=bar.update
-        )
+    return measure_steps(engine, load, max_samples=count, go_on=lambda: time.monotonic() < deadline_s)
 
 
 def noise_floor(engine: Engine) -> dict[str, Accuracy]:
@@ -78,7 +67,7 @@ def noise_floor(engine: Engine) -> dict[str, Accuracy]:
     decodes = [Arrival(at_step=0, request=Request(prompt_token_ids=[1] * 8, sampling=decoding)) for _ in range(8)]
     floors: dict[str, Accuracy] = {}
     for name, load in (("prompt of 128", prompts), ("8 decodes", decodes)):
-        samples = measure(engine, load, NOISE_REPEATS, 60.0, name)
+        samples = measure(engine, load, NOISE_REPEATS, 60.0)
         median = statistics.median(sample.seconds for sample in samples)
         floors[name] = accuracy_of_errors([abs(median - sample.seconds) / sample.seconds for sample in samples])
     return floors
@@ -110,13 +99,10 @@ def compare(profile: Profile, fit: Sequence[StepSample], test: Sequence[StepSamp
     results: dict[str, Any] = {}
     for name in sorted(LATENCY_MODELS.names(), key="omniserve".__eq__):
         model = LATENCY_MODELS.get(name).from_profile(dataclasses.replace(profile, steps=tuple(fit[:NUM_FIT])))
-        result = {
-            "fitted": accuracy_of(model, fit[:NUM_FIT]),
-            "tested": accuracy_of(model, test),
-            "learning": learning_accuracy(model, test),
-            "us": prediction_us(model, test),
-        }
-        results[name] = result
+        result = results[name] = {
+            "fitted": accuracy_of(model, fit[:NUM_FIT]), "tested": accuracy_of(model, test),
+            "learning": learning_accuracy(model, test), "us": prediction_us(model, test),
+        }  # fmt: skip
         print(
             f"    {name:<10} tested {result['tested']}  learning {result['learning']}  "
             f"(on its own steps {result['fitted']}; {result['us']:.1f} us a prediction)"
@@ -129,10 +115,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     model = MODELS[name]()
     print(f"{name}")
     base = EngineConfig(device_kv_bytes=512 << 20, host_kv_bytes=512 << 20)
-    with tqdm(total=1.0, desc="profile", bar_format="{desc} {percentage:.0f}%", leave=False) as bar:
-        profile = profile_model(
-            model, base, time_limit_s=args.profile_time, progress=lambda what, spent: bar.update(spent - bar.n)
-        )
+    profile = profile_model(model, base, time_limit_s=args.profile_time)
     print("    " + summarise(profile).replace("\n", "\n    "))
     spec = model.__dict__["omniserve"].spec
     block_bytes = spec.kv_block_bytes(base.block_size)
@@ -143,13 +126,10 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
         )
         with Engine(model, config) as engine:
             noise = noise_floor(engine)
-            fit_load = mixed_load(
-                FIT_SEED, num_steps=10 * NUM_FIT, vocab_size=spec.vocab_size, max_prompt=600, max_output=48
-            )
-            fit = measure(engine, fit_load, NUM_FIT, args.load_time, "fit")
-            test = measure(
-                engine, tested_load(args.trace, 10 * args.steps, spec.vocab_size), args.steps, args.load_time, "test"
-            )
+            sizes = {"num_steps": 10 * NUM_FIT, "vocab_size": spec.vocab_size, "max_prompt": 600, "max_output": 48}
+            fit = measure(engine, mixed_load(FIT_SEED, **sizes), NUM_FIT, args.load_time)
+            tested = tested_load(args.trace, 10 * args.steps, spec.vocab_size)
+            test = measure(engine, tested, args.steps, args.load_time)
         print(f"  {load}: {len(fit)} steps to fit, {len(test)} to test, ", end="")
         print(f"{1e3 * statistics.mean(s.seconds for s in test):.1f} ms each on average")
         for what, floor in noise.items():

@@ -9,23 +9,15 @@ from __future__ import annotations
 
 import random
 import time
-from pathlib import Path
-
-import httpx
 
 from benchmarks.common.arguments import argument_parser
-from benchmarks.common.client import LS_TIER, drive
+from benchmarks.common.client import LS_TIER, LoadRequest, drive, warm_server
 from benchmarks.common.loads import poisson_stream
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.server import ServerProcess
 from benchmarks.common.summary import summarize
 
-
-def first_token_s(base_url: str) -> None:
-    """Ask for one token and wait for it."""
-    body = {"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0}
-    httpx.post(f"{base_url}/v1/completions", json=body, timeout=60).raise_for_status()
+ONE_TOKEN = LoadRequest(send_at_s=0.0, prompt=[1, 2, 3], max_tokens=1, service_tier=LS_TIER)
 
 
 def main() -> None:
@@ -40,9 +32,7 @@ def main() -> None:
             output=args.output, tier=LS_TIER, vocab_size=SMOLLM_135M["vocab_size"],
         )  # fmt: skip
         began_s = time.monotonic()
-        with ServerProcess(["--model", str(model), *args.server_args], Path(".cache/ls_alone.log")) as server:
-            server.wait_until_healthy()
-            first_token_s(server.base_url)
+        with warm_server("ls_alone", ["--model", str(model), *args.server_args], [ONE_TOKEN]) as server:
             start_s = time.monotonic() - began_s
             records, end_s = drive(server, requests, cutoff_s=args.seconds + 30, may_be_cut_off=True)
         summary = summarize(records, end_s)
@@ -52,13 +42,8 @@ def main() -> None:
             f"finished; TTFT p50/p99 {1e3 * summary.ttft_p50_s:.0f}/{1e3 * summary.ttft_p99_s:.0f} ms, "
             f"TPOT {1e3 * summary.tpot_p50_s:.1f}/{1e3 * summary.tpot_p99_s:.1f} ms"
         )
-    write_record(
-        args.record,
-        name="ls_alone",
-        config=vars(args) | {"model": SMOLLM_135M},
-        seed=args.seed,
-        results={"runs": results},
-    )
+    config = vars(args) | {"model": SMOLLM_135M}
+    write_record(args.record, name="ls_alone", config=config, seed=args.seed, results={"runs": results})
 
 
 if __name__ == "__main__":

@@ -28,13 +28,11 @@ COMMANDS = {
     "shared_cores.json": ("benchmarks.shared_cores",),
 }  # fmt: skip
 """What made a record: module and arguments, without ``--record``."""
-KIND = ("machine", "cpu", "cpu_features", "cores", "gpus")
-"""What of ``hardware`` makes two machines one kind."""
 
 
 def kind_of(hardware: Mapping[str, Any]) -> dict[str, Any]:
     """Return what two records must share to be comparable."""
-    return {name: hardware.get(name) for name in KIND}
+    return {name: hardware.get(name) for name in ("machine", "cpu", "cpu_features", "cores", "gpus")}
 
 
 def stale_records(folder: Path) -> dict[Path, str]:
@@ -50,11 +48,7 @@ def pages_with(path: Path) -> list[str]:
 
 
 def renew(path: Path) -> bool:
-    """Measure a record again, in its place; tell whether that worked.
-
-    Raises:
-        ValueError: No command is known for it.
-    """
+    """Measure a record again, in its place; tell whether that worked."""
     if path.name not in COMMANDS:
         raise ValueError(f"no command is known for {path.name}; add it to COMMANDS in benchmarks/renew.py")
     module, *arguments = COMMANDS[path.name]
@@ -83,10 +77,8 @@ def main(arguments: Sequence[str] | None = None, folder: Path = RESULTS) -> int:
     wanted = [path for path in stale if not args.names or path.name in args.names]
     refused = [path for path in wanted if kinds[path] != here and not args.any_machine]
     for path in refused:
-        print(
-            f"renew: {path.name} was made on {_text(kinds[path])}, this is {_text(here)}; --any-machine insists",
-            file=sys.stderr,
-        )
+        where = f"was made on {_text(kinds[path])}, this is {_text(here)}"
+        print(f"renew: {path.name} {where}; --any-machine insists", file=sys.stderr)
     failed = 0
     for path in [path for path in wanted if path not in refused]:
         print(f"renewing {path.name}", flush=True)

@@ -29,8 +29,9 @@ from tqdm import tqdm
 
 from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import environment, write_record
+from benchmarks.paper import apex, bros, conserve
+from benchmarks.paper import omniserve as omniserve_paper
 from benchmarks.paper.cases import Case, Experiment, MachineSpec
-from benchmarks.paper.figures import EXPERIMENTS
 from benchmarks.paper.page import TEMPLATE, render
 from benchmarks.paper.report import CELLS, TokenGaps, figures_of, markdown
 from omniserve.core.config import EngineConfig
@@ -44,17 +45,18 @@ from omniserve.simulate.models import find_model
 from omniserve.simulate.results import Result
 from omniserve.simulate.run import SimulationConfig, simulate
 
+EXPERIMENTS: dict[str, Experiment] = {
+    each.name: each for part in (omniserve_paper, apex, conserve, bros) for each in part.EXPERIMENTS
+}
+"""In the order of the page. Rates are not the papers' axes, which their text does not print; they lie around what the
+text names."""
 RECORD = Path("benchmarks/results/reproduction.json")
 DRAIN_S = 300.0
 """How long LS requests may go on after the load; those that are unfinished then count as missed."""
 
 
 def make_machine(spec: MachineSpec) -> Machine:
-    """Return the simulated machine of a spec.
-
-    Raises:
-        ValueError: A name is unknown, or the model does not fit.
-    """
+    """Return the simulated machine of a spec."""
     model = find_model(spec.model)
     if spec.max_model_len is not None:
         model = dataclasses.replace(model, max_model_len=spec.max_model_len)
@@ -72,21 +74,10 @@ def make_machine(spec: MachineSpec) -> Machine:
 
 
 def run_case(
-    case: Case, slo: SLO, *, minutes: float, warm_up: float, seed: int, drain_s: float = DRAIN_S,
-    trace_dir: Path | None = None, on_step: Callable[[StepRecord], object] | None = None,
+    case: Case, slo: SLO, *, minutes: float, warm_up: float, seed: int, drain_s: float,
+    trace_dir: Path | None, on_step: Callable[[StepRecord], object],
 ) -> Result:  # fmt: skip
-    """Simulate one point.
-
-    Args:
-        case: Machine, load and settings.
-        slo: Of its LS requests.
-        minutes: Simulated.
-        warm_up: Share of them that figures leave out.
-        seed: Of the load.
-        drain_s: See ``SimulationConfig``.
-        trace_dir: See ``LoadSpec.make``.
-        on_step: See ``simulate``.
-    """
+    """Simulate one point; ``warm_up`` is the share of its minutes that figures leave out."""
     machine = make_machine(case.machine)
     classes = (
         ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=slo),
@@ -153,16 +144,7 @@ def run_experiments(
     experiments: Sequence[Experiment], *, minutes: float, seed: int, trace_dir: Path | None, jobs: int,
     bar: tqdm[Any],
 ) -> Iterator[tuple[Experiment, dict[str, Any]]]:  # fmt: skip
-    """Simulate experiments; yield each with its entry of the record, in their order.
-
-    Args:
-        experiments: Which.
-        minutes: See ``--minutes``.
-        seed: Of the loads.
-        trace_dir: See ``LoadSpec.make``.
-        jobs: Processes; 1: this one.
-        bar: Advances with each case by its length.
-    """
+    """Simulate experiments; yield each with its entry of the record, in their order. The bar counts their lengths."""
     units = [units_of(e, minutes=minutes, seed=seed, trace_dir=trace_dir) for e in experiments]
     with contextlib.ExitStack() as stack:
         if jobs > 1:
@@ -186,11 +168,7 @@ def run_experiments(
 
 
 def chosen(only: Sequence[str]) -> list[Experiment]:
-    """Return the experiments whose names begin with one of ``only``; all if it is empty.
-
-    Raises:
-        ValueError: One of them begins no name.
-    """
+    """Return the experiments whose names begin with one of ``only``; all if it is empty."""
     for start in only:
         if not any(name.startswith(start) for name in EXPERIMENTS):
             raise ValueError(f"no experiment is named {start}...; there are: {', '.join(EXPERIMENTS)}")

@@ -18,171 +18,111 @@ Paper: conserve 4.3 and 6.5.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.common.arguments import argument_parser
+from benchmarks.common.engine_run import EngineRun
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from omniserve import SLO, Engine, EngineConfig, Request, SamplingParams
+from benchmarks.common.requests import request
+from benchmarks.common.summary import medians
+from omniserve import SLO, Engine, EngineConfig, Request
 from omniserve.core.plan import StepPlan
 from omniserve.profiling import find_or_make_profile
+from omniserve.simulate import Load
+from omniserve.simulate.load import TraceRequest, fixed_lengths, poisson, requests
 from omniserve.simulate.results import percentile
 
 MODES = {"kept": True, "dropped": True, "no safepoints": False}
 
 
-def be_request(rng: random.Random, prompt: int, output: int) -> Request:
-    """Return a BE request."""
-    return Request(
-        prompt_token_ids=[rng.randrange(1, SMOLLM_135M["vocab_size"]) for _ in range(prompt)],
-        sampling=SamplingParams(max_tokens=output, ignore_eos=True),
-        service_class="BE",
-    )
+class Run(EngineRun):
+    """Notes what the LS requests that come in a step of BE work alone wait."""
 
-
-def ls_request(rng: random.Random, args: argparse.Namespace) -> Request:
-    """Return an LS request."""
-    return Request(
-        prompt_token_ids=[rng.randrange(1, SMOLLM_135M["vocab_size"]) for _ in range(args.ls_prompt)],
-        sampling=SamplingParams(max_tokens=args.ls_output, ignore_eos=True),
-        service_class="LS",
-        slo=SLO(ttft_s=args.ttft, tpot_s=args.tpot),
-    )
-
-
-class Stream:
-    """LS requests that come at their own times, whatever the engine does.
-
-    Args:
-        engine: Is told of them.
-        requests: Seconds from now, ascending, and what comes then.
-    """
-
-    def __init__(self, engine: Engine, requests: Sequence[tuple[float, Request]]) -> None:
-        self._engine = engine
-        began_s = time.monotonic()
-        self._due = [(began_s + after_s, request) for after_s, request in requests]
-        self._num_announced = 0
+    def __init__(self, engine: Engine, load: Load, seed: int, slo: SLO) -> None:
+        super().__init__(engine, load, seed, slo)
+        self.alone_steps_s: list[float] = []
+        self.delays_s: dict[str, float] = {}
+        self._was_alone, self._num_announced = False, 0
+        self._halted = engine.stats().layer_preemptions
+        engine.on_step = self._watch
 
     def announce(self) -> None:
-        """Tell the engine, in the middle of a step, who has come, as a server does."""
-        now_s = time.monotonic()
-        for arrival_s, request in self._due[self._num_announced :]:
-            if arrival_s > now_s:
+        """Tell the engine, in the middle of a step, what has come, as a server does."""
+        for arrival_s, coming in itertools.islice(self.upcoming, self._num_announced, None):
+            if arrival_s > self.now_s:
                 return
             self._num_announced += 1
-            self._engine.arriving(request, arrival_s=arrival_s)
+            self.engine.arriving(coming, arrival_s=self.began_s + arrival_s)
 
-    def add(self) -> list[tuple[str, float]]:
-        """Give the engine those that have come, between two steps; return their ids and times of arrival."""
-        now_s = time.monotonic()
-        come = [(arrival_s, request) for arrival_s, request in self._due if arrival_s <= now_s]
-        del self._due[: len(come)]
-        self._num_announced = 0  # whoever came after the last layer is in the next step anyway
-        return [(self._engine.add(request, arrival_s=arrival_s), arrival_s) for arrival_s, request in come]
+    def add(self, request: Request, arrival_s: float) -> None:
+        super().add(request, arrival_s)
+        self._num_announced = 0  # what came after the last layer is in the next step anyway
+        if request.service_class == "LS" and self._was_alone:
+            assert request.request_id is not None
+            self.delays_s[request.request_id] = self.now_s - arrival_s
 
-
-@dataclass(slots=True)
-class Times:
-    """What a stream is about."""
-
-    alone_steps_s: list[float] = field(default_factory=list)
-    delays_s: list[float] = field(default_factory=list)
-    ttfts_s: list[float] = field(default_factory=list)
-    all_ttfts_s: list[float] = field(default_factory=list)
-    """Also of those that came beside other LS requests."""
+    def _watch(self, plan: StepPlan, host_works: bool, seconds: float) -> None:
+        self._was_alone = len(plan.preemptible) == len(plan.chunks)
+        halted = self.engine.stats().layer_preemptions
+        if self._was_alone and halted == self._halted:
+            self.alone_steps_s.append(seconds)
+        self._halted = halted
 
 
 def warm_up(engine: Engine, args: argparse.Namespace) -> None:
     """Serve requests of both kinds; their steps are left between two layers, and go on."""
-    rng = random.Random(77)
     ask, left = engine.runner.loop.safepoint, iter([True, False, False] * 4)
     engine.runner.loop.safepoint = lambda: next(left, False)
-    engine.generate([*(be_request(rng, args.be_prompt, 4) for _ in range(3)), ls_request(rng, args)])
+    engine.generate([*(request(f"be{i}", args.be_prompt, 4) for i in range(3)), request("ls", args.ls_prompt, 4)])
     engine.runner.loop.safepoint = ask
 
 
 def measure_stream(model: Any, config: EngineConfig, args: argparse.Namespace, mode: str, seed: int) -> dict[str, Any]:
     """Serve the stream beside the pile and return delays, TTFTs and BE throughput."""
-    rng = random.Random(seed)
-    coming = []
-    after_s = rng.expovariate(args.rate)
-    while after_s < args.seconds:
-        coming.append((after_s, ls_request(rng, args)))
-        after_s += rng.expovariate(args.rate)
-    times, arrived_s, in_alone = Times(), dict[str, float](), set[str]()
+    rng, slo = random.Random(seed), SLO(ttft_s=args.ttft, tpot_s=args.tpot)
+    load = Load(
+        latency_sensitive=requests(
+            poisson(args.rate, args.seconds, rng), fixed_lengths(args.ls_prompt, args.ls_output), rng
+        ),
+        best_effort=[TraceRequest(0.0, args.be_prompt, args.be_output)] * 100_000, backlog=args.be,  # it never ends
+        duration_s=args.seconds,
+    )  # fmt: skip
     with Engine(model, config, profile=find_or_make_profile(model, config)) as engine:
         warm_up(engine, args)
-        before = engine.stats()
-        for _ in range(args.be):
-            engine.add(be_request(rng, args.be_prompt, args.be_output))
-        was_alone, halted = False, before.layer_preemptions
-
-        def watch(plan: StepPlan, host_works: bool, seconds: float) -> None:
-            nonlocal was_alone, halted
-            was_alone = len(plan.preemptible) == len(plan.chunks)
-            if was_alone and halted == engine.stats().layer_preemptions:
-                times.alone_steps_s.append(seconds)
-            halted = engine.stats().layer_preemptions
-
-        engine.on_step = watch
-        stream = Stream(engine, coming)
+        run = Run(engine, load, seed, slo)
         if MODES[mode]:
-            engine.on_safepoint = stream.announce
-        began_s = time.monotonic()
-        while time.monotonic() - began_s < args.seconds:
-            for output in engine.step():
-                if output.service_class == "BE" and output.finished:  # the pile never ends
-                    engine.add(be_request(rng, args.be_prompt, args.be_output))
-                elif output.finished and output.times is not None and output.times.first_token_s is not None:
-                    ttft_s = output.times.first_token_s - arrived_s[output.request_id]
-                    times.all_ttfts_s.append(ttft_s)
-                    if output.request_id in in_alone:
-                        times.ttfts_s.append(ttft_s)
-            ended_s = time.monotonic()
-            for request_id, arrival_s in stream.add():
-                arrived_s[request_id] = arrival_s
-                if was_alone:
-                    in_alone.add(request_id)
-                    times.delays_s.append(ended_s - arrival_s)
-        seconds = time.monotonic() - began_s
-        after = engine.stats()
-    be_tokens = sum(
-        counts(after)["BE"] - counts(before)["BE"]
-        for counts in (lambda stats: stats.prompt_tokens, lambda stats: stats.output_tokens)
-    )
-    kept = [ttft_s <= args.ttft for ttft_s in times.all_ttfts_s]
+            engine.on_safepoint = run.announce
+        run.run(drain_s=0.0)
+    served = {name: r for name, r in run.results.items() if r.service_class == "LS" and r.finished_s is not None}
+    ttfts_s = [r.ttft_s for name, r in served.items() if name in run.delays_s and r.ttft_s is not None]
+    delays_s = list(run.delays_s.values())
     return {
-        "ls_requests": len(times.all_ttfts_s),
-        "ls_in_be_steps": len(times.delays_s),
-        "alone_step_p50_s": percentile(times.alone_steps_s, 50),
-        "delay_p50_s": percentile(times.delays_s, 50),
-        "delay_max_s": max(times.delays_s, default=None),
-        "ttft_p50_s": percentile(times.ttfts_s, 50),
-        "ttft_max_s": max(times.ttfts_s, default=None),
-        "ttft_attained_of_all": statistics.fmean(kept) if kept else None,
-        "be_tokens_per_s": be_tokens / seconds,
-        "chunks_halted": after.layer_preemptions - before.layer_preemptions,
-        "delays_s": times.delays_s,
-        "ttfts_s": times.ttfts_s,
-    }
+        "ls_requests": len(served), "ls_in_be_steps": len(delays_s),
+        "alone_step_p50_s": percentile(run.alone_steps_s, 50),
+        "delay_p50_s": percentile(delays_s, 50), "delay_max_s": max(delays_s, default=None),
+        "ttft_p50_s": percentile(ttfts_s, 50), "ttft_max_s": max(ttfts_s, default=None),
+        "ttft_attained_of_all": statistics.fmean(r.meets_ttft(slo) for r in served.values()) if served else None,
+        "be_tokens_per_s": (run.grown("prompt_tokens", "BE") + run.grown("output_tokens", "BE")) / run.seconds,
+        "chunks_halted": run.grown("layer_preemptions"), "delays_s": delays_s, "ttfts_s": ttfts_s,
+    }  # fmt: skip
 
 
 def measure_overhead(model: Any, config: EngineConfig, args: argparse.Namespace) -> dict[str, float]:
     """Return the median step of BE decodes with safepoints over that without, both, and what one look takes."""
-    rng = random.Random(0)
     seconds: dict[bool, list[float]] = {True: [], False: []}
+    far = Load(latency_sensitive=[TraceRequest(1e9, args.ls_prompt, args.ls_output)])
     with Engine(model, config, profile=find_or_make_profile(model, config)) as engine:
         warm_up(engine, args)
-        engine.on_safepoint = Stream(engine, [(1e9, ls_request(rng, args))]).announce
+        run = Run(engine, far, 0, SLO(ttft_s=args.ttft, tpot_s=args.tpot))
+        run.began_s, engine.on_safepoint = time.monotonic(), run.announce
         ask, asked = engine.runner.loop.safepoint, True
-        for _ in range(args.be):
-            engine.add(be_request(rng, 32, 2 * args.steps + 50))
+        for i in range(args.be):
+            engine.add(request(f"be{i}", 32, 2 * args.steps + 50))
         while not engine.step():  # prompts
             pass
         engine.on_step = lambda plan, host_works, taken_s: seconds[asked].append(taken_s)
@@ -219,15 +159,11 @@ def main() -> None:
             print(mode, {k: v for k, v in runs[mode][-1].items() if not isinstance(v, list)}, flush=True)
     overhead = measure_overhead(model, config, args)
     print("overhead", overhead)
-    medians = {
-        mode: {
-            key: statistics.median(run[key] for run in samples)
-            for key, value in samples[0].items()
-            if not isinstance(value, list)
-        }
-        for mode, samples in runs.items()
+    results = {
+        "medians": {mode: medians(samples) for mode, samples in runs.items()},
+        "runs": runs,
+        "overhead": overhead,
     }
-    results = {"medians": medians, "runs": runs, "overhead": overhead}
     write_record(args.record, name="safepoints", config=vars(args), seed=args.seed, results=results)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from typing import Any
 
 from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, random_llama
@@ -78,16 +77,13 @@ def main() -> None:
     parser = argument_parser(__doc__, "scheduling", requests=[10, 100, 1000], steps=100, seed=0)
     args = parser.parse_args()
     profile = find_or_make_profile(random_llama(**SMOLLM_135M), EngineConfig(device_kv_bytes=2 << 30))
-    results: dict[str, Any] = {}
-    header = f"{'':24s}{'schedule ms':>12s}{'update ms':>11s}{'add us':>8s}{'step ms':>9s}{'in step':>9s}"
-    print(f"{header}{'schedule':>10s}{'both':>8s}")
+    results: dict[str, dict[str, float]] = {}
     for count in args.requests:
         for scheduler in ("omniserve", "conserve", "bros", "sarathi", "fcfs"):
             result = results[f"{scheduler}, {count}"] = measure(scheduler, profile, count, args.steps, args.seed)
-            line = f"{f'{scheduler}, {count} requests':24s}{1e3 * result['schedule_s']:12.3f}"
-            line += f"{1e3 * result['update_s']:11.3f}{1e6 * result['add_s']:8.0f}{1e3 * result['step_s']:9.1f}"
-            line += f"{result['requests_in_step']:9.0f}{result['schedule_share']:10.2%}{result['share']:8.2%}"
-            print(line, flush=True)
+            print(
+                f"{scheduler}, {count}: " + ", ".join(f"{key} {value:.3g}" for key, value in result.items()), flush=True
+            )
     write_record(args.record, name="scheduling", config=vars(args), seed=args.seed, results=results)
 
 

@@ -25,10 +25,7 @@ from benchmarks.common.timing import in_turn, seconds
 from omniserve import Engine, EngineConfig
 from omniserve.host.cores import available_cores
 
-MODELS = {
-    "built-in": builtin_model,
-    "SmolLM-135M": lambda: random_llama(**SMOLLM_135M),
-}
+MODELS = {"built-in": builtin_model, "SmolLM-135M": lambda: random_llama(**SMOLLM_135M)}
 PERIOD_S = 0.01
 WARM_UP_STEPS = 20
 

@@ -23,6 +23,7 @@ from benchmarks.common.arguments import argument_parser
 from benchmarks.common.client import LoadRequest
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
+from benchmarks.common.tables import table_of
 from benchmarks.frontier import FrontierLoad, Row, be_pile, frontier_rows, ls_stream
 from omniserve import SLO, ClassSpec, EngineConfig
 from omniserve.latency import Profile
@@ -35,11 +36,10 @@ from omniserve.simulate.models import find_model
 from omniserve.simulate.results import percentile
 
 COLUMNS = {
-    "be_tokens_per_s": 1.0, "ttft_p50_s": 1e3, "ttft_p99_s": 1e3, "tpot_p50_s": 1e3, "tpot_p99_s": 1e3,
-    "attained": 100.0,
+    "BE tokens/s": ("be_tokens_per_s", 1.0), "TTFT p50 ms": ("ttft_p50_s", 1e3), "TTFT p99 ms": ("ttft_p99_s", 1e3),
+    "TPOT p50 ms": ("tpot_p50_s", 1e3), "TPOT p99 ms": ("tpot_p99_s", 1e3), "attained %": ("attained", 100.0),
 }  # fmt: skip
-"""Figure -> factor that it is printed with: tokens/s, ms and %."""
-_WIDTH = 22
+"""Heading -> figure, and the factor that it is printed with."""
 
 
 def load_of(record: Mapping[str, Any]) -> FrontierLoad:
@@ -94,17 +94,15 @@ def _trace(requests: list[LoadRequest]) -> list[TraceRequest]:
     return [TraceRequest(r.send_at_s, len(r.prompt), r.max_tokens) for r in requests]
 
 
-def line(name: str, recorded: Mapping[str, float], simulated: Mapping[str, float]) -> str:
-    """Return one line: recorded > simulated (ratio) of each figure."""
-    cells = []
-    for column, factor in COLUMNS.items():
-        before, after = recorded.get(column), simulated.get(column)
-        if before is None or after is None:
-            cells.append("-")
-        else:
+def cells(recorded: Mapping[str, float], simulated: Mapping[str, float]) -> dict[str, str]:
+    """Return recorded > simulated (ratio) of each figure."""
+    found = {}
+    for name, (key, factor) in COLUMNS.items():
+        before, after = recorded.get(key), simulated.get(key)
+        if before is not None and after is not None:
             ratio = f"x{after / before:.2f}" if before else "-"
-            cells.append(f"{factor * before:.0f} > {factor * after:.0f} {ratio:>6s}")
-    return f"{name:30s}{''.join(cell.rjust(_WIDTH) for cell in cells)}"
+            found[name] = f"{factor * before:.0f} > {factor * after:.0f} {ratio}"
+    return found
 
 
 def main() -> None:
@@ -121,7 +119,7 @@ def main() -> None:
         profile = Profile.read(args.profile)
     else:
         profile = find_or_make_profile(
-            random_llama(**SMOLLM_135M), engine_config(flags, frontier_rows({}, {})[0], None)
+            random_llama(**SMOLLM_135M), engine_config(flags, frontier_rows(load.objectives, load.budgets)[0], None)
         )
     machine = machine_of_profile(profile, find_model("smollm-135m").spec)
     calibration: Calibration | None = None
@@ -130,8 +128,6 @@ def main() -> None:
         calibration = Calibration.fitted(machine.device, samples)
         machine = calibration.apply(machine)
         print(f"calibrated: {calibration}")
-    heads = ("BE tokens/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "attained %")
-    print(f"{'recorded > simulated':30s}{''.join(head.rjust(_WIDTH) for head in heads)}")
     results: dict[str, Any] = {}
     for row in frontier_rows(load.objectives, load.budgets):
         runs = record["results"]["frontier"]["runs"].get(row.name, [])
@@ -141,7 +137,7 @@ def main() -> None:
         middle = {key: statistics.median(run[key] for run in simulated) for key in simulated[0]}
         recorded = record["results"]["frontier"]["medians"][row.name]
         results[row.name] = {"recorded": recorded, "simulated": middle}
-        print(line(row.name, recorded, middle), flush=True)
+    print(table_of([{"recorded > simulated": name} | cells(**found) for name, found in results.items()]))
     settings = {
         "served": record["environment"] | record["config"], "profile": profile.fingerprint,
         "calibration": str(calibration) if calibration is not None else None,

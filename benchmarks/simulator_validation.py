@@ -19,27 +19,92 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import math
+import random
+import statistics
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm import tqdm
 
 from benchmarks.common.arguments import argument_parser
+from benchmarks.common.engine_run import EngineRun
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.validation.loads import CALIBRATION, LOADS, MIB, Mix
-from benchmarks.validation.report import FIGURES, Case, figures_of, line, ratios, summary, summary_table, table
-from benchmarks.validation.serving import EngineRun, warm_up
+from benchmarks.common.requests import request
+from benchmarks.common.tables import table
 from omniserve import SLO, ClassSpec, Engine, EngineConfig
-from omniserve.latency import BatchFeatures, CorrectedModel, Predictor, ScaledModel, StepSample
+from omniserve.core.plan import StepPlan
+from omniserve.latency import BatchFeatures, CorrectedModel, ModelShape, Predictor, ScaledModel, StepSample, features_of
 from omniserve.profiling import find_or_make_profile
 from omniserve.sched.policy import known_options
 from omniserve.simulate import Calibration, Load, Machine, SimulationConfig, machine_of_profile, simulate
+from omniserve.simulate.load import Lengths, gamma, lognormal_lengths, requests
+from omniserve.simulate.results import ClassResult
 
+MIB = 1 << 20
 HOST_KV_BYTES = 256 * MIB
+OBJECTIVES = SLO(ttft_s=1.0, tpot_s=0.15)
+FIGURES = {"TTFT p50": "ttft_p50_s", "TTFT p99": "ttft_p99_s", "TPOT p50": "tpot_p50_s", "TPOT p99": "tpot_p99_s"}
+"""Heading -> figure of the latency-sensitive class; then comes the best-effort class's throughput."""
+GOAL = 0.05
 _COMPILE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mix:
+    """A load that can be drawn."""
+
+    device_kv_bytes: int
+    rate: float
+    """Latency-sensitive requests a second."""
+    cv: float = 1.0
+    """Of the gaps between them: 1 is a Poisson process."""
+    ls_lengths: Lengths
+    backlog: int
+    """Best-effort requests that are kept unfinished."""
+    be_lengths: Lengths
+
+    def load(self, seconds: float, seed: int) -> Load:
+        rng = random.Random(seed)
+        return Load(
+            latency_sensitive=requests(gamma(self.rate, self.cv, seconds, rng), self.ls_lengths, rng),
+            best_effort=requests([0.0] * int(100 * seconds), self.be_lengths, rng),
+            backlog=self.backlog, duration_s=seconds,
+        )  # fmt: skip
+
+
+_CHAT = lognormal_lengths(128, 24, sigma=0.5, max_input=512, max_output=96)
+_PILE = lognormal_lengths(256, 64, sigma=0.5, max_input=768, max_output=192)
+LOADS = {
+    "steady": Mix(device_kv_bytes=512 * MIB, rate=2.0, ls_lengths=_CHAT, backlog=8, be_lengths=_PILE),
+    "bursts": Mix(device_kv_bytes=512 * MIB, rate=2.5, cv=3.0, ls_lengths=_CHAT, backlog=4, be_lengths=_PILE),
+    "short memory": Mix(device_kv_bytes=64 * MIB, rate=2.0, ls_lengths=_CHAT, backlog=12, be_lengths=_PILE),
+}
+"""In the last the device does not hold all, and best-effort requests decode on the host if the scheduler knows how."""
+_OTHER_CHAT = lognormal_lengths(96, 32, sigma=0.7, max_input=400, max_output=96)
+_OTHER_PILE = lognormal_lengths(180, 80, sigma=0.7, max_input=600, max_output=160)
+CALIBRATION = (
+    Mix(device_kv_bytes=512 * MIB, rate=1.5, ls_lengths=_OTHER_CHAT, backlog=6, be_lengths=_OTHER_PILE),
+    Mix(device_kv_bytes=48 * MIB, rate=1.5, ls_lengths=_OTHER_CHAT, backlog=10, be_lengths=_OTHER_PILE),
+)
+"""Other rates, lengths and seeds, and only the scheduler ``omniserve``: its host tier works if memory is short."""
+
+
+@dataclass(slots=True)
+class Case:
+    """A load under a scheduler, and what came of it."""
+
+    name: str
+    config: EngineConfig
+    load: Load
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """The engine's, one a repeat."""
+    twins: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """The simulator's."""
 
 
 class Replay(Predictor):
@@ -65,24 +130,23 @@ class Validation:
         self._args = args
         self._model = random_llama(**SMOLLM_135M)
         self.cases = list(cases(args))
-        self._profile = find_or_make_profile(self._model, self.cases[0].config, folder=args.profiles)
+        self._profile = find_or_make_profile(self._model, self.cases[0].config)
         self.calibrations: list[Calibration] = []
 
     def run(self) -> None:
         """Serve all loads in real time, repeat after repeat, and simulate each as soon as it was served."""
         args = self._args
         for mix in CALIBRATION:  # compiles
-            self._serve(engine_config("omniserve", mix, args), mix.load(_COMPILE_S, args.seed), 0)
+            self._serve(engine_config("omniserve", mix), mix.load(_COMPILE_S, args.seed), 0)
         total = args.repeats * (len(self.cases) + len(CALIBRATION))
         with tqdm(total=total, unit="run", disable=None, leave=False) as bar:
             for repeat in range(args.repeats):
                 seed = args.seed + 1 + repeat
                 samples: list[StepSample] = []
                 for mix in CALIBRATION:
-                    config = engine_config("omniserve", mix, args)
+                    config = engine_config("omniserve", mix)
                     samples += self._serve(config, mix.load(args.seconds, 1000 + seed), seed)[1]
                     bar.update()
-                machine: Machine | None = None
                 for case in self.cases:
                     figures, steps, machine, believed = self._serve(case.config, case.load, seed)
                     if len(self.calibrations) == repeat:
@@ -96,12 +160,29 @@ class Validation:
     ) -> tuple[dict[str, Any], list[StepSample], Machine, Predictor]:
         """Return figures, steps, the profile's machine, and what the engine believed of steps as the load began."""
         with Engine(self._model, config, profile=self._profile) as engine:
-            machine = machine_of_profile(self._profile, engine.spec)
-            learned = CorrectedModel(machine.device)
-            warm_up(engine, learned)
-            run = EngineRun(engine, load, seed)
+            machine, shape = machine_of_profile(self._profile, engine.spec), ModelShape.of(engine.spec)
+            learned, steps = CorrectedModel(machine.device), list[StepSample]()
+
+            def note(plan: StepPlan, host_works: bool, seconds: float) -> None:
+                features = features_of(plan, shape, host_works=host_works)
+                steps.append(StepSample(features=features, seconds=seconds))
+
+            engine.on_step = note
+            engine.generate([request(name, 64, 4, slo=SLO()) for name in ("ls1", "be1", "ls2", "be2")])
+            for step in steps:
+                learned.observe(step.features, step.seconds)
+            steps.clear()
             believed = [learned.pace * factor for factor in learned.factors]
-            return run.run(), run.steps, machine, ScaledModel(machine.device, believed)
+            run = EngineRun(engine, load, seed)
+            run.run()
+            figures = {
+                "figures": figures_of(run.of_class("LS", OBJECTIVES), run.of_class("BE", SLO())),
+                "host_share": run.grown("host_output_tokens") / max(1, run.grown("output_tokens", "BE")),
+                "num_steps": len(steps), "preemptions": run.grown("preemptions"), "swaps_out": run.grown("swaps_out"),
+                "step_error": run.after.latency_error, "drift": run.after.latency_drift,
+                "requests": list(run.results.values()),
+            }  # fmt: skip
+        return figures, steps, machine, ScaledModel(machine.device, believed)
 
     def _simulate(self, case: Case, machine: Machine, believed: Predictor, seconds: list[float]) -> None:
         if not case.twins:  # the profile never changes
@@ -122,16 +203,12 @@ class Validation:
         }  # fmt: skip
 
 
-def engine_config(scheduler: str, mix: Mix, args: argparse.Namespace) -> EngineConfig:
-    classes = (
-        ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=args.slo[0], tpot_s=args.slo[1])),
-        ClassSpec(name="BE", kind="BE"),
-    )
+def engine_config(scheduler: str, mix: Mix) -> EngineConfig:
+    options = {"admission": False, "swap_in_delay_s": 0.5, "min_residence_s": 1.0}
     return EngineConfig(
-        scheduler=scheduler, device_kv_bytes=mix.device_kv_bytes, host_kv_bytes=HOST_KV_BYTES, classes=classes,
-        scheduler_options=known_options(
-            scheduler, {"admission": False, "swap_in_delay_s": 0.5, "min_residence_s": 1.0}
-        ),
+        scheduler=scheduler, device_kv_bytes=mix.device_kv_bytes, host_kv_bytes=HOST_KV_BYTES,
+        classes=(ClassSpec(name="LS", kind="LS", slo=OBJECTIVES), ClassSpec(name="BE", kind="BE")),
+        scheduler_options=known_options(scheduler, options),
     )  # fmt: skip
 
 
@@ -139,7 +216,69 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     for name in args.loads:
         load = LOADS[name].load(args.seconds, args.seed)
         for scheduler in args.schedulers:
-            yield Case(f"{scheduler}, {name}", engine_config(scheduler, LOADS[name], args), load)
+            yield Case(f"{scheduler}, {name}", engine_config(scheduler, LOADS[name]), load)
+
+
+def figures_of(ls: ClassResult, be: ClassResult) -> list[float]:
+    """Return the figures that are compared: seconds, and best-effort tokens a second (prompts and outputs)."""
+    return [*(getattr(ls, name) for name in FIGURES.values()), be.output_tokens_per_s + be.prompt_tokens_per_s]
+
+
+def medians(runs: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the median of each figure over runs."""
+    return [statistics.median(values) for values in zip(*(run["figures"] for run in runs), strict=True)]
+
+
+def ratios(case: Case) -> dict[str, list[float]]:
+    """Return each twin's figures over the engine's, medians both; and ``again``: the largest between two runs."""
+    truth = medians(case.runs)
+    found = {name: [a / b for a, b in zip(medians(runs), truth, strict=True)] for name, runs in case.twins.items()}
+    if len(case.runs) > 1:
+        columns = zip(*(run["figures"] for run in case.runs), strict=True)
+        found["again"] = [max(values) / min(values) for values in columns]
+    return found
+
+
+def summary(found: Sequence[Case]) -> dict[str, list[dict[str, float]]]:
+    """Return for each twin and figure how far the cases are off: median, largest, and the share within the goal.
+
+    Being off is the ratio to the engine, or its inverse if that is larger, less 1. ``again`` sums up each pair of runs.
+    """
+    off: dict[str, list[list[float]]] = {}
+    for case in found:
+        for who, values in ratios(case).items():
+            if who != "again":
+                off.setdefault(who, []).append([_off(value) for value in values])
+        for one, other in itertools.combinations(case.runs, 2):
+            pair = zip(one["figures"], other["figures"], strict=True)
+            off.setdefault("again", []).append([_off(a / b) for a, b in pair])
+    return {
+        who: [
+            {"median": statistics.median(column), "largest": max(column),
+             "within_goal": sum(value <= GOAL for value in column) / len(column)}
+            for column in zip(*rows, strict=True)
+        ]
+        for who, rows in off.items()
+    }  # fmt: skip
+
+
+def _off(ratio: float) -> float:
+    return math.expm1(abs(math.log(ratio)))
+
+
+def report(found: Sequence[Case]) -> str:
+    """Return a table: each case's figures on the engine (milliseconds; tokens/s), ratios to them, and the summary."""
+    lines = [["medians", "of", *FIGURES, "BE tok/s", "on host"]]
+    for case in found:
+        *times_s, throughput = medians(case.runs)
+        share = statistics.median(run["host_share"] for run in case.runs)
+        lines.append([case.name, "engine", *(f"{1e3 * value:.1f}" for value in times_s), f"{throughput:.0f}",
+                      f"{share:.0%}"])  # fmt: skip
+        lines += [["", who, *(f"x{value:.2f}" for value in values), ""] for who, values in ratios(case).items()]
+    for who, columns in summary(found).items():
+        for what in ("median", "largest", "within_goal"):
+            lines.append([f"off by, {what}", who, *(f"{column[what]:.1%}" for column in columns), ""])
+    return table(lines, numbers=True)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -148,8 +287,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         repeats=(3, "runs of the engine"), seeds=(10, "calibrated simulations of a run"), seed=0,
     )  # fmt: skip
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--slo", type=float, nargs=2, default=[1.0, 0.15], metavar=("TTFT_S", "TPOT_S"))
-    parser.add_argument("--profiles", type=Path, metavar="FOLDER", help="where profiles are kept (default: the cache)")
     return parser.parse_args(arguments)
 
 
@@ -160,17 +297,14 @@ def main() -> None:
     validation.run()
     for repeat, calibration in enumerate(validation.calibrations):
         print(f"calibration {repeat + 1}: {calibration}")
-    print(line("", "", [*FIGURES, "BE tok/s"]) + "   medians; ms, tokens/s; x: ratio to the engine")
-    for case in validation.cases:
-        print(table(case))
-    print(summary_table(validation.cases))
+    print(report(validation.cases))
     results = {
         "cases": {case.name: {"engine": case.runs, **case.twins, "ratios": ratios(case)} for case in validation.cases},
         "summary": summary(validation.cases),
         "calibrations": [str(calibration) for calibration in validation.calibrations],
         "wall_s": time.monotonic() - began_s,
     }
-    settings = vars(args) | {"model": SMOLLM_135M, "figures": [*FIGURES.values(), "be_tokens_per_s"]}
+    settings = vars(args) | {"model": SMOLLM_135M, "slo": OBJECTIVES, "figures": [*FIGURES.values(), "be_tokens_per_s"]}
     write_record(args.record, name="simulator_validation", config=settings, seed=args.seed, results=results)
 
 

@@ -11,11 +11,13 @@ import hashlib
 import mmap
 import os
 import random
+import statistics
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,14 +27,12 @@ HUGE_PAGE_BYTES = 2 << 20
 SOURCE = ROOT / "benchmarks" / "csrc" / "read_bandwidth.cpp"
 TILE_BYTES = 16 << 20
 
+Result = TypeVar("Result")
+
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Build (once per source and compiler call) and load the readers.
-
-    Raises:
-        RuntimeError: The compiler failed; the message has what it printed.
-    """
+    """Build (once per source and compiler call) and load the readers."""
     command = [os.environ.get("CXX", "c++"), "-O3", "-std=c++17", "-fopenmp", "-fPIC", "-shared", str(SOURCE)]
     digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:12]
     path = ROOT / ".cache" / "benchmarks" / f"read_bandwidth-{digest}.so"
@@ -58,9 +58,6 @@ def pin_team(cpus: Sequence[int]) -> None:
     """Pin the calling thread's OpenMP team of ``len(cpus)`` threads, itself first, to one CPU each.
 
     libgomp ends and starts threads whenever the size of a team changes: pin again after any call that may have.
-
-    Raises:
-        OSError: A thread cannot be pinned.
     """
     error = library().pin_team((ctypes.c_int * len(cpus))(*cpus), len(cpus))
     if error:
@@ -136,31 +133,16 @@ class Reading:
         return len(self.offsets) * self.piece_bytes / (time.perf_counter() - began_s) / 1e9
 
 
-def sequential_reading(num_bytes: int, num_threads: int, ways: int, ahead_bytes: int) -> Reading:
-    """Return a reading of an arena's first ``num_bytes`` in ``ways`` streams a thread."""
-    piece = num_bytes // (ways * num_threads) // 256 * 256
-    name = f"{ways} stream{'s' if ways > 1 else ''} a thread" + (f", prefetch {ahead_bytes} B" if ahead_bytes else "")
-    offsets = torch.arange(ways * num_threads) * piece
-    return Reading(name=name, offsets=offsets, piece_bytes=piece, ways=ways, ahead_bytes=ahead_bytes)
-
-
 def sequential_readings(num_bytes: int, num_threads: int) -> list[Reading]:
     """Return the candidates for the read limit: 1 to 8 streams a thread, with and without software prefetch."""
-    return [
-        sequential_reading(num_bytes, num_threads, ways, ahead) for ways in (1, 2, 4, 8) for ahead in (0, 1024, 4096)
-    ]
-
-
-def measure_readings(
-    readings: Sequence[Reading], arena: Arena, cpus: Sequence[int], repeats: int, rng: random.Random
-) -> dict[str, list[float]]:
-    """Return ``repeats`` samples in GB/s of each reading on threads pinned to ``cpus``, interleaved."""
-    samples: dict[str, list[float]] = {reading.name: [] for reading in readings}
-    pin_team(cpus)
-    for _ in range(repeats):
-        for reading in rng.sample(readings, len(readings)):
-            samples[reading.name].append(reading.gb_per_s(arena, len(cpus)))
-    return samples
+    readings = []
+    for ways in (1, 2, 4, 8):
+        piece = num_bytes // (ways * num_threads) // 256 * 256
+        offsets = torch.arange(ways * num_threads) * piece
+        for ahead in (0, 1024, 4096):
+            name = f"{ways} streams a thread" + (f", prefetch {ahead} B" if ahead else "")
+            readings.append(Reading(name=name, offsets=offsets, piece_bytes=piece, ways=ways, ahead_bytes=ahead))
+    return readings
 
 
 def allowed_cpus() -> list[int]:
@@ -180,3 +162,83 @@ def available_bytes(lines: Iterable[str] | None = None, *, group: Path = Path("/
     if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
         available = min(available, int(most) - int(used.read_text()))
     return available
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One timing between two of the read limit, in GB/s."""
+
+    gb_per_s: float
+    limit_before: float
+    limit_after: float
+
+    @property
+    def limit(self) -> float:
+        return (self.limit_before + self.limit_after) / 2
+
+    @property
+    def share(self) -> float:
+        return self.gb_per_s / self.limit
+
+
+class ReadLimit:
+    """An arena, and how fast threads read it: the limit of so many threads is the fastest of the sequential readings.
+
+    Args:
+        num_bytes: Of the arena, which is filled with N(0, 1) in bf16.
+        cpus: Thread i of a team is pinned to the i-th.
+        repeats: Samples of each reading.
+        seed: Of the arena's content and of the order of samples.
+    """
+
+    def __init__(self, num_bytes: int, cpus: Sequence[int], *, repeats: int, seed: int) -> None:
+        self.cpus = tuple(cpus)
+        self.rng = random.Random(seed)
+        self._repeats = repeats
+        self._readings: dict[int, Reading] = {}
+        if num_bytes > 0.9 * (available := available_bytes()):
+            raise ValueError(f"the arena needs {num_bytes} bytes, but {available} are available: take a smaller one")
+        self.arena = Arena(num_bytes)
+        pin_team(self.cpus)
+        fill(self.arena.bytes, normal_tile(torch.bfloat16, seed), len(self.cpus))
+
+    def use_threads(self, count: int) -> None:
+        """Let torch and every OpenMP team of the calling thread use ``count`` pinned threads, the caller's the first.
+
+        Threads that the caller starts from here on inherit its one CPU: see `everywhere`.
+        """
+        torch.set_num_threads(count)
+        pin_team(self.cpus[:count])
+
+    def everywhere(self) -> None:
+        """Let the calling thread, and those that it starts from here on, run on all CPUs again."""
+        os.sched_setaffinity(0, self.cpus)
+
+    def gb_per_s(self, threads: int) -> float:
+        """Read the arena once with ``threads`` pinned threads, in the fastest way, which is found at the first use."""
+        if threads not in self._readings:
+            self.measure(threads)
+        self.use_threads(threads)
+        return self._readings[threads].gb_per_s(self.arena, threads)
+
+    def bracket(self, threads: int, measure: Callable[[], tuple[float, Result]]) -> tuple[Sample, Result]:
+        """Measure between two samples of the limit; ``measure`` returns GB/s and anything else."""
+        before = self.gb_per_s(threads)
+        rate, result = measure()
+        return Sample(gb_per_s=rate, limit_before=before, limit_after=self.gb_per_s(threads)), result
+
+    def measure(self, threads: int) -> dict[str, list[float]]:
+        """Return samples of all readings with so many threads; the fastest is the limit from now on."""
+        readings = sequential_readings(self.arena.num_bytes, threads)
+        samples: dict[str, list[float]] = {reading.name: [] for reading in readings}
+        pin_team(self.cpus[:threads])
+        for _ in range(self._repeats):
+            for reading in self.rng.sample(readings, len(readings)):
+                samples[reading.name].append(reading.gb_per_s(self.arena, threads))
+        self._readings[threads] = max(readings, key=lambda reading: statistics.median(samples[reading.name]))
+        return samples
+
+    def measure_all(self, threads: Sequence[int]) -> dict[str, Any]:
+        """Return samples of all readings by thread count."""
+        sizes = {"share_in_huge_pages": self.arena.share_in_huge_pages(), "bytes": self.arena.num_bytes}
+        return sizes | {f"sequential, {count} threads": self.measure(count) for count in threads}

@@ -15,16 +15,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.attention.bandwidth import fill, normal_tile
-from benchmarks.attention.read_limit import ReadLimit, Sample
+from benchmarks.attention.bandwidth import ReadLimit, Sample, fill, normal_tile
 from benchmarks.common.models import SMOLLM_135M
 from benchmarks.common.other_load import OtherLoad
 from omniserve.core.plan import HostEventKind
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host.tier import HostTier
+from omniserve.simulate.results import percentile
 
 BLOCK_SIZE = 32
 NUM_LAYERS = 2
@@ -36,12 +35,8 @@ WARM_UP_S = 0.1
 class BusySettings:
     """How the tiers are measured."""
 
-    teams: tuple[tuple[int, int], ...]
-    """(attention threads, torch threads)."""
     num_requests: int
     context_len: int
-    dense_layers: int
-    dense_tokens: int
     seconds: float
     """Of one measurement."""
     repeats: int
@@ -49,15 +44,10 @@ class BusySettings:
 
 
 class AttentionLoad:
-    """A HostTier with L8-like attention (32 query heads, 8 KV heads of 128, bf16) whose slots are always in flight.
+    """A HostTier on these cores with L8-like attention (32 query heads, 8 KV heads of 128, bf16) whose slots are always
+    in flight; each request has blocks of its own in every layer."""
 
-    Args:
-        settings: Requests and their length; each has blocks of its own in every layer.
-        cores: Thread i is pinned to the i-th.
-        all_cpus: Where the thread that submits may run.
-    """
-
-    def __init__(self, settings: BusySettings, cores: Sequence[int], all_cpus: Sequence[int]) -> None:
+    def __init__(self, settings: BusySettings, cores: Sequence[int]) -> None:
         num_heads, kv_heads, head_size = 32, 8, 128
         spec = ModelSpec(
             num_layers=NUM_LAYERS, hidden_size=num_heads * head_size, num_heads=num_heads, num_kv_heads=kv_heads,
@@ -120,19 +110,19 @@ class AttentionLoad:
 
 
 class DenseWork:
-    """Steps of ``dense_layers`` layers of SmolLM's size over ``dense_tokens`` rows: matrix products and SiLU."""
+    """Steps of four layers of SmolLM's size over 64 rows: matrix products and SiLU."""
 
-    def __init__(self, settings: BusySettings) -> None:
+    def __init__(self, seed: int) -> None:
         hidden, inner = SMOLLM_135M["hidden_size"], SMOLLM_135M["intermediate_size"]
         heads = SMOLLM_135M["num_attention_heads"] + 2 * SMOLLM_135M["num_key_value_heads"]
         shapes = ((hidden, heads * 64), (hidden, hidden), (hidden, 2 * inner), (inner, hidden))
-        generator = torch.Generator().manual_seed(settings.seed)
+        generator = torch.Generator().manual_seed(seed)
 
         def matrix(rows: int, columns: int) -> torch.Tensor:
             return (torch.randn(rows, columns, generator=generator) * rows**-0.5).bfloat16()
 
-        self._layers = [[matrix(*shape) for shape in shapes] for _ in range(settings.dense_layers)]
-        self._start_TD = matrix(settings.dense_tokens, hidden)
+        self._layers = [[matrix(*shape) for shape in shapes] for _ in range(4)]
+        self._start_TD = matrix(64, hidden)
 
     def step(self) -> None:
         hidden_TD = self._start_TD
@@ -153,15 +143,16 @@ class DenseWork:
 
 def measure_busy(limit: ReadLimit, settings: BusySettings) -> dict[str, Any]:
     """Return, by team, rates alone and together: attention's samples in GB/s, and the dense steps' times."""
-    dense = DenseWork(settings)
+    dense, all_ = DenseWork(settings.seed), len(limit.cpus)
+    half = max(1, all_ // 2)
     results: dict[str, Any] = {}
-    for attention_threads, torch_threads in settings.teams:
+    for attention_threads, torch_threads in dict.fromkeys(((half, half), (all_, half), (all_, all_))):
         limit.everywhere()
         # Torch takes the first cores and attention the last, so that they share as few as they can.
-        load = AttentionLoad(settings, limit.cpus[-attention_threads:], limit.cpus)
+        load = AttentionLoad(settings, limit.cpus[-attention_threads:])
         try:
-            name = f"{attention_threads} + {torch_threads}"
-            results[name] = _measure_team(limit, settings, load, dense, attention_threads, torch_threads)
+            team = _measure_team(limit, settings, load, dense, attention_threads, torch_threads)
+            results[f"{attention_threads} + {torch_threads}"] = team
         finally:
             load.tier.close()
     return results
@@ -200,9 +191,7 @@ def _measure_team(
             if name == "together":
                 times["together"].append(step_times)
     return {
-        "attention_threads": attention_threads,
-        "torch_threads": torch_threads,
-        "others_busy_cores": others.cores(),
+        "attention_threads": attention_threads, "torch_threads": torch_threads, "others_busy_cores": others.cores(),
         "attention": {
             name: {
                 "gb_per_s": statistics.median(sample.gb_per_s for sample in group),
@@ -214,10 +203,10 @@ def _measure_team(
         "dense": {
             name: {
                 "steps_per_s": statistics.median(len(group) / sum(group) for group in groups),
-                "p50_s": float(np.percentile(np.concatenate(groups), 50)),
-                "p99_s": float(np.percentile(np.concatenate(groups), 99)),
+                "p50_s": percentile([time_s for group in groups for time_s in group], 50),
+                "p99_s": percentile([time_s for group in groups for time_s in group], 99),
                 "step_times_s": groups,
             }
             for name, groups in times.items()
         },
-    }
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Decode attention over an arena: what is computed, ours and torch's way to do it, and what is right.
+"""Decode attention over an arena: what is computed; our, torch's and vLLM's way to do it; and what is right.
 
 Every candidate sees the same bytes through its own layout, so that what one of them touches is as cold and in the same
 pages as for the others. Legend: R requests, N query heads, K KV heads, H head size, S block size, B blocks of a layer,
@@ -7,9 +7,14 @@ M blocks of the longest request, T tokens of one request.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -17,18 +22,20 @@ import torch.nn.functional as F
 
 import omniserve.ops  # noqa: F401  loads torch.ops.omniserve
 from benchmarks.attention.bandwidth import Arena
+from benchmarks.common.record import ROOT
+
+BLOCK_SIZE, PEER_BLOCK_SIZE = 64, 128
+"""Tokens in a block of our pool, and of vLLM's, whose own choice on CPUs this is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One decode step of one layer: a query token for each request."""
+    """One decode step of one layer: a query token for each request, queries and KV in bf16."""
 
     num_heads: int
     kv_heads: int
     head_size: int
     context_lens: tuple[int, ...]
-    dtype: torch.dtype
-    """Of queries, and of K and V unless a candidate stores them otherwise."""
 
     @property
     def num_tokens(self) -> int:
@@ -36,8 +43,8 @@ class Work:
 
     @property
     def num_bytes(self) -> int:
-        """K and V, in the work's dtype."""
-        return self.num_tokens * self.kv_heads * 2 * self.head_size * self.dtype.itemsize
+        """Of K and V."""
+        return self.num_tokens * self.kv_heads * 2 * self.head_size * 2
 
     @property
     def scale(self) -> float:
@@ -47,7 +54,7 @@ class Work:
         """Return N(0, 1) queries ``[R, N, H]``."""
         generator = torch.Generator().manual_seed(seed)
         shape = (len(self.context_lens), self.num_heads, self.head_size)
-        return torch.randn(shape, generator=generator).to(self.dtype)
+        return torch.randn(shape, generator=generator).bfloat16()
 
 
 class Candidate(Protocol):
@@ -88,11 +95,7 @@ class Paging:
 
 
 def arena_layers(arena: Arena, dtype: torch.dtype, shape: Sequence[int]) -> list[torch.Tensor]:
-    """Return as many tensors of ``shape`` as fit into the arena, one behind the other.
-
-    Raises:
-        ValueError: Not even one does.
-    """
+    """Return as many tensors of ``shape`` as fit into the arena, one behind the other."""
     layer_bytes = math.prod(shape) * dtype.itemsize
     count = arena.num_bytes // layer_bytes
     if count == 0:
@@ -101,24 +104,19 @@ def arena_layers(arena: Arena, dtype: torch.dtype, shape: Sequence[int]) -> list
 
 
 class OmniServe:
-    """``torch.ops.omniserve.cpu_attention`` over the host pool ``[L, B, K, 2, S, H]``.
+    """``torch.ops.omniserve.cpu_attention`` over the host pool ``[L, B, K, 2, S, H]``, which is bf16, or int8 with a
+    scale per token, KV head and plane."""
 
-    Args:
-        kv_dtype: What the pool holds: the work's dtype, or int8 with a scale per token, KV head and plane.
-    """
-
-    def __init__(
-        self, work: Work, arena: Arena, num_threads: int, *, block_size: int, kv_dtype: torch.dtype, seed: int
-    ) -> None:
-        self.name = "ours" if kv_dtype == work.dtype else f"ours {str(kv_dtype).removeprefix('torch.')}"
+    def __init__(self, work: Work, arena: Arena, num_threads: int, *, int8: bool, seed: int) -> None:
+        self.name = "ours int8" if int8 else "ours"
         self._work, self._threads = work, num_threads
-        self._paging = Paging(work.context_lens, block_size, seed)
-        shape = (self._paging.num_blocks, work.kv_heads, 2, block_size, work.head_size)
-        self._pools = arena_layers(arena, kv_dtype, shape)
+        self._paging = Paging(work.context_lens, BLOCK_SIZE, seed)
+        shape = (self._paging.num_blocks, work.kv_heads, 2, BLOCK_SIZE, work.head_size)
+        self._pools = arena_layers(arena, torch.int8 if int8 else torch.bfloat16, shape)
         self.num_layers = len(self._pools)
-        row_bytes = work.head_size * kv_dtype.itemsize
+        row_bytes = work.head_size * (1 if int8 else 2)
         self._scales: list[torch.Tensor | None] = [None] * self.num_layers
-        if kv_dtype == torch.int8:
+        if int8:
             row_bytes += 4
             self._scales = list(torch.full((self.num_layers, *shape[:-1]), 1 / 64).unbind())
         self.layer_bytes = work.num_tokens * work.kv_heads * 2 * row_bytes
@@ -148,8 +146,8 @@ class TorchSDPA:
         self.name = "SDPA grouped" if grouped else "SDPA"
         self._work, self._enable_gqa = work, not grouped
         self.layer_bytes = work.num_bytes
-        elements = self.layer_bytes // work.dtype.itemsize
-        self._layers = [self._split(flat) for flat in arena_layers(arena, work.dtype, (elements,))]
+        elements = self.layer_bytes // 2
+        self._layers = [self._split(flat) for flat in arena_layers(arena, torch.bfloat16, (elements,))]
         self.num_layers = len(self._layers)
         heads = (work.kv_heads, -1) if grouped else (work.num_heads, 1)
         self._queries = work.queries(seed).unflatten(1, heads)[:, None]  # [R, 1, K, N/K, H] or [R, 1, N, 1, H]
@@ -158,13 +156,8 @@ class TorchSDPA:
         work = self._work
         per_token = work.kv_heads * work.head_size
         parts = iter(flat.split([length * per_token for length in work.context_lens for _ in "kv"]))
-        return [
-            (
-                next(parts).view(1, work.kv_heads, length, work.head_size),
-                next(parts).view(1, work.kv_heads, length, work.head_size),
-            )
-            for length in work.context_lens
-        ]
+        shapes = [(1, work.kv_heads, length, work.head_size) for length in work.context_lens]
+        return [(next(parts).view(shape), next(parts).view(shape)) for shape in shapes]
 
     def store(self, request: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         k, v = self._layers[0][request]
@@ -172,71 +165,129 @@ class TorchSDPA:
         v[0] = v_TKH.transpose(0, 1)
 
     def run(self, layer: int) -> torch.Tensor:
-        return torch.stack(
-            [
-                F.scaled_dot_product_attention(q, k, v, scale=self._work.scale, enable_gqa=self._enable_gqa).flatten(
-                    0, 2
-                )
-                for q, (k, v) in zip(self._queries, self._layers[layer], strict=True)
-            ]
-        )
+        attend = functools.partial(
+            F.scaled_dot_product_attention, scale=self._work.scale, enable_gqa=self._enable_gqa
+        )  # fmt: skip
+        pairs = zip(self._queries, self._layers[layer], strict=True)
+        return torch.stack([attend(q, k, v).flatten(0, 2) for q, (k, v) in pairs])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deviation:
-    """Distance from the float64 result, as root mean square relative to the result's."""
+class Peer:
+    """vLLM's CPU extension, loaded into this process."""
 
-    error: float
-    past_rounding: float
-    """From the result rounded to the output's dtype: what is left is the kernel's own error, as elements that it
-    rounds to the other neighbour."""
+    version: str
+    library: str
+    """Its file name: there is one for each instruction set."""
 
 
-def check(candidate: Candidate, work: Work, seed: int) -> Deviation:
-    """Compare layer 0's result for the shortest, a middle and the longest request with float64.
+def find_peer(wheel: Path | None, folder: Path | None) -> Peer | None:
+    """Load vLLM's CPU operators from a wheel, a folder with an unpacked wheel, or an installed vLLM; None without any.
 
-    Raises:
-        RuntimeError: The result is not attention's.
+    Nothing of it is imported: its Python part has dependencies of its own, its operators only want torch.
     """
+    if wheel is not None:
+        folder = _unpack(wheel)
+    if folder is None:
+        spec = importlib.util.find_spec("vllm")
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        folder = Path(next(iter(spec.submodule_search_locations))).parent
+    # The choice that vLLM itself makes (vllm/platforms/cpu.py).
+    name = "_C_AVX2.abi3.so"
+    if torch.cpu._is_avx512_supported():
+        name = "_C.abi3.so" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512.abi3.so"
+    path = folder / "vllm" / name
+    try:
+        torch.ops.load_library(path)
+        torch.ops._C.cpu_attention_with_kv_cache  # noqa: B018  raises if the library does not have it
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(
+            f"{path} does not give vLLM's CPU attention to torch {torch.__version__}: {error}. A wheel works with the "
+            "torch version it was built for, which its METADATA names."
+        ) from error
+    versions = [d.version for d in importlib.metadata.distributions(path=[str(folder)]) if "vllm" in d.name]
+    return Peer(version=versions[0] if versions else "of unknown version", library=name)
+
+
+def _unpack(wheel: Path) -> Path:
+    folder = ROOT / ".cache" / "benchmarks" / wheel.stem
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            wanted = name.startswith("vllm/_C") or name.endswith(".dist-info/METADATA")
+            if wanted and not (folder / name).exists():
+                archive.extract(name, folder)
+    return folder
+
+
+class VLLM:
+    """vLLM's CPU paged attention, called as its backend calls it (vllm/v1/attention/backends/cpu_attn.py).
+
+    Its scheduler metadata is made once, outside of what is timed: an engine makes it once a step for all layers.
+    """
+
+    def __init__(self, work: Work, arena: Arena, peer: Peer, *, seed: int) -> None:
+        self.name = f"vLLM {peer.version}"
+        self._work = work
+        self._paging = Paging(work.context_lens, PEER_BLOCK_SIZE, seed)
+        self.isa = self._isa(work)
+        # Cache [B, K, S, 2H], which the backend views as [B, K, 2S, H] and halves.
+        shape = (self._paging.num_blocks, work.kv_heads, 2 * PEER_BLOCK_SIZE, work.head_size)
+        self._caches = [tuple(layer.chunk(2, dim=2)) for layer in arena_layers(arena, torch.bfloat16, shape)]
+        self.num_layers = len(self._caches)
+        self.layer_bytes = work.num_bytes
+        self._queries = work.queries(seed)
+        self._query_starts = torch.arange(len(work.context_lens) + 1, dtype=torch.int32)
+        self._metadata = torch.ops._C.get_scheduler_metadata(
+            len(work.context_lens), work.num_heads, work.kv_heads, work.head_size, self._paging.seq_lens_R,
+            torch.bfloat16, self._query_starts, True, -1, self.isa, True, None, "auto",
+        )  # fmt: skip
+
+    @staticmethod
+    def _isa(work: Work) -> str:
+        if work.head_size % 32 != 0:
+            return "vec16"
+        return "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+
+    def store(self, request: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        k_cache, v_cache = self._caches[0]
+        slots = self._paging.slots(request)
+        torch.ops._C.cpu_attn_reshape_and_cache(k_TKH, v_TKH, k_cache, v_cache, slots, self.isa, 1.0, 1.0, "auto")
+
+    def run(self, layer: int) -> torch.Tensor:
+        k_cache, v_cache = self._caches[layer]
+        out = torch.empty_like(self._queries)
+        torch.ops._C.cpu_attention_with_kv_cache(
+            self._queries, k_cache, v_cache, out, self._query_starts, self._paging.seq_lens_R, self._work.scale, True,
+            None, -1, self._paging.table_RM, 0.0, self._metadata, None, None, 1.0, 1.0, "auto",
+        )  # fmt: skip
+        return out
+
+
+def check(candidate: Candidate, work: Work, seed: int) -> float:
+    """Return the RMS error of layer 0, relative to float64, for the shortest, a middle and the longest request."""
     by_length = sorted(range(len(work.context_lens)), key=work.context_lens.__getitem__)
     requests = sorted({by_length[0], by_length[len(by_length) // 2], by_length[-1]})
-    contexts = [_context(work, request, seed) for request in requests]
-    for request, (k_TKH, v_TKH) in zip(requests, contexts, strict=True):
+    queries, expected = work.queries(seed), []
+    for request in requests:
+        generator = torch.Generator().manual_seed(seed + 1 + request)
+        shape = (2, work.context_lens[request], work.kv_heads, work.head_size)
+        k_TKH, v_TKH = torch.randn(shape, generator=generator).bfloat16()
         candidate.store(request, k_TKH, v_TKH)
-    got = candidate.run(0)[requests]
-    queries = work.queries(seed)
-    expected = torch.stack(
-        [reference(queries[request], k, v, work.scale) for request, (k, v) in zip(requests, contexts, strict=True)]
-    )
-    deviation = Deviation(
-        error=_distance(got, expected), past_rounding=_distance(got, expected.to(work.dtype).double())
-    )
-    if not deviation.error < 0.05:
-        raise RuntimeError(f"{candidate.name}: RMS error {deviation.error:.3g} relative to float64 attention")
-    return deviation
-
-
-def _context(work: Work, request: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed + 1 + request)
-    shape = (2, work.context_lens[request], work.kv_heads, work.head_size)
-    k_TKH, v_TKH = torch.randn(shape, generator=generator).to(work.dtype)
-    return k_TKH, v_TKH
+        expected.append(reference(queries[request], k_TKH, v_TKH, work.scale))
+    return rms_error(candidate.run(0)[requests], torch.stack(expected), candidate.name)
 
 
 def reference(q_NH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return one request's attention ``[N, H]`` in float64."""
-    kv_heads = k_TKH.shape[1]
-    q_KGH = q_NH.double().unflatten(0, (kv_heads, -1))
+    """Return one query's attention ``[N, H]`` in float64."""
+    q_KGH = q_NH.double().unflatten(0, (k_TKH.shape[1], -1))
     weights_KGT = torch.einsum("kgh,tkh->kgt", q_KGH, k_TKH.double()).mul_(scale).softmax(-1)
     return torch.einsum("kgt,tkh->kgh", weights_KGT, v_TKH.double()).flatten(0, 1)
 
 
-def _distance(got: torch.Tensor, expected: torch.Tensor) -> float:
-    difference = got.double() - expected
-    return float(difference.pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
-
-
-def endless_layers(candidate: Candidate) -> Iterator[int]:
-    """Yield layers 0 .. num_layers - 1 again and again: nothing is read again before the whole arena was."""
-    while True:
-        yield from range(candidate.num_layers)
+def rms_error(got: torch.Tensor, expected: torch.Tensor, name: str) -> float:
+    """Return the root mean square of the difference over that of the result."""
+    error = float((got.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
+    if not error < 0.05:
+        raise RuntimeError(f"{name}: RMS error {error:.3g} relative to float64 attention")
+    return error

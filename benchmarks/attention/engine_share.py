@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.attention.read_limit import ReadLimit
+from benchmarks.attention.bandwidth import ReadLimit
 from benchmarks.common.models import random_llama
 from benchmarks.common.other_load import OtherLoad
-from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams
+from benchmarks.common.requests import request
+from omniserve import Engine, EngineConfig, ExecutionConfig
 
 MODEL: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,  # attention of Llama 3 8B
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 512,
-    "max_position_embeddings": 8192,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 512,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,  # attention of Llama 3 8B
+    "max_position_embeddings": 8192, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
 IDLE_WAIT_S = 0.05
 STEADY_TIMEOUT_S = 300.0
 
@@ -43,9 +35,6 @@ class EngineSettings:
 
     num_requests: int
     prompt_tokens: int
-    host_threads: tuple[int, ...]
-    """One engine for each."""
-    host_kv_dtype: str
     compile: bool
     seconds: float
     """Of one window between two samples of the limit."""
@@ -76,35 +65,22 @@ def make_engine(settings: EngineSettings, host_threads: int) -> Engine:
     max_tokens = max(settings.prompt_tokens // 2, 64)
     total = settings.prompt_tokens + max_tokens + 64
     kv_width = 2 * MODEL["num_key_value_heads"] * MODEL["head_dim"]
-    token_bytes = MODEL["num_hidden_layers"] * kv_width * model.dtype.itemsize
-    config = EngineConfig(
-        device_kv_bytes=total * token_bytes,
-        host_kv_bytes=settings.num_requests * total * token_bytes,
-        host_kv_dtype=settings.host_kv_dtype,
-        host_threads=host_threads,
-        max_num_batched_tokens=512,
+    pool_bytes = total * MODEL["num_hidden_layers"] * kv_width * model.dtype.itemsize
+    engine = Engine(model, EngineConfig(
+        device_kv_bytes=pool_bytes, host_kv_bytes=settings.num_requests * pool_bytes, host_threads=host_threads,
+        max_num_batched_tokens=512, execution=ExecutionConfig(compile=settings.compile), seed=settings.seed,
         # what is on the host tier stays there
         scheduler_options={"ls_reserve_fraction": 0.0, "swap_in_delay_s": 1 << 30},
-        execution=ExecutionConfig(compile=settings.compile),
-        seed=settings.seed,
-    )
-    engine = Engine(model, config)
-    generator = torch.Generator().manual_seed(settings.seed)
-    for _ in range(settings.num_requests):
-        prompt = torch.randint(1, MODEL["vocab_size"], (settings.prompt_tokens,), generator=generator)
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        engine.add(Request(prompt_token_ids=prompt.tolist(), sampling=sampling, service_class="BE"))
+    ))  # fmt: skip
+    for i in range(settings.num_requests):
+        engine.add(request(f"be{i}", settings.prompt_tokens, max_tokens, MODEL["vocab_size"]))
     return engine
 
 
 def measure_engine(limit: ReadLimit, settings: EngineSettings) -> dict[str, Any]:
-    """Return, by number of host threads, windows of the steady state.
-
-    Raises:
-        RuntimeError: The requests do not get to the host tier, or end too early.
-    """
+    """Return, by number of host threads, windows of the steady state."""
     results: dict[str, Any] = {}
-    for host_threads in settings.host_threads:
+    for host_threads in sorted({1, len(limit.cpus)}):
         limit.gb_per_s(host_threads)  # finds it
         limit.everywhere()  # the engine's threads must not sit on the first core
         torch.set_num_threads(len(limit.cpus))
@@ -141,9 +117,7 @@ def _step(engine: Engine) -> None:
         engine.wait(IDLE_WAIT_S)
 
 
-def _measure_window(
-    limit: ReadLimit, engine: Engine, settings: EngineSettings, host_threads: int
-) -> Mapping[str, float]:
+def _measure_window(limit: ReadLimit, engine: Engine, settings: EngineSettings, host_threads: int) -> dict[str, float]:
     """Return rates and shares of one window."""
     tier = engine.host_tier
     assert tier is not None
@@ -162,7 +136,7 @@ def _measure_window(
     threads, others = _HostThreads(), OtherLoad()
     before, tier_before, (on_core_s, waited_s) = engine.stats(), tier.stats(), threads.times_s()
     began_s = time.perf_counter()
-    step_times_s, waiting_s, in_hand = _run_for(engine, settings.seconds)
+    in_hand = _run_for(engine, settings.seconds)
     wall_s = time.perf_counter() - began_s
     after, tier_after, (on_core_after_s, waited_after_s) = engine.stats(), tier.stats(), threads.times_s()
     if after.host_requests < settings.num_requests - 1:
@@ -176,16 +150,13 @@ def _measure_window(
     thread_s = wall_s * host_threads
     steps = max(1, after.steps - before.steps)
     tokens = after.host_output_tokens - before.host_output_tokens
-    tasks = max(1, tier_after.tasks_done - tier_before.tasks_done)
     return {
         "limit_gb_per_s": limit_mean,
         "gb_per_s": read_gb / wall_s,
         "share": read_gb / wall_s / limit_mean,
         "share_while_busy": read_gb / busy_s * host_threads / limit_mean if busy_s else 0.0,
         "host_tokens_per_s": tokens / wall_s,
-        "gb_per_host_token": read_gb / max(1, tokens),
         "threads_busy": busy_s / thread_s,
-        "threads_on_core_beside": max(0.0, on_core_s - busy_s) / thread_s,
         "threads_wait_for_core": waited_s / thread_s,
         "threads_asleep": max(0.0, thread_s - on_core_s - waited_s) / thread_s,
         "steps_per_s": steps / wall_s,
@@ -193,30 +164,16 @@ def _measure_window(
         # A request advances by at most one layer a step: if this is less than the step, the threads have to wait.
         "attention_per_step_s": busy_s / host_threads / steps,
         "step_mean_s": wall_s / steps,
-        "step_p50_s": statistics.median(step_times_s),
-        "step_max_s": max(step_times_s),
-        "loop_waits": waiting_s / wall_s,
-        "tasks_in_hand_at_step": statistics.fmean(in_hand),
         "steps_that_find_tier_idle": in_hand.count(0) / len(in_hand),
-        "task_s": busy_s / tasks,
         "others_busy_cores": busy_cores,
     }
 
 
-def _run_for(engine: Engine, seconds: float) -> tuple[list[float], float, list[int]]:
-    """Step for so long; return the times of steps and of waiting, and the tasks in hand before each step."""
-    tier = engine.host_tier
-    assert tier is not None
-    step_times_s: list[float] = []
-    waiting_s, in_hand = 0.0, []
-    end_s = time.perf_counter() + seconds
-    while (began_s := time.perf_counter()) < end_s:
-        in_hand.append(tier.stats().tasks_in_hand)
-        engine.step()
-        stepped_s = time.perf_counter()
-        if engine.last_plan_was_empty:
-            engine.wait(IDLE_WAIT_S)
-            waiting_s += time.perf_counter() - stepped_s
-        else:
-            step_times_s.append(stepped_s - began_s)
-    return step_times_s, waiting_s, in_hand
+def _run_for(engine: Engine, seconds: float) -> list[int]:
+    """Step for so long; return the tasks in hand before each step."""
+    assert engine.host_tier is not None
+    in_hand, end_s = [], time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        in_hand.append(engine.host_tier.stats().tasks_in_hand)
+        _step(engine)
+    return in_hand

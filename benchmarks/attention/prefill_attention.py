@@ -7,35 +7,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.attention.bandwidth import ReadLimit
+from benchmarks.attention.decode_attention import BLOCK_SIZE, reference, rms_error
 from benchmarks.attention.decode_rows import HEADS
-from benchmarks.attention.read_limit import ReadLimit
 from benchmarks.common.other_load import OtherLoad
+from benchmarks.common.timing import median_ratio
 from omniserve.ops.attention import gather_keys
 
 OURS = "ours"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillSettings:
-    """What is measured, and for how long."""
-
-    shapes: tuple[tuple[str, int, int], ...]
-    """(model in HEADS, tokens of the chunk, tokens of the context before it)."""
-    threads: tuple[int, ...]
-    block_size: int
-    dtype: torch.dtype
-    seconds: float
-    """Of one shape with one number of threads."""
-    repeats: int
-    """At least so many, even if they take longer."""
-    seed: int
 
 
 class Prefill:
@@ -45,29 +30,28 @@ class Prefill:
     two for where its K and V come from: gathered beforehand, or in the time that is taken.
     """
 
-    def __init__(self, model: str, chunk: int, context: int, block_size: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, model: str, chunk: int, context: int, seed: int) -> None:
         num_heads, kv_heads, head_size = HEADS[model]
         seq_len = chunk + context
-        num_blocks = -(-seq_len // block_size)
+        num_blocks = -(-seq_len // BLOCK_SIZE)
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(dtype)
+            return torch.randn(shape, generator=generator).bfloat16()
 
         # [B, K, S, H] each, twice the blocks that the request has, so that its own lie scattered.
-        self._caches = [normal(2 * num_blocks, kv_heads, block_size, head_size) for _ in "kv"]
+        self._caches = [normal(2 * num_blocks, kv_heads, BLOCK_SIZE, head_size) for _ in "kv"]
         self._table = torch.randperm(2 * num_blocks, generator=generator)[None, :num_blocks].int()
         self._q_TNH = normal(chunk, num_heads, head_size)
         self._starts = torch.tensor([0, chunk], dtype=torch.int32)
         self._seq_len, self._lens = seq_len, torch.tensor([seq_len], dtype=torch.int32)
         self._scale = head_size**-0.5
-        self._group = num_heads // kv_heads
         self._causal = context == 0  # SDPA has no causal flag for queries that end with the keys, so: a mask
         self._mask_TC = torch.ones(chunk, seq_len, dtype=torch.bool).tril(context)
         self.flop = 4 * num_heads * head_size * int(self._mask_TC.sum())
         """A multiplication and an addition for q.k and for p.v, of the pairs that are not masked."""
         self._gathered = self._gather()
-        self._expanded = [kv.repeat_interleave(self._group, dim=1) for kv in self._gathered]
+        self._expanded = [kv.repeat_interleave(num_heads // kv_heads, dim=1) for kv in self._gathered]
 
     def _gather(self) -> list[torch.Tensor]:
         """Return contiguous K and V, ``[1, K, C, H]``."""
@@ -96,52 +80,44 @@ class Prefill:
             "gather + SDPA": lambda: self._sdpa(*self._gather(), grouped=True),
         }
 
-    def error(self, out_TNH: torch.Tensor) -> float:
-        """Return the RMS error relative to float64, of the chunk's last token.
-
-        Raises:
-            RuntimeError: It is not attention's result.
-        """
-        k_KCH, v_KCH = (kv[0].double() for kv in self._gathered)
-        q_KGH = self._q_TNH[-1].double().unflatten(0, (-1, self._group))
-        weights = (torch.einsum("kgh,kch->kgc", q_KGH, k_KCH) * self._scale).softmax(-1)
-        expected_NH = torch.einsum("kgc,kch->kgh", weights, v_KCH).flatten(0, 1)
-        error = float((out_TNH[-1].double() - expected_NH).pow(2).mean().sqrt() / expected_NH.pow(2).mean().sqrt())
-        if not error < 0.05:
-            raise RuntimeError(f"RMS error {error:.3g} relative to float64 attention")
-        return error
+    def error(self, name: str, out_TNH: torch.Tensor) -> float:
+        """Return the RMS error of the chunk's last token."""
+        k_CKH, v_CKH = (kv[0].transpose(0, 1) for kv in self._gathered)
+        return rms_error(out_TNH[-1], reference(self._q_TNH[-1], k_CKH, v_CKH, self._scale), name)
 
 
-def measure_prefill(limit: ReadLimit, settings: PrefillSettings) -> dict[str, Any]:
-    """Return, by shape and threads, each way's seconds, GFLOP/s and speed relative to ours."""
+def measure_prefill(
+    limit: ReadLimit, shapes: Sequence[tuple[str, int, int]], teams: Sequence[int], *, seconds: float, repeats: int,
+    seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Return, by shape and number of threads, each way's seconds, GFLOP/s and speed relative to ours.
+
+    Shapes are (model in HEADS, tokens of the chunk, tokens of the context before it). Each shape with each team takes
+    ``seconds``, or as long as ``repeats`` take.
+    """
     results: dict[str, Any] = {}
-    for model, chunk, context in settings.shapes:
-        prefill = Prefill(model, chunk, context, settings.block_size, settings.dtype, settings.seed)
+    for model, chunk, context in shapes:
+        prefill = Prefill(model, chunk, context, seed)
         calls = prefill.calls()
-        for threads in settings.threads:
+        for threads in teams:
             limit.use_threads(threads)
-            errors = {name: prefill.error(call()) for name, call in calls.items()}
+            errors = {name: prefill.error(name, call()) for name, call in calls.items()}
             times: dict[str, list[float]] = {name: [] for name in calls}
             began_s, others = time.perf_counter(), OtherLoad()
-            while len(times[OURS]) < settings.repeats or time.perf_counter() - began_s < settings.seconds:
+            while len(times[OURS]) < repeats or time.perf_counter() - began_s < seconds:
                 for name in limit.rng.sample(list(calls), len(calls)):
                     called_s = time.perf_counter()
                     calls[name]()
                     times[name].append(time.perf_counter() - called_s)
             results[f"{model}/{chunk} after {context}/{threads} thread{'s' if threads > 1 else ''}"] = {
-                "others_busy_cores": others.cores(),
-                "flop": prefill.flop,
+                "others_busy_cores": others.cores(), "flop": prefill.flop,
                 "candidates": {
                     name: {
                         "gflop_per_s": prefill.flop / statistics.median(times[name]) / 1e9,
-                        # Of the pairs that were timed next to each other.
-                        "speed_of_ours": statistics.median(
-                            a / b for a, b in zip(times[name], times[OURS], strict=True)
-                        ),
-                        "error": errors[name],
+                        "speed_of_ours": median_ratio(times[name], times[OURS]), "error": errors[name],
                         "times_s": times[name],
                     }
                     for name in calls
                 },
-            }
+            }  # fmt: skip
     return results

@@ -26,11 +26,7 @@ def find_chromium() -> str | None:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Run a browser.
-
-    Raises:
-        RuntimeError: There is none to run.
-    """
+    """Run a browser."""
     path = find_chromium()
     if path is None:
         raise RuntimeError(f"no browser found as {', '.join(_NAMES)}; install Chromium (Debian: apt install chromium)")

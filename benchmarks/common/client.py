@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from benchmarks.common.server import Server, ServerFailed
+from benchmarks.common.record import ROOT
+from benchmarks.common.server import Server, ServerFailed, ServerProcess
 
 LS_TIER, BE_TIER = "priority", "flex"
 """OpenAI's names of the two kinds of service class."""
@@ -89,15 +91,8 @@ async def run_load(
     """Send ``requests`` through ``/v1/completions`` and stream the answers.
 
     Ends when every request that ``must_finish`` selects has ended, or at ``cutoff_s``; what still runs then is
-    disconnected, which the server takes as an abort.
-
-    Args:
-        base_url: Server address without ``/v1``.
-        requests: What to send, in any order.
-        must_finish: Selects the requests that are waited for.
-        cutoff_s: Latest end, in seconds after the start.
-        watch: Called about ten times a second with the time and the records; an exception from it ends the load.
-        wire: What this server is sent.
+    disconnected, which the server takes as an abort. ``watch`` is called about ten times a second with the time and the
+    records; an exception from it ends the load.
 
     Returns:
         One record per request, in the order of ``requests``, and the time at which the load ended.
@@ -196,8 +191,11 @@ def drive(
     may_be_cut_off: bool = False,
     must_finish: Callable[[LoadRequest], bool] = lambda _: True,
     wire: Wire = OMNISERVE_WIRE,
+    show: Callable[[float, Sequence[RequestRecord]], object] = lambda now_s, records: None,
 ) -> tuple[list[RequestRecord], float]:
     """Send ``requests`` and wait for those that ``must_finish`` selects, but no longer than ``cutoff_s``.
+
+    ``show`` is called about ten times a second with the time and the records.
 
     Returns:
         One record per request, in their order, and the seconds after which the load ended.
@@ -207,17 +205,36 @@ def drive(
             cut off.
     """
 
-    async def watch(_: float, __: Sequence[RequestRecord]) -> None:
+    async def watch(now_s: float, records: Sequence[RequestRecord]) -> None:
         server.check_alive()
+        if error := next((record.error for record in records if record.error and not record.rejected), None):
+            raise ServerFailed(f"a request failed: {error}\n{server.log_tail()}")
+        show(now_s, records)
 
-    records, end_s = asyncio.run(
-        run_load(server.base_url, requests, must_finish=must_finish, cutoff_s=cutoff_s, watch=watch, wire=wire)
-    )
-    for request, record in zip(requests, records, strict=True):
-        if record.finished or record.rejected:
-            continue
-        if record.error is not None:
-            raise ServerFailed(f"a request failed: {record.error}\n{server.log_tail()}")
-        if must_finish(request) and not may_be_cut_off:
-            raise ServerFailed(f"a request did not finish in {cutoff_s:g} s\n{server.log_tail()}")
+    async def run() -> tuple[list[RequestRecord], float]:
+        records, end_s = await run_load(
+            server.base_url, requests, must_finish=must_finish, cutoff_s=cutoff_s, watch=watch, wire=wire
+        )
+        await watch(end_s, records)
+        return records, end_s
+
+    records, end_s = asyncio.run(run())
+    cut_off = [not record.finished and not record.rejected for record in records]
+    if not may_be_cut_off and any(cut and must_finish(one) for cut, one in zip(cut_off, requests, strict=True)):
+        raise ServerFailed(f"a request did not finish in {cutoff_s:g} s\n{server.log_tail()}")
     return records, end_s
+
+
+@contextmanager
+def warm_server(
+    name: str, arguments: Sequence[str], warm_up: Sequence[LoadRequest], cutoff_s: float = 120.0
+) -> Iterator[ServerProcess]:
+    """Give a server of its own, with this command line, that has served ``warm_up``; its log is ``.cache/NAME.log``.
+
+    Raises:
+        ServerFailed: It did not start or stop, or did not serve the requests in time.
+    """
+    with ServerProcess(arguments, ROOT / ".cache" / f"{name}.log") as server:
+        server.wait_until_healthy()
+        drive(server, warm_up, cutoff_s=cutoff_s)
+        yield server

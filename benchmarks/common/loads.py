@@ -76,30 +76,21 @@ class TraceSlice:
             return max(1, min(most, round(tokens * self.length_scale)))
 
         chosen = [
-            TraceRequest(
-                (row.arrival_s - self.start_s) / self.scale,
-                scaled(row.input_tokens, self.max_input),
-                scaled(row.output_tokens, self.max_output),
-            )
+            TraceRequest((row.arrival_s - self.start_s) / self.scale, scaled(row.input_tokens, self.max_input),
+                         scaled(row.output_tokens, self.max_output))
             for row in trace
             if self.start_s <= row.arrival_s < end_s
-        ]
+        ]  # fmt: skip
         if not chosen:
-            last_s = max((row.arrival_s for row in trace), default=0.0)
-            raise ValueError(
-                f"no request of the trace is in [{self.start_s:g}, {end_s:g}) s; its last is at {last_s:g} s"
-            )
+            last_s, window = max((row.arrival_s for row in trace), default=0.0), f"[{self.start_s:g}, {end_s:g})"
+            raise ValueError(f"no request of the trace is in {window} s; its last is at {last_s:g} s")
         return chosen
 
 
 def random_tokens(
-    rows: Sequence[TraceRequest],
-    rng: random.Random,
-    *,
-    tier: str,
-    vocab_size: int,
+    rows: Sequence[TraceRequest], rng: random.Random, *, tier: str, vocab_size: int,
     slo: tuple[float, float] | None = None,
-) -> list[LoadRequest]:
+) -> list[LoadRequest]:  # fmt: skip
     """Return requests of these times and lengths for random tokens from ``[1, vocab_size)``."""
     return [
         LoadRequest(
@@ -111,16 +102,9 @@ def random_tokens(
 
 
 def poisson_stream(
-    rng: random.Random,
-    *,
-    rate: float,
-    seconds: float,
-    prompt: int,
-    output: int,
-    tier: str,
-    vocab_size: int,
+    rng: random.Random, *, rate: float, seconds: float, prompt: int, output: int, tier: str, vocab_size: int,
     slo: tuple[float, float] | None = None,
-) -> list[LoadRequest]:
+) -> list[LoadRequest]:  # fmt: skip
     """Return a Poisson stream of requests of one size."""
     rows = requests(poisson(rate, seconds, rng), fixed_lengths(prompt, output), rng)
     return random_tokens(rows, rng, tier=tier, vocab_size=vocab_size, slo=slo)

@@ -18,28 +18,16 @@ from omniserve.launch.loading import EngineLoader, builtin_model_path
 from omniserve.launch.model_dtype import served_dtype
 
 SMOLLM_135M: dict[str, Any] = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def random_llama(seed: int = 0, dtype: torch.dtype | None = None, **shape: Any) -> Any:
-    """Build a Llama with random weights; ``shape`` holds its config's fields. (Any: transformers' ``generate`` has no
-    annotations that type-check.)
+    """Return a Llama with random weights; ``shape`` holds its config's fields.
 
-    Args:
-        seed: Same seed, same weights.
-        dtype: None: random bf16 weights, in the dtype in which ``auto`` serves them on this CPU.
-        **shape: Fields of the config.
+    Without a dtype it has random bf16 weights, in the dtype in which ``auto`` serves them on this CPU.
     """
     torch.manual_seed(seed)
     config = AutoConfig.for_model("llama", **shape)

@@ -18,40 +18,22 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
-    "omniserve",
-    "torch",
-    "triton",
-    "xformers",
-    "transformers",
-    "tokenizers",
-    "numpy",
-    "fastapi",
-    "uvicorn",
-    "httpx",
-)
+    "omniserve", "torch", "triton", "xformers", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn", "httpx",
+)  # fmt: skip
 
 
 def environment() -> dict[str, Any]:
     """Return commit, dirty flag, a hash of the code, package versions and hardware of this run."""
+    installed = {distribution.name.lower() for distribution in importlib.metadata.distributions()}
     return {
-        "git": _git(),
-        "code": _code_hash(),
-        "python": platform.python_version(),
-        "versions": _versions(),
-        "hardware": _hardware(),
-    }
+        "git": _git(), "code": _code_hash(), "python": platform.python_version(), "hardware": _hardware(),
+        "versions": {package: importlib.metadata.version(package) for package in PACKAGES if package in installed},
+    }  # fmt: skip
 
 
 def write_record(path: Path, *, name: str, config: Mapping[str, Any], seed: int, results: Mapping[str, Any]) -> None:
     """Write one record; dataclasses become objects, and of absolute paths in ``config`` only what means something on
-    other machines is kept (see ``portable``).
-
-    Args:
-        path: File to write; its folder is made.
-        name: Which benchmark.
-        config: Every setting that the workload and the server had; its hash identifies the workload.
-        seed: Seed of the workload.
-        results: Summaries and raw per-request times.
+    other machines is kept (see ``portable``). A hash of ``config`` and ``seed`` identifies the workload.
     """
     config = portable(config)
     config_text = json.dumps({"config": config, "seed": seed}, sort_keys=True)
@@ -92,11 +74,7 @@ def stale_reason(record: Mapping[str, Any]) -> str:
 
 
 def portable(value: Any) -> Any:
-    """Return a setting as JSON knows it; a path within the project from its root, any other absolute path as its name.
-
-    Args:
-        value: What ``json`` takes, dataclasses, mappings, sequences and paths of these; anything else becomes its text.
-    """
+    """Return a setting as JSON knows it; a path in the project from its root, any other absolute path as its name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
@@ -141,11 +119,6 @@ def _code_hash() -> str:
     for path in paths:
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _versions() -> dict[str, str]:
-    installed = {distribution.name.lower() for distribution in importlib.metadata.distributions()}
-    return {package: importlib.metadata.version(package) for package in PACKAGES if package in installed}
 
 
 def _hardware() -> dict[str, Any]:

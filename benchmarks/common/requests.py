@@ -10,18 +10,11 @@ from omniserve import Request, SamplingParams
 def request(name: str, prompt: int, output: int, vocab_size: int = 1000, **more: Any) -> Request:
     """Return a request for exactly so many tokens; names that begin with ``ls`` are latency-sensitive.
 
-    Args:
-        name: Its id; prompts of different names differ.
-        prompt: Tokens.
-        output: Tokens.
-        vocab_size: Token ids are from ``[1, vocab_size)``.
-        **more: Further fields.
+    Its name is its id; prompts of different names differ, and have ids from ``[1, vocab_size)``.
     """
     first = sum(name.encode())
     return Request(
         prompt_token_ids=[1 + (first + 7 * i) % (vocab_size - 1) for i in range(prompt)],
         sampling=SamplingParams(max_tokens=output, ignore_eos=True),
-        service_class="LS" if name.startswith("ls") else "BE",
-        request_id=name,
-        **more,
-    )
+        service_class="LS" if name.startswith("ls") else "BE", request_id=name, **more,
+    )  # fmt: skip

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import httpx
 
@@ -24,39 +23,31 @@ class ServerFailed(RuntimeError):
     """The server ended, did not become healthy, or failed a request of the load; the message ends with its log."""
 
 
-class Server(Protocol):
-    """What a load needs of the server that it is sent to."""
+class Server:
+    """A server of somebody else's at ``url``, with or without ``/v1``; that it is gone shows in a failed request."""
 
-    @property
-    def base_url(self) -> str:
-        """Address without ``/v1``."""
+    def __init__(self, url: str) -> None:
+        self.base_url = url.rstrip("/").removesuffix("/v1")
 
     def check_alive(self) -> None:
         """Raise ServerFailed if it is known to have ended."""
 
     def log_tail(self, num_lines: int = 40) -> str:
         """Return the last lines of its log; empty if there is none to read."""
-
-
-class OutsideServer:
-    """A server that somebody else started and will stop; that it is gone shows in a failed request.
-
-    Args:
-        url: Its address, with or without ``/v1``.
-    """
-
-    def __init__(self, url: str) -> None:
-        self.base_url = url.rstrip("/").removesuffix("/v1")
-
-    def check_alive(self) -> None:
-        """Know nothing."""
-
-    def log_tail(self, num_lines: int = 40) -> str:
-        """Return nothing: its log is its own."""
         return ""
 
+    def metrics(self) -> dict[str, float]:
+        """Return the samples of ``/metrics``, keyed by name with labels, as Prometheus prints them.
 
-class ServerProcess:
+        Raises:
+            httpx.HTTPError: It cannot be reached, or has none.
+        """
+        text = httpx.get(f"{self.base_url}/metrics", timeout=30.0).raise_for_status().text
+        lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+class ServerProcess(Server):
     """``python -m omniserve.server`` on a free port of this machine; a context manager.
 
     Args:
@@ -67,7 +58,9 @@ class ServerProcess:
     def __init__(self, arguments: Sequence[str], log_path: Path) -> None:
         self.arguments = tuple(arguments)
         self.log_path = log_path
-        self.base_url = f"http://127.0.0.1:{_free_port()}"
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            super().__init__(f"http://127.0.0.1:{listener.getsockname()[1]}")
 
     def __enter__(self) -> ServerProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,27 +106,5 @@ class ServerProcess:
             time.sleep(0.1)
         raise ServerFailed(f"the server is not healthy after {timeout_s:g} s\n{self.log_tail()}")
 
-    def metrics(self) -> dict[str, float]:
-        """Return the samples of ``/metrics``; see ``read_metrics``."""
-        return read_metrics(self.base_url)
-
     def log_tail(self, num_lines: int = 40) -> str:
-        """Return the last lines of the log."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-num_lines:])
-
-
-def read_metrics(base_url: str) -> dict[str, float]:
-    """Return the samples of a server's ``/metrics``, keyed by name with labels, as Prometheus prints them.
-
-    Raises:
-        httpx.HTTPError: It cannot be reached, or has none.
-    """
-    text = httpx.get(f"{base_url}/metrics", timeout=30.0).raise_for_status().text
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -16,21 +16,9 @@ def trace_load(
     """Cut a piece of a trace, at a random place, and scale it to a small model.
 
     Lengths are divided so that the trace's 95th percentiles become ``max_prompt`` and ``max_output``, and cut off
-    there; spacing is stretched so that about ``mean_active`` requests of each class are there at a time. Classes are
-    drawn.
-
-    Args:
-        path: CSV, also gzipped, with arrival_s, input_tokens and output_tokens.
-        seed: Same seed, same load.
-        num_steps: The last arrival comes before this step.
-        vocab_size: Tokens are drawn from it.
-        max_prompt: Longest prompt, in tokens.
-        max_output: Longest output.
-        mean_active: Of each class.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It has no such columns, or too few rows, or a field is no number.
+    there; spacing is stretched so that about ``mean_active`` requests of each class are there at a time, and cut off at
+    ``num_steps``. Classes and tokens are drawn. The trace is a CSV, also gzipped, with arrival_s, input_tokens and
+    output_tokens.
     """
     rows = [(row.arrival_s, row.input_tokens, row.output_tokens) for row in read_trace(path)]
     if len(rows) < 100:

@@ -38,22 +38,14 @@ def summarize(records: Iterable[RequestRecord], end_s: float) -> LatencySummary:
     ]
     tpots = [record.tpot_s for record in group if record.tpot_s is not None]
     return LatencySummary(
-        num_requests=len(group),
-        num_started=sum(record.first_token_s is not None for record in group),
-        num_finished=sum(record.finished for record in group),
-        ttft_p50_s=percentile(ttfts, 50),
-        ttft_p99_s=percentile(ttfts, 99),
-        tpot_p50_s=percentile(tpots, 50),
-        tpot_p99_s=percentile(tpots, 99),
-    )
+        num_requests=len(group), num_started=sum(record.first_token_s is not None for record in group),
+        num_finished=sum(record.finished for record in group), ttft_p50_s=percentile(ttfts, 50),
+        ttft_p99_s=percentile(ttfts, 99), tpot_p50_s=percentile(tpots, 50), tpot_p99_s=percentile(tpots, 99),
+    )  # fmt: skip
 
 
 def summarize_co_serving(
-    records: Sequence[RequestRecord],
-    slo: tuple[float, float] | None,
-    *,
-    end_s: float,
-    stream_s: float | None = None,
+    records: Sequence[RequestRecord], slo: tuple[float, float] | None, *, end_s: float, stream_s: float | None = None
 ) -> dict[str, Any]:
     """Return the figures of one load, without those that it has nothing for.
 
@@ -116,6 +108,26 @@ def summarize_co_serving(
         "tpot_p99_s": None if math.isnan(latencies.tpot_p99_s) else latencies.tpot_p99_s,
         "ttft_prediction_error_p50_s": statistics.median(map(abs, errors)) if errors else None,
     }
+
+
+def cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a table shows of the figures of ``summarize_co_serving``: milliseconds and tokens a second."""
+
+    def form(key: str, spec: str, factor: float = 1.0) -> str:
+        return "" if row.get(key) is None else format(factor * row[key], spec)
+
+    def pair(name: str, spec: str, mark: str = "") -> str:
+        times_ms = [form(f"{name}_{percent}_s", spec, 1e3) for percent in ("p50", "p99")]
+        return " / ".join(mark + time_ms for time_ms in times_ms) if all(times_ms) else ""
+
+    return {
+        "of all": form("attained_of_all", ".1%"), "attained": form("attained", ".1%"),
+        "TTFT": form("ttft_attained", ".0%"), "TPOT": form("tpot_attained", ".0%"),
+        "rejected": f"{row['rejected']:g} of {row['ls_requests']:g}" if "rejected" in row else "",
+        "TTFT p50 / p99 ms": pair("ttft", ".0f", ">" if row.get("ls_unfinished") else ""),
+        "TPOT p50 / p99 ms": pair("tpot", ".1f"), "BE tok/s beside LS": form("be_tokens_per_s_beside_ls", ".0f"),
+        "BE tok/s in all": form("be_tokens_per_s", ".0f") + ("" if row.get("be_finished", True) else " (cut off)"),
+    }  # fmt: skip
 
 
 def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def table(lines: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
@@ -18,3 +18,9 @@ def table(lines: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
         + " |"
         for line in (lines[0], rule, *lines[1:])
     )
+
+
+def table_of(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a table of rows of named cells; the head has every name, in the order in which they are first there."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return table([names, *([row.get(name, "") for name in names] for row in rows)], numbers=True)

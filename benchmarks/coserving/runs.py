@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.client import Wire, drive
+from benchmarks.common.client import Wire, drive, warm_server
 from benchmarks.common.other_load import OtherLoad
-from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, OutsideServer, Server, ServerProcess, read_metrics
+from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, Server
 from benchmarks.common.summary import medians, summarize_co_serving
 from benchmarks.coserving.load import CoServingLoad
 
-WARM_UP_S = 120.0
 PREEMPTED, RESUMED = "omniserve_preempted_tokens_total", "omniserve_resumed_tokens_total"
 COUNTERS = {
     "host_tokens": HOST_TOKENS,
@@ -56,12 +55,7 @@ def flags_of(policy: str) -> list[str]:
 
 
 def plan_runs(
-    policies: Sequence[str],
-    points: Sequence[float],
-    scales: Sequence[float],
-    repeats: int,
-    *,
-    blind: AbstractSet[str],
+    policies: Sequence[str], points: Sequence[float], scales: Sequence[float], repeats: int, *, blind: AbstractSet[str]
 ) -> list[Run]:
     """Return the runs in their order: policies alternate, and each repeat begins with another one."""
     runs = []
@@ -79,51 +73,38 @@ def plan_runs(
 
 @dataclass(frozen=True, kw_only=True)
 class Servers:
-    """Where the runs go: to a server of one's own each, or all to one that is there."""
+    """Where the runs go: to a server of one's own each, with these arguments, or all to one that is there."""
 
     url: str | None
     wire: Wire
     arguments: tuple[str, ...]
 
     @contextmanager
-    def server(self, policy: str, log_path: Path) -> Iterator[Server]:
-        """Give a server with this policy.
-
-        Raises:
-            ServerFailed: It did not start or stop.
-        """
+    def server(self, policy: str, load: CoServingLoad) -> Iterator[Server]:
+        """Give a server with this policy that has served the load's first requests."""
+        warm_up = load.warm_up((60.0, 60.0))
         if self.url is not None:
-            yield OutsideServer(self.url)
-            return
-        with ServerProcess([*flags_of(policy), *self.arguments], log_path) as server:
-            server.wait_until_healthy()
+            server = Server(self.url)
+            drive(server, warm_up, cutoff_s=120.0, wire=self.wire)
             yield server
-
-    @property
-    def has_metrics(self) -> bool:
-        """Whether ``/metrics`` are ours."""
-        return self.wire.omniserve_fields
+        else:
+            with warm_server("coserve", [*flags_of(policy), *self.arguments], warm_up) as server:
+                yield server
 
 
-def measure(run: Run, load: CoServingLoad, servers: Servers, seed: int, log_path: Path) -> dict[str, Any]:
-    """Do one run and return its summaries, by scale, and the requests' times.
-
-    Raises:
-        ServerFailed: The server or a request failed.
-        httpx.HTTPError: The server does not answer.
-    """
-    slo = load.slo(run.told_scale)
-    others = OtherLoad()
-    with servers.server(run.policy, log_path) as server:
-        drive(server, load.warm_up((60.0, 60.0)), cutoff_s=WARM_UP_S, wire=servers.wire)
-        before = read_metrics(server.base_url) if servers.has_metrics else {}
+def measure(run: Run, load: CoServingLoad, servers: Servers, seed: int) -> dict[str, Any]:
+    """Do one run and return its summaries, by scale, and the requests' times."""
+    is_ours = servers.url is None
+    slo, others = load.slo(run.told_scale), OtherLoad()
+    with servers.server(run.policy, load) as server:
+        before = server.metrics() if is_ours else {}
         records, end_s = drive(
             server, load.requests(run.point, seed + run.repeat, slo), cutoff_s=load.seconds + load.drain_s,
             may_be_cut_off=True, wire=servers.wire,
         )  # fmt: skip
-        after = read_metrics(server.base_url) if servers.has_metrics else {}
-    counts = counters(before, after) if servers.has_metrics else {}
-    if servers.url is None:  # it has ended, and its CPU time is this process's
+        after = server.metrics() if is_ours else {}
+    counts = counters(before, after) if is_ours else {}
+    if is_ours:  # it has ended, and its CPU time is this process's
         counts["others_busy_cores"] = others.cores()
     return dataclasses.asdict(run) | {
         "rate": load.mean_rate(run.point),
@@ -135,8 +116,7 @@ def measure(run: Run, load: CoServingLoad, servers: Servers, seed: int, log_path
         ],
         "end_s": end_s,
         "requests": [
-            {key: value for key, value in dataclasses.asdict(record).items() if key != "token_times_s"}
-            for record in records
+            {key: value for key, value in vars(record).items() if key != "token_times_s"} for record in records
         ],
     }
 
@@ -167,12 +147,7 @@ def rows_of(runs: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], li
 
 
 def joined_records(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the runs of several records of one load; a policy that is in more than one gets its record's name added.
-
-    Raises:
-        OSError: A file cannot be read.
-        ValueError: It is no such record, or their loads differ.
-    """
+    """Return the runs of several records of one load; a policy in more than one gets its record's name added."""
     records = [json.loads(path.read_text()) for path in paths]
     for path, record in zip(paths, records, strict=True):
         if record.get("benchmark") != "coserve":

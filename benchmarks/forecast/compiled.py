@@ -80,13 +80,9 @@ def pretend_to_have_a_gpu() -> None:
 def compiled_for_gpu(
     graph: torch.fx.GraphModule, inputs: list[Tensor], mode: FakeTensorMode, counts: tuple[int, ...] = ()
 ) -> Compiled:
-    """Return what a traced function would launch, if its inputs were on a GPU.
+    """Return what a traced function would launch, if its inputs were on a GPU; weights are added to ``inputs``.
 
-    Args:
-        graph: From ``make_fx``.
-        inputs: What it was traced with; weights are added.
-        mode: Of the inputs.
-        counts: Numbers of tokens for which the kernels' work is counted.
+    The kernels' work is counted for each of these numbers of tokens.
     """
     import torch._inductor.config as config
     from torch._inductor.debug import DebugContext
@@ -144,19 +140,13 @@ def _work(name: str, node: Any, lowering: Any, num_tokens: int) -> Work:
 
 
 def layers_on_gpu(
-    model_type: str,
-    fields: Mapping[str, Any],
-    *,
-    parts: Sequence[str] = ("between",),
-    is_merged: bool = True,
-    has_example: bool = False,
-    counts: tuple[int, ...] = (),
-) -> dict[str, Compiled]:
+    model_type: str, fields: Mapping[str, Any], *, parts: Sequence[str] = ("between",), is_merged: bool = True,
+    has_example: bool = False, counts: tuple[int, ...] = (),
+) -> dict[str, Compiled]:  # fmt: skip
     """Return what is launched ``before`` a layer's attention, ``behind`` it, or ``between`` it and the next layer's.
 
     Args:
-        model_type: transformers' name of the architecture.
-        fields: Of its configuration.
+        model_type: transformers' name of the architecture; ``fields`` are of its configuration.
         parts: Which of the three.
         is_merged: Projections of one input are one product, and the compiler hears of a usual number of tokens.
         has_example: The compiler sees a usual number of tokens, as where torch is older than 2.13.

@@ -53,13 +53,7 @@ class Chunk:
 
 
 class StepCounter:
-    """Counts steps of one model in bf16.
-
-    Args:
-        model_type: transformers' name of the architecture.
-        fields: Of its configuration.
-        counts: Rows (with seats) of the steps that will be asked for.
-    """
+    """Counts steps of one model in bf16; ``counts`` are the rows, with seats, of the steps that will be asked for."""
 
     def __init__(self, model_type: str, fields: Mapping[str, Any], counts: Sequence[int]) -> None:
         counts = tuple(sorted(set(counts)))

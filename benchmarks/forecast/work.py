@@ -44,14 +44,7 @@ def bound_s(work: Work, device: DeviceSpec) -> float:
 
 
 def expected_s(work: Work, device: DeviceSpec, efficiency: Efficiency, gap_s: float) -> float:
-    """Return the time of a launch at usual shares of the peaks.
-
-    Args:
-        work: The launch.
-        device: Its GPU.
-        efficiency: Shares of the peaks.
-        gap_s: From the end of a kernel to the start of the next one in a graph.
-    """
+    """Return the time of a launch at usual shares of the peaks, and the gap to the next one in a graph."""
     of_bytes = {
         "product": efficiency.gemm_bytes, "rows": efficiency.elementwise_bytes,
         "decode": efficiency.decode_bytes, "prefill": efficiency.decode_bytes,

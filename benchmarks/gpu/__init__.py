@@ -1,1 +1,1 @@
-"""The GPU path on a real GPU: ``check/`` finds what is broken, ``speed/`` measures the rest; ``run.sh`` runs both."""
+"""The GPU path on a real GPU: ``check_*`` finds what is broken, ``speed_*`` measures the rest; ``run.sh`` runs all."""

@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --only check        # or speed, speed-1, speed-2, or parts by name, comma-separated
     python -m benchmarks.gpu --dry               # tiny sizes, also without a GPU: do the scripts run?
 
-Each part is a script, runs in a process of its own and has a time limit: one that hangs or crashes costs only itself.
+Each part is a function, runs in a process of its own and has a time limit: one that hangs or crashes costs only itself.
 It writes its record as its figures come; ``report.md`` has all of them (``--only report`` writes it anew). The exit
 status is 1 if a part failed.
 """
@@ -16,34 +16,36 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import write_record
-from benchmarks.gpu.program import run_program
+from benchmarks.gpu.part import NO_GPU
 from benchmarks.gpu.report import write_report
-from benchmarks.gpu.script import NO_GPU, argument_parser, folder_of, scrubbed
+from benchmarks.gpu.script import folder_of, run_program, scrubbed
 
-PACKAGE = "benchmarks.gpu."
+PACKAGE, RUNNER = "benchmarks.gpu.", "benchmarks.gpu.part"
 PARTS: dict[str, tuple[str, float, str]] = {
-    "machine": ("check", 30, "check.machine"),
-    "steps": ("check", 150, "check.steps"),
-    "exactness": ("check", 110, "check.exactness --seconds 60"),
-    "mailbox": ("check", 40, "check.mailbox"),
-    "blocks": ("check", 35, "check.blocks"),
-    "tests": ("check", 120, "check.tests --seconds 110"),
-    "sanitizer": ("check", 105, "check.sanitizer"),
+    "machine": ("check", 30, "check_machine"),
+    "steps": ("check", 150, "check_steps"),
+    "exactness": ("check", 110, "check_steps"),
+    "mailbox": ("check", 40, "check_mailbox"),
+    "blocks": ("check", 35, "check_blocks"),
+    "marked_tests": ("check", 120, "check_kernels"),
+    "sanitizer": ("check", 105, "check_kernels"),
     "limits": ("speed-1", 40, "limits"),
-    "llama": ("speed-1", 170, "speed.steps --shape llama"),
-    "attention": ("speed-1", 60, "speed.attention"),
-    "piggyback": ("speed-1", 120, "speed.piggyback"),
-    "moves": ("speed-1", 60, "speed.moves"),
-    "safepoints": ("speed-1", 60, "speed.safepoints"),
-    "host": ("speed-2", 150, "speed.host"),
-    "policies": ("speed-2", 190, "speed.policies"),
-    "qwen": ("speed-2", 110, "speed.steps --shape qwen"),
-    "transformers": ("speed-2", 100, "speed.beside_transformers"),
+    "llama": ("speed-1", 170, "speed_steps"),
+    "attention": ("speed-1", 60, "speed_attention"),
+    "piggyback": ("speed-1", 120, "speed_piggyback"),
+    "moves": ("speed-1", 60, "speed_moves"),
+    "safepoints": ("speed-1", 60, "speed_safepoints"),
+    "host": ("speed-2", 150, "speed_host"),
+    "policies": ("speed-2", 190, "speed_policies"),
+    "qwen": ("speed-2", 110, "speed_steps"),
+    "transformers": ("speed-2", 100, "speed_transformers"),
 }
-"""Group, which fits a command of ten minutes; longest seconds; module and arguments. In this order."""
+"""Part, which is a function of that name -> group, which fits a command of ten minutes; longest seconds; module."""
 GROUPS = ("check", "speed", "speed-1", "speed-2", "report")
 _LEAST_S = 10.0
 _DRY_PATIENCE = 4
@@ -54,9 +56,11 @@ _SAID = {None: "cut", 0: "ok", 1: "failed: see its cases", NO_GPU: "there is no 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line, ``only`` as a list of parts; a bad one ends the program."""
     parser = argument_parser(
-        __doc__, minutes=(30.0, "for everything"), spent_s=(0.0, "of the minutes: seconds that a build took, say")
-    )
+        __doc__, minutes=(30.0, "for everything"), spent_s=(0.0, "of the minutes: seconds that a build took, say"),
+        dry=(False, "tiny sizes, on the CPU where there is no GPU"),
+    )  # fmt: skip
     parser.add_argument("--only", default="check,speed", help=f"groups, or parts: {', '.join(PARTS)}")
+    parser.add_argument("--out", type=Path, help="folder of the records (default: $OUT, or benchmarks/results/gpu)")
     args = parser.parse_args(arguments)
     wanted = args.only.split(",")
     if unknown := [name for name in wanted if name not in PARTS and name not in GROUPS]:
@@ -74,12 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts: dict[str, dict[str, Any]] = {}
     for name in args.only:
         (out / f"gpu_{name}.json").unlink(missing_ok=True)  # what is there afterwards is of this run
-        _, limit_s, script = PARTS[name]
+        _, limit_s, module = PARTS[name]
         limit_s = min(limit_s * (_DRY_PATIENCE if args.dry else 1), ends_s - time.monotonic())
         print(f"\n## {name}\n", flush=True)
         parts[name] = {"status": "not run: out of time", "seconds": 0.0}
         if limit_s >= _LEAST_S:
-            command = [sys.executable, "-m", *f"{PACKAGE}{script}".split(), "--out", str(out.absolute())]
+            command = [sys.executable, "-m", RUNNER, PACKAGE + module, name, "--out", out.absolute()]
             began_s = time.monotonic()
             status, lines = run_program([*command, *["--dry"] * args.dry], limit_s=limit_s, echo=True)
             said = _SAID.get(status, f"ended with status {status}")

@@ -1,146 +1,188 @@
-"""Engines of the GPU scripts: their settings, requests, and steps by the clock."""
+"""Models and engines of the GPU scripts: random weights, requests that decode without prefill, steps by the clock."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
-import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common.requests import request
 from benchmarks.common.timing import seconds, wait_for
-from benchmarks.gpu.primed import PRIMED
-from benchmarks.gpu.timing import reclaim_memory
+from benchmarks.gpu.script import Script
 from omniserve import Engine, EngineConfig, ExecutionConfig
-from omniserve.core.spec import ModelSpec
+from omniserve.core.plan import MoveDirection
 from omniserve.latency.profile import Profile
+from omniserve.layers.patching import patch
 from omniserve.ops.attention import DEVICE_ATTENTION, resolve_attention
-from omniserve.sched.policy import known_options
+from omniserve.sched.conserve import ConServePolicy
+from omniserve.sched.omniserve import OmniServePolicy
+from omniserve.sched.policy import Policy, known_options
+from omniserve.sched.state import BE, Phase, RequestState
+from omniserve.simulate.results import percentile
 
 NEVER_S = float(1 << 30)
-_PACKAGES = {"xformers": "xformers", "triton": "triton"}
-"""What an implementation of attention needs that may be missing."""
-MODES: dict[str, dict[str, Any]] = {
-    "as configured": {},
-    "no step graphs": {"step_graphs": "off"},
-    "no async steps": {"async_steps": False},
-    "neither": {"step_graphs": "off", "async_steps": False},
-}
-"""Ways to run the same steps, the default one first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model's architecture: transformers' name of its type, and fields of its configuration."""
+
+    name: str
+    model_type: str
+    fields: dict[str, Any]
+
+
+LLAMA_8B = Shape(name="Llama-3.1-8B", model_type="llama", fields={
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+})  # fmt: skip
+QWEN_32B = Shape(name="Qwen2.5-32B", model_type="qwen2", fields={
+    "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "vocab_size": 152064, "max_position_embeddings": 32768, "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+})  # fmt: skip
+TINY = Shape(name="tiny", model_type="llama", fields={
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+})  # fmt: skip
+
+
+def random_model(shape: Shape, device: torch.device) -> Any:
+    """Return a bf16 model in eval mode; its weights are drawn on the device and were nowhere else."""
+    torch.manual_seed(0)
+    no_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    config = AutoConfig.for_model(shape.model_type, **shape.fields, **no_tokens)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def patched_model(shape: Shape, script: Script) -> Any:
+    """Return a random model, patched; in a dry run the tiny one, not compiled."""
+    return patch(random_model(TINY if script.dry else shape, script.device), compile=not script.dry)
+
+
+def kv_token_bytes(model: Any) -> int:
+    """Return the bytes of K and V of one token, all layers."""
+    return int(model.omniserve.spec.kv_block_bytes(1))
+
+
+def weight_bytes(model: Any) -> int:
+    """Return the bytes of weights that a step reads: all but the rows of the embedding that are not looked up."""
+    total = sum(p.nbytes for p in model.parameters())
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return total if tied else total - model.get_input_embeddings().weight.nbytes
 
 
 def attentions(device: torch.device) -> dict[str, str]:
     """Return the names of device attention, each with why it does not run here; empty: it does."""
     reasons = {}
     for name in DEVICE_ATTENTION.names():
-        reasons[name] = ""
-        if (package := _PACKAGES.get(name)) is not None and importlib.util.find_spec(package) is None:
-            reasons[name] = f"{package} is not installed"
+        if name in ("xformers", "triton") and importlib.util.find_spec(name) is None:
+            reasons[name] = f"{name} is not installed"
             continue
         try:
             resolve_attention(name, device)
+            reasons[name] = ""
         except ValueError as error:  # of another kind of device
             reasons[name] = str(error)
     return reasons
 
 
-def kv_token_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of K and V of one token, all layers."""
-    return spec.kv_block_bytes(1)
+class Primed(Policy):
+    """Puts a request where it decodes, as if all of its prompt but the last token had been computed.
+
+    So a step can be timed without the prefill that leads to it. BE requests decode on the host tier if there is one,
+    all others on the device. The KV is not the prompt's: ``open_engine`` fills it with something finite.
+    """
+
+    def on_arrival(self, state: RequestState, now_s: float) -> float | None:
+        predicted_s = super().on_arrival(state, now_s)
+        requests = self.requests
+        to_host = state.kind is BE and requests.host_is_up
+        if to_host and requests.residents.num_free_slots == 0:
+            raise ValueError(f"the host tier has no slot for {state.request_id}: raise max_host_requests")
+        if self.kv.allocate(state.request_id, state.num_tokens) is None:
+            raise ValueError(f"the device pool has no room for the {state.num_tokens} tokens of {state.request_id}")
+        if to_host:
+            move = self.kv.start_move(state.request_id, MoveDirection.TO_HOST)
+            if move is None:
+                raise ValueError(f"the host pool has no room for the {state.num_tokens} tokens of {state.request_id}")
+            self.kv.finish_move(move.move_id, succeeded=True)
+            requests.residents.take_slot(state)
+        requests.waiting[state.kind].remove(state)
+        state.num_computed_tokens = state.num_tokens - 1
+        state.phase = Phase.HOST if to_host else Phase.DEVICE
+        (requests.residents.queue if to_host else requests.device[state.kind]).add(state)
+        return predicted_s
 
 
-def weight_bytes(model: Any) -> int:
-    """Return the bytes of weights that a step reads: all but the rows of the embedding that nobody looks up."""
-    total = sum(p.nbytes for p in model.parameters())
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    return total if tied else total - model.get_input_embeddings().weight.nbytes
+class PrimedOmniServe(Primed, OmniServePolicy):
+    """``omniserve``."""
 
 
-def config_of(model: Any, *, mode: str = "as configured", **settings: Any) -> EngineConfig:
-    """Return an engine's settings: those of a mode, those given, and the model's way of being compiled."""
-    compile = bool(model.__dict__["_omniserve_patch"].options[0])
-    return EngineConfig(execution=ExecutionConfig(compile=compile, **MODES[mode]), **settings)
+class PrimedConServe(Primed, ConServePolicy):
+    """``conserve``."""
+
+
+PRIMED, PRIMED_CONSERVE = f"{__name__}:PrimedOmniServe", f"{__name__}:PrimedConServe"
+"""Their names for ``EngineConfig.scheduler``."""
+
+
+def config_of(model: Any, execution: Mapping[str, Any] | None = None, **settings: Any) -> EngineConfig:
+    """Return an engine's settings, with the model's way of being compiled."""
+    is_compiled = bool(model.__dict__["_omniserve_patch"].options[0])
+    return EngineConfig(execution=ExecutionConfig(compile=is_compiled, **execution or {}), **settings)
 
 
 @contextmanager
 def open_engine(model: Any, config: EngineConfig, profile: Profile | None = None) -> Iterator[Engine]:
-    """Give an engine whose device KV is random, and whose host KV is 0: who did not compute it can still read it."""
+    """Give an engine whose device KV is random, and whose host KV is 0: what was not computed can still be read."""
     reclaim_memory(model.device)
     with Engine(model, config, profile=profile) as engine:
-        storage = engine.runner._storage
-        for pool in (storage.k_LBKSH, storage.v_LBKSH):
+        for pool in (engine.runner._storage.k_LBKSH, engine.runner._storage.v_LBKSH):
             pool.normal_()
         yield engine
 
 
 @contextmanager
-def open_decoding(
-    model: Any, *, batch: int, context: int, output: int, mode: str = "as configured", **settings: Any
-) -> Iterator[Engine]:
+def open_decoding(model: Any, *, batch: int, context: int, output: int, **settings: Any) -> Iterator[Engine]:
     """Give an engine with LS requests ``ls0`` and so on that decode at a context, and need no prefill."""
-    spec, block = model.omniserve.spec, settings.get("block_size", 64)
-    blocks = batch * -(-(context + output) // block)
+    blocks = batch * -(-(context + output) // 64)
     defaults: dict[str, Any] = {
         "scheduler": PRIMED, "host_kv_bytes": 0, "max_model_len": context + output,
-        "device_kv_bytes": (blocks + 1) * spec.kv_block_bytes(block),
-        "max_num_seqs": max(batch, 1), "max_num_batched_tokens": max(batch, 512),
+        "device_kv_bytes": (blocks + 1) * 64 * kv_token_bytes(model), "max_num_seqs": max(batch, 1),
+        "max_num_batched_tokens": max(batch, 512),
     }  # fmt: skip
     settings = defaults | settings
     options = known_options(settings["scheduler"], {"ls_reserve_fraction": 0.0, "swap_in_delay_s": NEVER_S})
-    with open_engine(model, config_of(model, mode=mode, scheduler_options=options, **settings)) as engine:
-        add_decoding(engine, batch, context, output)
+    with open_engine(model, config_of(model, scheduler_options=options, **settings)) as engine:
+        renew(engine, batch, context, output)
         yield engine
 
 
-def add_decoding(engine: Engine, batch: int, context: int, output: int) -> None:
-    """Add LS requests ``ls0`` and so on to an engine of primed ones."""
+def renew(engine: Engine, batch: int, context: int, output: int) -> None:
+    """Begin anew with these LS requests: what is compared is measured at the same contexts."""
+    for i in range(batch):
+        engine.abort(f"ls{i}")
     for i in range(batch):
         engine.add(request(f"ls{i}", context, output, engine.spec.vocab_size))
 
 
-def renew(engine: Engine, batch: int, context: int, output: int) -> None:
-    """Begin anew with these requests: what is compared is measured at the same contexts."""
-    for i in range(batch):
-        engine.abort(f"ls{i}")
-    add_decoding(engine, batch, context, output)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTimes:
-    """Steps one after the other."""
-
-    mean_s: float
-    """By the device's events around all of them: its idle time between two steps counts."""
-    p50_s: float
-    """By the wall clock, of a step alone."""
-    p99_s: float
-
-
-def step_times(engine: Engine, count: int, *, warm_up: int = 6) -> StepTimes:
-    """Time ``count`` steps, after a few that are not.
-
-    Raises:
-        RuntimeError: Requests ended meanwhile.
-    """
-    for _ in range(warm_up):
-        engine.step()
-    walls: list[float] = []
-
-    def run() -> None:
-        for _ in range(count):
-            began_s = time.perf_counter()
-            if any(output.finished for output in engine.step()):
-                raise RuntimeError("a request ended while steps were timed: give it more tokens")
-            walls.append(time.perf_counter() - began_s)
-
-    mean_s = seconds(run, engine.model.device) / count
-    walls.sort()
-    return StepTimes(mean_s=mean_s, p50_s=statistics.median(walls), p99_s=walls[int(0.99 * (count - 1))])
+def serve_step(engine: Engine) -> None:
+    """Make a step, and wait a little where there was nothing to do."""
+    engine.step()
+    if engine.last_plan_was_empty:
+        engine.wait(0.01)
 
 
 def drain(engine: Engine, names: list[str]) -> None:
@@ -151,3 +193,49 @@ def drain(engine: Engine, names: list[str]) -> None:
         engine.step()
         engine.wait(0.01)
     wait_for(engine.model.device)
+
+
+def step_ms(engine: Engine, count: int, *, warm_up: int = 6) -> tuple[float, dict[str, Any]]:
+    """Time ``count`` steps, after a few that are not.
+
+    Returns:
+        The mean by the device's events around all of them: its idle time between two steps counts. And percentiles by
+        the wall clock, of a step alone.
+    """
+    for _ in range(warm_up):
+        engine.step()
+    walls: list[float] = []
+
+    def run() -> None:
+        for _ in range(count):
+            began_s = time.perf_counter()
+            if any(output.finished for output in engine.step()):
+                raise RuntimeError("a request ended while steps were timed: give it more tokens")
+            walls.append(1e3 * (time.perf_counter() - began_s))
+
+    mean_ms = 1e3 * seconds(run, engine.model.device) / count
+    return mean_ms, {"wall_p50_ms": percentile(walls, 50), "wall_p99_ms": percentile(walls, 99)}
+
+
+def reclaim_memory(device: torch.device) -> None:
+    """Give back unused memory, page-locked too: a closed engine holds its pools until a garbage collection."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
+
+
+def graph_of(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Return what replays ``run``'s kernels as one CUDA graph; without a GPU, ``run`` itself."""
+    if device.type != "cuda":
+        return run
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):  # kernels are compiled and memory is found before the capture
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay

@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
 from benchmarks.attention.bandwidth import Arena, allowed_cpus, fill, normal_tile, pin_team, sequential_readings
 from benchmarks.common.timing import median_seconds
-from benchmarks.gpu.script import Script, argument_parser
-from benchmarks.gpu.timing import graph_of
+from benchmarks.gpu.engines import graph_of
+from benchmarks.gpu.script import Script
 from omniserve.host.cores import default_host_threads
 
 
 class Limits:
-    """Rates that other figures are compared with.
-
-    Args:
-        device: The device tier's.
-        dry: Tiny sizes.
-    """
+    """Rates that other figures are compared with; ``dry``: of tiny sizes."""
 
     def __init__(self, device: torch.device, *, dry: bool) -> None:
-        self.device, self._dry = device, dry
-        self._repeats = 3 if dry else 10
+        self.device, self._dry, self._repeats = device, dry, 3 if dry else 10
+        self.host_threads = default_host_threads(device)
 
     @functools.cached_property
     def copy_bytes_per_s(self) -> float:
         """Bytes read plus bytes written a second by a copy inside the device's memory."""
         source = torch.empty(1 << (20 if self._dry else 32), dtype=torch.uint8, device=self.device).random_(0, 255)
         target = torch.empty_like(source)
-        copy_s = median_seconds(lambda: target.copy_(source), self.device, repeats=self._repeats)
-        return 2 * source.numel() / copy_s
+        return 2 * len(source) / median_seconds(lambda: target.copy_(source), self.device, repeats=self._repeats)
 
     @functools.cached_property
     def matmul_flops(self) -> float:
@@ -54,26 +47,15 @@ class Limits:
         return self._transfer(to_host=True)
 
     def _transfer(self, *, to_host: bool) -> float:
-        num_bytes = 1 << (20 if self._dry else 30)
-        host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        device = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
+        count = 1 << (20 if self._dry else 30)
+        host = torch.ones(count, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        device = torch.ones(count, dtype=torch.uint8, device=self.device)
         source, target = (device, host) if to_host else (host, device)
-        copy_s = median_seconds(
-            lambda: target.copy_(source, non_blocking=True), self.device, repeats=self._repeats
-        )  # fmt: skip
-        return num_bytes / copy_s
+        copy = functools.partial(target.copy_, source, non_blocking=True)
+        return count / median_seconds(copy, self.device, repeats=self._repeats)
 
-    @functools.cached_property
-    def launch_s(self) -> float:
-        """Seconds of a small kernel, one after the other, launched from Python."""
-        return self._launches(in_graph=False)
-
-    @functools.cached_property
-    def graph_launch_s(self) -> float:
-        """Seconds of a small kernel in a CUDA graph."""
-        return self._launches(in_graph=True)
-
-    def _launches(self, *, in_graph: bool) -> float:
+    def launch_s(self, *, in_graph: bool) -> float:
+        """Return the seconds of a small kernel, one after the other, launched from Python or in a CUDA graph."""
         x, count = torch.zeros(1, device=self.device), 200
 
         def run() -> None:
@@ -82,11 +64,6 @@ class Limits:
 
         timed = graph_of(run, self.device) if in_graph else run
         return median_seconds(timed, self.device, repeats=self._repeats) / count
-
-    @functools.cached_property
-    def host_threads(self) -> int:
-        """Threads that the host tier has by default."""
-        return default_host_threads(self.device)
 
     @functools.cached_property
     def host_read_bytes_per_s(self) -> float:
@@ -106,25 +83,18 @@ class Limits:
             torch.set_num_threads(before)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    script = Script("limits", argument_parser(__doc__).parse_args(arguments))
-    limits = script.limits
-    with script.case("copy inside device memory, read + written") as case:
-        case.figure(limits.copy_bytes_per_s / 1e9, "GB/s")
-    with script.case("bf16 matrix product") as case:
-        case.figure(limits.matmul_flops / 1e12, "TFLOP/s")
-    with script.case("PCIe to the device, page-locked, one piece") as case:
-        case.figure(limits.to_device_bytes_per_s / 1e9, "GB/s")
-    with script.case("PCIe to the host, page-locked, one piece") as case:
-        case.figure(limits.to_host_bytes_per_s / 1e9, "GB/s")
-    with script.case("small kernel, launched from Python") as case:
-        case.figure(1e6 * limits.launch_s, "us")
-    with script.case("small kernel, in a CUDA graph") as case:
-        case.figure(1e6 * limits.graph_launch_s, "us")
-    with script.case(f"main memory, read by {limits.host_threads} threads") as case:
-        case.figure(limits.host_read_bytes_per_s / 1e9, "GB/s")
-    return script.end()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def limits(script: Script) -> None:
+    """Record all of them."""
+    found = script.limits
+    rates: dict[str, tuple[Callable[[], float], float, str]] = {
+        "copy inside device memory, read + written": (lambda: found.copy_bytes_per_s, 1e-9, "GB/s"),
+        "bf16 matrix product": (lambda: found.matmul_flops, 1e-12, "TFLOP/s"),
+        "PCIe to the device, page-locked, one piece": (lambda: found.to_device_bytes_per_s, 1e-9, "GB/s"),
+        "PCIe to the host, page-locked, one piece": (lambda: found.to_host_bytes_per_s, 1e-9, "GB/s"),
+        "small kernel, launched from Python": (lambda: found.launch_s(in_graph=False), 1e6, "us"),
+        "small kernel, in a CUDA graph": (lambda: found.launch_s(in_graph=True), 1e6, "us"),
+        f"main memory, read by {found.host_threads} threads": (lambda: found.host_read_bytes_per_s, 1e-9, "GB/s"),
+    }
+    for name, (measure, factor, unit) in rates.items():
+        with script.case(name) as case:
+            case.figure(factor * measure(), unit)

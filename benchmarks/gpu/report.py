@@ -29,7 +29,7 @@ def write_report(out: Path) -> None:
         cases, environment = record["results"]["cases"], record["environment"]
         commit = environment["git"]["commit"] or f"code {environment['code']}"
         gpus = ", ".join(environment["hardware"]["gpus"]) or "no GPU"
-        dry = ", DRY: no figure means anything" if record["config"].get("dry") else ""
+        dry = ", DRY: no figure means anything" if record["config"]["dry"] else ""
         lines += [f"## {name} ({record['time']}, {gpus}, {commit[:12]}{dry})", "", markdown(cases), ""]
         for case in cases:
             if case["outcome"] == "FAIL":

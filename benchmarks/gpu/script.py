@@ -1,17 +1,16 @@
-"""Script: what the scripts of this folder share: arguments, a device, and a record that grows case by case."""
+"""Script: a part's device, and a record that grows case by case; programs with a time limit."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
-import math
 import os
 import re
-import sys
+import subprocess
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.common import arguments
 from benchmarks.common.record import ROOT, write_record
 from benchmarks.common.tables import table
 
 if TYPE_CHECKING:
     from benchmarks.gpu.limits import Limits
 
-NO_GPU = 3
-"""Exit status of a script that needs a GPU which torch can use, and found none."""
+GRACE_S = 5.0
+"""From SIGABRT, at which Python shows the stacks of all threads, to SIGKILL."""
 
 
 class NotHere(Exception):
@@ -36,7 +34,7 @@ class NotHere(Exception):
 
 @dataclass(kw_only=True)
 class Case:
-    """One check, or one figure."""
+    """One check, or one figure; as the record has it."""
 
     case: str
     outcome: str = "PASS"
@@ -45,31 +43,22 @@ class Case:
     unit: str = ""
     limit: float | None = None
     """What the hardware allows, or what this one is compared with, in the same unit."""
+    ratio: float | None = None
+    """Measured over limit."""
     goal: str = ""
-    """Of the ratio of ``measured`` to ``limit``, or of ``measured`` where there is no limit."""
+    """Of the ratio, or of ``measured`` where there is no limit."""
     met: bool | None = None
     note: str = ""
     seconds: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def ratio(self) -> float | None:
-        """Measured over limit."""
-        return self.measured / self.limit if self.measured is not None and self.limit else None
-
     def figure(
-        self,
-        measured: float,
-        unit: str,
-        *,
-        limit: float | None = None,
-        at_most: float | None = None,
-        at_least: float | None = None,
-        note: str = "",
-        **details: Any,
-    ) -> None:
+        self, measured: float, unit: str, *, limit: float | None = None, at_most: float | None = None,
+        at_least: float | None = None, note: str = "", **details: Any,
+    ) -> None:  # fmt: skip
         """Set what was measured, its limit and its goal (``at_most`` or ``at_least``)."""
         self.measured, self.unit, self.limit, self.note = measured, unit, limit, note
+        self.ratio = measured / limit if limit else None
         self.details |= details
         compared = measured if self.ratio is None else self.ratio
         if at_most is not None:
@@ -78,49 +67,22 @@ class Case:
             self.goal, self.met = f">= {at_least:g}", compared >= at_least
 
 
-def argument_parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """Return a parser with what all scripts take, and a flag for each further default."""
-    parser = arguments.argument_parser(
-        doc, dry=(False, "tiny sizes, on the CPU where there is no GPU"), **defaults
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, help="folder of the record (default: $OUT, or benchmarks/results/gpu)")
-    return parser
-
-
 def folder_of(out: Path | None, *, dry: bool) -> Path:
-    """Return where records go."""
+    """Return where records go: ``out``, else ``$OUT``, else a folder of the checkout."""
     default = ROOT / ".cache" / "gpu-dry" if dry else ROOT / "benchmarks" / "results" / "gpu"
     return Path(out or os.environ.get("OUT") or default)
 
 
 class Script:
-    """One script's run.
+    """One part's run; its record is written after every case, so that a crash or time limit cuts off only the rest."""
 
-    The record is written after every case, so that what a time limit or a crash cuts off is only the rest.
-
-    Args:
-        name: Of its record.
-        args: From ``argument_parser``.
-
-    Raises:
-        SystemExit: There is no GPU, and this is no dry run.
-    """
-
-    def __init__(self, name: str, args: argparse.Namespace) -> None:
+    def __init__(self, name: str, *, dry: bool, out: Path) -> None:
         logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s %(message)s")
-        self.name, self.dry = name, bool(args.dry)
+        self.name, self.dry = name, dry
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.on_gpu = self.device.type == "cuda"
         self.cases: list[Case] = []
-        self._config = {key: value for key, value in vars(args).items() if key != "out"}
-        self._record = folder_of(args.out, dry=self.dry) / f"gpu_{name}.json"
-        if not self.on_gpu and not self.dry and name != "machine":
-            print("there is no GPU that torch can use; --dry runs tiny sizes on the CPU", file=sys.stderr)
-            raise SystemExit(NO_GPU)
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the device is a GPU."""
-        return self.device.type == "cuda"
+        self._record = out / f"gpu_{name}.json"
 
     @functools.cached_property
     def limits(self) -> Limits:
@@ -129,13 +91,16 @@ class Script:
 
         return Limits(self.device, dry=self.dry)
 
+    def needs_gpu(self) -> None:
+        """Raise NotHere without a GPU."""
+        if not self.on_gpu:
+            raise NotHere("needs a GPU")
+
     @contextmanager
     def case(self, name: str, *, only_failure: bool = False) -> Iterator[Case]:
         """Run the body as one case: what it raises is this case's outcome, and the script goes on.
 
-        Args:
-            name: What the case is called.
-            only_failure: One of many: it is shown and recorded only if it fails.
+        With ``only_failure`` it is one of many: it is shown and recorded only if it fails.
         """
         case, began_s = Case(case=name), time.perf_counter()
         try:
@@ -150,27 +115,15 @@ class Script:
         if only_failure and case.outcome != "FAIL":
             return
         self.cases.append(case)
-        print(line_of(case), flush=True)
-        results = {"cases": [_as_json(case) for case in self.cases]}
-        write_record(self._record, name=f"gpu_{self.name}", config=self._config, seed=0, results=results)
-
-    def end(self) -> int:
-        """Print the table if there are figures; return the exit status, 1 if a case failed."""
-        if any(case.measured is not None for case in self.cases):
-            print("\n" + markdown([_as_json(case) for case in self.cases]), flush=True)
-        return int(any(case.outcome == "FAIL" for case in self.cases))
+        value = "" if case.measured is None else f": {short(case.measured)} {case.unit}"
+        limit = "" if case.ratio is None else f" ({short(case.ratio)} x {short(case.limit)})"
+        note = case.note and f": {case.note.splitlines()[0]}"
+        print(f"{case.outcome}  {case.case}{value}{limit}{note} [{case.seconds:.1f} s]", flush=True)
+        results = {"cases": [vars(case) for case in self.cases]}
+        write_record(self._record, name=f"gpu_{self.name}", config={"dry": self.dry}, seed=0, results=results)
 
 
-def line_of(case: Case) -> str:
-    """Return a case's line on the terminal."""
-    value = "" if case.measured is None else f": {short(case.measured)} {case.unit}"
-    if case.ratio is not None:
-        value += f" ({short(case.ratio)} x {short(case.limit)})"
-    note = f": {case.note.splitlines()[0]}" if case.note else ""
-    return f"{case.outcome}  {case.case}{value}{note} [{case.seconds:.1f} s]"
-
-
-def markdown(cases: Sequence[dict[str, Any]]) -> str:
+def markdown(cases: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table of cases as records hold them."""
     lines = [["", "case", "measured", "limit", "ratio", "goal", "met", "note"]]
     for case in cases:
@@ -194,6 +147,26 @@ def scrubbed(text: str) -> str:
     return re.sub(r"(?<![\w./])/(?:[\w.+@~-]+/)+", ".../", text)
 
 
-def _as_json(case: Case) -> dict[str, Any]:
-    record = vars(case) | {"ratio": case.ratio}
-    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
+def run_program(
+    command: Sequence[str | Path], *, limit_s: float, environment: Mapping[str, str] | None = None, echo: bool = False
+) -> tuple[int | None, list[str]]:
+    """Run a program in the repository's root; coreutils' ``timeout`` ends it, with all that it started, at its limit.
+
+    Returns:
+        Its exit status, None if it was ended, and the last lines of its output and errors.
+    """
+    began_s = time.monotonic()
+    lines: deque[str] = deque(maxlen=2000)
+    with subprocess.Popen(
+        ["timeout", "--signal=ABRT", f"--kill-after={GRACE_S}", str(limit_s), *command], cwd=ROOT,
+        env=os.environ | {"PYTHONFAULTHANDLER": "1"} | dict(environment or {}), text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip("\n"))
+            if echo:
+                print(line, end="", flush=True)
+    # What timeout ends has these statuses; a program that the kernel killed for its memory has one of them sooner.
+    ended = process.returncode in (124, 137, -9) and time.monotonic() - began_s >= limit_s
+    return None if ended else process.returncode, list(lines)

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from benchmarks.paper.cases import COMMON, Case, Experiment, MachineSpec, with_settings
 from benchmarks.paper.loads import LoadSpec
+from omniserve.core.request import SLO, Request
+from omniserve.sched.conserve import ConServePolicy
 
 SYSTEMS = ("online-only", "conserve", "sarathi", "non-preemptive")
-NO_SAFEPOINTS = "benchmarks.paper.controls:NoSafepoints"
+NO_SAFEPOINTS = "benchmarks.paper.conserve:NoSafepoints"
 LLAMA_8B = MachineSpec(model="llama-3.1-8b", device="1xH100-80GB", hosts="1xXeon-8480")
 QWEN_14B = replace(LLAMA_8B, model="qwen-2.5-14b")
 LLAMA_70B = MachineSpec(
@@ -16,6 +18,13 @@ LLAMA_70B = MachineSpec(
 )  # 3.1 has its sizes
 SYNTHETIC = LoadSpec(ls_rate=2.0, ls_cv=0.5, ls_lengths="4096:256", be_lengths="multinews")
 BACKLOG = 64
+
+
+class NoSafepoints(ConServePolicy):
+    """``conserve`` without layer-wise preemption: an LS request waits for the end of the running step (6.5)."""
+
+    def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
+        return False
 
 
 def _case(machine: MachineSpec, x: str, system: str, load: LoadSpec, slo_scale: float = 1.0) -> Case:
@@ -43,15 +52,6 @@ def _rates(*rates: float) -> dict[str, LoadSpec]:
     return {f"{rate:g}/s": replace(SYNTHETIC, ls_rate=rate) for rate in rates}
 
 
-def _scales() -> Experiment:
-    scales = {f"scale {scale:g}": scale for scale in (1.0, 1.25, 1.5, 2.0)}
-    return _experiment(
-        "conserve-6b-8b", "ConServe Fig. 6b: llama-3.1-8b on an H100, 2 LS/s, objectives of several scales",
-        "above 99 % of TTFT and TBT from a scale over 1.0, at least 86 % at 1.0; 93 % of Non-Preemptive's throughput "
-        "at 1.5, 2 % more beyond", LLAMA_8B, dict.fromkeys(scales, SYNTHETIC), cell="scales", scales=scales,
-    )  # fmt: skip
-
-
 def _real(name: str, figure: str, says: str, machine: MachineSpec, rate: float, data: tuple[str, ...]) -> Experiment:
     loads = {
         name: LoadSpec(ls_rate=rate, ls_lengths="burstgpt", be_lengths="mixed" if name == "mixed" else name)
@@ -60,26 +60,8 @@ def _real(name: str, figure: str, says: str, machine: MachineSpec, rate: float, 
     return _experiment(name, figure, says, machine, loads)
 
 
-def _ablation() -> Experiment:
-    x = "2/s"
-    first, full, sarathi, _ = (_case(LLAMA_8B, x, system, SYNTHETIC) for system in SYSTEMS)
-    scheduled = replace(full, system=NO_SAFEPOINTS, variant="no checkpoints")
-    cases = (
-        first,
-        sarathi,
-        with_settings(scheduled, "no checkpoints", checkpoint_kv=False),
-        with_settings(full, "no checkpoints, halted rows begin anew", checkpoint_kv=False, keep_halted=False),
-        with_settings(full, "halted rows begin anew", keep_halted=False),
-        full,
-        with_settings(full, "incremental", kv="incremental"),
-    )
-    return Experiment(
-        name="conserve-65", figure="ConServe 6.5: llama-3.1-8b on an H100, 2 LS/s, its parts one by one",
-        says="Sarathi-P: TBT 375 ms, TTFT 1,399; with the scheduler 73 and 686; with layer-wise preemption TTFT 523; "
-        "with incremental KV offline throughput 1.29 times, 11,366 tokens/s", x_name="LS load", cases=cases,
-        cell="harvest", slo_from="online-only",
-    )  # fmt: skip
-
+_SCALES = {f"scale {scale:g}": scale for scale in (1.0, 1.25, 1.5, 2.0)}
+_ALONE, _FULL, _SARATHI, _ = (_case(LLAMA_8B, "2/s", system, SYNTHETIC) for system in SYSTEMS)
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     _experiment("conserve-6-8b", "ConServe Fig. 6a: llama-3.1-8b on an H100",
@@ -88,7 +70,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     _experiment("conserve-6-14b", "ConServe Fig. 6a: qwen-2.5-14b on an H100", "as above", QWEN_14B, _rates(1.0, 2.0)),
     _experiment("conserve-6-70b", "ConServe Fig. 6a: llama-3.1-70b on four H100", "as above", LLAMA_70B,
                 _rates(1.0, 2.0)),
-    _scales(),
+    _experiment("conserve-6b-8b", "ConServe Fig. 6b: llama-3.1-8b on an H100, 2 LS/s, objectives of several scales",
+                "above 99 % of TTFT and TBT from a scale over 1.0, at least 86 % at 1.0; 93 % of Non-Preemptive's "
+                "throughput at 1.5, 2 % more beyond", LLAMA_8B, dict.fromkeys(_SCALES, SYNTHETIC), cell="scales",
+                scales=_SCALES),
     _real("conserve-7-70b", "ConServe Fig. 7 and Table 2: llama-3.1-70b on four H100, lengths of BurstGPT, 2 LS/s",
           "mixed: P99 TTFT 1.08, 1.14 (ConServe), 2.91 (Sarathi-P), 15.2 s (Non-Preemptive); TBT 184, 201, 441, 450; "
           "offline 1,553, 895 and 1,995 tokens/s", LLAMA_70B, 2.0, ("mixed", "dureader", "multinews", "vcsum")),
@@ -105,6 +90,18 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 "near Online-Only at most lengths; most is gained above 128, a little less above 512", LLAMA_8B,
                 {f"{n} out, {512 / n:g}/s": replace(SYNTHETIC, ls_rate=512 / n, ls_lengths=f"4096:{n}")
                  for n in (128, 256, 1024)}),
-    _ablation(),
+    Experiment(
+        name="conserve-65", figure="ConServe 6.5: llama-3.1-8b on an H100, 2 LS/s, its parts one by one",
+        says="Sarathi-P: TBT 375 ms, TTFT 1,399; with the scheduler 73 and 686; with layer-wise preemption TTFT 523; "
+        "with incremental KV offline throughput 1.29 times, 11,366 tokens/s", x_name="LS load", cell="harvest",
+        slo_from="online-only",
+        cases=(
+            _ALONE, _SARATHI,
+            with_settings(replace(_FULL, system=NO_SAFEPOINTS), "no checkpoints", checkpoint_kv=False),
+            with_settings(_FULL, "no checkpoints, halted rows begin anew", checkpoint_kv=False, keep_halted=False),
+            with_settings(_FULL, "halted rows begin anew", keep_halted=False), _FULL,
+            with_settings(_FULL, "incremental", kv="incremental"),
+        ),
+    ),
 )  # fmt: skip
 """In the order of the page."""

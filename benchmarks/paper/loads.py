@@ -78,12 +78,7 @@ TIMES_FILE = "azure2023_conv.csv"
 
 
 def lengths_named(name: str, trace_dir: Path | None = None) -> Lengths:
-    """Return the lengths of a data set, or of ``IN:OUT``, fixed.
-
-    Raises:
-        ValueError: Unknown name.
-        OSError: The folder lacks the file.
-    """
+    """Return the lengths of a data set, or of ``IN:OUT``, fixed."""
     first, _, second = name.partition(":")
     if first.isdigit() and second.isdigit():
         return lambda rng: (int(first), int(second))
@@ -127,14 +122,7 @@ class LoadSpec:
     be_lengths: str = "longbench"
 
     def make(self, duration_s: float, *, warm_up: float, seed: int, trace_dir: Path | None = None) -> Load:
-        """Draw the load; LS and best-effort requests do not depend on each other.
-
-        Args:
-            duration_s: Simulated seconds.
-            warm_up: Share of them that figures leave out.
-            seed: Of arrivals and lengths.
-            trace_dir: Folder with traces; None: generators.
-        """
+        """Draw the load, with generators or from a folder of traces; LS and BE requests do not depend on each other."""
         rng = random.Random(f"{seed} LS")
         if self.ls_rates is not None:
             low, high, interval_s = self.ls_rates
@@ -148,12 +136,9 @@ class LoadSpec:
             be_times = [0.0] * _PILE if self.backlog else self._be_times(duration_s, rng, trace_dir)
             be = requests(be_times, lengths_named(self.be_lengths, trace_dir), rng)
         return Load(
-            latency_sensitive=ls,
-            best_effort=be,
-            backlog=self.backlog,
-            duration_s=duration_s,
+            latency_sensitive=ls, best_effort=be, backlog=self.backlog, duration_s=duration_s,
             warm_up_s=warm_up * duration_s,
-        )
+        )  # fmt: skip
 
     def _be_times(self, duration_s: float, rng: random.Random, trace_dir: Path | None) -> list[float]:
         if trace_dir is None:

@@ -55,18 +55,6 @@ def _co_serving(
     ]  # fmt: skip
 
 
-def _slow_network() -> Experiment:
-    return Experiment(
-        name="omniserve-15-network", figure="OmniServe Fig. 15: yi-34b-200k, 1G4C over 10 Gb/s, longbench",
-        says="the advantage persists", x_name="LS/s", cell="co-serving",
-        cases=_ordered(
-            _case(replace(YI, network_gb_per_s=1.25), SERVERS["1G4C"], f"{rate:g}", system,
-                  LoadSpec(ls_rate=rate, be_rate=BE_RATE), SLO_OF[YI])
-            for rate in (2.0, 6.0) for system in ("omniserve", "neo")
-        ),
-    )  # fmt: skip
-
-
 def _slo_scales(machine: MachineSpec, rate: float, tpots_s: tuple[float, ...]) -> Experiment:
     cases = [
         _case(
@@ -98,52 +86,6 @@ def _bursty(machine: MachineSpec, high: float) -> Experiment:
     )  # fmt: skip
 
 
-def _longer() -> Experiment:
-    return Experiment(
-        name="omniserve-17-long", figure="OmniServe Fig. 17: yi-34b-200k, 1G4C, dailymail, three times as long",
-        says="runs of 30 minutes; up to 9.1 times", x_name="LS/s", cell="co-serving", times=3,
-        cases=_with_offloading(
-            _case(YI, SERVERS["1G4C"], "6", system, LoadSpec(ls_rate=6.0, be_rate=BE_RATE, be_lengths="dailymail"))
-            for system in ("omniserve", "sarathi")
-        ),
-    )  # fmt: skip
-
-
-def _much_longer() -> Experiment:
-    return Experiment(
-        name="omniserve-15-long", figure="OmniServe Fig. 15: yi-34b-200k, 1G4C, longbench, five times as long",
-        says="BE decode throughput 9.85 times the baselines under heavy load", x_name="LS/s", times=5,
-        cell="co-serving",
-        cases=_with_offloading(
-            _case(YI, SERVERS["1G4C"], "6", system, LoadSpec(ls_rate=6.0, be_rate=BE_RATE))
-            for system in ("omniserve", "sarathi")
-        ),
-    )  # fmt: skip
-
-
-def _less_best_effort() -> Experiment:
-    return Experiment(
-        name="omniserve-15-less", figure="As Fig. 15, yi-34b-200k, 1G4C, longbench, 2 LS/s, with less best-effort work",
-        says=CONTROL, x_name="BE/s", cell="co-serving",
-        cases=_ordered(
-            _case(YI, SERVERS["1G4C"], f"{rate:g}", system, LoadSpec(ls_rate=2.0, be_rate=rate))
-            for rate in (0.1, 0.25) for system in ("omniserve", "sarathi", "neo")
-        ),
-    )  # fmt: skip
-
-
-def _less_memory() -> Experiment:
-    return Experiment(
-        name="omniserve-15-memory", figure="As Fig. 17, yi-34b-200k on GPUs of 50 GB, 4 LS/s, 0.5 BE/s",
-        says=CONTROL, x_name="hosts", cell="co-serving", times=2,
-        cases=_ordered(
-            _case(replace(YI, memory_gb=50.0), f"{hosts}xXeon-6342", f"{hosts} hosts", system,
-                  LoadSpec(ls_rate=4.0, be_rate=0.5, be_lengths="dailymail"), SLO_OF[YI])
-            for hosts in (1, 5) for system in ("omniserve", "sarathi", "llumnix")
-        ),
-    )  # fmt: skip
-
-
 def _more_cpus(machine: MachineSpec, rate: float) -> Experiment:
     loads = [
         _case(machine, f"{hosts}xXeon-6342", f"{hosts} hosts", "omniserve", LoadSpec(ls_rate=rate, be_rate=BE_RATE))
@@ -158,40 +100,75 @@ def _more_cpus(machine: MachineSpec, rate: float) -> Experiment:
     )  # fmt: skip
 
 
-def _admission() -> Experiment:
-    cases = _ordered(
-        _case(YI, SERVERS["1G4C"], f"{rate:g}", "omniserve", LoadSpec(ls_rate=rate, be_rate=BE_RATE))
-        for rate in (8.0, 10.0)
-    )
-    pairs = (
-        with_settings(case, f"{case.variant}, {word}".removeprefix(", "), admission=word == "with")
-        for case in cases for word in ("with", "without")
-    )  # fmt: skip
-    return Experiment(
-        name="omniserve-19", figure="OmniServe Fig. 19b, 19c: yi-34b-200k, 1G4C, admission control",
-        says="TTFT attainment of the admitted 94.1 % with it under aggressive load, up to 43.3 points more than "
-        "without; LS decode throughput within 6 %", x_name="LS/s", cell="admission", cases=tuple(pairs),
-    )  # fmt: skip
-
+_ADMISSION = _ordered(
+    _case(YI, SERVERS["1G4C"], f"{rate:g}", "omniserve", LoadSpec(ls_rate=rate, be_rate=BE_RATE))
+    for rate in (8.0, 10.0)
+)
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     *_co_serving("Fig. 10, 15", "10-15", "1G4C", "longbench", "SLO within 0.6 points of Sarathi; BE decode throughput "
                  "1.2 times the baselines under light LS load, 9.85 times under heavy load"),
-    _slow_network(),
+    Experiment(
+        name="omniserve-15-network", figure="OmniServe Fig. 15: yi-34b-200k, 1G4C over 10 Gb/s, longbench",
+        says="the advantage persists", x_name="LS/s", cell="co-serving",
+        cases=_ordered(
+            _case(replace(YI, network_gb_per_s=1.25), SERVERS["1G4C"], f"{rate:g}", system,
+                  LoadSpec(ls_rate=rate, be_rate=BE_RATE), SLO_OF[YI])
+            for rate in (2.0, 6.0) for system in ("omniserve", "neo")
+        ),
+    ),
     *_co_serving("Fig. 11, 16", "11-16", "1G", "longbench", "SLO within 0.6 points of Sarathi; BE up to 3.47 times"),
     *_co_serving("Fig. 12", "12", "1G", "dailymail", "SLO attainment up to 1.42 times the baselines"),
     *_co_serving("Fig. 17", "17", "1G4C", "dailymail", "BE up to 9.1 times the baselines",
                  ("omniserve", "sarathi", "neo")),  # llumnix: as sarathi, see Fig. 12
-    _much_longer(),
-    _longer(),
-    _less_best_effort(),
-    _less_memory(),
+    Experiment(
+        name="omniserve-15-long", figure="OmniServe Fig. 15: yi-34b-200k, 1G4C, longbench, five times as long",
+        says="BE decode throughput 9.85 times the baselines under heavy load", x_name="LS/s", times=5,
+        cell="co-serving",
+        cases=_with_offloading(
+            _case(YI, SERVERS["1G4C"], "6", system, LoadSpec(ls_rate=6.0, be_rate=BE_RATE))
+            for system in ("omniserve", "sarathi")
+        ),
+    ),
+    Experiment(
+        name="omniserve-17-long", figure="OmniServe Fig. 17: yi-34b-200k, 1G4C, dailymail, three times as long",
+        says="runs of 30 minutes; up to 9.1 times", x_name="LS/s", cell="co-serving", times=3,
+        cases=_with_offloading(
+            _case(YI, SERVERS["1G4C"], "6", system, LoadSpec(ls_rate=6.0, be_rate=BE_RATE, be_lengths="dailymail"))
+            for system in ("omniserve", "sarathi")
+        ),
+    ),
+    Experiment(
+        name="omniserve-15-less", figure="As Fig. 15, yi-34b-200k, 1G4C, longbench, 2 LS/s, with less best-effort work",
+        says=CONTROL, x_name="BE/s", cell="co-serving",
+        cases=_ordered(
+            _case(YI, SERVERS["1G4C"], f"{rate:g}", system, LoadSpec(ls_rate=2.0, be_rate=rate))
+            for rate in (0.1, 0.25) for system in ("omniserve", "sarathi", "neo")
+        ),
+    ),
+    Experiment(
+        name="omniserve-15-memory", figure="As Fig. 17, yi-34b-200k on GPUs of 50 GB, 4 LS/s, 0.5 BE/s",
+        says=CONTROL, x_name="hosts", cell="co-serving", times=2,
+        cases=_ordered(
+            _case(replace(YI, memory_gb=50.0), f"{hosts}xXeon-6342", f"{hosts} hosts", system,
+                  LoadSpec(ls_rate=4.0, be_rate=0.5, be_lengths="dailymail"), SLO_OF[YI])
+            for hosts in (1, 5) for system in ("omniserve", "sarathi", "llumnix")
+        ),
+    ),
     _slo_scales(YI, 4.0, (0.15, 0.2)),
     _slo_scales(LLAMA, 3.0, (0.15, 0.2)),
     _bursty(YI, 8.0),
     _bursty(LLAMA, 5.0),
     _more_cpus(YI, 4.0),
     _more_cpus(LLAMA, 3.0),
-    _admission(),
+    Experiment(
+        name="omniserve-19", figure="OmniServe Fig. 19b, 19c: yi-34b-200k, 1G4C, admission control",
+        says="TTFT attainment of the admitted 94.1 % with it under aggressive load, up to 43.3 points more than "
+        "without; LS decode throughput within 6 %", x_name="LS/s", cell="admission",
+        cases=tuple(
+            with_settings(case, f"{case.variant}, {word}".removeprefix(", "), admission=word == "with")
+            for case in _ADMISSION for word in ("with", "without")
+        ),
+    ),
 )  # fmt: skip
 """In the order of the page."""

@@ -19,11 +19,7 @@ TEMPLATE = Path(__file__).with_name("page.md.jinja")
 
 
 class Findings:
-    """Looks up a record's numbers.
-
-    Args:
-        experiments: Of the record, by name.
-    """
+    """Looks up numbers of a record's experiments; ValueError: the record has none there."""
 
     def __init__(self, experiments: Mapping[str, Mapping[str, Any]]) -> None:
         self._experiments = experiments
@@ -36,11 +32,7 @@ class Findings:
         return markdown(self._entry(name), legend=False)
 
     def value(self, name: str, x: str, column: str, figure: str) -> float:
-        """Return a number.
-
-        Raises:
-            ValueError: The record has none there.
-        """
+        """Return a number."""
         for row in self._entry(name)["rows"]:
             if row["x"] == x and row["column"] == column:
                 if (value := row["figures"].get(figure)) is None:
@@ -49,11 +41,7 @@ class Findings:
         raise ValueError(f"the record's {name} has no {column} at {x}: run it anew")
 
     def ratio(self, name: str, x: str, column: str, other: str, figure: str) -> float:
-        """Return what ``column`` has over what ``other`` has.
-
-        Raises:
-            ValueError: The record lacks one, or the other is 0.
-        """
+        """Return what ``column`` has over what ``other`` has."""
         base = self.value(name, x, other, figure)
         if base == 0:
             raise ValueError(f"{figure} of {other} in {name} at {x} is 0: nothing can be a multiple of it")
@@ -101,15 +89,7 @@ def verdict(*conditions: bool) -> str:
 
 
 def render(experiments: Mapping[str, Mapping[str, Any]], template: str) -> str:
-    """Return the page.
-
-    Args:
-        experiments: Of the record, by name.
-        template: Jinja; see ``TEMPLATE``.
-
-    Raises:
-        ValueError: The template asks for what the record lacks, or shows not all of it.
-    """
+    """Return the page of a record's experiments."""
     findings = Findings(experiments)
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True)
     environment.filters.update(n=number, span=span, mean=statistics.fmean)

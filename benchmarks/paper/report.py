@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from string import Formatter
 from typing import Any
 
 from omniserve.core.request import SLO
@@ -17,8 +18,7 @@ Figures = dict[str, Any]
 class TokenGaps:
     """Times between two tokens (TBT) of LS requests: what each step with LS decodes takes, once for each of them.
 
-    Args:
-        begin_s: Steps before it do not count.
+    Steps before ``begin_s`` do not count.
     """
 
     def __init__(self, begin_s: float = 0.0) -> None:
@@ -68,18 +68,13 @@ def figures_of(result: Result, slo: SLO) -> Figures:
     group = [request for request in result.requests if request.service_class == "LS"]
     admitted = [request for request in group if not request.rejected]
     tpots = sorted(request.tpot_s for request in group if request.tpot_s is not None)
+    same = ("attainment", "ttft_attainment", "tpot_attainment", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
     found = {
         "ls_requests": ls.num_requests,
         "ls_unfinished": ls.num_requests - ls.num_finished - ls.num_rejected,
         "rejected": ls.num_rejected,
-        "attainment": ls.attainment,
-        "ttft_attainment": ls.ttft_attainment,
-        "tpot_attainment": ls.tpot_attainment,
+        **{name: getattr(ls, name) for name in same},
         "admitted_ttft": sum(r.meets_ttft(slo) for r in admitted) / len(admitted) if admitted else math.nan,
-        "ttft_p50_s": ls.ttft_p50_s,
-        "ttft_p99_s": ls.ttft_p99_s,
-        "tpot_p50_s": ls.tpot_p50_s,
-        "tpot_p99_s": ls.tpot_p99_s,
         "tpot_max_s": percentile(tpots, 100),
         "normalized_s": _normalized_s(group),
         "be_normalized_s": _normalized_s(r for r in result.requests if r.service_class == "BE"),
@@ -88,106 +83,72 @@ def figures_of(result: Result, slo: SLO) -> Figures:
         "be_prompt_per_s": be.prompt_tokens_per_s,
         "be_tokens_per_s": be.output_tokens_per_s + be.prompt_tokens_per_s,
         "be_finished_per_s": be.num_finished / result.duration_s,
-        "host_share": result.host_share,
-        "host_busy": result.host_tier_busy,
-        "preemptions": result.preemptions,
-        "swaps_out": result.swaps_out,
-        "too_long": result.num_too_long,
-        "steps": result.num_steps,
+        "host_share": result.host_share, "host_busy": result.host_tier_busy, "preemptions": result.preemptions,
+        "swaps_out": result.swaps_out, "too_long": result.num_too_long, "steps": result.num_steps,
         "wall_s": result.wall_s,
-    }
+    }  # fmt: skip
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in found.items()
     }
 
 
-def _number(value: float | None, digits: int = 0, scale: float = 1.0) -> str:
-    return "-" if value is None else f"{scale * value:,.{digits}f}"
+class _Cell(Formatter):
+    """Formats figures: ``n2`` a number with two digits, ``%1`` times 100, ``ms`` times 1,000, ``share`` in percent."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None or not format_spec:
+            return "-" if value is None else str(value)
+        if format_spec == "share":
+            return f"{100 * value:.1f} %"
+        factor, digits = (1e3, 0) if format_spec == "ms" else (100 if format_spec[0] == "%" else 1, format_spec[1:])
+        return f"{factor * value:,.{digits}f}"
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _co_serving(f: Figures) -> str:
-    be = f"{_number(f['be_output_per_s'])} out {_number(f['be_prompt_per_s'])} in"
-    return (
-        f"{_percent(f['attainment'])}; {_number(f['tpot_p50_s'], 0, 1e3)}; {be}; {_number(f['host_share'], 0, 100)} %"
-    )
-
-
-def _admission(f: Figures) -> str:
-    return (
-        f"{_percent(f['admitted_ttft'])}; {_percent(f['attainment'])}; {f['rejected']}/{f['ls_requests']}; "
-        f"{_number(f['ls_output_per_s'])}"
-    )
-
-
-def _offline(f: Figures) -> str:
-    total = f["be_output_per_s"]
-    return f"{_number(total, 0)} ({_number(f['host_share'], 0, 100)} % host)"
-
-
-def _harvest(f: Figures) -> str:
-    return f"{_number(f['ttft_p99_s'], 0, 1e3)}; {_number(f['tbt_p99_s'], 0, 1e3)}; {_number(f['be_tokens_per_s'])}"
-
-
-def _scales(f: Figures) -> str:
-    return f"{_percent(f['ttft_attainment'])}; {_percent(f['tbt_attainment'])}; {_number(f['be_tokens_per_s'])}"
-
-
-def _more_hosts(f: Figures) -> str:
-    tpots = f"{_number(f['tpot_p50_s'], 0, 1e3)}, {_number(f['tpot_max_s'], 0, 1e3)}"
-    hosts = f"{_number(f['host_share'], 0, 100)} %, {_number(f['host_busy'], 1, 100)} %"
-    return f"{_percent(f['attainment'])}; {tpots}; {_number(f['be_output_per_s'])}; {hosts}"
-
-
-def _per_token(f: Figures) -> str:
-    return f"{_number(f['be_normalized_s'], 0, 1e3)} ({_number(f['host_share'], 0, 100)} % host)"
-
-
-def _alone(f: Figures) -> str:
-    return f"{_number(f['normalized_s'], 0, 1e3)}; {_number(f['ls_output_per_s'])}"
-
-
-def _hybrid(f: Figures) -> str:
-    return (
-        f"{_number(f['normalized_s'], 0, 1e3)}; {_percent(f['ttft_attainment'])}; {_percent(f['tpot_attainment'])}; "
-        f"{_number(f['be_finished_per_s'], 2)}"
-    )
-
-
-CELLS: dict[str, tuple[str, Callable[[Figures], str]]] = {
-    "co-serving": ("LS in SLO; TPOT p50 ms; BE tokens/s out, in; of those out with host attention", _co_serving),
+CELLS: dict[str, tuple[str, str]] = {
+    "co-serving": (
+        "LS in SLO; TPOT p50 ms; BE tokens/s out, in; of those out with host attention",
+        "{attainment:share}; {tpot_p50_s:ms}; {be_output_per_s:n0} out {be_prompt_per_s:n0} in; {host_share:%0} %",
+    ),
     "more-hosts": (
         "LS in SLO; TPOT p50, largest, ms; BE tokens/s out; of those with host attention; hosts busy",
-        _more_hosts,
+        "{attainment:share}; {tpot_p50_s:ms}, {tpot_max_s:ms}; {be_output_per_s:n0}; {host_share:%0} %, "
+        "{host_busy:share}",
     ),
-    "admission": ("TTFT attained by the admitted; SLO by all that came; rejected; LS tokens/s", _admission),
-    "offline": ("output tokens/s (with host attention)", _offline),
-    "per-token": ("mean latency per output token, ms (output with host attention)", _per_token),
-    "harvest": ("P99 TTFT ms; P99 TBT ms; offline tokens/s, in and out", _harvest),
-    "scales": ("TTFT attained; tokens within the TBT objective; offline tokens/s, in and out", _scales),
-    "alone": ("normalized latency ms/token; LS tokens/s", _alone),
-    "hybrid": ("normalized latency ms/token; TTFT attained; TPOT attained; BE requests/s", _hybrid),
+    "admission": (
+        "TTFT attained by the admitted; SLO by all that came; rejected; LS tokens/s",
+        "{admitted_ttft:share}; {attainment:share}; {rejected}/{ls_requests}; {ls_output_per_s:n0}",
+    ),
+    "offline": ("output tokens/s (with host attention)", "{be_output_per_s:n0} ({host_share:%0} % host)"),
+    "per-token": (
+        "mean latency per output token, ms (output with host attention)",
+        "{be_normalized_s:ms} ({host_share:%0} % host)",
+    ),
+    "harvest": (
+        "P99 TTFT ms; P99 TBT ms; offline tokens/s, in and out",
+        "{ttft_p99_s:ms}; {tbt_p99_s:ms}; {be_tokens_per_s:n0}",
+    ),
+    "scales": (
+        "TTFT attained; tokens within the TBT objective; offline tokens/s, in and out",
+        "{ttft_attainment:share}; {tbt_attainment:share}; {be_tokens_per_s:n0}",
+    ),
+    "alone": ("normalized latency ms/token; LS tokens/s", "{normalized_s:ms}; {ls_output_per_s:n0}"),
+    "hybrid": (
+        "normalized latency ms/token; TTFT attained; TPOT attained; BE requests/s",
+        "{normalized_s:ms}; {ttft_attainment:share}; {tpot_attainment:share}; {be_finished_per_s:n2}",
+    ),
 }
-"""Name -> (what a cell says, from its figures)."""
+"""Name -> what a cell says, and its form over the figures."""
 
 
 def markdown(experiment: Mapping[str, Any], *, legend: bool = True) -> str:
     """Return the table of one experiment of a record, with or without what its cells are."""
-    says, cell = CELLS[experiment["cell"]]
+    says, form = CELLS[experiment["cell"]]
     rows: Sequence[Mapping[str, Any]] = experiment["rows"]
     columns = list(dict.fromkeys(row["column"] for row in rows))
-    found = {(row["x"], row["column"]): cell(row["figures"]) for row in rows}
-    lines = [
-        f"| {experiment['x_name']} | {' | '.join(columns)} |",
-        "|---" * (1 + len(columns)) + "|",
-        *(
-            f"| {x} | {' | '.join(found.get((x, column), '') for column in columns)} |"
-            for x in dict.fromkeys(row["x"] for row in rows)
-        ),
-    ]
+    found = {(row["x"], row["column"]): _Cell().vformat(form, (), row["figures"]) for row in rows}
+    lines = [f"| {experiment['x_name']} | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for x in dict.fromkeys(row["x"] for row in rows):
+        lines.append(f"| {x} | {' | '.join(found.get((x, column), '') for column in columns)} |")
     unfinished = sum(row["figures"]["ls_unfinished"] for row in rows)
     if unfinished:
         lines.append(f"| {unfinished} LS requests were cut off by the end, and count as missed |")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.attention import report
 from benchmarks.attention.bandwidth import available_bytes
@@ -44,7 +43,7 @@ def test_all_sections_run_and_are_recorded(tmp_path: Path) -> None:
 
 
 def test_a_row_is_parsed() -> None:
-    row = parse_row("Yi/3x5..9/H64/1 thread", 8, torch.bfloat16, seed=0)
+    row = parse_row("Yi/3x5..9/H64/1 thread", 8, seed=0)
     work = row.work
     assert (row.threads, work.num_heads, work.kv_heads, work.head_size) == (1, 56, 8, 64)
     assert len(work.context_lens) == 3 and all(5 <= length <= 9 for length in work.context_lens)
@@ -54,7 +53,7 @@ def test_a_row_is_parsed() -> None:
 @pytest.mark.parametrize("name", ["L8", "L9/1x1", "L8/1x1/head", "L8/ax1"])
 def test_a_row_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"a row's name is .*got"):
-        parse_row(name, 1, torch.bfloat16, seed=0)
+        parse_row(name, 1, seed=0)
 
 
 ROWS = {

@@ -13,10 +13,10 @@ import pytest
 
 from benchmarks import reproduction
 from benchmarks.paper.cases import PAPER_ORDER, Case, Experiment, MachineSpec, both_orders, with_settings
-from benchmarks.paper.figures import EXPERIMENTS
 from benchmarks.paper.loads import LoadSpec, lengths_named, random_rates
 from benchmarks.paper.page import render
 from benchmarks.paper.report import CELLS, TokenGaps, figures_of
+from benchmarks.reproduction import EXPERIMENTS
 from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.core.request import SLO
 from omniserve.sched import SCHEDULERS

@@ -9,9 +9,17 @@ import pytest
 
 from benchmarks.frontier import frontier_rows
 from benchmarks.simulator_served import engine_config, load_of, simulate_row
-from benchmarks.simulator_validation import Replay, cases, parse_arguments
-from benchmarks.validation.loads import CALIBRATION, LOADS
-from benchmarks.validation.report import Case, figures_of, ratios, summary
+from benchmarks.simulator_validation import (
+    CALIBRATION,
+    LOADS,
+    Case,
+    Replay,
+    cases,
+    figures_of,
+    parse_arguments,
+    ratios,
+    summary,
+)
 from omniserve import EngineConfig
 from omniserve.latency import BatchFeatures
 from omniserve.simulate import Load

@@ -9,11 +9,12 @@ is none of them.)
 from __future__ import annotations
 
 import functools
-import sys
+import itertools
+import time
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +22,11 @@ import torch
 
 from benchmarks.common.record import ROOT
 from benchmarks.common.timing import wait_for
-from benchmarks.gpu.script import NotHere, Script, argument_parser
+from benchmarks.gpu.script import NotHere, Script
 from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams, patch, unpatch
-from tests.parity.engine_histories import BLOCK, Reference
-from tests.parity.models import tiny_model
+from omniserve.sched import SCHEDULERS
+from tests.parity.engine_histories import BLOCK, Reference, Tally, run_history
+from tests.parity.models import MODELS, tiny_model
 
 FEW: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_piggyback_seats": 4}
 _OVERLAP = {"async_steps": True}
@@ -39,13 +41,13 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 """What requests may ask of the sampler beside the likeliest token."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    script = Script("steps", argument_parser(__doc__).parse_args(arguments))
+def steps(script: Script) -> None:
+    """Serve with and without captured steps, then the same with torch watching for waits."""
     model: Any = tiny_model("llama")
     reference = Reference(model, num_prompts=4 if script.dry else 12)  # on the CPU
     patch(model.to(script.device), compile=False)
     on = "auto" if script.on_gpu else "on"
-    with script.case("one step without graphs") as case, open_tiny(model, step_graphs="off") as engine:
+    with script.case("one step without graphs"), open_tiny(model, step_graphs="off") as engine:
         engine.add(Request(prompt_token_ids=reference.prompts[0], sampling=SamplingParams(max_tokens=1)))
         tokens = [token for output in engine.step() for token in output.new_token_ids]
         wait_for(script.device)
@@ -60,8 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with script.case(f"tokens: {name}") as case, open_tiny(model, **settings) as engine:
             serve(engine, reference)
             case.note = described(engine)
-    with script.case("torch notices a wait, and none in waiting for an event") as case:
-        _notices(script)
+    with script.case("torch notices a wait, and none in waiting for an event"):
+        script.needs_gpu()
+        _notices(script.device)
     for name, settings in ways.items():
         with script.case(f"no hidden wait: {name}") as case, open_tiny(model, **settings) as engine:
             no_hidden_wait(engine, reference, script)
@@ -74,7 +77,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with open_tiny(model, compile=True, step_graphs=on, **_OVERLAP) as engine:
             serve(engine, reference)
             case.note = described(engine)
-    return script.end()
+
+
+def exactness(script: Script) -> None:
+    """Serve random histories in fp32; greedy tokens are Hugging Face's, on the CPU and on the device.
+
+    A history draws arrivals, classes, pools, policies, faults of the host tier, graphs or none, and whether steps
+    overlap (``tests/parity``). Families take turns until the time is over; each has one history at least.
+    """
+    families = ["llama"] if script.dry else list(MODELS)
+    ends_s = time.monotonic() + (0.0 if script.dry else 60.0)
+    policies = itertools.cycle(["omniserve", "omniserve", *SCHEDULERS.names()])
+    for number, family in enumerate(families):
+        model: Any = tiny_model(family, seed=1)
+        prompts = 3 if script.dry else 12
+        reference = Reference(model, num_prompts=prompts, seed=1)  # on the CPU
+        model.to(script.device)
+        with script.case(f"{family}: Hugging Face gives the same tokens on both devices") as case:
+            script.needs_gpu()
+            case.note = compare(reference, Reference(model, num_prompts=prompts, seed=1))
+        patch(model, compile=False)
+        tally = Tally()
+        until_s = time.monotonic() + (ends_s - time.monotonic()) / (len(families) - number)
+        for seed in itertools.count(1000):
+            drawn: dict[str, Any] = {
+                "scheduler": next(policies), "faults": seed % 2 == 0, "deaths": seed % 5 == 0,
+                "async_steps": seed % 3 > 0,
+            }  # fmt: skip
+            with script.case(f"{family}: history {seed} {drawn}", only_failure=True):
+                run_history(model, reference, seed, tally=tally, **drawn)
+            if time.monotonic() >= until_s or sum(case.outcome == "FAIL" for case in script.cases) > 8:
+                break
+        with script.case(f"{family}: histories") as case:
+            case.details["tally"] = vars(tally)
+            case.note = f"{tally.finished} requests finished, {tally.host_tokens} of their tokens by host attention"
+
+
+def compare(cpu: Reference, device: Reference) -> str:
+    """Compare the prompts that have no near tie on either device, and return how many there were."""
+    tokens = dict(zip(cpu.prompts, cpu.tokens, strict=True))
+    both = [(prompt, got) for prompt, got in zip(device.prompts, device.tokens, strict=True) if prompt in tokens]
+    wrong = [prompt for prompt, got in both if tokens[prompt] != got]
+    assert both and not wrong, f"{len(wrong)} of {len(both)} prompts differ"
+    return f"{len(both)} prompts"
 
 
 def open_tiny(model: Any, **settings: Any) -> Engine:
@@ -94,14 +139,7 @@ def serve(
 ) -> None:
     """Serve all prompts of a reference, a third of them latency-sensitive, and compare greedy tokens with its.
 
-    Args:
-        engine: Without requests.
-        reference: Prompts, and Hugging Face's tokens.
-        meanwhile: Called before each step.
-        sampling: Given: tokens are not compared.
-
-    Raises:
-        AssertionError: A token differs, or the engine's books do not balance.
+    ``meanwhile`` is called before each step; with ``sampling``, tokens are not compared.
     """
     params = SamplingParams(**{"max_tokens": reference.max_tokens, "ignore_eos": True} | sampling)
     ids = [
@@ -133,11 +171,7 @@ def described(engine: Engine) -> str:
 
 
 def no_hidden_wait(engine: Engine, reference: Reference, script: Script) -> None:
-    """Serve until all is warm, then again with torch watching; greedy first, then every way to sample.
-
-    Raises:
-        AssertionError: The host waited for the device at a place that is not marked; the message has each Python stack.
-    """
+    """Serve until all is warm, then again with torch watching; greedy first, then every way to sample."""
     work = [functools.partial(serve, engine, reference)]
     work += [functools.partial(serve, engine, reference, **sampling) for sampling in SAMPLINGS]
     for run in work * (0 if script.dry else 2):  # twice: page-locked buffers of every size are there to be used again
@@ -180,20 +214,13 @@ def noted_waits(on_gpu: bool) -> Iterator[list[str]]:
             result += stacks
 
 
-def _notices(script: Script) -> None:
+def _notices(device: torch.device) -> None:
     """Raise AssertionError unless torch reports ``item``, and not waiting for an event."""
-    if not script.on_gpu:
-        raise NotHere("needs a GPU")
-    one = torch.ones(1, device=script.device)
     with noted_waits(on_gpu=True) as stacks:
-        one.item()
+        torch.ones(1, device=device).item()
     assert len(stacks) == 1, f"item() was noted {len(stacks)} times"
     with noted_waits(on_gpu=True) as stacks:
         event = torch.cuda.Event()
         event.record()
         event.synchronize()
     assert not stacks, f"waiting for an event was noted: {stacks}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,15 +9,13 @@ Legend: L layers, B blocks, K KV heads, S block size, H head size.
 from __future__ import annotations
 
 import random
-import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.check.steps import described, open_tiny, serve
-from benchmarks.gpu.script import Script, argument_parser
+from benchmarks.gpu.check_steps import described, open_tiny, serve
+from benchmarks.gpu.script import Script
 from omniserve import patch
 from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from tests.host.helpers import assert_same_bits, make_spec, make_tier, read_pool, write_blocks
@@ -28,14 +26,12 @@ _PATIENCE_S = 20.0
 _DEVICE_BLOCKS, _HOST_BLOCKS = 60, 90
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argument_parser(__doc__, moves=(300, "of each dtype"))
-    script = Script("blocks", args := parser.parse_args(arguments))
+def blocks(script: Script) -> None:
     model: Any = tiny_model("llama")
     reference = Reference(model, num_prompts=4 if script.dry else 12)
     patch(model.to(script.device), compile=False)
+    count = 20 if script.dry else 300
     for dtype in (torch.bfloat16, torch.float32):
-        count = 20 if script.dry else args.moves
         with script.case(f"{count} moves of {dtype} blocks") as case:
             pools = Pools(script.device, dtype, count)
             with open_tiny(model) as engine:
@@ -46,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 finally:
                     pools.tier.close()
                 case.note = f"{pools.num_moves} moves, {pools.num_blocks} blocks, beside {described(engine)}"
-    return script.end()
 
 
 class Pools:
@@ -109,11 +104,7 @@ class Pools:
         self.num_blocks += len(src)
 
     def finish(self) -> None:
-        """Wait for what runs, and compare the pools with their shadows.
-
-        Raises:
-            AssertionError: A bit differs, or a move failed or never ended.
-        """
+        """Wait for what runs, and compare the pools with their shadows."""
         while self._running:
             self.tier.wait(0.01)
             self._poll()
@@ -121,7 +112,3 @@ class Pools:
             assert_same_bits(device.cpu(), shadow)
         for pool, shadow in zip(read_pool(self.tier), self._host_shadow, strict=True):
             assert_same_bits(pool.contiguous(), shadow)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,31 +4,49 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.common.requests import request
 from benchmarks.common.timing import wait_for
-from benchmarks.gpu.engines import config_of, drain, open_decoding, open_engine, step_times
-from benchmarks.gpu.models import LLAMA_8B, patched_model
-from benchmarks.gpu.primed import PRIMED, PRIMED_CONSERVE
-from benchmarks.gpu.script import Script, argument_parser
+from benchmarks.gpu.engines import (
+    LLAMA_8B,
+    PRIMED,
+    PRIMED_CONSERVE,
+    config_of,
+    drain,
+    kv_token_bytes,
+    open_decoding,
+    open_engine,
+    patched_model,
+    step_ms,
+)
+from benchmarks.gpu.script import Script
 from omniserve import Engine
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    script = Script("safepoints", argument_parser(__doc__).parse_args(arguments))
+def safepoints(script: Script) -> None:
     model = patched_model(LLAMA_8B, script)
-    batch, steps = (2, 5) if script.dry else (64, 60)
+    batch, context, steps = (2, 40, 5) if script.dry else (64, 1024, 60)
+    output = 4 * steps + 50
+
+    @contextmanager
+    def best_effort(scheduler: str) -> Iterator[Engine]:
+        blocks = batch * ((context + output) // 64 + 1) + 1
+        with open_decoding(model, batch=0, context=context, output=output, scheduler=scheduler, max_num_seqs=batch,
+                           device_kv_bytes=blocks * 64 * kv_token_bytes(model)) as engine:  # fmt: skip
+            for i in range(batch):
+                engine.add(request(f"be{i}", context, output, engine.spec.vocab_size))
+            yield engine
+
     name, looking_ms = f"step of {batch} BE rows that looks for requests", 0.0
-    with script.case(name) as case, open_best_effort(script, model, PRIMED_CONSERVE) as engine:
+    with script.case(name) as case, best_effort(PRIMED_CONSERVE) as engine:
         times: dict[bool, list[float]] = {True: [], False: []}
         for number in range(2 * steps + 10):  # turn and turn about
             looks = number % 2 == 0
-            engine.runner.loop.safepoint = _stay if looks else None
+            engine.runner.loop.safepoint = (lambda: False) if looks else None
             began_s = time.perf_counter()
             engine.step()
             if number >= 10:
@@ -36,30 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         looking_ms, without_ms = (1e3 * statistics.median(times[looks]) for looks in (True, False))
         case.figure(looking_ms, "ms", limit=without_ms, at_most=1.005, note="limit: the same without looks")
     # Rows that may leave are in no graph, and no step of theirs overlaps another: that has a price of its own.
-    with script.case(f"{name}, over captured steps that overlap") as case:
-        with open_best_effort(script, model, PRIMED) as engine:
-            other_ms = 1e3 * step_times(engine, 2 * steps, warm_up=10).mean_s
+    with script.case(f"{name}, over captured steps that overlap") as case, best_effort(PRIMED) as engine:
+        other_ms, _ = step_ms(engine, 2 * steps, warm_up=10)
         case.figure(looking_ms, "ms", limit=other_ms, note="limit: captured, overlapping")
     time_leaving(script, model)
-    return script.end()
-
-
-@contextmanager
-def open_best_effort(script: Script, model: Any, scheduler: str) -> Iterator[Engine]:
-    """Give an engine with BE requests that decode on the device."""
-    batch, context, steps = (2, 40, 5) if script.dry else (64, 1024, 60)
-    output = 4 * steps + 50
-    with open_decoding(
-        model, batch=0, context=context, output=output, scheduler=scheduler, max_num_seqs=batch,
-        device_kv_bytes=(batch * ((context + output) // 64 + 1) + 1) * model.omniserve.spec.kv_block_bytes(64),
-    ) as engine:  # fmt: skip
-        for i in range(batch):
-            engine.add(request(f"be{i}", context, output, engine.spec.vocab_size))
-        yield engine
-
-
-def _stay() -> bool:
-    return False
 
 
 def time_leaving(script: Script, model: Any) -> None:
@@ -67,7 +65,7 @@ def time_leaving(script: Script, model: Any) -> None:
     prompt, repeats = (64, 4) if script.dry else (8192, 12)
     config = config_of(
         model, scheduler="conserve", host_kv_bytes=0, max_model_len=prompt + 2, max_num_batched_tokens=prompt,
-        device_kv_bytes=(2 * prompt // 64 + 4) * model.omniserve.spec.kv_block_bytes(64),
+        device_kv_bytes=(2 * prompt + 256) * kv_token_bytes(model),
     )  # fmt: skip
     name = f"from a signal to the end of a step of {prompt} BE rows"
     with script.case(name) as case, open_engine(model, config) as engine:
@@ -79,11 +77,11 @@ def time_leaving(script: Script, model: Any) -> None:
         left = [delay for delay in delays if delay is not None]
         if not left:
             raise RuntimeError(f"none of {repeats} prompts left its step")
-        case.figure(
-            1e3 * statistics.median(left), "ms", limit=1e3 * step_s / engine.spec.num_layers, delays_s=left,
-            note=f"limit: a layer; most {1e3 * max(left):.3g} ms; step {1e3 * step_s:.4g} ms; "
-            f"{len(left)} of {repeats} left",
-        )  # fmt: skip
+        note = (
+            f"limit: a layer; most {1e3 * max(left):.3g} ms; step {1e3 * step_s:.4g} ms; {len(left)} of {repeats} left"
+        )
+        case.figure(1e3 * statistics.median(left), "ms", limit=1e3 * step_s / engine.spec.num_layers, note=note,
+                    delays_s=left)  # fmt: skip
 
 
 def _step_s(engine: Engine, prompt: int, signal_after_s: float | None) -> tuple[float, float | None]:
@@ -99,7 +97,3 @@ def _step_s(engine: Engine, prompt: int, signal_after_s: float | None) -> tuple[
     has_left = engine.stats().layer_preemptions > before
     drain(engine, ["be"])
     return ended_s - began_s, ended_s - signal_s if has_left else None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,8 @@
-"""transformers' own ways to decode, on the shapes of ``steps``: a static cache compiled, and continuous batching."""
+"""transformers' own ways to decode, on the shapes of ``llama``: a static cache compiled, and continuous batching."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -12,15 +11,14 @@ import torch
 from transformers import GenerationConfig
 
 from benchmarks.common.timing import seconds
-from benchmarks.gpu.models import LLAMA_8B, TINY, random_model
-from benchmarks.gpu.script import NotHere, Script, argument_parser
+from benchmarks.gpu.engines import LLAMA_8B, TINY, random_model
+from benchmarks.gpu.script import NotHere, Script
 
 _TOKENS, _FEW = 32, 4
 """Tokens of the two runs, whose difference is measured."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    script = Script("transformers", argument_parser(__doc__).parse_args(arguments))
+def transformers(script: Script) -> None:
     model = random_model(TINY if script.dry else LLAMA_8B, script.device)
     batches, context = ((2,), 40) if script.dry else ((8, 1, 32), 1024)
     for batch in batches:
@@ -28,50 +26,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prompts = torch.randint(1, model.config.vocab_size, (batch, context), generator=generator)
         name = f"transformers, batch {batch}, {context} tokens"
         with script.case(f"{name}: generate_batch") as case:
-            if not script.on_gpu:
-                raise NotHere("needs a GPU")
-            taken_s = generate_batch_s(model, prompts.tolist())
+            script.needs_gpu()
+            if not hasattr(model, "generate_batch"):
+                raise NotHere("this transformers has no generate_batch")
+            config = GenerationConfig(max_new_tokens=_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1)
+            outputs = model.generate_batch(
+                inputs=prompts.tolist(), generation_config=config, record_timestamps=True, progress_bar=False
+            )
+            taken_s = token_s(outputs.values(), batch)
             case.figure(1e3 * taken_s, "ms", note="median of the gaps between tokens")
         with script.case(f"{name}: generate, static cache, compiled") as case:
             taken_s, runs = generate_s(script, model, prompts.to(script.device))
             case.figure(1e3 * taken_s, "ms", seconds=runs)
-    return script.end()
 
 
 def generate_s(script: Script, model: Any, ids: torch.Tensor) -> tuple[float, list[tuple[float, float]]]:
     """Return the seconds that a token more takes, and the runs; prefill is in both runs and cancels out."""
-    options: dict[str, Any] = {
-        "attention_mask": torch.ones_like(ids), "do_sample": False, "cache_implementation": "static",
-        "pad_token_id": 0, "disable_compile": not script.on_gpu,
-    }  # fmt: skip
 
     def generate(count: int) -> float:
-        run = lambda: model.generate(ids, max_new_tokens=count, min_new_tokens=count, **options)  # noqa: E731
-        return seconds(run, script.device)
+        return seconds(lambda: model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+            cache_implementation="static", pad_token_id=0, disable_compile=not script.on_gpu,
+        ), script.device)  # fmt: skip
 
     # The cache's length is part of what is compiled: both runs, once each, before they are timed.
-    for count in (_TOKENS, _FEW):
-        generate(count)
-    runs = [(generate(_TOKENS), generate(_FEW)) for _ in range(3)]
+    runs = [(generate(_TOKENS), generate(_FEW)) for _ in range(4)][1:]
     long_s, short_s = map(median, zip(*runs, strict=True))
     return (long_s - short_s) / (_TOKENS - _FEW), runs
 
 
-def generate_batch_s(model: Any, prompts: list[list[int]]) -> float:
-    """Return the seconds of a token by continuous batching."""
-    if not hasattr(model, "generate_batch"):
-        raise NotHere("this transformers has no generate_batch")
-    config = GenerationConfig(max_new_tokens=_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    outputs = model.generate_batch(inputs=prompts, generation_config=config, record_timestamps=True, progress_bar=False)
-    return token_s(outputs.values(), len(prompts))
-
-
 def token_s(outputs: Iterable[Any], batch: int) -> float:
-    """Return the median seconds from one token to the next while all requests decode, from ``GenerationOutput``.
-
-    Raises:
-        RuntimeError: A request failed or came short, which ``generate_batch`` only logs.
-    """
+    """Return the median seconds from one token to the next while all requests decode, from ``GenerationOutput``."""
     times = [output.timestamps for output in outputs if len(output.generated_tokens) == _TOKENS]
     if len(times) < batch:
         raise RuntimeError(f"{batch - len(times)} of {batch} requests did not get their {_TOKENS} tokens; see the log")
@@ -80,7 +65,3 @@ def token_s(outputs: Iterable[Any], batch: int) -> float:
     if not gaps:
         raise RuntimeError("no two tokens of a request came while all of them decoded")
     return median(gaps)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,14 +9,12 @@ Legend: S slots, R rows of a step, N query heads, K KV heads, H head size.
 from __future__ import annotations
 
 import random
-import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.script import Script, argument_parser
+from benchmarks.gpu.script import Script
 from omniserve.core.plan import HostEvent, HostEventKind
 from omniserve.ops.device_copies import upload
 from tests.host.helpers import assert_same_bits, make_spec, make_tier
@@ -31,10 +29,8 @@ TIERS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
 """Settings of a tier, and what is injected into it."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argument_parser(__doc__, rows=(6000, "for each tier"))
-    script = Script("mailbox", args := parser.parse_args(arguments))
-    rows = 100 if script.dry else args.rows
+def mailbox(script: Script) -> None:
+    rows = 100 if script.dry else 6000
     for seed, (name, (settings, faults)) in enumerate(TIERS.items()):
         with script.case(f"{rows} rows to {name}") as case:
             load = Load(script.device, seed, **settings)
@@ -43,17 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 case.note = load.run(rows)
             finally:
                 load.close()
-    return script.end()
 
 
 class Load:
-    """Sends random rows from random slots for as long as asked, and compares what comes back.
-
-    Args:
-        device: Which sends.
-        seed: Of rows and choices.
-        settings: Of the tier with the mailbox.
-    """
+    """Sends random rows from random slots of a device; ``settings`` are of the tier with the mailbox."""
 
     def __init__(self, device: torch.device, seed: int, **settings: Any) -> None:
         self._device, self._choose = device, random.Random(seed)
@@ -83,11 +72,7 @@ class Load:
         self._plain.close()
 
     def run(self, rows: int) -> str:
-        """Send so many rows and say what was seen.
-
-        Raises:
-            AssertionError: A row was lost, came back wrong or more than once.
-        """
+        """Send so many rows and say what was seen."""
         sent, came_s, began_s = 0, time.monotonic(), time.monotonic()
         while sent < rows or self._away:
             idle = [slot for slot in range(_SLOTS) if slot not in self._away]
@@ -167,7 +152,3 @@ class Load:
         self.mailbox.mailbox_SW[slot] = torch.nan  # whatever is read before the next row has come is poison
         last = layer + 1 == self._spec.num_layers
         self._at[slot] = ((position + last) % _TOKENS, 0 if last else layer + 1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,45 +8,43 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks.attention.bandwidth import available_bytes
 from benchmarks.common.record import environment
-from benchmarks.gpu.script import NO_GPU, NotHere, Script, argument_parser
+from benchmarks.gpu.script import NotHere, Script
 
 _FIELDS = (
     "name,compute_cap,driver_version,memory.total,memory.used,clocks.max.sm,clocks.max.mem,pcie.link.gen.current,"
     "pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,mig.mode.current,compute_mode"
 )
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_GIB = 1 << 30
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    script = Script("machine", argument_parser(__doc__).parse_args(arguments))
+def machine(script: Script) -> None:
     with script.case("nvidia-smi") as case:
-        case.details |= nvidia_smi()
+        command = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise NotHere(f"nvidia-smi does not run: {error}") from error
+        values = done.stdout.partition("\n")[0].split(", ")  # of the first GPU
+        case.details |= dict(zip(_FIELDS.split(","), values, strict=False))
         case.note = ", ".join(f"{key} {value}" for key, value in case.details.items())
     with script.case("versions") as case:
-        capability = torch.cuda.get_device_capability() if script.on_gpu else None
-        case.details |= {
-            **environment()["versions"], "torch_cuda": torch.version.cuda, "capability": capability,
-            "architectures": torch.cuda.get_arch_list() if script.on_gpu else [],
-        }  # fmt: skip
+        case.details |= environment()["versions"] | {"cuda": torch.version.cuda}
         case.note = ", ".join(f"{key} {value}" for key, value in case.details.items() if value)
     with script.case("supported") as case:
-        case.details["sentences"] = problems = unsupported(script)
-        if problems and not script.dry:
-            raise RuntimeError(" ".join(problems))
+        problems = unsupported(script)
         case.note = " ".join(problems) or "nothing here is known to be unsupported"
+        if problems and not script.dry:
+            raise RuntimeError(case.note)
     with script.case("main memory and cores") as case:
-        nodes = [*Path("/sys/devices/system/node").glob("node[0-9]*")]
         case.details |= {
-            "cores": len(os.sched_getaffinity(0)), "numa_nodes": len(nodes),
-            "free_gib": round(available_bytes() / _GIB, 1),
+            "cores": len(os.sched_getaffinity(0)), "free_gib": round(available_bytes() / 2**30, 1),
+            "numa_nodes": len([*Path("/sys/devices/system/node").glob("node[0-9]*")]),
             "huge_pages": _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else "unknown",
             "locked_memory_limit_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         }  # fmt: skip
@@ -56,27 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         case.note = f"{len(omniserve.ops.OPS)} operators"
     with script.case("page-locked memory, as the host pool takes it") as case:
-        if not script.on_gpu:
-            raise NotHere("needs a GPU")
+        script.needs_gpu()
         case.note = f"{locked_gib():g} GiB in one piece (tried up to 64, or half of what is free)"
-    status = script.end()
-    return status if script.on_gpu or script.dry else NO_GPU
-
-
-def nvidia_smi() -> dict[str, str]:
-    """Return what nvidia-smi says of the first GPU.
-
-    Raises:
-        NotHere: There is none, or it says nothing.
-    """
-    command = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotHere(f"nvidia-smi does not run: {error}") from error
-    if done.returncode != 0 or not done.stdout.strip():
-        raise NotHere(f"nvidia-smi ended with status {done.returncode}: {(done.stdout + done.stderr).strip()[:200]}")
-    return dict(zip(_FIELDS.split(","), done.stdout.splitlines()[0].split(", "), strict=False))
 
 
 def unsupported(script: Script) -> list[str]:
@@ -85,7 +64,12 @@ def unsupported(script: Script) -> list[str]:
     if torch.version.cuda is None:
         found.append(f"torch {torch.__version__} is a build without CUDA: install one with it.")
     elif not script.on_gpu:
-        found.append(f"torch is built for CUDA {torch.version.cuda} but finds no GPU that it can use: {why_no_cuda()}.")
+        try:
+            torch.cuda.init()
+            reason = "torch.cuda.is_available() is False"
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+        found.append(f"torch is built for CUDA {torch.version.cuda} but finds no GPU that it can use: {reason}.")
     if importlib.util.find_spec("triton") is None:
         found.append("Triton is not installed: the row operators, and with them every step on a GPU, need it.")
     if script.on_gpu:
@@ -102,34 +86,17 @@ def unsupported(script: Script) -> list[str]:
     return found
 
 
-def why_no_cuda() -> str:
-    """Return torch's own words on why there is no CUDA."""
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return str(error).splitlines()[0].rstrip(".")
-    return "torch.cuda.is_available() is False"
-
-
 def locked_gib() -> float:
-    """Return the largest host pool, in GiB, that CUDA page-locks; a power of two.
-
-    Raises:
-        RuntimeError: Not even the smallest.
-    """
+    """Return the largest host pool, in GiB, that CUDA page-locks; a power of two."""
     from omniserve.host.memory import allocate_pool
 
     largest, gib = 0.0, 1.0
-    while gib <= min(64.0, available_bytes() / 2 / _GIB):
+    while gib <= min(64.0, available_bytes() / 2**31):
         try:
-            allocate_pool((int(gib * _GIB),), torch.uint8, pin_memory=True)
+            allocate_pool((int(gib * 2**30),), torch.uint8, pin_memory=True)
         except RuntimeError:
             if not largest:
                 raise
             break
         largest, gib = gib, 4 * gib
     return largest
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,76 +7,72 @@ measured in the same run.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.requests import request
 from benchmarks.common.timing import seconds, wait_for
 from benchmarks.gpu.engines import (
-    MODES,
+    LLAMA_8B,
+    QWEN_32B,
+    TINY,
     config_of,
     drain,
     kv_token_bytes,
     open_decoding,
     open_engine,
-    step_times,
+    patched_model,
+    reclaim_memory,
+    step_ms,
     weight_bytes,
 )
-from benchmarks.gpu.models import LLAMA_8B, QWEN_32B, TINY, patched_model
-from benchmarks.gpu.script import NotHere, Script, argument_parser
-from benchmarks.gpu.timing import idle_share, reclaim_memory
+from benchmarks.gpu.script import NotHere, Script
 from omniserve import Engine
 
-SHAPES = {"llama": LLAMA_8B, "qwen": QWEN_32B}
+MODES: dict[str, dict[str, Any]] = {
+    "no step graphs": {"step_graphs": "off"},
+    "no async steps": {"async_steps": False},
+    "neither": {"step_graphs": "off", "async_steps": False},
+}
+"""Other ways to run the same steps."""
 BATCHES = (256, 128, 64, 32, 8, 1)
 """Largest first: the others are what is left of it when requests are aborted."""
-_MEMORY_SHARE = 0.92
-_REPEATS = 5
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama")
-    args = parser.parse_args(arguments)
-    script = Script(args.shape, args)
-    shape = SHAPES[args.shape]
-    name = TINY.name if script.dry else shape.name
-    model = patched_model(shape, script)
-    first, *others = MODES
-    batches = (4, 1) if script.dry else BATCHES
-    time_batches(script, model, name, batches, mode=first)
-    is_llama = args.shape == "llama"
-    prompts = (32, 64) if script.dry else (512, 2048, 8192) if is_llama else (512, 2048)
+def llama(script: Script) -> None:
+    model, name = patched_model(LLAMA_8B, script), TINY.name if script.dry else LLAMA_8B.name
+    batches, few, prompts, chunk = list(BATCHES), [32, 8], [512, 2048, 8192], 2048
+    if script.dry:
+        batches, few, prompts, chunk = [4, 1], [4, 1], [32, 64], 32
+    time_batches(script, model, name, batches)
     time_prompts(script, model, name, prompts)
-    if is_llama:
-        time_prompts(script, model, name, prompts[-1:], chunk=32 if script.dry else 2048)
-        for mode in others:
-            time_batches(script, model, name, batches if script.dry else (32, 8), mode=mode)
-    return script.end()
+    time_prompts(script, model, name, prompts[-1:], chunk=chunk)
+    for mode in MODES:
+        time_batches(script, model, name, few, mode)
 
 
-def time_batches(script: Script, model: Any, name: str, batches: Sequence[int], *, mode: str) -> None:
-    """Time decode steps of each batch, the largest that fits first.
+def qwen(script: Script) -> None:
+    model, name = patched_model(QWEN_32B, script), TINY.name if script.dry else QWEN_32B.name
+    time_batches(script, model, name, (4, 1) if script.dry else BATCHES)
+    time_prompts(script, model, name, (32, 64) if script.dry else (512, 2048))
 
-    Args:
-        script: Gets the cases.
-        model: A patched model.
-        name: Its.
-        batches: Largest first.
-        mode: In ``MODES``; by the default one, how idle the GPU is meanwhile, too.
-    """
+
+def time_batches(script: Script, model: Any, name: str, batches: Sequence[int], mode: str | None = None) -> None:
+    """Time decode steps of each batch, the largest that fits first; without a mode, how idle the GPU is, too."""
     context, steps = (40, 5) if script.dry else (1024, 40)
     output = (len(batches) + 1) * (steps + 16)
-    is_default = mode == next(iter(MODES))
-    label = "" if is_default else f", {mode}"
+    label = "" if mode is None else f", {mode}"
     script.limits.copy_bytes_per_s  # noqa: B018 - it takes memory: measured before the engine has it
     reclaim_memory(script.device)
-    fitting = [batch for batch in batches if _fits(script, model, batch, context + output)]
+    free = torch.cuda.mem_get_info(script.device)[0] if script.on_gpu else 1 << 40
+    most = (0.92 * free - (2 << 30)) / ((context + output + 64) * kv_token_bytes(model))
+    fitting = [batch for batch in batches if batch < most]
     for batch in set(batches) - set(fitting):
         with script.case(f"{name}, batch {batch}, {context} tokens{label}"):
             raise NotHere("its KV does not fit beside the weights")
@@ -86,8 +82,9 @@ def time_batches(script: Script, model: Any, name: str, batches: Sequence[int], 
             if not fitting:
                 raise NotHere("no batch fits")
             began_s = time.perf_counter()
+            execution = MODES[mode] if mode is not None else {}
             engine = stack.enter_context(
-                open_decoding(model, batch=fitting[0], context=context, output=output, mode=mode)
+                open_decoding(model, batch=fitting[0], context=context, output=output, execution=execution)
             )
             engine.step()
             wait_for(script.device)
@@ -102,34 +99,26 @@ def time_batches(script: Script, model: Any, name: str, batches: Sequence[int], 
             case_name = f"{name}, batch {batch}, {context} tokens{label}"
             with script.case(case_name) as case:
                 middle = context + engine.stats().steps + steps // 2  # it grows
-                read = weight_bytes(model) + batch * middle * kv_token_bytes(engine.spec)
-                times = step_times(engine, steps)
+                read = weight_bytes(model) + batch * middle * kv_token_bytes(model)
+                taken_ms, walls_ms = step_ms(engine, steps)
                 case.figure(
-                    1e3 * times.mean_s, "ms", limit=1e3 * read / script.limits.copy_bytes_per_s, at_most=1.25,
-                    wall_p50_ms=1e3 * times.p50_s, wall_p99_ms=1e3 * times.p99_s, bytes_read=read,
-                    model=name, step={"kind": "decode", "batch": batch, "context": context}, step_ms=1e3 * times.mean_s,
+                    taken_ms, "ms", limit=1e3 * read / script.limits.copy_bytes_per_s, at_most=1.25,
+                    bytes_read=read, model=name, step={"kind": "decode", "batch": batch, "context": context},
+                    step_ms=taken_ms, **walls_ms,
                 )  # fmt: skip
-            if is_default:
+            if mode is None:
                 with script.case(f"{case_name}: GPU idle") as case:
-                    if not script.on_gpu:
-                        raise NotHere("needs a GPU")
+                    script.needs_gpu()
                     idle, kernels = idle_share(engine.step, script.device, count=8)
                     case.figure(idle, "of the time", at_most=0.03, note=f"{kernels} kernels a step", kernels=kernels)
         drain(engine, [f"ls{i}" for i in range(running)])
 
 
-def _fits(script: Script, model: Any, batch: int, tokens: int) -> bool:
-    if not script.on_gpu:
-        return True
-    free, _ = torch.cuda.mem_get_info(script.device)
-    return batch * (tokens + 64) * kv_token_bytes(model.omniserve.spec) < _MEMORY_SHARE * free - (2 << 30)
-
-
 def time_prompts(script: Script, model: Any, name: str, prompts: Sequence[int], *, chunk: int | None = None) -> None:
     """Time prompts of these lengths, in one step each or in steps of ``chunk`` tokens."""
-    longest, spec = max(prompts), model.omniserve.spec
+    longest = max(prompts)
     config = config_of(
-        model, scheduler="sarathi", host_kv_bytes=0, device_kv_bytes=(longest // 64 + 4) * spec.kv_block_bytes(64),
+        model, scheduler="sarathi", host_kv_bytes=0, device_kv_bytes=(longest + 256) * kv_token_bytes(model),
         max_model_len=longest + 2, max_num_batched_tokens=chunk or longest,
         scheduler_options={"ls_reserve_fraction": 0.0},
     )  # fmt: skip
@@ -143,7 +132,7 @@ def time_prompts(script: Script, model: Any, name: str, prompts: Sequence[int], 
         for prompt in prompts:
             with script.case(f"{name}, prompt of {prompt} tokens" + (f" in steps of {chunk}" if chunk else "")) as case:
                 times_s = []
-                for i in range(_REPEATS + 2):
+                for i in range(7):
                     engine.add(request(f"ls{i}", prompt, 1, engine.spec.vocab_size))
                     times_s.append(seconds(serve, script.device))
                 taken_s = statistics.median(times_s[2:])
@@ -156,12 +145,7 @@ def time_prompts(script: Script, model: Any, name: str, prompts: Sequence[int], 
 
 
 def flops(model: Any, tokens: int) -> float:
-    """Return the floating-point operations of a prompt: every weight of the layers, causal attention, one row's logits.
-
-    Args:
-        model: A patched model.
-        tokens: Of the prompt.
-    """
+    """Return the operations of a patched model's prompt: the layers' weights, causal attention, one row's logits."""
     spec = model.omniserve.spec
     outer = {id(model.get_output_embeddings().weight), id(model.get_input_embeddings().weight)}
     in_layers = sum(p.numel() for p in model.parameters() if id(p) not in outer)
@@ -169,5 +153,32 @@ def flops(model: Any, tokens: int) -> float:
     return 2.0 * in_layers * tokens + attention + 2.0 * spec.vocab_size * spec.hidden_size
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def idle_share(run: Callable[[], object], device: torch.device, *, count: int) -> tuple[float, int]:
+    """Return the share of the time, from the first kernel of ``count`` calls to the last, in which a GPU had nothing to
+    do, and the kernels a call.
+    """
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:  # to trace the CPU would slow the host down
+        for _ in range(count):
+            run()
+        wait_for(device)
+    spans = spans_on(DeviceType.CUDA, trace)
+    if not spans:
+        raise RuntimeError("the profiler saw no kernel")
+    whole_us = max(end for _, end in spans) - min(start for start, _ in spans)
+    return 1 - covered(spans) / whole_us, len(spans) // count
+
+
+def spans_on(device_type: DeviceType, trace: profile) -> list[tuple[float, float]]:
+    """Return (start, end) in microseconds of all that ran on a kind of device."""
+    # Not `is`: the profiler makes its own instances.
+    events = (event for event in trace.events() or () if event.device_type == device_type)
+    return [(event.time_range.start, event.time_range.end) for event in events]
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals (start, end)."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

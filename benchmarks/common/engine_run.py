@@ -1,0 +1,120 @@
+"""EngineRun: an engine in this process serves a load in real time, without HTTP."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import Counter, deque
+
+from omniserve import SLO, Engine, Request, RequestOutput, RequestRejected, SamplingParams
+from omniserve.simulate import Load
+from omniserve.simulate.load import TraceRequest
+from omniserve.simulate.results import ClassResult, RequestResult, summarise
+
+
+class EngineRun:
+    """Serves a load as ``simulate`` does on its clock: LS requests at their times, best-effort ones from a pile.
+
+    ``load.backlog`` best-effort requests are kept unfinished until the load ends, or the pile does. Subclasses override
+    ``add_due``, ``add`` and ``note`` where requests come for another reason, or more is to be measured.
+
+    Args:
+        engine: Without requests.
+        load: What comes; without a duration, until all of it is done.
+        seed: Of the prompts' tokens.
+        slo: Of LS requests, sent along; None: their class's.
+    """
+
+    def __init__(self, engine: Engine, load: Load, seed: int = 0, slo: SLO | None = None) -> None:
+        self.engine, self.load, self._slo = engine, load, slo
+        self.results: dict[str, RequestResult] = {}
+        self.unfinished: Counter[str] = Counter()
+        self.began_s = 0.0
+        self._rng, self._num_requests = random.Random(seed), 0
+        self.upcoming = deque((row.arrival_s, self.request("LS", row)) for row in load.latency_sensitive)
+        self._pile = iter(load.best_effort)
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self.began_s
+
+    def request(self, service_class: str, row: TraceRequest) -> Request:
+        """Return a request of this size for random tokens."""
+        self._num_requests += 1
+        return Request(
+            prompt_token_ids=self._rng.choices(range(1, self.engine.spec.vocab_size), k=row.input_tokens),
+            sampling=SamplingParams(max_tokens=row.output_tokens, ignore_eos=True), service_class=service_class,
+            slo=self._slo if service_class == "LS" else None, request_id=f"{service_class}-{self._num_requests}",
+        )  # fmt: skip
+
+    def run(self, drain_s: float = 60.0) -> None:
+        """Serve the load, then for at most ``drain_s`` what LS requests are left; ``before`` and ``after`` are the
+        engine's counters as the load began and ended."""
+        duration_s = math.inf if self.load.duration_s is None else self.load.duration_s
+        self.before = self.engine.stats()
+        self.began_s = time.monotonic()
+        while (now_s := self.now_s) < duration_s:
+            self.add_due(now_s)
+            if self.engine.has_unfinished:
+                self.step()
+            elif self.load.duration_s is None and not self.upcoming:
+                break
+            else:
+                time.sleep(min(0.001, duration_s - now_s))
+        self.after, self.seconds = self.engine.stats(), self.now_s
+        while self.unfinished["LS"] and self.now_s < duration_s + drain_s:
+            self.step()
+
+    def add_due(self, now_s: float) -> None:
+        """Add the requests that have come."""
+        while self.unfinished["BE"] < self.load.backlog and (row := next(self._pile, None)) is not None:
+            self.add(self.request("BE", row), now_s)
+        while self.upcoming and self.upcoming[0][0] <= now_s:
+            arrival_s, request = self.upcoming.popleft()
+            self.add(request, arrival_s)
+
+    def add(self, request: Request, arrival_s: float) -> None:
+        """Add a request that came so many seconds after the beginning."""
+        kind, max_tokens = request.service_class, request.sampling.max_tokens
+        assert request.request_id is not None and max_tokens is not None
+        result = RequestResult(kind, arrival_s, len(request.prompt_token_ids), max_tokens)
+        self.results[request.request_id] = result
+        try:
+            self.engine.add(request, arrival_s=self.began_s + arrival_s)
+            self.unfinished[kind] += 1
+        except RequestRejected:
+            result.rejected = True
+
+    def step(self) -> None:
+        """Make a step, and note what it brought."""
+        for output in self.engine.step():
+            self.note(output)
+        if self.engine.last_plan_was_empty:
+            time.sleep(0.001) if self.engine.host_tier is None else self.engine.wait(0.01)
+
+    def note(self, output: RequestOutput) -> None:
+        """Note a request's new tokens."""
+        result, times = self.results[output.request_id], output.times
+        assert times is not None
+        if times.first_token_s is not None:
+            result.first_token_s = times.first_token_s - self.began_s
+        result.num_output_tokens, result.num_host_tokens = output.num_output_tokens, output.num_host_tokens
+        if output.finished:
+            assert times.finished_s is not None
+            result.finished_s = times.finished_s - self.began_s
+            self.unfinished[output.service_class] -= 1
+
+    def grown(self, counter: str, service_class: str | None = None) -> float:
+        """Return by how much one of the engine's counters grew while the load came."""
+        before, after = getattr(self.before, counter), getattr(self.after, counter)
+        return after - before if service_class is None else after.get(service_class, 0) - before.get(service_class, 0)
+
+    def of_class(self, name: str, slo: SLO) -> ClassResult:
+        """Return the figures of one class."""
+        return summarise(
+            [result for result in self.results.values() if result.service_class == name], slo,
+            duration_s=self.load.duration_s or self.seconds,
+            output_tokens=int(self.grown("output_tokens", name)), prompt_tokens=int(self.grown("prompt_tokens", name)),
+        )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Is it right on this machine? Each module is a script of its own."""

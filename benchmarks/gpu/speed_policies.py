@@ -1,0 +1,98 @@
+"""Policies on one load of LS requests and BE work while device KV is short, on engines in this process."""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.common.engine_run import EngineRun
+from benchmarks.gpu.engines import LLAMA_8B, config_of, drain, open_engine, patched_model
+from benchmarks.gpu.script import NotHere, Script
+from omniserve import SLO, Engine
+from omniserve.profiling import find_or_make_profile
+from omniserve.simulate import Load
+from omniserve.simulate.load import fixed_lengths, poisson, requests
+from omniserve.simulate.results import ClassResult
+
+POLICIES = ("omniserve", "sarathi", "fcfs")
+"""The first is compared with the others."""
+KEPT = 0.9
+"""Share of the LS requests that must meet their objectives for a rate to count as kept."""
+OBJECTIVES = SLO(ttft_s=1.0, tpot_s=0.05)
+_BUDGET_SHARE = 0.6
+"""Of a TPOT, at the rate of one large product: the rest is for what reaches less, and for decodes."""
+
+
+def policies(script: Script) -> None:
+    rates, seconds = ([8.0], 1.0) if script.dry else ([4.0, 8.0, 12.0], 12.0)
+    model = patched_model(LLAMA_8B, script)
+    found: dict[tuple[str, float], tuple[ClassResult, float]] = {}
+    with ExitStack() as stack:
+        engines = {policy: stack.enter_context(engine_of(script, model, policy)) for policy in POLICIES}
+        for engine in engines.values():  # kernels for the sizes of this load
+            serve(script, engine, 8.0, min(seconds, 4.0), SLO(ttft_s=60.0, tpot_s=60.0))
+        for rate in rates:
+            for policy, engine in engines.items():
+                name = f"{policy}, {rate:g} LS/s"
+                with script.case(f"{name}: LS requests that met their objectives") as case:
+                    run = serve(script, engine, rate, seconds, OBJECTIVES)
+                    ls, be = run.of_class("LS", OBJECTIVES), run.of_class("BE", SLO())
+                    if ls.num_rejected == ls.num_requests:
+                        raise NotHere(f"no LS request was admitted in {seconds:g} s")
+                    be_rate = be.output_tokens_per_s + be.prompt_tokens_per_s
+                    found[policy, rate] = ls, be_rate
+                    counts = {name: run.grown(name) for name in ("host_output_tokens", "preemptions")}
+                    note = f"TTFT p99 {ls.ttft_p99_s:.3g} s, TPOT p99 {1e3 * ls.tpot_p99_s:.3g} ms, {counts}"
+                    case.figure(ls.attainment, "of all", note=note, rejected=ls.num_rejected, **counts)
+                with script.case(f"{name}: BE prompt and output tokens beside LS") as case:
+                    if (policy, rate) not in found:
+                        raise NotHere("the load was not served to its end")
+                    case.figure(found[policy, rate][1], "tokens/s")
+    for other in POLICIES[1:]:
+        kept = [
+            rate for rate in rates if (POLICIES[0], rate) in found and found[POLICIES[0], rate][0].attainment >= KEPT
+        ]
+        with script.case(f"BE tokens/s of {POLICIES[0]} over {other}, at the highest rate kept") as case:
+            if not kept or (other, kept[-1]) not in found:
+                raise NotHere(f"no rate with {KEPT:.0%} of the LS requests within their objectives for both")
+            (mine, my_rate), (theirs, their_rate) = found[POLICIES[0], kept[-1]], found[other, kept[-1]]
+            if not their_rate:
+                raise NotHere(f"{other} brought no BE token; {POLICIES[0]} {my_rate:.0f} tokens/s")
+            note = f"{kept[-1]:g} LS/s; attained {mine.attainment:.0%}, {other} {theirs.attainment:.0%}"
+            case.figure(my_rate / their_rate, "x", at_least=1.0, note=note)
+
+
+def serve(script: Script, engine: Engine, rate: float, seconds: float, slo: SLO) -> EngineRun:
+    """Send short LS prompts beside long BE prompts, of which there are more than there is memory for."""
+    ls, be, num_be = (16, 4), (64, 60), 400
+    if not script.dry:
+        ls, be, num_be = (1024, 64), (6144, 256), 128
+    rng = random.Random(0)
+    load = Load(
+        latency_sensitive=requests(poisson(rate, seconds, rng), fixed_lengths(*ls), rng),
+        best_effort=requests([0.0] * num_be, fixed_lengths(*be), rng), backlog=num_be, duration_s=seconds,
+    )  # fmt: skip
+    run = EngineRun(engine, load, slo=slo)
+    run.run(drain_s=2.0)
+    drain(engine, [name for name, result in run.results.items() if result.finished_s is None and not result.rejected])
+    return run
+
+
+def engine_of(script: Script, model: Any, policy: str) -> Any:
+    """Return a context that gives an engine; one that reads objectives has a profile, measured for this once."""
+    has_host = policy == POLICIES[0]
+    tokens = 64 if script.dry else 2048
+    if policy == "sarathi" and not script.dry:  # what the TPOT objective leaves time for (Sarathi-Serve 4.3)
+        assert OBJECTIVES.tpot_s is not None
+        flops = 2 * sum(p.numel() for p in model.parameters())  # of a token
+        fitting = int(_BUDGET_SHARE * OBJECTIVES.tpot_s * script.limits.matmul_flops / flops)
+        tokens = min(tokens, max(256, fitting // 64 * 64))
+    config = config_of(
+        model, scheduler=policy, device_kv_bytes=256 << 10 if script.dry else 8 << 30,
+        max_model_len=512 if script.dry else 8192, max_num_batched_tokens=tokens, kv="tiered" if has_host else "paged",
+        host_kv_bytes=(8 << 20 if script.dry else 12 << 30) if has_host else 0,
+        max_num_seqs=64,  # as many as there is memory for; of fewer rows there are fewer shapes to capture
+    )  # fmt: skip
+    limit_s = 2.0 if script.dry else 12.0
+    return open_engine(model, config, find_or_make_profile(model, config, time_limit_s=limit_s) if has_host else None)

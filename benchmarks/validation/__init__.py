@@ -1,1 +1,0 @@
-"""The simulator against the engine: parts of ``benchmarks.simulator_validation``."""
