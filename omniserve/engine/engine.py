@@ -27,7 +27,7 @@ from omniserve.engine.step_log import OpenRequest, StepLog
 from omniserve.engine.stepping import Stepper
 from omniserve.host.cores import CoreSplit, default_host_threads
 from omniserve.host.tier import HostTier
-from omniserve.kv import KV_MANAGERS
+from omniserve.kv import KV_MANAGERS, CanEvict, CanMove, CanShare
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
 from omniserve.latency.profile import Profile
@@ -93,7 +93,7 @@ class Engine:
         self.max_model_len = max_model_len(config, self.spec)
         policy, options = policy_of(config)
         manager = KV_MANAGERS.get(config.kv)
-        if options.checkpoint_kv and not manager.uses_host:
+        if options.checkpoint_kv and not issubclass(manager, CanMove):
             raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
         self._num_device_blocks, num_host_blocks = num_blocks(config, self.spec)
         storage = DeviceKVStorage(
@@ -122,7 +122,8 @@ class Engine:
             forecast = Forecast.of_profile(profile, self._latency)
         self.scheduler = Scheduler(policy, options, limits=self._limits(options), kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
-        attention = resolve_attention(config.attention, patched.device, is_directed=manager.is_directed)
+        is_directed = issubclass(manager, CanShare)
+        attention = resolve_attention(config.attention, patched.device, is_directed=is_directed)
         rows = PiggybackRows(patched, self.host_tier, config.max_host_requests if self.host_tier else 0)
         graphs = CudaGraphRunner.of(
             config,
@@ -132,7 +133,7 @@ class Engine:
             rows=rows,
             max_model_len=self.max_model_len,
             has_host_tier=self.host_tier is not None,
-            is_directed=manager.is_directed,
+            is_directed=is_directed,
         )
         this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
         self.runner = ModelRunner(
@@ -159,7 +160,7 @@ class Engine:
                 max_rows=config.max_num_batched_tokens,
                 max_requests=2 * config.max_num_seqs,  # best-effort ones come beside as many latency-sensitive ones
                 max_blocks=-(-self.max_model_len // config.block_size),
-                is_directed=manager.is_directed,
+                is_directed=is_directed,
             )
         if graphs is not None:
             patched.warm_up(fused=True)  # also the layers that no graph calls by themselves
@@ -196,7 +197,7 @@ class Engine:
             max_model_len=self.max_model_len,
             num_device_blocks=self._num_device_blocks,
             has_host_tier=self.host_tier is not None,
-            has_checkpoints=options.checkpoint_kv or self.kv.restores,
+            has_checkpoints=options.checkpoint_kv or isinstance(self.kv, CanEvict),
         )
 
     # -- requests ------------------------------------------------------------------------------------------------

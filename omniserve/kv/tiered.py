@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from omniserve.core.plan import KVMove, MoveDirection
-from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
+from omniserve.kv.base import KV_MANAGERS, KVManager, MoveResult, Tier
 from omniserve.kv.block_pool import BlockPool
 from omniserve.kv.checkpoints import HostCheckpoints
 from omniserve.kv.paged import grow_table
@@ -38,7 +38,7 @@ class TieredKVManager(KVManager):
     """Paged KV on two tiers."""
 
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
+        super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
         self._pools: dict[Tier, BlockPool] = {
             Tier.DEVICE: BlockPool(num_device_blocks, "device"),
             Tier.HOST: RunPool(num_host_blocks, "host"),
@@ -253,15 +253,6 @@ class TieredKVManager(KVManager):
         if table.move is not None and _TARGET[table.move.direction] is tier:
             num_held += len(table.arrived) + len(table.move.dst_block_ids) + len(table.behind)
         return num_held
-
-    def usage(self) -> KVUsage:
-        device, host = self._pools[Tier.DEVICE], self._pools[Tier.HOST]
-        return KVUsage(
-            device_used=device.num_blocks - self.num_free(Tier.DEVICE),
-            device_total=device.num_blocks,
-            host_used=host.num_blocks - self.num_free(Tier.HOST),
-            host_total=host.num_blocks,
-        )
 
     def check_integrity(self) -> None:
         self._checkpoints.check(self._num_copyable())

@@ -140,7 +140,7 @@ class Batch:
             start=start,
             block_ids=blocks,
             samples=start + count == state.num_tokens,
-            is_reversed=self._kv.runs_from_right(state.request_id),
+            is_reversed=self._requests.runs_from_right(state),
             from_layer=state.halted.layer if state.halted is not None else 0,
             scores=state.scores(start, count),
         )
@@ -161,7 +161,7 @@ class Batch:
             return Bound.REQUESTS
         if self._requests.needs_restore(state):
             return None if self._restore(state, reserve_blocks) else Bound.MEMORY
-        state.num_computed_tokens = num_kept = self._kv.num_kept_tokens(state.request_id, Tier.DEVICE)
+        state.num_computed_tokens = num_kept = self._requests.num_kept_tokens(state, Tier.DEVICE)
         refused_by = self.add(state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve_blocks)
         if refused_by is not None:
             state.num_computed_tokens = 0
@@ -323,7 +323,7 @@ class Batch:
             entries=tuple(host_rows.entries),
             joins=tuple(host_rows.joins),
             num_piggyback_seats=seat_bucket(most, self._limits.max_piggyback_seats),
-            relocations=self._kv.take_relocations(),
+            relocations=requests.take_relocations(),
             moves=(*self.moves, *self._restores, *copies),
             pipelined=tuple(host_rows.pipelined),
             preemptible=preemptible,

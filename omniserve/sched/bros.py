@@ -275,11 +275,11 @@ class BROSPolicy(Policy):
 
     def _by_missing_tokens(self) -> Iterable[RequestState]:
         """Return waiting BE requests by class, the less KV must be copied back the sooner; last those without any."""
-        if not self.kv.restores:
+        if self.requests.evicter is None:
             return self.requests.waiting[BE]
 
         def missing(state: RequestState) -> tuple[int, bool, int]:
-            on_device, on_host = (self.kv.num_kept_tokens(state.request_id, tier) for tier in (Tier.DEVICE, Tier.HOST))
+            on_device, on_host = (self.requests.num_kept_tokens(state, tier) for tier in Tier)
             return state.place[0], on_device == on_host == 0, max(0, on_host - on_device)
 
         return sorted(self.requests.waiting[BE], key=missing)

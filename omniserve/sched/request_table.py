@@ -7,9 +7,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection
+from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, SlotCopy
 from omniserve.core.request import ServiceClass
-from omniserve.kv.base import KVManager, MoveResult, Tier
+from omniserve.kv.base import CanCheckpoint, CanEvict, CanMove, CanShare, KVManager, MoveResult, Tier
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.limits import SchedulerLimits
 from omniserve.sched.residents import HostResidents
@@ -44,11 +44,20 @@ class RequestTable:
         self.counters: Counter[str] = Counter()
         """Fields of SchedulerStats that are not by class."""
         self.step_ids = itertools.count()
+        self.mover = kv if isinstance(kv, CanMove) else None
+        self.evicter = kv if isinstance(kv, CanEvict) else None
+        self.sharer = kv if isinstance(kv, CanShare) else None
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
         self._cancels: list[int] = []
         self._checkpoints: Checkpoints | None = None
-        if (kv.restores or offloads) and limits.checkpoint_blocks > 0 and limits.num_host_slots > 0:
+        wants_copies = self.evicter is not None or offloads
+        if (
+            wants_copies
+            and isinstance(kv, CanCheckpoint)
+            and limits.checkpoint_blocks > 0
+            and limits.num_host_slots > 0
+        ):
             self._checkpoints = Checkpoints(kv, limits.block_size, max_blocks_per_step=limits.checkpoint_blocks)
 
     # -- arrivals and ends ---------------------------------------------------------------------------------------
@@ -65,7 +74,8 @@ class RequestTable:
                 "still uses; choose another"
             )
         self.states[state.request_id] = state
-        self.kv.declare(state.request_id, state.kind)
+        if self.sharer is not None:
+            self.sharer.declare(state.request_id, state.kind)
         self.waiting[state.kind].add(state)
 
     def end(self, state: RequestState) -> None:
@@ -125,7 +135,10 @@ class RequestTable:
             self.residents.release_slot(state)
         else:
             raise RuntimeError(f"request {state.request_id} cannot be preempted while {state.phase}")
-        self.kv.evict(state.request_id, state.num_computed_tokens)
+        if self.evicter is not None:
+            self.evicter.evict(state.request_id, state.num_computed_tokens)
+        else:
+            self.kv.free(state.request_id)
         self._requeue(state)
 
     def start_move(self, state: RequestState, direction: MoveDirection, *, reserve_blocks: int = 0) -> KVMove | None:
@@ -133,10 +146,12 @@ class RequestTable:
         assert state.decodes and state.away is None, f"{state.request_id} is not at a token boundary"
         assert self._offloads, "the policy moves requests between the tiers: set its offloads to True"
         to_host = direction is MoveDirection.TO_HOST
-        if to_host and (not self.host_is_up or self.residents.num_free_slots == 0):
+        if self.mover is None or (to_host and (not self.host_is_up or self.residents.num_free_slots == 0)):
             return None
         keep_tokens = 0 if to_host or self._checkpoints is None else state.num_computed_tokens
-        move = self.kv.start_move(state.request_id, direction, reserve_blocks=reserve_blocks, keep_tokens=keep_tokens)
+        move = self.mover.start_move(
+            state.request_id, direction, reserve_blocks=reserve_blocks, keep_tokens=keep_tokens
+        )
         if move is None:
             return None
         state.halted = None
@@ -151,8 +166,11 @@ class RequestTable:
 
     def needs_restore(self, state: RequestState) -> bool:
         """Tell whether a WAITING request has a checkpoint of tokens whose KV is not on the device any more."""
-        num_kept = self.kv.num_kept_tokens
-        return self.host_is_up and num_kept(state.request_id, Tier.HOST) > num_kept(state.request_id, Tier.DEVICE)
+        return self.host_is_up and self.num_kept_tokens(state, Tier.HOST) > self.num_kept_tokens(state, Tier.DEVICE)
+
+    def num_kept_tokens(self, state: RequestState, tier: Tier) -> int:
+        """Return how many first tokens of a preempted request still have their KV on a tier; see ``CanEvict``."""
+        return self.evicter.num_kept_tokens(state.request_id, tier) if self.evicter is not None else 0
 
     def start_restore(self, state: RequestState, *, reserve_blocks: int = 0) -> KVMove | None:
         """Begin to copy a WAITING request back that needs it; None if there is no room.
@@ -160,8 +178,9 @@ class RequestTable:
         It holds device blocks for all its tokens from now on, and is on the device, with those behind its checkpoint
         uncomputed, when the copy is done.
         """
-        num_tokens = self.kv.num_kept_tokens(state.request_id, Tier.HOST)
-        move = self.kv.start_restore(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
+        assert self.evicter is not None, "a request that needs to be restored was evicted"
+        num_tokens = self.num_kept_tokens(state, Tier.HOST)
+        move = self.evicter.start_restore(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
         if move is None:
             return None
         self.waiting[state.kind].remove(state)
@@ -173,8 +192,9 @@ class RequestTable:
 
     def abandon_move(self, move_id: int) -> None:
         """Take the device memory back from a request that is moving to the host; it waits to be recomputed."""
+        assert self.mover is not None
         state, _ = self.moving.pop(move_id)
-        self.kv.abandon_move(move_id)
+        self.mover.abandon_move(move_id)
         self.abandoned_moves.add(move_id)
         self.residents.release_slot(state)
         if state.phase is Phase.DRAINING:
@@ -188,6 +208,18 @@ class RequestTable:
         if self._checkpoints is None or not self.host_is_up:
             return []
         return self._checkpoints.plan(self.device[BE], reserve_blocks=self.host_headroom)
+
+    def num_checkpointed(self, state: RequestState) -> int:
+        """Return how many of a request's first blocks have a copy on the host."""
+        return self._checkpoints.num_blocks(state) if self._checkpoints is not None else 0
+
+    def runs_from_right(self, state: RequestState) -> bool:
+        """Tell whether the request's tokens fill its device blocks from the right; see ``CanShare``."""
+        return self.sharer is not None and self.sharer.runs_from_right(state.request_id)
+
+    def take_relocations(self) -> tuple[SlotCopy, ...]:
+        """Return, once, the copies on the device that the next step must begin with."""
+        return self.sharer.take_relocations() if self.sharer is not None else ()
 
     def take_cancels(self) -> tuple[int, ...]:
         """Return, once, the host slots of requests that have ended while their token was away."""
@@ -223,10 +255,11 @@ class RequestTable:
             self.preempt(state)
 
     def _finish_move(self, event: HostEvent) -> None:
-        if self._checkpoints is not None and self._checkpoints.on_move(event):
-            return
+        assert self.mover is not None
         succeeded = event.kind is HostEventKind.MOVE_DONE
-        result = self.kv.finish_move(event.move_id, succeeded=succeeded)
+        result = self.mover.finish_move(event.move_id, succeeded=succeeded)
+        if self._checkpoints is not None and self._checkpoints.on_end(event.move_id, result):
+            return
         if event.move_id in self.abandoned_moves:
             self.abandoned_moves.remove(event.move_id)
             return

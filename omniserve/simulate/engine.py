@@ -12,7 +12,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, SampledToken, StepOutput, StepPlan, is_whole
 from omniserve.core.request import Request, RequestOutput, ServiceClass
 from omniserve.engine.capacity import max_model_len, num_blocks
-from omniserve.kv import KV_MANAGERS
+from omniserve.kv import KV_MANAGERS, CanEvict
 from omniserve.latency import CorrectedModel, Predictor, features_of
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, SchedulerStats, policy_of
 from omniserve.sched.options import LayerPreemptionOptions
@@ -75,7 +75,7 @@ class SimulatedEngine:
             max_model_len=max_model_len(config, spec),
             num_device_blocks=self.num_device_blocks,
             has_host_tier=self.tier is not None,
-            has_checkpoints=options.checkpoint_kv or self.kv.restores,
+            has_checkpoints=options.checkpoint_kv or isinstance(self.kv, CanEvict),
         )
         # With perfect predictions there is nothing to correct, and correcting costs as much as predicting.
         is_exact = noise == 0 and machine.spread is None and machine.forecast is machine.device

@@ -61,6 +61,11 @@ class CheckpointBench:
             state.num_computed_tokens = state.num_tokens
             state.token_ids.append(output.tokens[state.request_id].token_id)
 
+    def end(self, event: HostEvent) -> bool:
+        """Finish a move; tell whether it was a checkpoint's copy."""
+        succeeded = event.kind is HostEventKind.MOVE_DONE
+        return self.checkpoints.on_end(event.move_id, self.kv.finish_move(event.move_id, succeeded=succeeded))
+
     def plan(self, *, reserve_blocks: int = 0) -> list[tuple[str, int]]:
         """Return who is copied and how many blocks; the copies begin with the next step that is computed."""
         self.moves = self.checkpoints.plan(self.states, reserve_blocks=reserve_blocks)
@@ -82,10 +87,10 @@ def test_a_request_goes_on_while_its_full_blocks_are_copied() -> None:
         copied += [block for move in bench.moves for block in move.dst_block_ids]
         bench.step(bench.moves)
         for event in bench.device.poll(0.5):
-            assert bench.checkpoints.on_move(event)
+            assert bench.end(event)
     assert state.num_computed_tokens == 20
     for event in bench.device.poll(1.0):
-        assert bench.checkpoints.on_move(event)
+        assert bench.end(event)
     assert not bench.checkpoints.busy
     num_blocks = bench.kv.num_checkpointed("be0")
     assert num_blocks >= 3 and len(copied) == num_blocks == bench.checkpoints.num_blocks_copied
@@ -100,7 +105,7 @@ def test_the_youngest_come_first_and_a_step_copies_so_many_blocks() -> None:
     bench.step([])
     assert bench.plan() == [("be2", 2), ("be1", 3)]
     for move in bench.moves:
-        bench.checkpoints.on_move(done(move))
+        bench.end(done(move))
     assert bench.plan() == [("be0", 2)]
 
 
@@ -112,9 +117,9 @@ def test_blocks_still_under_way_count_against_the_next_step() -> None:
     assert bench.plan() == [("be1", 2), ("be0", 1)]
     first, second = bench.moves
     assert bench.plan() == []
-    bench.checkpoints.on_move(done(second))
+    bench.end(done(second))
     assert bench.plan() == [("be0", 1)]
-    bench.checkpoints.on_move(done(first))
+    bench.end(done(first))
     assert bench.plan() == [], "one copy of a request at a time"
 
 
@@ -144,7 +149,7 @@ def test_a_copy_of_a_request_that_has_ended_keeps_the_machine_busy_and_counts_fo
     bench.plan()
     bench.kv.free("be0")
     assert bench.checkpoints.busy and bench.kv.usage().host_used == 2
-    assert bench.checkpoints.on_move(done(bench.moves[0]))
+    assert bench.end(done(bench.moves[0]))
     assert not bench.checkpoints.busy and bench.kv.usage().host_used == 0
     assert bench.checkpoints.num_blocks_copied == 0
 
@@ -154,7 +159,7 @@ def test_a_failed_copy_is_planned_again() -> None:
     bench.add(8)
     bench.step([])
     assert bench.plan() == [("be0", 2)]
-    assert bench.checkpoints.on_move(HostEvent(kind=HostEventKind.MOVE_FAILED, move_id=bench.moves[0].move_id))
+    assert bench.end(HostEvent(kind=HostEventKind.MOVE_FAILED, move_id=bench.moves[0].move_id))
     assert bench.checkpoints.num_blocks_copied == 0
     assert bench.plan() == [("be0", 2)]
 
@@ -164,8 +169,8 @@ def test_an_event_of_another_move_is_left_to_others() -> None:
     bench.add(8)
     bench.step([])
     move = bench.kv.start_move("be0", MoveDirection.TO_HOST)
-    assert move is not None and not bench.checkpoints.on_move(done(move))
-    assert bench.kv.tier("be0") is Tier.DEVICE, "it has not been finished"
+    assert move is not None and not bench.end(done(move))
+    assert bench.kv.tier("be0") is Tier.HOST and bench.checkpoints.num_blocks_copied == 0
 
 
 def test_the_fake_device_tears_a_copy_of_a_block_that_is_still_written() -> None:
@@ -197,7 +202,7 @@ def test_where_checkpoints_are_restored_the_oldest_gives_way_if_host_memory_is_s
         bench.step([])
         bench.plan()
         for move in bench.moves:
-            bench.checkpoints.on_move(done(move))
+            bench.end(done(move))
     assert [bench.kv.num_checkpointed(state.request_id) for state in bench.states] == copied
     assert bench.plan() == [], "nobody takes anything back from a younger one"
     bench.kv.check_integrity()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import ClassVar
 
 from omniserve.core.plan import KVMove, MoveDirection, SlotCopy
 from omniserve.core.request import ServiceClass
@@ -22,9 +20,6 @@ _SLOTS_AHEAD = 4
 @KV_MANAGERS.register("bidirectional")
 class BidirectionalKVManager(TieredKVManager):
     """Paged KV on two tiers whose device blocks may be shared by an LS and a BE request."""
-
-    restores: ClassVar[bool] = True
-    is_directed: ClassVar[bool] = True
 
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
         super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
@@ -119,17 +114,6 @@ class BidirectionalKVManager(TieredKVManager):
         self._directed.best_effort.discard(request_id)
 
     # -- copies on the host --------------------------------------------------------------------------------------
-
-    def start_checkpoint(
-        self,
-        request_id: str,
-        num_computed_tokens: int,
-        *,
-        max_blocks: int,
-        reserve_blocks: int = 0,
-        give_way: Iterable[str] = (),
-    ) -> KVMove | None:
-        return None  # only evicted requests are copied
 
     def start_saving(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> list[KVMove]:
         crowded = self._growth.crowded(_SLOTS_AHEAD)
