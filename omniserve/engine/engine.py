@@ -27,7 +27,7 @@ from omniserve.engine.step_log import OpenRequest, StepLog
 from omniserve.engine.stepping import Stepper
 from omniserve.host.cores import CoreSplit, default_host_threads
 from omniserve.host.tier import HostTier
-from omniserve.kv import KV_MANAGERS, CanEvict, CanMove, CanShare
+from omniserve.kv import KV_MANAGERS, CanMove, CanShare
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
 from omniserve.latency.profile import Profile
@@ -41,7 +41,7 @@ from omniserve.runner.runner import ModelRunner
 from omniserve.runner.warm_up import warm_up_attention
 from omniserve.sampling.grammar import GrammarCompiler, GrammarState
 from omniserve.sampling.sampler import Sampler
-from omniserve.sched import Forecast, PolicyOptions, Scheduler, SchedulerLimits, policy_of
+from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.options import LayerPreemptionOptions
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,8 @@ class Engine:
             profile.require(fingerprint_of(model, config))
             self._latency = CorrectedModel(LATENCY_MODELS.get(options.latency_model).from_profile(profile))
             forecast = Forecast.of_profile(profile, self._latency)
-        self.scheduler = Scheduler(policy, options, limits=self._limits(options), kv=self.kv, forecast=forecast)
+        limits = SchedulerLimits.of(config, options, self.spec, self.kv, max_model_len=self.max_model_len)
+        self.scheduler = Scheduler(policy, options, limits=limits, kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         is_directed = issubclass(manager, CanShare)
         attention = resolve_attention(config.attention, patched.device, is_directed=is_directed)
@@ -187,17 +188,6 @@ class Engine:
             clock=clock,
             overlaps=config.async_steps if config.async_steps is not None else patched.device.type == "cuda",
             keeps_names=tracer is not None,
-        )
-
-    def _limits(self, options: PolicyOptions) -> SchedulerLimits:
-        return SchedulerLimits.of(
-            self.config,
-            options,
-            self.spec,
-            max_model_len=self.max_model_len,
-            num_device_blocks=self._num_device_blocks,
-            has_host_tier=self.host_tier is not None,
-            has_checkpoints=options.checkpoint_kv or isinstance(self.kv, CanEvict),
         )
 
     # -- requests ------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ class APEXPolicy(OmniServePolicy):
         """Asynchronous overlap: the cohort joins when all of it is there; the next enters when none is away."""
         residents = self.requests.residents
         away = [state for state in residents.queue if state.away is not None]
-        seats = self.limits.max_piggyback_seats
+        seats = self.limits.config.max_piggyback_seats
         if any(state.away is not None and not state.away.ready for state in away):
             return HostRows()
         if away:

@@ -59,7 +59,7 @@ class Batch:
         self._restores: list[KVMove] = []
         self.now_s = now_s
         self.load = load
-        self.tokens_left = requests.limits.max_num_batched_tokens if max_tokens is None else max_tokens
+        self.tokens_left = requests.limits.config.max_num_batched_tokens if max_tokens is None else max_tokens
         self.moves: list[KVMove] = []
         """Moves between the tiers that the step starts."""
 
@@ -322,7 +322,7 @@ class Batch:
             chunks=self.chunks,
             entries=tuple(host_rows.entries),
             joins=tuple(host_rows.joins),
-            num_piggyback_seats=seat_bucket(most, self._limits.max_piggyback_seats),
+            num_piggyback_seats=seat_bucket(most, self._limits.config.max_piggyback_seats),
             relocations=requests.take_relocations(),
             moves=(*self.moves, *self._restores, *copies),
             pipelined=tuple(host_rows.pipelined),

@@ -123,7 +123,7 @@ class BROSPolicy(Policy):
     def __init__(self, requests: RequestTable, options: PolicyOptions, forecast: Forecast | None = None) -> None:
         super().__init__(requests, options, forecast)
         self._parking = Parking(requests)
-        self._base_size = min(BASE_BATCH_SIZE, self.limits.max_num_seqs)
+        self._base_size = min(BASE_BATCH_SIZE, self.limits.config.max_num_seqs)
         self._batch_size = self._base_size
         self._average_s: float | None = None
         self._begins_s: dict[int, float] = {}
@@ -131,7 +131,7 @@ class BROSPolicy(Policy):
         self._ended_s = -math.inf
 
     def schedule(self, now_s: float) -> StepPlan:
-        step = Selection(self.forecast, self.limits.max_num_batched_tokens)
+        step = Selection(self.forecast, self.limits.config.max_num_batched_tokens)
         residuals, lacks_memory = self._choose_ls(step, now_s)
         bound, late = self._bound(step, residuals)
         # In whatever the bound: the most urgent, and those before all others that cannot be in time any more.
@@ -140,7 +140,7 @@ class BROSPolicy(Policy):
         if not any(late):
             self._choose_be(step, residuals[: len(step.chosen)], bound.seconds, admits=not lacks_memory)
         retreats = kept_out or any(late)
-        self._batch_size = self._base_size if retreats else min(2 * self._batch_size, self.limits.max_num_seqs)
+        self._batch_size = self._base_size if retreats else min(2 * self._batch_size, self.limits.config.max_num_seqs)
         load = self.forecast.load() if self.forecast is not None else None
         batch = Batch(self.requests, now_s, load=load)
         complete = self._place_ls(batch, [one for one in step.chosen if one.state.kind is LS])
@@ -173,7 +173,7 @@ class BROSPolicy(Policy):
             objective_s, since_s = state.slo.tpot_s, state.last_token_s
         if objective_s is None:
             return math.inf
-        more_steps = (state.num_uncomputed_tokens - 1) // self.limits.max_num_batched_tokens
+        more_steps = (state.num_uncomputed_tokens - 1) // self.limits.config.max_num_batched_tokens
         return objective_s - (begin_s - since_s) - more_steps * (self._average_s or 0.0)
 
     def _by_urgency(self, now_s: float) -> Iterator[tuple[float, tuple[int, int], RequestState]]:
@@ -189,7 +189,7 @@ class BROSPolicy(Policy):
             Their residual times, and whether one that waits finds no memory, be it that of all BE requests.
         """
         blocks = self._parking.num_obtainable
-        seats = self.limits.max_num_seqs - len(self.requests.device[LS])
+        seats = self.limits.config.max_num_seqs - len(self.requests.device[LS])
         residuals: list[float] = []
         lacks_memory = False
         for residual_s, _, state in self._by_urgency(now_s):
@@ -266,7 +266,7 @@ class BROSPolicy(Policy):
         if not admits or requests.residents.queue:  # a parked request comes back before a new one enters
             return
         free = self.kv.num_free(Tier.DEVICE) - needed
-        seats = self.limits.max_num_seqs - sum(map(len, requests.device.values())) - new_ls
+        seats = self.limits.config.max_num_seqs - sum(map(len, requests.device.values())) - new_ls
         for state in itertools.islice(self._by_missing_tokens(), max(0, seats)):
             free -= requests.blocks_for(state)
             if free < 0:

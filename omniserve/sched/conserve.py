@@ -119,7 +119,7 @@ class ConServePolicy(Policy):
 
         Tried are the powers of two, those between them, and the largest: throughput is flat around its peak.
         """
-        most = self.limits.max_num_batched_tokens
+        most = self.limits.config.max_num_batched_tokens
         best_effort = [*self.requests.device[BE], *self.requests.waiting[BE]]
         decodes = [state for state in self.requests.device[BE] if state.decodes]
         prompts = [state for state in best_effort if not state.decodes]

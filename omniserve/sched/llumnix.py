@@ -44,7 +44,7 @@ class LlumnixPolicy(Policy):
             self._moves.run_or_offload(batch, state)
         if not requests.waiting[LS]:  # a BE prompt must not take the memory that an LS one waits for
             self._admit_be(batch)
-        seats, max_rows = self.limits.max_piggyback_seats, self.options.most_rows(self.limits)
+        seats, max_rows = self.limits.config.max_piggyback_seats, self.options.most_rows(self.limits)
         max_entries = min(seats, max_rows) if requests.host_is_up else 0
         entries = requests.residents.plan_entries(requests.host_blocks_for, max_entries)
         joins = requests.residents.plan_joins(max_rows - len(entries), seats)

@@ -215,7 +215,7 @@ class OmniServePolicy(Policy):
         if batch.load is None or not any(ready):
             return 0.0
         entries = self._num_entries()
-        seats = seat_bucket(max(entries, *ready), self.limits.max_piggyback_seats)
+        seats = seat_bucket(max(entries, *ready), self.limits.config.max_piggyback_seats)
         trial = batch.load.copy()
         fill(trial, entries, ready, seats=seats, max_rows=self.options.most_rows(self.limits))
         return trial.seconds() - batch.load.seconds()
@@ -327,7 +327,11 @@ class OmniServePolicy(Policy):
             device_tokens: Device rows of it that are best effort.
         """
         residents, most_rows = self.requests.residents, self.options.most_rows(self.limits)
-        ready, num_entries, most_seats = residents.num_ready, self._num_entries(), self.limits.max_piggyback_seats
+        ready, num_entries, most_seats = (
+            residents.num_ready,
+            self._num_entries(),
+            self.limits.config.max_piggyback_seats,
+        )
         if not num_entries and not any(ready):
             return HostRows()
         if batch.load is None:
@@ -363,6 +367,6 @@ class OmniServePolicy(Policy):
             load,
             len(rows.entries),
             per_layer,
-            seats=self.limits.max_piggyback_seats,
+            seats=self.limits.config.max_piggyback_seats,
             max_rows=self.options.most_rows(self.limits),
         )

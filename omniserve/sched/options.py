@@ -53,7 +53,7 @@ class HostTierOptions(PolicyOptions):
 
     def most_rows(self, limits: SchedulerLimits) -> int:
         """Return the most piggyback rows of a step, over all layers."""
-        every_layer = limits.max_piggyback_seats * (limits.num_layers + 1)
+        every_layer = limits.config.max_piggyback_seats * (limits.num_layers + 1)
         return self.max_piggyback_rows if self.max_piggyback_rows is not None else every_layer
 
     def __post_init__(self) -> None:

@@ -58,7 +58,7 @@ class RequestTable:
             and limits.checkpoint_blocks > 0
             and limits.num_host_slots > 0
         ):
-            self._checkpoints = Checkpoints(kv, limits.block_size, max_blocks_per_step=limits.checkpoint_blocks)
+            self._checkpoints = Checkpoints(kv, kv.block_size, max_blocks_per_step=limits.checkpoint_blocks)
 
     # -- arrivals and ends ---------------------------------------------------------------------------------------
 
@@ -347,11 +347,11 @@ class RequestTable:
 
     def is_full(self, kind: ServiceClass) -> bool:
         """Return whether the limit on requests keeps out another one of this kind."""
-        return self.num_admitted(kind) >= self.limits.max_num_seqs
+        return self.num_admitted(kind) >= self.limits.config.max_num_seqs
 
     def blocks_for(self, state: RequestState) -> int:
         """Return how many blocks all known tokens of a request need."""
-        return -(-state.num_tokens // self.limits.block_size)
+        return -(-state.num_tokens // self.kv.block_size)
 
     def reserve_for_ls(self, state: RequestState) -> int:
         """Return what a BE request leaves free: no block if it has the device to itself, or it might never run."""

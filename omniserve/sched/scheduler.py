@@ -88,7 +88,7 @@ class Scheduler:
         self.policy = policy(self.requests, options or policy.options_type(), forecast)
         self._limits = limits
         self._kv = kv
-        self._classes = {spec.name: (rank, ServiceClass(spec.kind)) for rank, spec in enumerate(limits.classes)}
+        self._classes = {spec.name: (rank, ServiceClass(spec.kind)) for rank, spec in enumerate(limits.config.classes)}
         self._in_flight: dict[int, list[tuple[RequestState, DeviceChunk | None]]] = {}
         """Step id -> what ``settle`` has to look at: states, as ids may be in use again by then; no chunk: on the host
         tier the token has passed its last layer."""

@@ -32,7 +32,7 @@ class SecondBatch:
             return []
         waiting = [s for s in self._requests.residents.queue if s.away is None or s.away.ready]
         waiting.sort(key=lambda s: -s.away.layer if s.away is not None else 1)
-        return waiting[: self._requests.limits.max_piggyback_seats]
+        return waiting[: self._requests.limits.config.max_piggyback_seats]
 
     def reserve_s(self, batch: Batch, bound_s: float) -> float:
         """Return the seconds of a step within a bound that device work leaves for the candidates."""

@@ -100,7 +100,9 @@ class TTFTEstimator:
         self._recent: deque[tuple[int, float | None]] = deque(maxlen=_RECENT)
         self._output_share = 1.0
         """Running mean: how much of its ``max_tokens`` an LS request puts out."""
-        objectives = [c.slo.ttft_s for c in limits.classes if c.kind is ServiceClass.LS and c.slo.ttft_s is not None]
+        objectives = [
+            c.slo.ttft_s for c in limits.config.classes if c.kind is ServiceClass.LS and c.slo.ttft_s is not None
+        ]
         self._default_ttft_s = min(objectives, default=math.inf)
         self._newcomer: tuple[_NewcomerInputs | None, float] = (None, 0.0)
 
@@ -150,7 +152,7 @@ class TTFTEstimator:
             expected_s = max(soonest_s, filled_s)
         idle_s, _ = prefill_time(
             self._forecast.load(), [prompt], bound_s=math.inf, first_bound_s=math.inf,
-            max_tokens=self._limits.max_num_batched_tokens,
+            max_tokens=self._limits.config.max_num_batched_tokens,
         )  # fmt: skip
         return TTFTPrediction(soonest_s, expected_s, idle_s, prompt.count)
 
@@ -215,7 +217,7 @@ class TTFTEstimator:
 
     def _max_prompt_tokens(self, decoding: Sequence[RequestState]) -> int:
         """Return how many tokens of prompts a step has room for beside the decodes; 1 at least."""
-        return max(1, self._limits.max_num_batched_tokens - len(decoding))
+        return max(1, self._limits.config.max_num_batched_tokens - len(decoding))
 
     def _decodes(self, decoding: Sequence[RequestState], host_works: bool) -> StepLoad:
         load, shape = self._forecast.load(host_works=host_works), self._forecast.shape
@@ -260,4 +262,4 @@ class TTFTEstimator:
             yield state
 
     def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._limits.block_size)
+        return -(-num_tokens // self._limits.config.block_size)

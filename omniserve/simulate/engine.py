@@ -12,7 +12,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, SampledToken, StepOutput, StepPlan, is_whole
 from omniserve.core.request import Request, RequestOutput, ServiceClass
 from omniserve.engine.capacity import max_model_len, num_blocks
-from omniserve.kv import KV_MANAGERS, CanEvict
+from omniserve.kv import KV_MANAGERS
 from omniserve.latency import CorrectedModel, Predictor, features_of
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, SchedulerStats, policy_of
 from omniserve.sched.options import LayerPreemptionOptions
@@ -68,15 +68,7 @@ class SimulatedEngine:
         self.kv = KV_MANAGERS.get(config.kv)(
             num_device_blocks=self.num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
         )
-        self.limits = SchedulerLimits.of(
-            config,
-            options,
-            spec,
-            max_model_len=max_model_len(config, spec),
-            num_device_blocks=self.num_device_blocks,
-            has_host_tier=self.tier is not None,
-            has_checkpoints=options.checkpoint_kv or isinstance(self.kv, CanEvict),
-        )
+        self.limits = SchedulerLimits.of(config, options, spec, self.kv, max_model_len=max_model_len(config, spec))
         # With perfect predictions there is nothing to correct, and correcting costs as much as predicting.
         is_exact = noise == 0 and machine.spread is None and machine.forecast is machine.device
         self._corrected = None if is_exact else CorrectedModel(machine.forecast)

@@ -9,14 +9,12 @@ import pytest
 from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.kv import KV_MANAGERS, Tier, TieredKVManager
-from omniserve.sched import SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import Phase, RequestState
 from tests.sched.fake_device import FakeDevice
-
-BLOCK = 4
+from tests.sched.limits import BLOCK, make_limits
 
 
 class CheckpointBench:
@@ -27,7 +25,7 @@ class CheckpointBench:
         self.checkpoints = Checkpoints(self.kv, BLOCK, max_blocks_per_step=max_blocks)
         self.device = FakeDevice(block_size=BLOCK, num_layers=1, max_tokens=1000, rng=random.Random(0))
         self.states: list[RequestState] = []
-        limits = SchedulerLimits(num_layers=1, block_size=BLOCK, max_model_len=1000, max_num_batched_tokens=1000)
+        limits = make_limits(num_layers=1, max_num_batched_tokens=1000)
         self.requests = RequestTable(limits=limits, kv=self.kv, offloads=False)
 
     def add(self, num_tokens: int) -> RequestState:

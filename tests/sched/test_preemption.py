@@ -9,8 +9,9 @@ from omniserve.core.request import FinishReason
 from omniserve.kv import Tier
 from omniserve.sched import SCHEDULERS
 from omniserve.sched.state import Phase
-from tests.sched.benches import BLOCK, Bench, names
+from tests.sched.benches import Bench, names
 from tests.sched.fake_device import expected_tokens
+from tests.sched.limits import BLOCK
 
 
 def make(policy: str = "sarathi", *, kv: str = "incremental", host_blocks: int = 32, **limits: int) -> Bench:
