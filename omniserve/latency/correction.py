@@ -7,7 +7,7 @@ import math
 
 from omniserve.latency.base import Predictor
 from omniserve.latency.features import BatchFeatures
-from omniserve.latency.pace import Pace
+from omniserve.latency.step_pace import StepPace
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class CorrectedModel(Predictor):
         self._low, self._high = bounds
         self._factors = [1.0] * len(model.term_names)
         self._log_ratio = 0.0
-        self._pace = Pace()
+        self._pace = StepPace()
         self._num_steps = 0
         self._num_beyond = 0
         self.error = 0.0

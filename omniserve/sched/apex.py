@@ -9,13 +9,13 @@ from omniserve.core.plan import Bound, HostEvent, HostEventKind, StepPlan
 from omniserve.latency import BatchFeatures, HostSpeed
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.bounds import left_out
-from omniserve.sched.load import Forecast
 from omniserve.sched.omniserve import OmniServePolicy
 from omniserve.sched.options import CoServingOptions
 from omniserve.sched.policy import SCHEDULERS
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.second_batch import SecondBatch
 from omniserve.sched.state import RequestState
+from omniserve.sched.step_cost import Forecast
 
 MIN_HOST_PER_DEVICE = 8
 """Host requests for each device request before a hand-over pays its overhead (apex 4.2)."""
@@ -95,9 +95,9 @@ class APEXPolicy(OmniServePolicy):
 
     def _num_pipelined(self, batch: Batch, states: Sequence[RequestState], bound_s: float) -> int:
         """Return how many of ``states`` run in a second sub-batch: what the host attends for in time, or none."""
-        if self._host is None or self.forecast is None or batch.load is None or not states or not batch.chunks:
+        if self._host is None or self.forecast is None or batch.cost is None or not states or not batch.chunks:
             return 0
-        features = batch.load.features
+        features = batch.cost.features
         times = self._layer_times(features)
         context = sum(state.num_tokens for state in states) / len(states)
         rate = self._host.rate(len(states), context)
@@ -106,7 +106,7 @@ class APEXPolicy(OmniServePolicy):
         most = min(len(states), int(rate * times.overlap_s))
         if most == 0:
             return 0
-        while most and self._second.seconds_with(batch.load, states[:most]) > bound_s:
+        while most and self._second.seconds_with(batch.cost, states[:most]) > bound_s:
             most //= 2
         return most
 
@@ -140,14 +140,14 @@ class APEXPolicy(OmniServePolicy):
                 MIN_HOST_PER_DEVICE * max(1, len(batch.chunks)),
             )
             rows = HostRows(entries=residents.plan_entries(self.requests.host_blocks_for, wanted))
-        if batch.load is None or not (rows.entries or rows.joins):
+        if batch.cost is None or not (rows.entries or rows.joins):
             return rows
-        trial = batch.load.copy()
+        trial = batch.cost.copy()
         self.put_piggyback(trial, rows)
         if trial.seconds() > bound_s and batch.chunks:
             work = "piggyback join" if rows.joins else "piggyback entry"
             return HostRows(left_out=left_out(work, len(rows.joins) or len(rows.entries), Bound.TIME))
-        self.put_piggyback(batch.load, rows)
+        self.put_piggyback(batch.cost, rows)
         return rows
 
 

@@ -20,10 +20,10 @@ from omniserve.core.plan import (
 )
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import Tier
-from omniserve.sched.load import StepLoad
 from omniserve.sched.piggyback import seat_bucket
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
+from omniserve.sched.step_cost import StepCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,12 @@ class Batch:
     Args:
         requests: Where requests come from, and where those that give way go.
         now_s: When the step is planned.
-        load: Is told every chunk; None: there is no latency model, and time bounds mean nothing.
+        cost: Is told every chunk; None: there is no latency model, and time bounds mean nothing.
         max_tokens: The step's token budget; None: that of the limits.
     """
 
     def __init__(
-        self, requests: RequestTable, now_s: float, *, load: StepLoad | None = None, max_tokens: int | None = None
+        self, requests: RequestTable, now_s: float, *, cost: StepCost | None = None, max_tokens: int | None = None
     ) -> None:
         self._requests = requests
         self._kv = requests.kv
@@ -58,7 +58,7 @@ class Batch:
         self._chunks: dict[str, DeviceChunk] = {}
         self._restores: list[KVMove] = []
         self.now_s = now_s
-        self.load = load
+        self.cost = cost
         self.tokens_left = requests.limits.config.max_num_batched_tokens if max_tokens is None else max_tokens
         self.moves: list[KVMove] = []
         """Moves between the tiers that the step starts."""
@@ -98,10 +98,10 @@ class Batch:
             return 0, Bound.TOKENS
         if (num_halted := self._resume_or_drop_halted(state, bound_s)) > 0:
             return num_halted, None
-        if self.load is None or bound_s == math.inf:
+        if self.cost is None or bound_s == math.inf:
             return count, None
         start = state.num_computed_tokens
-        within = self.load.largest_chunk(start, count, bound_s, samples=state.num_logits)
+        within = self.cost.largest_chunk(start, count, bound_s, samples=state.num_logits)
         count = within or min(count, min_tokens)
         return count, None if count else Bound.TIME
 
@@ -111,9 +111,9 @@ class Batch:
         if halted is None:
             return 0
         fits = halted.num_tokens <= self.tokens_left
-        if fits and self.load is not None and bound_s < math.inf:
+        if fits and self.cost is not None and bound_s < math.inf:
             samples = state.num_logits(halted.start, halted.num_tokens)
-            fits = self.load.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s
+            fits = self.cost.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s
         if not fits:
             state.halted = None
             return 0
@@ -145,8 +145,8 @@ class Batch:
             scores=state.scores(start, count),
         )
         self.tokens_left -= count
-        if self.load is not None:
-            self.load.add_chunk(start, count, samples=state.num_logits(start, count))
+        if self.cost is not None:
+            self.cost.add_chunk(start, count, samples=state.num_logits(start, count))
         return None
 
     def admit(
@@ -264,7 +264,7 @@ class Batch:
         for kind in kinds:
             for victim in reversed(self._requests.device[kind]):
                 same_kind = victim.kind is state.kind
-                if victim in self or victim is state or (same_kind and victim.place < state.place):
+                if victim in self or victim is state or (same_kind and victim.priority_key < state.priority_key):
                     continue
                 return victim
         return None

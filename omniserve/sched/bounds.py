@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from omniserve.core.plan import Bound, Decision, LeftOut
-from omniserve.sched.load import StepLoad
 from omniserve.sched.state import RequestState
+from omniserve.sched.step_cost import StepCost
 
 LS_HEADROOM = 0.03
 """Share of a TPOT that LS prefill leaves for what no latency model knows (the way to the client, a busy machine)."""
@@ -72,18 +72,18 @@ def left_out(work: str, num_requests: int, bound: Bound | None, first_request_id
 
 
 def decision_of(
-    load: StepLoad | None, ls_s: float | None, bound: TimeBound, left_out: Iterable[LeftOut] = ()
+    cost: StepCost | None, ls_s: float | None, bound: TimeBound, left_out: Iterable[LeftOut] = ()
 ) -> Decision:
     """Return why a step is what it is.
 
     Args:
-        load: The whole step; None: there is no latency model.
+        cost: The whole step; None: there is no latency model.
         ls_s: Its predicted seconds without best-effort work.
         bound: Up to what that was added.
         left_out: What stays out.
     """
     return Decision(
-        predicted_s=load.seconds() if load is not None else None,
+        predicted_s=cost.seconds() if cost is not None else None,
         predicted_ls_s=ls_s,
         bound_s=bound.seconds if bound.seconds < math.inf else None,
         bound_by=bound.by,

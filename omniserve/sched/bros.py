@@ -43,12 +43,12 @@ from omniserve.core.plan import StepPlan
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import TimeBound, decision_of
-from omniserve.sched.load import Forecast, largest
 from omniserve.sched.options import PolicyOptions
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState
+from omniserve.sched.step_cost import Forecast, largest
 
 BASE_BATCH_SIZE = 128
 """B_base."""
@@ -98,10 +98,10 @@ class Selection:
         """Return C, the predicted seconds of a step of these."""
         if self._forecast is None:
             return 0.0
-        load = self._forecast.load()
+        cost = self._forecast.step()
         for one in chosen:
-            load.add_chunk(one.start, one.count, samples=one.state.num_logits(one.start, one.count))
-        return load.seconds()
+            cost.add_chunk(one.start, one.count, samples=one.state.num_logits(one.start, one.count))
+        return cost.seconds()
 
     def keep_within(self, bound_s: float, least: int) -> bool:
         """Drop requests from the end until C is within the bound, all but the first ``least``; return if any was."""
@@ -141,14 +141,16 @@ class BROSPolicy(Policy):
             self._choose_be(step, residuals[: len(step.chosen)], bound.seconds, admits=not lacks_memory)
         retreats = kept_out or any(late)
         self._batch_size = self._base_size if retreats else min(2 * self._batch_size, self.limits.config.max_num_seqs)
-        load = self.forecast.load() if self.forecast is not None else None
-        batch = Batch(self.requests, now_s, load=load)
+        cost = self.forecast.step() if self.forecast is not None else None
+        batch = Batch(self.requests, now_s, cost=cost)
         complete = self._place_ls(batch, [one for one in step.chosen if one.state.kind is LS])
-        ls_s = load.seconds() if load is not None else None
+        ls_s = cost.seconds() if cost is not None else None
         self._place_be(batch, [one for one in step.chosen if one.state.kind is BE], bound.seconds, complete=complete)
         parked = self.requests.residents.queue
-        self._parking.bring_back(batch, sorted(parked, key=lambda s: (self.kv.num_blocks(s.request_id), s.place)))
-        plan = batch.plan(decision=decision_of(load, ls_s, bound))
+        self._parking.bring_back(
+            batch, sorted(parked, key=lambda s: (self.kv.num_blocks(s.request_id), s.priority_key))
+        )
+        plan = batch.plan(decision=decision_of(cost, ls_s, bound))
         self._begins_s[plan.step_id] = now_s
         return plan
 
@@ -178,8 +180,10 @@ class BROSPolicy(Policy):
 
     def _by_urgency(self, now_s: float) -> Iterator[tuple[float, tuple[int, int], RequestState]]:
         """Poll the sorted running requests and the waiting queue for the most urgent, one after another (Fig. 8)."""
-        pending = sorted((self._residual_s(state, now_s), state.place, state) for state in self.requests.device[LS])
-        waiting = ((self._residual_s(state, now_s), state.place, state) for state in self.requests.waiting[LS])
+        pending = sorted(
+            (self._residual_s(state, now_s), state.priority_key, state) for state in self.requests.device[LS]
+        )
+        waiting = ((self._residual_s(state, now_s), state.priority_key, state) for state in self.requests.waiting[LS])
         return heapq.merge(pending, waiting)
 
     def _choose_ls(self, step: Selection, now_s: float) -> tuple[list[float], bool]:
@@ -280,7 +284,7 @@ class BROSPolicy(Policy):
 
         def missing(state: RequestState) -> tuple[int, bool, int]:
             on_device, on_host = (self.requests.num_kept_tokens(state, tier) for tier in Tier)
-            return state.place[0], on_device == on_host == 0, max(0, on_host - on_device)
+            return state.priority_key[0], on_device == on_host == 0, max(0, on_host - on_device)
 
         return sorted(self.requests.waiting[BE], key=missing)
 

@@ -54,7 +54,7 @@ class Checkpoints:
 
     def _copy_full_blocks(self, states: Iterable[RequestState], max_blocks: int, reserve_blocks: int) -> list[KVMove]:
         """Begin to copy full blocks of requests on the device; the last in their queue first: they give way first."""
-        on_device = sorted((s for s in states if s.phase is Phase.DEVICE), key=lambda state: state.place)
+        on_device = sorted((s for s in states if s.phase is Phase.DEVICE), key=lambda state: state.priority_key)
         is_behind = [s.num_computed_tokens // self._block_size > self.num_blocks(s) for s in on_device]
         moves: list[KVMove] = []
         for number in (number for number in reversed(range(len(on_device))) if is_behind[number]):

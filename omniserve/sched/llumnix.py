@@ -16,11 +16,11 @@ from __future__ import annotations
 from omniserve.core.plan import Bound, StepPlan
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch, HostRows
-from omniserve.sched.load import Forecast
 from omniserve.sched.options import HostTierOptions
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS
+from omniserve.sched.step_cost import Forecast
 from omniserve.sched.tier_moves import TierMoves
 
 

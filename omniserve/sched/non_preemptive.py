@@ -16,11 +16,11 @@ import itertools
 
 from omniserve.core.plan import Bound, StepPlan
 from omniserve.sched.batch import Batch
-from omniserve.sched.load import Forecast
 from omniserve.sched.options import PolicyOptions
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState
+from omniserve.sched.step_cost import Forecast
 
 
 @SCHEDULERS.register("non-preemptive")

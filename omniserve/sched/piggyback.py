@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omniserve.sched.load import StepLoad
+from omniserve.sched.step_cost import StepCost
 
 
 def seat_bucket(count: int, largest: int) -> int:
@@ -24,11 +24,11 @@ class PiggybackPlan:
     """Most rows over all layers, counted from the lowest layer up; entries come before joins."""
 
 
-def fill(load: StepLoad, num_entries: int, ready: Sequence[int], *, seats: int, max_rows: int) -> int:
-    """Put piggyback rows into a load, lowest layer first, and return how many they are.
+def fill(cost: StepCost, num_entries: int, ready: Sequence[int], *, seats: int, max_rows: int) -> int:
+    """Put piggyback rows into a cost, lowest layer first, and return how many they are.
 
     Args:
-        load: The step without any.
+        cost: The step without any.
         num_entries: Tokens that may enter at layer 0.
         ready: Results that wait, by layer.
         seats: Most rows of one layer.
@@ -39,12 +39,12 @@ def fill(load: StepLoad, num_entries: int, ready: Sequence[int], *, seats: int, 
     for count in ready:
         joins.append(min(count, seats, rows_left))
         rows_left -= joins[-1]
-    load.add_piggyback(seat_bucket(max(entries, *joins), seats), entries, joins)
+    cost.add_piggyback(seat_bucket(max(entries, *joins), seats), entries, joins)
     return max_rows - rows_left
 
 
 def choose(
-    load: StepLoad, num_entries: int, ready: Sequence[int], *, bound_s: float, max_seats: int, max_rows: int,
+    cost: StepCost, num_entries: int, ready: Sequence[int], *, bound_s: float, max_seats: int, max_rows: int,
     device_tokens: int,
 ) -> PiggybackPlan:  # fmt: skip
     """Return the piggyback rows that bring most best-effort work a second within the bound.
@@ -53,7 +53,7 @@ def choose(
     are not always best. With the seats chosen, rows are taken from the lowest layer up until the bound is reached.
 
     Args:
-        load: The step without piggyback rows; it is not changed.
+        cost: The step without piggyback rows; it is not changed.
         num_entries: Tokens that may enter at layer 0.
         ready: Results that wait, by layer.
         bound_s: Longest step.
@@ -65,7 +65,7 @@ def choose(
     best, best_rate = PiggybackPlan(), -1.0
     seats = most
     while seats:
-        rows, seconds = _within(load, num_entries, ready, seats, max_rows, bound_s)
+        rows, seconds = _within(cost, num_entries, ready, seats, max_rows, bound_s)
         if rows:
             # A row passes one layer: so many of them are a token.
             rate = (device_tokens + rows / (len(ready) + 1)) / seconds
@@ -76,16 +76,16 @@ def choose(
 
 
 def _within(
-    load: StepLoad, num_entries: int, ready: Sequence[int], seats: int, max_rows: int, bound_s: float
+    cost: StepCost, num_entries: int, ready: Sequence[int], seats: int, max_rows: int, bound_s: float
 ) -> tuple[int, float]:
     """Return the most rows within the bound, and the step's seconds with them."""
 
     def seconds(rows: int) -> float:
-        twin = load.copy()
+        twin = cost.copy()
         fill(twin, num_entries, ready, seats=seats, max_rows=rows)
         return twin.seconds()
 
-    trial = load.copy()
+    trial = cost.copy()
     rows = fill(trial, num_entries, ready, seats=seats, max_rows=max_rows)
     all_s = trial.seconds()
     if all_s <= bound_s or rows == 0:

@@ -11,10 +11,10 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, StepPlan
 from omniserve.core.registry import Registry
 from omniserve.core.request import SLO, Request
-from omniserve.sched.load import Forecast
 from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions, PolicyOptions, Value, make_options
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import RequestState
+from omniserve.sched.step_cost import Forecast
 
 
 class Policy:

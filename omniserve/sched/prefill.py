@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from omniserve.sched.load import StepLoad
 from omniserve.sched.state import RequestState
+from omniserve.sched.step_cost import StepCost
 
 MIN_LS_CHUNK = 16
 """LS prefill goes on by so many tokens a step at least, whatever the bound."""
@@ -39,7 +39,7 @@ class Prefill:
 
 
 def prefill_time(
-    decodes: StepLoad, prompts: Sequence[Prefill], *, bound_s: float, first_bound_s: float, max_tokens: int
+    decodes: StepCost, prompts: Sequence[Prefill], *, bound_s: float, first_bound_s: float, max_tokens: int
 ) -> tuple[float, int]:
     """Return how long it takes until the last of some prompts is computed, in seconds and in steps.
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 from omniserve.core.plan import Bound, StepPlan
 from omniserve.core.request import ServiceClass
 from omniserve.sched.batch import Batch
-from omniserve.sched.load import Forecast
 from omniserve.sched.options import PolicyOptions
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
+from omniserve.sched.step_cost import Forecast
 
 
 @SCHEDULERS.register("round-robin")

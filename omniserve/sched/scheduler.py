@@ -28,11 +28,11 @@ from omniserve.core.plan import (
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
 from omniserve.kv.base import KVManager, Tier
 from omniserve.sched.limits import SchedulerLimits
-from omniserve.sched.load import Forecast
 from omniserve.sched.options import PolicyOptions
 from omniserve.sched.policy import Policy
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import HaltedChunk, Phase, RequestState
+from omniserve.sched.step_cost import Forecast
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Scheduler:
             request=request,
             slo=slo,
             kind=kind,
-            place=(rank, next(self._orders)),
+            priority_key=(rank, next(self._orders)),
             arrival_s=now_s if arrival_s is None else arrival_s,
             token_ids=list(request.prompt_token_ids),
         )

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from omniserve.core.plan import Bound, MoveDirection
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
-from omniserve.sched.load import Forecast
 from omniserve.sched.options import HostTierOptions
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.sliding_max import SlidingMax
 from omniserve.sched.state import BE, LS, RequestState
+from omniserve.sched.step_cost import Forecast
 
 # BE KV comes back only into memory that LS requests have not used for so many times min_residence_s.
 _PEAK_WINDOWS = 2
@@ -143,7 +143,7 @@ class TierMoves:
             if state.away is not None or not self._has_stayed(batch, state):
                 continue
             position = state.num_computed_tokens
-            if batch.load is not None and batch.load.seconds_with(position, 1, samples=True) > bound_s:
+            if batch.cost is not None and batch.cost.seconds_with(position, 1, samples=True) > bound_s:
                 return
             if batch.start_move(state, MoveDirection.TO_DEVICE, reserve_blocks=margin):
                 return

@@ -17,9 +17,9 @@ from omniserve.core.request import ServiceClass
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import LS_HEADROOM, TTFT_HEADROOM, tpot_bound
 from omniserve.sched.limits import SchedulerLimits
-from omniserve.sched.load import Forecast, StepLoad
 from omniserve.sched.prefill import LSQueue, Prefill, prefill_time, steps_until_memory
 from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.step_cost import Forecast, StepCost
 
 _RECENT = 64  # LS requests that say what the next one may be like
 _NEWCOMER_FLOOR = 0.25  # share of the TTFT objective that a step without LS work may always take
@@ -151,7 +151,7 @@ class TTFTEstimator:
                 filled_s = min(filled_s, (1 - TTFT_HEADROOM) * new.slo.ttft_s - waited_s)
             expected_s = max(soonest_s, filled_s)
         idle_s, _ = prefill_time(
-            self._forecast.load(), [prompt], bound_s=math.inf, first_bound_s=math.inf,
+            self._forecast.step(), [prompt], bound_s=math.inf, first_bound_s=math.inf,
             max_tokens=self._limits.config.max_num_batched_tokens,
         )  # fmt: skip
         return TTFTPrediction(soonest_s, expected_s, idle_s, prompt.count)
@@ -219,12 +219,12 @@ class TTFTEstimator:
         """Return how many tokens of prompts a step has room for beside the decodes; 1 at least."""
         return max(1, self._limits.config.max_num_batched_tokens - len(decoding))
 
-    def _decodes(self, decoding: Sequence[RequestState], host_works: bool) -> StepLoad:
-        load, shape = self._forecast.load(host_works=host_works), self._forecast.shape
+    def _decodes(self, decoding: Sequence[RequestState], host_works: bool) -> StepCost:
+        cost, shape = self._forecast.step(host_works=host_works), self._forecast.shape
         contexts = [state.num_computed_tokens for state in decoding]
-        keys = sum(shape.load(context, 1) for context in contexts)
-        load.add_decodes(len(contexts), sum(contexts), keys, samples=len(contexts))
-        return load
+        keys = sum(shape.keys_seen(context, 1) for context in contexts)
+        cost.add_decodes(len(contexts), sum(contexts), keys, samples=len(contexts))
+        return cost
 
     def _steps_until_memory(self, num_tokens: int, queue: LSQueue) -> int:
         """Return after how many steps there will be memory for so many tokens behind the queue.

@@ -40,7 +40,7 @@ class CheckpointBench:
             request=request,
             slo=SLO(),
             kind=ServiceClass.BE,
-            place=(1, number),
+            priority_key=(1, number),
             arrival_s=0.0,
             token_ids=list(request.prompt_token_ids),
             phase=Phase.DEVICE,

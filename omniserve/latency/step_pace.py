@@ -1,4 +1,4 @@
-"""Pace: how fast the machine is at this moment, beside what a model predicts."""
+"""StepPace: how fast the machine is at this moment, beside what a model predicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WINDOW = 9
 BOUNDS = (1 / 16, 16.0)
 
 
-class Pace:
+class StepPace:
     """The median of the last steps' ratios, measured over predicted.
 
     A neighbour that takes a core makes steps several times as long from one to the next, and is gone again as soon: too

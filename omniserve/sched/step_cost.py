@@ -1,13 +1,13 @@
-"""StepLoad: what a step consists of while a policy puts it together, and how long it would take."""
+"""StepCost: what a step consists of while a policy puts it together, and how long it would take."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from omniserve.latency import BatchFeatures, HostSpeed, ModelShape, Predictor
+from omniserve.latency import BatchFeatures, HostSpeed, ModelShape, Predictor, StepRows
 from omniserve.latency.profile import Profile
 
 _SEARCH_ROUNDS = 6
@@ -35,64 +35,38 @@ class Forecast:
             host=HostSpeed.from_profile(profile),
         )
 
-    def load(self, *, host_works: bool = False) -> StepLoad:
+    def step(self, *, host_works: bool = False) -> StepCost:
         """Return an empty step."""
-        return StepLoad(self, BatchFeatures(host_works=host_works))
+        return StepCost(self.predictor, self.shape, BatchFeatures(host_works=host_works))
 
 
-class StepLoad:
-    """A step as it grows, and the latency that is predicted for it (omniserve 3.3.1).
+class StepCost(StepRows):
+    """A step as it grows, and the latency that is predicted for it (omniserve 3.3.1)."""
 
-    Args:
-        forecast: The latency model and the model's shape.
-        features: The rows of the step; they grow with it.
-    """
+    __slots__ = ("_predictor",)
 
-    __slots__ = ("_forecast", "_shape", "features")
+    def __init__(self, predictor: Predictor, shape: ModelShape, features: BatchFeatures) -> None:
+        super().__init__(shape, features)
+        self._predictor = predictor
 
-    def __init__(self, forecast: Forecast, features: BatchFeatures) -> None:
-        self._forecast = forecast
-        self._shape = forecast.shape
-        self.features = features
-
-    def copy(self) -> StepLoad:
+    def copy(self) -> StepCost:
         """Return an independent copy."""
-        return StepLoad(self._forecast, copy.copy(self.features))
-
-    def add_chunk(self, start: int, count: int, *, samples: int) -> None:
-        """See ``BatchFeatures.add_chunk``."""
-        self.features.add_chunk(self._shape, start, count, samples=samples)
-
-    def add_decodes(self, count: int, context: int, load: float, *, samples: int) -> None:
-        """See ``BatchFeatures.add_decodes``."""
-        self.features.add_decodes(self._shape, count, context, load, samples=samples)
-
-    def add_piggyback(self, seats: int, num_entries: int, joins: Sequence[int]) -> None:
-        """See ``BatchFeatures.add_piggyback``."""
-        self.features.add_piggyback(seats, num_entries, joins)
-
-    def add_pipelined(self, rows: Sequence[tuple[int, int]]) -> None:
-        """See ``BatchFeatures.add_pipelined``."""
-        self.features.add_pipelined(self._shape, rows)
+        return StepCost(self._predictor, self.shape, copy.copy(self.features))
 
     def seconds(self) -> float:
         """Return the predicted seconds of the step as it is; 0 for nothing."""
-        return 0.0 if self.features.is_empty else self._forecast.predictor.step_s(self.features)
+        return 0.0 if self.features.is_empty else self._predictor.step_s(self.features)
 
     def seconds_with(self, start: int, count: int, *, samples: int) -> float:
         """Return the seconds with one more chunk."""
-        twin = self.copy()
-        twin.add_chunk(start, count, samples=samples)
-        return twin.seconds()
+        trial = self.copy()
+        trial.add_chunk(start, count, samples=samples)
+        return trial.seconds()
 
     def largest_chunk(self, start: int, most: int, bound_s: float, *, samples: Callable[[int, int], int]) -> int:
-        """Return the most tokens, up to ``most``, that a chunk may have within the bound; 0 if none (3.3.4).
+        """Return the most tokens, up to ``most`` >= 1, that a chunk may have within the bound; 0 if none (3.3.4).
 
-        Args:
-            start: Position of its first token.
-            most: At least 1.
-            bound_s: Longest step, in seconds.
-            samples: How many rows of a chunk, by its start and count, become logits.
+        ``samples`` tells how many rows of a chunk, by its start and count, become logits.
         """
         return largest(lambda n: self.seconds_with(start, n, samples=samples(start, n)), most, bound_s)
 
@@ -100,12 +74,8 @@ class StepLoad:
 def largest(seconds: Callable[[int], float], most: int, bound_s: float) -> int:
     """Return the largest count in ``[0, most]`` (to within 2 % of the bound) whose seconds are within the bound.
 
-    Latency is nearly linear, so the next guess is interpolated; what is returned was evaluated, unless it is 0.
-
-    Args:
-        seconds: Does not fall with the count.
-        most: At least 1.
-        bound_s: The bound.
+    Latency does not fall with the count, and is nearly linear, so the next guess is interpolated. What is returned was
+    evaluated, unless it is 0. ``most`` is at least 1.
     """
     at_most = seconds(most)
     if at_most <= bound_s:
