@@ -84,7 +84,7 @@ class APEXPolicy(OmniServePolicy):
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
         return self._second.reserve_s(batch, bound_s)
 
-    def host_rows(self, batch: Batch, bound_s: float, device_tokens: int) -> HostRows:
+    def host_rows(self, batch: Batch, bound_s: float, *, num_be_tokens: int) -> HostRows:
         if not self.requests.host_is_up:
             return HostRows()
         states = self._second.candidates()

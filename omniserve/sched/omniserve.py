@@ -63,11 +63,24 @@ class OmniServePolicy(Policy):
         """The BE prompt for which the last step had time, but no memory."""
 
     def on_arrival(self, state: RequestState, now_s: float) -> float | None:
+        """Predict the time to first token of an LS request (3.3.3), and reject it if that is too long."""
         if self._ttft is None or state.kind is not LS:
             return None
         self._ttft.note(state)
-        predicted_s, state.soonest_ttft_s = self._predict_ttft(state, now_s)
-        return predicted_s
+        device, waiting = self.requests.device, self.requests.waiting
+        in_line = (other for other in itertools.chain(device[LS], waiting[LS]) if other is not state)
+        ahead = [s for s in in_line if not s.decodes and s.priority_key[0] <= state.priority_key[0]]
+        queue = self._ls_queue([other for other in device[LS] if other.decodes], ahead)
+        prediction = self._ttft.predict(
+            state, queue, now_s,
+            has_best_effort=bool(waiting[BE] or device[BE]), host_works=self.requests.residents.is_busy,
+        )  # fmt: skip
+        # What it will have waited before a step can have it.
+        waited_s = max(0.0, now_s - state.arrival_s) + (self.begin_s(now_s) - now_s)
+        if self.options.admission and state.slo.ttft_s is not None:
+            prediction.require(state.slo.ttft_s, waited_s, self._margin.share)
+        state.soonest_ttft_s = waited_s + prediction.soonest_s
+        return waited_s + prediction.expected_s
 
     def on_first_token(self, state: RequestState, now_s: float) -> None:
         if state.soonest_ttft_s is not None and state.slo.ttft_s is not None:
@@ -90,9 +103,8 @@ class OmniServePolicy(Policy):
         device_bound_s = max(0.0, bound.seconds - self.reserve_for_host_rows(batch, bound.seconds))
         kept_out += self._run_be(batch, device_bound_s)
         self._moves.swap_back(batch, device_bound_s, nothing_left_out=not kept_out)
-        rows = self.host_rows(batch, bound.seconds, tokens_left - batch.tokens_left)
-        decision = decision_of(cost, ls_s, bound, kept_out + rows.left_out)
-        return batch.plan(host_rows=rows, decision=decision)
+        rows = self.host_rows(batch, bound.seconds, num_be_tokens=tokens_left - batch.tokens_left)
+        return batch.plan(host_rows=rows, decision=decision_of(cost, ls_s, bound, kept_out + rows.left_out))
 
     # -- latency-sensitive ---------------------------------------------------------------------------------------
 
@@ -144,28 +156,6 @@ class OmniServePolicy(Policy):
         self._moves.make_room_for_ls(batch, state)
         return batch.admit(state, bound_s=bound_s, min_tokens=min_tokens)
 
-    def _predict_ttft(self, new: RequestState, now_s: float) -> tuple[float, float]:
-        """Return the time to first token that a new request would have (3.3.3): as expected, and at the soonest.
-
-        Raises:
-            RequestRejected: It is longer than the objective.
-        """
-        assert self._ttft is not None
-        device, waiting = self.requests.device, self.requests.waiting
-        in_line = (state for state in itertools.chain(device[LS], waiting[LS]) if state is not new)
-        ahead = [state for state in in_line if not state.decodes and state.priority_key[0] <= new.priority_key[0]]
-        decoding = [state for state in device[LS] if state.decodes]
-        prediction = self._ttft.predict(
-            new, self._ls_queue(decoding, ahead), now_s, has_best_effort=bool(waiting[BE] or device[BE]),
-            host_works=self.requests.residents.is_busy,
-        )  # fmt: skip
-        margin, required_s = self._margin.share, new.slo.ttft_s
-        # What it will have waited before a step can have it.
-        waited_s = max(0.0, now_s - new.arrival_s) + (self.begin_s(now_s) - now_s)
-        if self.options.admission and required_s is not None and not prediction.meets(required_s, waited_s, margin):
-            raise prediction.rejection(required_s, waited_s, margin)
-        return waited_s + prediction.expected_s, waited_s + prediction.soonest_s
-
     def _ls_queue(self, decoding: Sequence[RequestState], prompts: Sequence[RequestState]) -> LSQueue:
         requests = self.requests
         free = self.kv.num_free(Tier.DEVICE) + requests.blocks_moving_out
@@ -176,13 +166,9 @@ class OmniServePolicy(Policy):
     # -- bounds --------------------------------------------------------------------------------------------------
 
     def _best_effort_bound(
-        self,
-        batch: Batch,
-        s_be: TimeBound,
-        decoding: Sequence[RequestState],
-        unfinished: Sequence[RequestState],
+        self, batch: Batch, s_be: TimeBound, decoding: Sequence[RequestState], unfinished: Sequence[RequestState],
         begin_s: float,
-    ) -> TimeBound:
+    ) -> TimeBound:  # fmt: skip
         """Return what BE work may lengthen the step to: no TPOT or TTFT may suffer, nor a newcomer's (3.3.4)."""
         if batch.cost is None or self._ttft is None:
             return TimeBound()
@@ -191,10 +177,9 @@ class OmniServePolicy(Policy):
             if state in batch and batch.samples(state) and state.num_output_tokens == 0:
                 bound = bound.or_tighter(max(ttft_left_s(state, begin_s), ls_s), f"ttft of {state.request_id}")
         if unfinished:
-            for left in self._ttft.prefill_left(self._ls_queue(decoding, unfinished), batch, s_be.seconds):
-                # Where memory is what it waits for, so many steps come before its own.
-                left_s = (ttft_left_s(left.state, begin_s) - left.prefill_s) / (1 + left.num_waiting_steps)
-                bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {left.state.request_id}")
+            queue = self._ls_queue(decoding, unfinished)
+            for request_id, left_s in self._ttft.prompt_bounds(queue, batch, s_be.seconds, begin_s):
+                bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {request_id}")
         newcomer_s = self._ttft.newcomer_bound_s(
             decoding, s_be.seconds, margin=self._margin.share, busy_s=begin_s - batch.now_s
         )
@@ -318,14 +303,8 @@ class OmniServePolicy(Policy):
         """Return how many host residents have a token that may enter."""
         return self.requests.residents.num_at_token_boundary if self.requests.host_is_up else 0
 
-    def host_rows(self, batch: Batch, bound_s: float, device_tokens: int) -> HostRows:
-        """Choose entries and joins: as many seats and rows as pay, lowest layer first (3.3.6).
-
-        Args:
-            batch: The step's device rows.
-            bound_s: Longest step.
-            device_tokens: Device rows of it that are best effort.
-        """
+    def host_rows(self, batch: Batch, bound_s: float, *, num_be_tokens: int) -> HostRows:
+        """Choose entries and joins: as many seats and rows as pay beside the BE tokens, lowest layer first (3.3.6)."""
         residents, most_rows = self.requests.residents, self.options.most_rows(self.limits)
         ready, num_entries, most_seats = (
             residents.num_ready,
@@ -342,8 +321,8 @@ class OmniServePolicy(Policy):
                 fill(trial, num_entries, ready, seats=1, max_rows=1)
                 bound_s = max(bound_s, trial.seconds())
             chosen = choose(
-                batch.cost, num_entries, ready, bound_s=bound_s, max_seats=most_seats, max_rows=most_rows,
-                device_tokens=device_tokens,
+                batch.cost, num_entries, ready,
+                bound_s=bound_s, max_seats=most_seats, max_rows=most_rows, num_be_tokens=num_be_tokens,
             )  # fmt: skip
         allowed = min(num_entries, chosen.seats, chosen.rows)
         entries = residents.plan_entries(self.requests.host_blocks_for, allowed) if allowed else []
@@ -359,14 +338,9 @@ class OmniServePolicy(Policy):
         return rows
 
     def put_piggyback(self, cost: StepCost, rows: HostRows) -> None:
-        """Tell a cost what was really taken: an entry without host blocks stays out."""
+        """Add the rows that were really taken: an entry without host blocks stays out."""
         per_layer = [0] * self.limits.num_layers
         for join in rows.joins:
             per_layer[join.layer] += 1
-        fill(
-            cost,
-            len(rows.entries),
-            per_layer,
-            seats=self.limits.config.max_piggyback_seats,
-            max_rows=self.options.most_rows(self.limits),
-        )
+        seats, max_rows = self.limits.config.max_piggyback_seats, self.options.most_rows(self.limits)
+        fill(cost, len(rows.entries), per_layer, seats=seats, max_rows=max_rows)

@@ -25,10 +25,9 @@ class PiggybackPlan:
 
 
 def fill(cost: StepCost, num_entries: int, ready: Sequence[int], *, seats: int, max_rows: int) -> int:
-    """Put piggyback rows into a cost, lowest layer first, and return how many they are.
+    """Put piggyback rows into a step, lowest layer first, and return how many they are.
 
     Args:
-        cost: The step without any.
         num_entries: Tokens that may enter at layer 0.
         ready: Results that wait, by layer.
         seats: Most rows of one layer.
@@ -45,21 +44,13 @@ def fill(cost: StepCost, num_entries: int, ready: Sequence[int], *, seats: int, 
 
 def choose(
     cost: StepCost, num_entries: int, ready: Sequence[int], *, bound_s: float, max_seats: int, max_rows: int,
-    device_tokens: int,
+    num_be_tokens: int,
 ) -> PiggybackPlan:  # fmt: skip
     """Return the piggyback rows that bring most best-effort work a second within the bound.
 
     Every seat costs a row of the dense halves in each layer, taken or not, so as many seats as the fullest layer wants
     are not always best. With the seats chosen, rows are taken from the lowest layer up until the bound is reached.
-
-    Args:
-        cost: The step without piggyback rows; it is not changed.
-        num_entries: Tokens that may enter at layer 0.
-        ready: Results that wait, by layer.
-        bound_s: Longest step.
-        max_seats: Largest P.
-        max_rows: Most rows in all.
-        device_tokens: Best-effort tokens among the step's device rows.
+    ``num_be_tokens`` are among the step's device rows; the other parameters are those of ``fill``.
     """
     most = seat_bucket(min(max(num_entries, max(ready, default=0)), max_rows), max_seats)
     best, best_rate = PiggybackPlan(), -1.0
@@ -68,7 +59,7 @@ def choose(
         rows, seconds = _within(cost, num_entries, ready, seats, max_rows, bound_s)
         if rows:
             # A row passes one layer: so many of them are a token.
-            rate = (device_tokens + rows / (len(ready) + 1)) / seconds
+            rate = (num_be_tokens + rows / (len(ready) + 1)) / seconds
             if rate > best_rate:
                 best, best_rate = PiggybackPlan(seats, rows), rate
         seats = 1 << (seats - 1).bit_length() - 1 if seats > 1 else 0

@@ -39,16 +39,12 @@ class Prefill:
 
 
 def prefill_time(
-    decodes: StepCost, prompts: Sequence[Prefill], *, bound_s: float, first_bound_s: float, max_tokens: int
+    decodes: StepCost, prompts: Sequence[Prefill], bound_s: float, first_bound_s: float, max_tokens: int
 ) -> tuple[float, int]:
     """Return how long it takes until the last of some prompts is computed, in seconds and in steps.
 
-    Args:
-        decodes: What each step decodes beside them.
-        prompts: What is left of each, in order.
-        bound_s: Longest step.
-        first_bound_s: The same for the first one, which may have more time than the others.
-        max_tokens: Most prompt tokens of a step, at least 1.
+    Each step has these decodes, at most ``max_tokens`` >= 1 tokens of prompts, and takes at most ``bound_s``; the first
+    one may have another bound.
     """
     together = decodes.copy()
     for prompt in prompts:
