@@ -24,9 +24,6 @@ class HostCheckpoints:
 
     A checkpoint only ever loses blocks at its end, and a copy whose checkpoint has changed meanwhile is of no use: it
     stays under way, *unused*, and its target blocks are held until it is over.
-
-    Args:
-        pool: The host's blocks.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -142,9 +139,6 @@ class HostCheckpoints:
 
     def check(self, table_lengths: dict[str, int]) -> None:
         """Verify that each checkpoint, with what is being copied for it, is of blocks that its request has or had.
-
-        Args:
-            table_lengths: How many they are, of each request that may have a checkpoint.
 
         Raises:
             AssertionError: With the checkpoint that does not fit.

@@ -20,8 +20,6 @@ class BROSModel(LatencyModel):
 
     Args:
         coefficients: a0, a1, b of prefill, then of decode, in seconds; None before ``fit``.
-        swap: Seconds of bringing bytes from the host.
-        num_layers: Of the model.
     """
 
     term_names = (

@@ -24,7 +24,6 @@ class CorrectedModel(Predictor):
     or no longer.
 
     Args:
-        model: What is corrected.
         rate: Share of an error that one step takes away, in (0, 1).
         bounds: Smallest and largest factor, around 1.
     """
@@ -81,12 +80,7 @@ class CorrectedModel(Predictor):
         )
 
     def observe(self, features: BatchFeatures, seconds: float) -> None:
-        """Learn from a measured step.
-
-        Args:
-            features: What the step was.
-            seconds: What it took, > 0.
-        """
+        """Learn from a measured step; one of 0 seconds says nothing."""
         raw = self.model.terms(features)
         total = sum(raw)
         if total <= 0 or seconds <= 0:

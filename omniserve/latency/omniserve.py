@@ -39,7 +39,6 @@ class OmniServeModel(LatencyModel):
     for either state of the cores.
 
     Args:
-        profile: The measurements.
         scales: What each term is multiplied by; None: 1 for modules, and no overhead.
     """
 

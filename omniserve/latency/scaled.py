@@ -17,12 +17,7 @@ _PRIOR_STEPS = 2.0
 
 
 class ScaledModel(Predictor):
-    """``sum(factor_i * term_i)`` of another predictor.
-
-    Args:
-        model: What is scaled.
-        factors: One for each of its terms, >= 0.
-    """
+    """``sum(factor_i * term_i)`` of another predictor."""
 
     def __init__(self, model: Predictor, factors: Sequence[float]) -> None:
         if len(factors) != len(model.term_names):

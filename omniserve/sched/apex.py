@@ -42,9 +42,7 @@ def pipelining_pays(num_device: int, host_rate: float, times: LayerTimes) -> boo
     this.
 
     Args:
-        num_device: Decodes whose attention is on the device.
         host_rate: N_C, decodes a second that the host attends for, one layer.
-        times: Of one layer.
     """
     alone_s = times.linear_s + times.attention_s
     if num_device == 0 or alone_s <= 0:
@@ -152,11 +150,7 @@ class APEXPolicy(OmniServePolicy):
 
 
 class HostWatch:
-    """The host tier's speed, as profiled and as seen (apex 6: performance predictability with online profiling).
-
-    Args:
-        speed: As profiled.
-    """
+    """The host tier's speed, as profiled and as seen (apex 6: performance predictability with online profiling)."""
 
     def __init__(self, speed: HostSpeed) -> None:
         self._speed = speed

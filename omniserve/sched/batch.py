@@ -43,8 +43,6 @@ class Batch:
     Methods that let requests in return what keeps one out, or None.
 
     Args:
-        requests: Where requests come from, and where those that give way go.
-        now_s: When the step is planned.
         cost: Is told every chunk; None: there is no latency model, and time bounds mean nothing.
         max_tokens: The step's token budget; None: that of the limits.
     """
@@ -90,7 +88,6 @@ class Batch:
         A chunk that left an earlier step goes on as it is; if it does not fit, the request forgets it and begins anew.
 
         Args:
-            bound_s: Longest step.
             min_tokens: So many are let in if the bound lets in none.
         """
         count = min(state.num_uncomputed_tokens, self.tokens_left)

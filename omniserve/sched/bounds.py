@@ -36,11 +36,8 @@ def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str, headr
     """Return S_d, the decoding objective of a step (omniserve 3.3.4), of the requests that decode in it.
 
     Args:
-        decoding: Requests that get their next token from the step.
-        now_s: When the step begins.
         slack: ``step``: a step is never longer than the shortest TPOT. ``deadline``: each token has a deadline,
             first token + i TPOT, so that a request ahead of its schedule lends its lead, and one behind gets it back.
-        headroom: Share of the TPOT that is kept.
     """
     tightest_s, whose = math.inf, ""
     for state in decoding:
@@ -77,10 +74,7 @@ def decision_of(
     """Return why a step is what it is.
 
     Args:
-        cost: The whole step; None: there is no latency model.
-        ls_s: Its predicted seconds without best-effort work.
         bound: Up to what that was added.
-        left_out: What stays out.
     """
     return Decision(
         predicted_s=cost.seconds() if cost is not None else None,

@@ -65,12 +65,7 @@ class Chosen:
 
 
 class Selection:
-    """Selects the requests of a step, most urgent first. A prompt is cut only where the token budget ends.
-
-    Args:
-        forecast: The latency model; None: every step takes no time.
-        max_tokens: The step's token budget.
-    """
+    """Selects the requests of a step, most urgent first. A prompt is cut only where the token budget ends."""
 
     def __init__(self, forecast: Forecast | None, max_tokens: int) -> None:
         self._forecast = forecast
@@ -245,8 +240,6 @@ class BROSPolicy(Policy):
         """Pack BE requests beside the LS ones, then replace the least urgent of these by more.
 
         Args:
-            residuals: Residual times of those in the step.
-            bound_s: T_res_min.
             admits: Requests without KV may enter.
         """
         num_ls = len(step.chosen)

@@ -18,7 +18,6 @@ class Checkpoints:
 
     Args:
         kv: Keeps the copies. One that can share blocks saves only what evicted requests are about to lose.
-        block_size: Tokens per block.
         max_blocks_per_step: Most blocks to begin in a step, less those still under way: copies that are slower than
             the steps do not pile up in front of a move that a request waits for.
     """

@@ -94,9 +94,7 @@ def make_options(kind: type[Options], values: Mapping[str, Value], *, scheduler:
     """Return options with these values.
 
     Args:
-        kind: The policy's group.
         values: By name. A string is read as the option's type, so that a command line can give all of them.
-        scheduler: The policy's name, for errors.
 
     Raises:
         ValueError: There is no such option, or its value is out of range or of another type.

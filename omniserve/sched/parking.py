@@ -39,10 +39,6 @@ class Parking:
 
         They come back beside the steps while no LS request waits, into memory that leaves those on the device the LS
         reserve and a block each to grow into; one with the device to itself always comes back.
-
-        Args:
-            batch: The step.
-            parked: Host residents, in the order in which they come back.
         """
         requests = self._requests
         if requests.waiting[LS]:

@@ -23,8 +23,6 @@ class Policy:
     All but ``schedule`` are hooks, for policies that learn from what happens.
 
     Args:
-        requests: All requests, and the KV blocks of each.
-        options: Of ``options_type``.
         forecast: What a step will take; None: there is no latency model.
     """
 
@@ -77,10 +75,7 @@ class Policy:
         Asked between the layers of a step, before the request is added; ``conserve`` 4.3, Algorithm 1.
 
         Args:
-            request: It.
-            slo: Its objectives.
             waited_s: How long ago it came.
-            now_s: Now.
         """
         return False
 

@@ -26,8 +26,6 @@ class RequestTable:
     and so do MOVING ones that come from the host tier or go there.
 
     Args:
-        limits: Sizes and budgets.
-        kv: The block ids; nothing else allocates and frees.
         offloads: Requests may move to the host tier.
     """
 

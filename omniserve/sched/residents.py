@@ -13,12 +13,7 @@ from omniserve.sched.state import AwayToken, RequestQueue, RequestState
 
 
 class HostResidents:
-    """Slots of the host tier and the tokens that are away.
-
-    Args:
-        num_slots: Slots of the host tier.
-        num_layers: L.
-    """
+    """Slots of the host tier and the tokens that are away."""
 
     def __init__(self, *, num_slots: int, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -89,12 +84,7 @@ class HostResidents:
         return sum(state.away is None for state in self.queue)
 
     def plan_joins(self, max_rows: int, seats: int) -> list[PiggybackJoin]:
-        """Pick waiting results for this step, lowest layer first (3.3.6), oldest request first inside a layer.
-
-        Args:
-            max_rows: Most joins.
-            seats: Most joins of one layer.
-        """
+        """Pick waiting results for this step, lowest layer first (3.3.6), oldest request first inside a layer."""
         joins: list[PiggybackJoin] = []
         for queue in self._ready:
             for seat, state in enumerate(queue):
@@ -123,7 +113,6 @@ class HostResidents:
 
         Args:
             allocate: Returns the request's host blocks for its newest token, or None if the request cannot go on now.
-            max_entries: Most entries.
         """
         entries: list[PiggybackEntry] = []
         for state in self.queue:

@@ -68,10 +68,7 @@ class Scheduler:
     only one whose plan ``is_certain`` is advanced before its outcome is known. Requests may end in between.
 
     Args:
-        policy: Decides what each step computes.
         options: The policy's; None: its defaults.
-        limits: Sizes and budgets.
-        kv: The block ids; nothing else allocates and frees.
         forecast: What a step will take; None: there is no latency model.
     """
 
@@ -175,7 +172,6 @@ class Scheduler:
         Each new token is PENDING_TOKEN until ``settle``. A request that gets its last one is not scheduled any more.
 
         Args:
-            plan: The step; to be called once for each plan, in their order.
             output: What came of it; None: nothing yet, and the plan is certain.
         """
         output, requests = output or StepOutput(), self.requests

@@ -17,11 +17,7 @@ _MOST_FOR_HOST_ROWS = 0.5
 
 
 class SecondBatch:
-    """Chooses host residents whose token runs through its layers in one step, while the device waits for each.
-
-    Args:
-        requests: All of them.
-    """
+    """Chooses host residents whose token runs through its layers in one step, while the device waits for each."""
 
     def __init__(self, requests: RequestTable) -> None:
         self._requests = requests
@@ -57,10 +53,7 @@ class SecondBatch:
         NEO compares what a step with a second sub-batch brings with what one without brings, by predicted times.
 
         Args:
-            cost: The step without them.
-            states: In order of preference.
             num_requests: Requests that the step without them lets advance.
-            bound_s: Longest step.
         """
         if not states:
             return 0

@@ -21,13 +21,7 @@ LS_PATIENCE_S = 0.02
 
 
 class TierMoves:
-    """Starts moves of BE requests, and remembers what is needed to choose them.
-
-    Args:
-        requests: All of them.
-        options: The policy's.
-        forecast: The latency model; None: there is none.
-    """
+    """Starts moves of BE requests, and remembers what is needed to choose them."""
 
     def __init__(self, requests: RequestTable, options: HostTierOptions, forecast: Forecast | None) -> None:
         self._requests = requests
@@ -104,7 +98,6 @@ class TierMoves:
         """Offload a decode that the time bound has kept out for a while, if the host tier has cores of its own (3.3.5).
 
         Args:
-            batch: The step.
             kept_out: Decodes that the bound kept out of it; empty: the step had time for all.
         """
         can_offload = self._host_has_own_cores and self._requests.host_is_up

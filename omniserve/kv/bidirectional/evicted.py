@@ -25,14 +25,7 @@ class Evicted:
 
 
 class EvictedRequests:
-    """Evicted requests, in the order of their eviction.
-
-    Args:
-        device: The device's blocks.
-        saved: Host copies of blocks that evicted requests lose.
-        directed: Which requests are best-effort.
-        block_size: Tokens per block.
-    """
+    """Evicted requests, in the order of their eviction."""
 
     def __init__(self, device: SharedBlockPool, saved: SavedBlocks, directed: DirectedTables, block_size: int) -> None:
         self._device = device

@@ -15,14 +15,7 @@ from omniserve.kv.bidirectional.tables import DirectedTables
 
 
 class BlockGrowth:
-    """Finds device blocks: free ones, then the empty slots of a BE request's last block, then evicted requests' blocks.
-
-    Args:
-        device: The device's blocks.
-        evicted: Evicted requests, which lose the blocks that others need.
-        directed: The other requests.
-        block_size: Tokens per block.
-    """
+    """Finds device blocks: free ones, then empty slots of a BE request's last block, then evicted requests' blocks."""
 
     def __init__(
         self,
