@@ -93,28 +93,19 @@ class Batch:
         count = min(state.num_uncomputed_tokens, self.tokens_left)
         if count <= 0:
             return 0, Bound.TOKENS
-        if (num_halted := self._resume_or_drop_halted(state, bound_s)) > 0:
-            return num_halted, None
+        if (halted := state.halted) is not None:
+            fits = halted.num_tokens <= self.tokens_left
+            if fits and self.cost is not None and bound_s < math.inf:
+                samples = state.num_logits(halted.start, halted.num_tokens)
+                fits = self.cost.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s
+            if fits:
+                return halted.num_tokens, None
+            state.halted = None
         if self.cost is None or bound_s == math.inf:
             return count, None
-        start = state.num_computed_tokens
-        within = self.cost.largest_chunk(start, count, bound_s, samples=state.num_logits)
+        within = self.cost.largest_chunk(state.num_computed_tokens, count, bound_s, samples=state.num_logits)
         count = within or min(count, min_tokens)
         return count, None if count else Bound.TIME
-
-    def _resume_or_drop_halted(self, state: RequestState, bound_s: float) -> int:
-        """Return how many tokens of a chunk that left an earlier step can go on; if they do not fit, forget it: 0."""
-        halted = state.halted
-        if halted is None:
-            return 0
-        fits = halted.num_tokens <= self.tokens_left
-        if fits and self.cost is not None and bound_s < math.inf:
-            samples = state.num_logits(halted.start, halted.num_tokens)
-            fits = self.cost.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s
-        if not fits:
-            state.halted = None
-            return 0
-        return halted.num_tokens
 
     def add(
         self, state: RequestState, *, bound_s: float = math.inf, min_tokens: int = 0, reserve_blocks: int = 0

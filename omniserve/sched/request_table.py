@@ -84,13 +84,7 @@ class RequestTable:
     def let_go(self, state: RequestState, into: Phase) -> None:
         """Take a request from where it is; its phase is ``into``, or DRAINING if something still uses its KV."""
         phase, state.phase = state.phase, into
-        if phase is Phase.WAITING:
-            self.waiting[state.kind].remove(state)
-            self.kv.free(state.request_id)
-        elif phase is Phase.DEVICE:
-            self.device[state.kind].remove(state)
-            self.kv.free(state.request_id)
-        elif phase is Phase.MOVING:
+        if phase is Phase.MOVING:
             state.phase = Phase.DRAINING
         elif phase is Phase.HOST:
             self.residents.queue.remove(state)
@@ -100,6 +94,9 @@ class RequestTable:
                 self._cancels.append(state.slot)
             else:
                 self._leave_host(state)
+        elif phase in (Phase.WAITING, Phase.DEVICE):
+            (self.waiting if phase is Phase.WAITING else self.device)[state.kind].remove(state)
+            self.kv.free(state.request_id)
 
     def ended(self) -> Iterator[RequestState]:
         """Yield the requests that have ended, but whose KV a copy or a host task still uses."""
@@ -316,7 +313,7 @@ class RequestTable:
 
     @property
     def blocks_moving_out(self) -> int:
-        """Device blocks that they will free."""
+        """Device blocks that these moves will free."""
         return sum(len(move.src_block_ids) for move in self.moves_to_host)
 
     @property
@@ -333,19 +330,16 @@ class RequestTable:
         """Host blocks for residents to grow into, so that a full host tier does not drop what it just received."""
         return 2 * (self.residents.num_slots_used + 1) if self._offloads else 0
 
-    def num_admitted(self, kind: ServiceClass) -> int:
-        """Return how many requests, on the device or on their way to it, count against the limit of this kind.
-
-        Those on their way to the host do not; one that fails to get there comes on top.
-        """
-        # BE requests never use up the seats of LS ones.
-        kinds = (LS,) if kind is LS else (LS, BE)
-        incoming = (state for state, move in self.moving.values() if move.direction is MoveDirection.TO_DEVICE)
-        return sum(state.kind in kinds for state in incoming) + sum(len(self.device[kind]) for kind in kinds)
-
     def is_full(self, kind: ServiceClass) -> bool:
-        """Return whether the limit on requests keeps out another one of this kind."""
-        return self.num_admitted(kind) >= self.limits.config.max_num_seqs
+        """Return whether the limit on requests keeps out another one of this kind.
+
+        Requests on their way to the device count, those on their way to the host do not; one that fails to get there
+        comes on top.
+        """
+        kinds = (LS,) if kind is LS else (LS, BE)  # BE requests never use up the room of LS ones
+        incoming = (state for state, move in self.moving.values() if move.direction is MoveDirection.TO_DEVICE)
+        num_admitted = sum(state.kind in kinds for state in incoming) + sum(len(self.device[kind]) for kind in kinds)
+        return num_admitted >= self.limits.config.max_num_seqs
 
     def blocks_for(self, state: RequestState) -> int:
         """Return how many blocks all known tokens of a request need."""
@@ -371,22 +365,19 @@ class RequestTable:
         """
         self.kv.check_integrity()
         for state in self.states.values():
+            phase, about = state.phase, (state.request_id, state.phase, state.slot)
             homes = {
                 Phase.WAITING: state in self.waiting[state.kind],
                 Phase.DEVICE: state in self.device[state.kind],
                 Phase.HOST: state in self.residents.queue,
                 Phase.MOVING: any(other is state for other, _ in self.moving.values()),
-                Phase.ENDING: state.phase is Phase.ENDING,
+                Phase.ENDING: phase is Phase.ENDING,
             }
-            assert [phase for phase, home in homes.items() if home] == [state.phase], (state.request_id, homes)
-            holds = self.kv.num_blocks(state.request_id)
-            assert (holds == 0) == (state.phase in (Phase.WAITING, Phase.ENDING)), (
-                state.request_id,
-                state.phase,
-                holds,
-            )
-            may_hold, must_hold = state.phase in (Phase.HOST, Phase.MOVING), state.phase is Phase.HOST
-            assert may_hold if state.slot >= 0 else not must_hold, (state.request_id, state.phase, state.slot)
+            assert [home for home, is_there in homes.items() if is_there] == [phase], (about, homes)
+            num_blocks = self.kv.num_blocks(state.request_id)
+            assert (num_blocks == 0) == (phase in (Phase.WAITING, Phase.ENDING)), (about, num_blocks)
+            may_hold, must_hold = phase in (Phase.HOST, Phase.MOVING), phase is Phase.HOST
+            assert may_hold if state.slot >= 0 else not must_hold, about
         held = self.residents.num_slots_used
         on_host = sum(s.slot >= 0 for s in (*self.states.values(), *self.ended()))
         assert held == on_host, f"{held} slots are taken, {on_host} requests hold one"

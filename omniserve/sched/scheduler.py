@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import (
@@ -194,7 +195,7 @@ class Scheduler:
         for join in plan.joins:
             state = requests.states[join.request_id]
             if requests.residents.advance(state):
-                self._expect_token_from_host(state)
+                self._expect_token(state, from_host=True)
                 rows.append((state, None))
         for row in plan.pipelined:
             state = requests.states[row.request_id]
@@ -202,17 +203,14 @@ class Scheduler:
             if row.request_id in output.lost:
                 requests.preempt(state)
             else:
-                self._expect_token_from_host(state)
+                self._expect_token(state, from_host=True)
                 rows.append((state, None))
         self._in_flight[plan.step_id] = rows
 
-    def _expect_token(self, state: RequestState) -> None:
+    def _expect_token(self, state: RequestState, *, from_host: bool = False) -> None:
+        state.num_computed_tokens += from_host
         if state.expect_token(self._limits.max_model_len):
             self.requests.let_go(state, Phase.ENDING)
-
-    def _expect_token_from_host(self, state: RequestState) -> None:
-        state.num_computed_tokens += 1
-        self._expect_token(state)
 
     def settle(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
         """Fill in a step's tokens and end requests; to be called once for each advanced plan, in their order.
@@ -305,6 +303,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return gauges and counters."""
+        counters: dict[str, Any] = dict(self.requests.counters)
         waiting, running = dict.fromkeys(self._classes, 0), dict.fromkeys(self._classes, 0)
         for state in self.requests.states.values():
             (waiting if state.phase is Phase.WAITING else running)[state.service_class] += 1
@@ -320,14 +319,8 @@ class Scheduler:
             host_requests=len(self.requests.residents.queue),
             output_tokens=dict(self._output_tokens),
             prompt_tokens=dict(self._prompt_tokens),
-            host_output_tokens=self.requests.counters["host_output_tokens"],
-            preemptions=self.requests.counters["preemptions"],
-            preempted_tokens=self.requests.counters["preempted_tokens"],
-            layer_preemptions=self.requests.counters["layer_preemptions"],
-            swaps_out=self.requests.counters["swaps_out"],
-            swaps_in=self.requests.counters["swaps_in"],
             checkpoints=self.requests.num_blocks_checkpointed,
-            resumed_tokens=self.requests.counters["resumed_tokens"],
+            **counters,
             rejected=dict(self._rejected),
         )
 

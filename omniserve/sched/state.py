@@ -157,9 +157,7 @@ class RequestState:
 
     def expect_token(self, max_model_len: int) -> bool:
         """Append a pending token; return whether it will be the last, whatever it is."""
-        if self.max_num_tokens > len(
-            self.request.prompt_token_ids
-        ):  # else the prompt's log-probabilities are all that is asked for
+        if self.request.sampling.max_tokens > 0:  # else the prompt's log-probabilities are all that is asked for
             self.token_ids.append(PENDING_TOKEN)
             self.num_pending_tokens += 1
         return self._is_complete(max_model_len, num_pending=0)
