@@ -102,9 +102,6 @@ class IncrementalKVManager(TieredKVManager):
         self._pools[Tier.HOST].give_back(table.blocks)
         return MoveResult.LOST
 
-    def num_free(self, tier: Tier) -> int:
-        return super().num_free(tier) + (self._num_reclaimable(tier, spare="") if tier is Tier.DEVICE else 0)
-
     def _num_missing(self, evicted: _Evicted, num_tokens: int) -> int:
         assert num_tokens >= evicted.num_tokens, f"{evicted.num_tokens} tokens had been computed, now {num_tokens}"
         return -(-num_tokens // self.block_size) - len(evicted.blocks)

@@ -231,7 +231,8 @@ class TieredKVManager(KVManager):
         return {request_id: len(table.blocks) for request_id, table in at_rest}
 
     def num_free(self, tier: Tier) -> int:
-        return self._pools[tier].num_free
+        num_free = self._pools[tier].num_free
+        return num_free + self._num_reclaimable(tier, spare="") if tier is Tier.DEVICE else num_free
 
     def free_block_ids(self, tier: Tier) -> list[int]:
         return self._pools[tier].free_ids()

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from omniserve.core.plan import SlotCopy
 from omniserve.kv.base import Tier
 from omniserve.kv.bidirectional.evicted import EvictedRequests
-from omniserve.kv.bidirectional.pool import SharedBlockPool
-from omniserve.kv.bidirectional.tables import DirectedTables
+from omniserve.kv.bidirectional.pool import DirectedTables, SharedBlockPool
 
 
 class BlockGrowth:
