@@ -4,15 +4,41 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left, insort
+from collections import deque
 
 from omniserve.latency.base import Predictor
 from omniserve.latency.features import BatchFeatures
-from omniserve.latency.step_pace import StepPace
 
 logger = logging.getLogger(__name__)
 
 BOUNDS = (0.7, 1.5)
 """A term that is off by more than this is not drift: the machine is another one, or has other work."""
+_WINDOW = 9
+"""Steps whose median is the pace. It follows after five like ones, and four odd ones do not move it."""
+_PACE_BOUNDS = (1 / 16, 16.0)
+
+
+class StepPace:
+    """The median of the last steps' ratios, measured over predicted.
+
+    A neighbour that takes a core makes steps several times as long from one to the next, and is gone again as soon: too
+    much for a correction that is slow on purpose.
+    """
+
+    def __init__(self) -> None:
+        self._recent = deque([0.0] * _WINDOW)
+        self._ordered = [0.0] * _WINDOW
+        self.value = 1.0
+        """What predictions are to be multiplied with, within ``_PACE_BOUNDS``."""
+
+    def observe(self, ratio: float) -> None:
+        """Take a step that took ``ratio`` times what was predicted, > 0."""
+        log_ratio = math.log(ratio)
+        del self._ordered[bisect_left(self._ordered, self._recent.popleft())]
+        self._recent.append(log_ratio)
+        insort(self._ordered, log_ratio)
+        self.value = min(max(math.exp(self._ordered[_WINDOW // 2]), _PACE_BOUNDS[0]), _PACE_BOUNDS[1])
 
 
 class CorrectedModel(Predictor):

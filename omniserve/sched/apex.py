@@ -140,9 +140,8 @@ class APEXPolicy(OmniServePolicy):
             rows = HostRows(entries=residents.plan_entries(self.requests.host_blocks_for, wanted))
         if batch.cost is None or not (rows.entries or rows.joins):
             return rows
-        trial = batch.cost.copy()
-        self.put_piggyback(trial, rows)
-        if trial.seconds() > bound_s and batch.chunks:
+        seconds = batch.cost.seconds_after(lambda step: self.put_piggyback(step, rows))
+        if seconds > bound_s and batch.chunks:
             work = "piggyback join" if rows.joins else "piggyback entry"
             return HostRows(left_out=left_out(work, len(rows.joins) or len(rows.entries), Bound.TIME))
         self.put_piggyback(batch.cost, rows)

@@ -186,9 +186,8 @@ class OmniServePolicy(Policy):
         bound = bound.or_tighter(newcomer_s, "ttft of a new request")
         if batch.cost.features.is_empty:
             # No LS work: the machine is never left idle because its smallest step is too long for a newcomer.
-            trial = batch.cost.copy()
-            trial.add_chunk(0, MIN_BE_CHUNK, samples=True)
-            bound = TimeBound(max(bound.seconds, trial.seconds()), bound.by)
+            least_s = batch.cost.seconds_with(0, MIN_BE_CHUNK, samples=True)
+            bound = TimeBound(max(bound.seconds, least_s), bound.by)
         return bound
 
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
@@ -201,9 +200,9 @@ class OmniServePolicy(Policy):
             return 0.0
         entries = self._num_entries()
         seats = seat_bucket(max(entries, *ready), self.limits.config.max_piggyback_seats)
-        trial = batch.cost.copy()
-        fill(trial, entries, ready, seats=seats, max_rows=self.options.most_rows(self.limits))
-        return trial.seconds() - batch.cost.seconds()
+        max_rows = self.options.most_rows(self.limits)
+        with_rows_s = batch.cost.seconds_after(lambda step: fill(step, entries, ready, seats=seats, max_rows=max_rows))
+        return with_rows_s - batch.cost.seconds()
 
     # -- best-effort ---------------------------------------------------------------------------------------------
 
@@ -287,12 +286,11 @@ class OmniServePolicy(Policy):
             return len(decodes)
         cost, shape = batch.cost, self.forecast.shape
         contexts = list(itertools.accumulate(state.num_computed_tokens for state in decodes[:most]))
-        loads = list(itertools.accumulate(shape.keys_seen(state.num_computed_tokens, 1) for state in decodes[:most]))
+        keys = list(itertools.accumulate(shape.keys_seen(state.num_computed_tokens, 1) for state in decodes[:most]))
 
         def seconds(count: int) -> float:
-            trial = cost.copy()
-            trial.add_decodes(count, contexts[count - 1], loads[count - 1], samples=count)
-            return trial.seconds()
+            last = count - 1
+            return cost.seconds_after(lambda step: step.add_decodes(count, contexts[last], keys[last], samples=count))
 
         within = largest(seconds, most, bound_s)
         return max(within, 0 if batch.chunks else 1)
@@ -317,9 +315,8 @@ class OmniServePolicy(Policy):
             chosen = PiggybackPlan(most_seats, most_rows)
         else:
             if not batch.chunks:
-                trial = batch.cost.copy()
-                fill(trial, num_entries, ready, seats=1, max_rows=1)
-                bound_s = max(bound_s, trial.seconds())
+                one_row_s = batch.cost.seconds_after(lambda step: fill(step, num_entries, ready, seats=1, max_rows=1))
+                bound_s = max(bound_s, one_row_s)
             chosen = choose(
                 batch.cost, num_entries, ready,
                 bound_s=bound_s, max_seats=most_seats, max_rows=most_rows, num_be_tokens=num_be_tokens,

@@ -72,9 +72,7 @@ def _within(
     """Return the most rows within the bound, and the step's seconds with them."""
 
     def seconds(rows: int) -> float:
-        twin = cost.copy()
-        fill(twin, num_entries, ready, seats=seats, max_rows=rows)
-        return twin.seconds()
+        return cost.seconds_after(lambda step: fill(step, num_entries, ready, seats=seats, max_rows=rows))
 
     trial = cost.copy()
     rows = fill(trial, num_entries, ready, seats=seats, max_rows=max_rows)

@@ -41,9 +41,7 @@ class SecondBatch:
 
     def seconds_with(self, cost: StepCost, states: Sequence[RequestState]) -> float:
         """Return the step's seconds with these states as its second sub-batch."""
-        trial = cost.copy()
-        self._put(trial, states)
-        return trial.seconds()
+        return cost.seconds_after(lambda step: self._put(step, states))
 
     def most_per_second(
         self, cost: StepCost, states: Sequence[RequestState], *, num_requests: int, bound_s: float

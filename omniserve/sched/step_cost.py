@@ -59,8 +59,12 @@ class StepCost(StepRows):
 
     def seconds_with(self, start: int, count: int, *, samples: int) -> float:
         """Return the seconds with one more chunk."""
+        return self.seconds_after(lambda step: step.add_chunk(start, count, samples=samples))
+
+    def seconds_after(self, add: Callable[[StepCost], object]) -> float:
+        """Return the seconds with what ``add`` puts into a copy."""
         trial = self.copy()
-        trial.add_chunk(start, count, samples=samples)
+        add(trial)
         return trial.seconds()
 
     def largest_chunk(self, start: int, most: int, bound_s: float, *, samples: Callable[[int, int], int]) -> int:

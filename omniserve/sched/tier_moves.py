@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from omniserve.core.plan import Bound, MoveDirection
@@ -42,13 +41,10 @@ class TierMoves:
 
         The youngest goes first; those that came from the host a moment ago only when no other is left.
         """
-        stayed: list[RequestState] = []
-        moved: list[RequestState] = []
-        if shortage > 0:
-            for state in reversed(self._requests.device[BE]):
-                if state.decodes and state not in batch:
-                    (stayed if self._has_stayed(batch, state) else moved).append(state)
-        for state in itertools.chain(stayed, moved):
+        if shortage <= 0:
+            return shortage
+        decodes = [state for state in reversed(self._requests.device[BE]) if state.decodes and state not in batch]
+        for state in sorted(decodes, key=lambda state: not self._has_stayed(batch, state)):
             if shortage <= 0:
                 break
             blocks = self._kv.num_blocks(state.request_id)

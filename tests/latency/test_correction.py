@@ -9,8 +9,8 @@ import pytest
 
 from omniserve.latency import BatchFeatures, CorrectedModel, accuracy_of
 from omniserve.latency.conserve import ConServeModel
+from omniserve.latency.correction import StepPace
 from omniserve.latency.omniserve import OmniServeModel
-from omniserve.latency.step_pace import StepPace
 from tests.latency.samples import draw_steps, make_profile
 
 MODEL = OmniServeModel(make_profile())
