@@ -10,12 +10,9 @@ from omniserve.latency import BatchFeatures, HostSpeed
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.bounds import left_out
 from omniserve.sched.omniserve import OmniServePolicy
-from omniserve.sched.options import CoServingOptions
 from omniserve.sched.policy import SCHEDULERS
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.second_batch import SecondBatch
 from omniserve.sched.state import RequestState
-from omniserve.sched.step_cost import Forecast
 
 MIN_HOST_PER_DEVICE = 8
 """Host requests for each device request before a hand-over pays its overhead (apex 4.2)."""
@@ -64,10 +61,11 @@ class APEXPolicy(OmniServePolicy):
     no request must wait for others that never come). Without a latency model it overlaps always.
     """
 
-    def __init__(self, requests: RequestTable, options: CoServingOptions, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, options, forecast)
-        self._second = SecondBatch(requests)
-        self._host = HostWatch(forecast.host) if forecast is not None and forecast.host is not None else None
+    def set_up(self) -> None:
+        super().set_up()
+        self._second = SecondBatch(self.requests)
+        host_speed = self.forecast.host if self.forecast is not None else None
+        self._host = HostWatch(host_speed) if host_speed is not None else None
 
     def on_host_events(self, events: Sequence[HostEvent]) -> None:
         if self._host is not None:

@@ -43,10 +43,8 @@ from omniserve.core.plan import StepPlan
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import TimeBound, decision_of
-from omniserve.sched.options import PolicyOptions
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import SCHEDULERS, Policy
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.step_cost import Forecast, largest
 
@@ -115,9 +113,8 @@ class BROSPolicy(Policy):
     predicts = True
     offloads = True
 
-    def __init__(self, requests: RequestTable, options: PolicyOptions, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, options, forecast)
-        self._parking = Parking(requests)
+    def set_up(self) -> None:
+        self._parking = Parking(self.requests)
         self._base_size = min(BASE_BATCH_SIZE, self.limits.config.max_num_seqs)
         self._batch_size = self._base_size
         self._average_s: float | None = None

@@ -30,7 +30,6 @@ from omniserve.sched.bounds import TimeBound, decision_of, tpot_bound
 from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import SCHEDULERS, Policy
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase
 from omniserve.sched.step_cost import Forecast
 
@@ -43,11 +42,8 @@ class ConServePolicy(Policy):
     options_type = LayerPreemptionOptions
     offloads = True
 
-    def __init__(
-        self, requests: RequestTable, options: LayerPreemptionOptions, forecast: Forecast | None = None
-    ) -> None:
-        super().__init__(requests, options, forecast)
-        self._parking = Parking(requests)
+    def set_up(self) -> None:
+        self._parking = Parking(self.requests)
         self._step_ends_s = -math.inf
         """When the running step ends, as predicted."""
 

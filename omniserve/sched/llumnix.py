@@ -18,9 +18,7 @@ from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.options import HostTierOptions
 from omniserve.sched.policy import SCHEDULERS, Policy
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS
-from omniserve.sched.step_cost import Forecast
 from omniserve.sched.tier_moves import TierMoves
 
 
@@ -32,9 +30,8 @@ class LlumnixPolicy(Policy):
     options: HostTierOptions
     offloads = True
 
-    def __init__(self, requests: RequestTable, options: HostTierOptions, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, options, forecast)
-        self._moves = TierMoves(requests, options, forecast)
+    def set_up(self) -> None:
+        self._moves = TierMoves(self.requests, self.options, self.forecast)
 
     def schedule(self, now_s: float) -> StepPlan:
         batch, requests = Batch(self.requests, now_s), self.requests

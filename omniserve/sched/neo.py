@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.omniserve import OmniServePolicy
-from omniserve.sched.options import CoServingOptions
 from omniserve.sched.policy import SCHEDULERS
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.second_batch import SecondBatch
-from omniserve.sched.step_cost import Forecast
 
 
 @SCHEDULERS.register("neo")
@@ -25,9 +22,9 @@ class NEOPolicy(OmniServePolicy):
     too, which only slows them down); the first sub-batch has no host rows; prompts are computed into device memory.
     """
 
-    def __init__(self, requests: RequestTable, options: CoServingOptions, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, options, forecast)
-        self._second = SecondBatch(requests)
+    def set_up(self) -> None:
+        super().set_up()
+        self._second = SecondBatch(self.requests)
 
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
         return self._second.reserve_s(batch, bound_s)

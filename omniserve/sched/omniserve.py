@@ -28,9 +28,8 @@ from omniserve.sched.options import CoServingOptions
 from omniserve.sched.piggyback import PiggybackPlan, choose, fill, seat_bucket
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.prefill import MIN_LS_CHUNK, LSQueue
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState
-from omniserve.sched.step_cost import Forecast, StepCost, largest
+from omniserve.sched.step_cost import StepCost, largest
 from omniserve.sched.tier_moves import TierMoves
 from omniserve.sched.ttft import TTFTEstimator
 
@@ -54,11 +53,11 @@ class OmniServePolicy(Policy):
     options: CoServingOptions
     offloads = True
 
-    def __init__(self, requests: RequestTable, options: CoServingOptions, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, options, forecast)
-        self._ttft = TTFTEstimator(forecast, self.limits, options.slack) if forecast is not None else None
+    def set_up(self) -> None:
+        forecast, slack = self.forecast, self.options.slack
+        self._ttft = TTFTEstimator(forecast, self.limits, slack) if forecast is not None else None
         self._margin = AdmissionMargin()
-        self._moves = TierMoves(requests, options, forecast)
+        self._moves = TierMoves(self.requests, self.options, forecast)
         self._without_memory: RequestState | None = None
         """The BE prompt for which the last step had time, but no memory."""
 

@@ -41,6 +41,10 @@ class Policy:
         self.limits = requests.limits
         self.kv = requests.kv
         self.forecast = forecast
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Make what the policy keeps between steps."""
 
     def schedule(self, now_s: float) -> StepPlan:
         """Decide the next step: fill a ``Batch``, and close it with its ``plan``."""
