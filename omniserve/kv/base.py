@@ -180,7 +180,7 @@ class CanCheckpoint(Protocol):
         that other requests write. The target is held until ``finish_move``. A request has one copy under way at a time.
 
         Args:
-            num_computed_tokens: Tokens whose KV is written, by steps that have been launched.
+            num_computed_tokens: Tokens with their KV written, by steps that have been launched.
             max_blocks: Most blocks to copy.
             reserve_blocks: Host blocks that must still be free afterwards.
             give_way: Other device requests; blocks of their checkpoints may be reclaimed for this one, in this order.
@@ -211,7 +211,7 @@ class CanEvict(Protocol):
         too; the full blocks of a request on the host become one.
 
         Args:
-            num_computed_tokens: Tokens whose KV is written, by steps that have been launched.
+            num_computed_tokens: Tokens with their KV written, by steps that have been launched.
 
         Raises:
             RuntimeError: The request is moving.

@@ -25,7 +25,7 @@ _NOTHING = _Checkpoint()
 class HostCheckpoints:
     """Checkpoints by request, the oldest first: the first blocks of each, and at most one copy under way behind them.
 
-    A checkpoint only ever loses blocks at its end, and a copy whose checkpoint has changed meanwhile is of no use: it
+    A checkpoint only ever loses blocks at its end, and if it changes, the copy under way for it is of no use: that
     stays under way, *unused*, and its target blocks are held until it is over.
     """
 
@@ -51,7 +51,7 @@ class HostCheckpoints:
         return self._of(request_id).flight is not None
 
     def begin_copy(self, request_id: str, move: KVMove) -> None:
-        """Note that ``move``, whose target blocks are taken from the pool, copies the blocks after the last copied."""
+        """Note that ``move`` copies the blocks after the last copied; its target blocks are taken from the pool."""
         checkpoint = self._checkpoints.setdefault(request_id, _Checkpoint())
         assert checkpoint.flight is None, f"request {request_id} is being checkpointed already"
         checkpoint.flight = self._flights[move.move_id] = move

@@ -214,11 +214,11 @@ class TieredKVManager(KVManager):
             self._checkpoints.reclaim(num_blocks, self._give_way(spare))
 
     def _give_way(self, spare: str) -> list[str]:
-        """Return the requests whose checkpoints may lose blocks, in that order, without ``spare``."""
+        """Return the requests that may lose blocks of their checkpoint, in that order, without ``spare``."""
         return [request_id for request_id in self._checkpoints.request_ids() if request_id != spare]
 
     def _strand(self, request_id: str, blocks: list[int]) -> None:
-        """Dispose of host copies of the first blocks of a request whose other blocks are lost."""
+        """Dispose of host copies of a request's first blocks; its other blocks are lost."""
         self._pools[Tier.HOST].give_back(blocks)
 
     def _num_host_copies(self, request_id: str) -> int:

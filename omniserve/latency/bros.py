@@ -15,7 +15,7 @@ from omniserve.latency.regression import fit_terms
 class BROSModel(LatencyModel):
     """``max(t_prefill + t_decode, t_swap)``, each t_exec ``a0 L^n + a1 L^n L^a + b``, t_swap linear in bytes.
 
-    L^n is the number of rows, L^a the context with them. In the paper L^a = L^n for prefill, whose prompts are never
+    L^n is the number of rows, L^a the context with them. In the paper L^a = L^n for prefill, as prompts are never
     cut; with chunked prefill it is the context that the chunks see. What exceeds t_exec in t_swap is the last term.
 
     Args:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 BOUNDS = (0.7, 1.5)
 """A term that is off by more than this is not drift: the machine is another one, or has other work."""
 _WINDOW = 9
-"""Steps whose median is the pace. It follows after five like ones, and four odd ones do not move it."""
+"""The pace is the median of so many steps. It follows after five like ones, and four odd ones do not move it."""
 _PACE_BOUNDS = (1 / 16, 16.0)
 
 

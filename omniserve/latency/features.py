@@ -48,13 +48,13 @@ class BatchFeatures:
     prefill_tokens: int = 0
     """Rows of the chunks that have more than one."""
     prefill_context: int = 0
-    """Tokens whose KV these requests had before the step."""
+    """Tokens that these requests had the KV of before the step."""
     prefill_load: float = 0.0
     """c_PA: keys seen by all these rows together, the mean over the layers (layers may have windows)."""
     decode_requests: int = 0
     """g."""
     decode_context: int = 0
-    """Tokens whose KV the decoding requests had before the step."""
+    """Tokens that the decoding requests had the KV of before the step."""
     decode_load: float = 0.0
     """c_DA: keys seen by the decoding rows, the mean over the layers."""
     sampled_rows: int = 0
@@ -66,21 +66,21 @@ class BatchFeatures:
     piggyback_layers: int = 0
     """Layers that tokens join or enter at."""
     dense_layers: float = 0.0
-    """Layers whose dense halves run: all of them with device rows, else those that tokens are at."""
+    """Layers that run their dense halves: all of them with device rows, else those that tokens are at."""
     host_works: bool = False
     """The host tier works during the step (without a GPU it then has a share of the cores)."""
     pipelined_rows: int = 0
-    """Rows of the second sub-batch, whose host attention the step waits for."""
+    """Rows of the second sub-batch: the step waits for their host attention."""
     pipelined_load: float = 0.0
     """Keys that they see in a layer, together."""
     pipelined_layers: float = 0.0
     """Layers that they have left, on average."""
     swap_bytes: int = 0
-    """KV that must have come from the host before the step can run; 0 in this engine, whose moves run beside steps."""
+    """KV that must have come from the host before the step can run; 0 in this engine: its moves run beside steps."""
 
     @property
     def device_rows(self) -> int:
-        """Rows whose attention is on the device."""
+        """Rows with their attention on the device."""
         return self.prefill_tokens + self.decode_requests
 
     @property

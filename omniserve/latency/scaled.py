@@ -1,4 +1,4 @@
-"""ScaledModel: a predictor whose terms are multiplied by factors."""
+"""ScaledModel: a predictor with its terms multiplied by factors."""
 
 from __future__ import annotations
 

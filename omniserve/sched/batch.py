@@ -28,7 +28,7 @@ from omniserve.sched.step_cost import StepCost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRows:
-    """The rows of a step whose attention is the host tier's; see StepPlan."""
+    """The rows of a step that the host tier attends for; see StepPlan."""
 
     entries: Sequence[PiggybackEntry] = ()
     joins: Sequence[PiggybackJoin] = ()
@@ -214,7 +214,7 @@ class Batch:
         """Admit waiting requests of one kind in order, until one is kept out; return by what.
 
         Args:
-            victims: Kinds whose requests are recomputed if that makes room for one.
+            victims: Requests of these kinds are recomputed if that makes room for one.
         """
         for state in self._requests.waiting[kind]:
             refused_by = self.admit(state)

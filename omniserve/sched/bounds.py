@@ -39,7 +39,7 @@ def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str, headr
         slack: ``step``: a step is never longer than the shortest TPOT. ``deadline``: each token has a deadline,
             first token + i TPOT, so that a request ahead of its schedule lends its lead, and one behind gets it back.
     """
-    tightest_s, whose = math.inf, ""
+    tightest_s, request_id = math.inf, ""
     for state in decoding:
         tpot_s = state.slo.tpot_s
         if tpot_s is None:
@@ -49,8 +49,8 @@ def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str, headr
             due_s = state.first_token_s + state.num_output_tokens * tpot_s
             seconds = min(max(due_s - now_s, 0.0), MAX_LENT_STEPS * tpot_s)
         if seconds < tightest_s:
-            tightest_s, whose = seconds, state.request_id
-    return TimeBound(tightest_s, f"tpot of {whose}") if tightest_s < math.inf else TimeBound()
+            tightest_s, request_id = seconds, state.request_id
+    return TimeBound(tightest_s, f"tpot of {request_id}") if tightest_s < math.inf else TimeBound()
 
 
 def ttft_left_s(state: RequestState, now_s: float) -> float:

@@ -179,13 +179,13 @@ class BROSPolicy(Policy):
         return heapq.merge(pending, waiting)
 
     def _choose_ls(self, step: Selection, now_s: float) -> tuple[list[float], bool]:
-        """Choose LS requests by urgency while there are seats, tokens and memory.
+        """Choose LS requests by urgency while the limit on requests, the tokens and the memory allow.
 
         Returns:
             Their residual times, and whether one that waits finds no memory, be it that of all BE requests.
         """
         blocks = self._parking.num_obtainable
-        seats = self.limits.config.max_num_seqs - len(self.requests.device[LS])
+        num_open = self.limits.config.max_num_seqs - len(self.requests.device[LS])
         residuals: list[float] = []
         lacks_memory = False
         for residual_s, _, state in self._by_urgency(now_s):
@@ -193,10 +193,10 @@ class BROSPolicy(Policy):
                 break
             if state.phase is Phase.WAITING:
                 needed = self.requests.blocks_for(state)
-                if seats == 0 or needed > blocks:
-                    lacks_memory |= seats > 0
+                if num_open == 0 or needed > blocks:
+                    lacks_memory |= num_open > 0
                     continue
-                blocks, seats = blocks - needed, seats - 1
+                blocks, num_open = blocks - needed, num_open - 1
             step.push(state)
             residuals.append(residual_s)
         return residuals, lacks_memory
@@ -252,7 +252,7 @@ class BROSPolicy(Policy):
         self._replace_ls(step, residuals, itertools.chain(left_over, candidates), bound_s)
 
     def _best_effort(self, chosen: Sequence[Chosen], *, admits: bool) -> Iterator[RequestState]:
-        """Yield BE requests that have KV, then those that find seats and blocks beside the chosen LS requests."""
+        """Yield BE requests that have KV, then those that find room and blocks beside the chosen LS requests."""
         requests = self.requests
         new_ls = sum(one.state.phase is Phase.WAITING for one in chosen)
         needed = sum(requests.blocks_for(one.state) - self.kv.num_blocks(one.state.request_id) for one in chosen)
@@ -260,8 +260,8 @@ class BROSPolicy(Policy):
         if not admits or requests.residents.queue:  # a parked request comes back before a new one enters
             return
         free = self.kv.num_free(Tier.DEVICE) - needed
-        seats = self.limits.config.max_num_seqs - sum(map(len, requests.device.values())) - new_ls
-        for state in itertools.islice(self._by_missing_tokens(), max(0, seats)):
+        num_open = self.limits.config.max_num_seqs - sum(map(len, requests.device.values())) - new_ls
+        for state in itertools.islice(self._by_missing_tokens(), max(0, num_open)):
             free -= requests.blocks_for(state)
             if free < 0:
                 return

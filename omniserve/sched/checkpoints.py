@@ -1,6 +1,6 @@
 """Checkpoints: which blocks are copied to the host in a step ahead of any need, of requests on the device and evicted.
 
-A request whose KV is on the host already leaves the device at once when latency-sensitive work needs its memory.
+A request that has its KV on the host already leaves the device at once when latency-sensitive work needs its memory.
 Paper: conserve 4.4 (incremental checkpoints), for omniserve 3.2.4's moves to the host; bros 5.2 (lazy checkpointing).
 """
 

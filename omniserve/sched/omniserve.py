@@ -120,7 +120,7 @@ class OmniServePolicy(Policy):
         """Schedule LS prefill under S_d (3.3.4), best class and oldest first.
 
         Returns:
-            The requests whose prefill is not over with this step, and what to note of those that are not in it.
+            The requests with prefill left after this step, and what to note of those that are not in it.
         """
         admitted = [state for state in self.requests.device[LS] if not state.decodes]
         bound_s, min_tokens, is_full, memory_is_short = s_d.seconds, MIN_LS_CHUNK, False, False

@@ -67,7 +67,7 @@ class CoServingOptions(HostTierOptions):
     """Options of policies that fill steps with BE work up to the tightest objective."""
 
     admission: bool = True
-    """Reject LS requests whose predicted TTFT misses their objective."""
+    """Reject LS requests that are predicted to miss their TTFT."""
     be_order: Literal["decode", "prefill"] = "decode"
     """``decode``: BE decodes come before BE prompts, which get the time that is left. ``prefill``: the paper's order
     (omniserve 3.3.2); more BE prompts than the device can prefill then leave no time to decode."""

@@ -29,7 +29,7 @@ class Prefill:
     count: int
     """Tokens to compute, at least 1."""
     num_logits: int = 1
-    """Rows among them that become logits: the last, and those whose successors' log-probabilities are asked for."""
+    """Rows among them that become logits: the last, and those that tell the prompt's log-probabilities."""
 
     @classmethod
     def of(cls, state: RequestState, start: int) -> Self:
@@ -99,7 +99,7 @@ class LSQueue:
 
     decoding: Sequence[RequestState]
     prompts: Sequence[RequestState]
-    """Those whose prefill is not over, in the order in which it goes on; some may still wait for memory."""
+    """Those with prefill left, in the order in which it goes on; some may still wait for memory."""
     blocks: Mapping[str, int]
     """What each request on the device holds, by id."""
     num_free: int

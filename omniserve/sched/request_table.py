@@ -68,8 +68,8 @@ class RequestTable:
         """
         if any(ended.request_id == state.request_id for ended in self.ended()):
             raise ValueError(
-                f"request id {state.request_id!r} is of a request that has ended, but whose KV a copy or a host task "
-                "still uses; choose another"
+                f"request id {state.request_id!r} is of a request that has ended, but a copy or a host task still uses "
+                "its KV; choose another"
             )
         self.states[state.request_id] = state
         if self.sharer is not None:
@@ -99,7 +99,7 @@ class RequestTable:
             self.kv.free(state.request_id)
 
     def ended(self) -> Iterator[RequestState]:
-        """Yield the requests that have ended, but whose KV a copy or a host task still uses."""
+        """Yield the requests that have ended, but a copy or a host task still uses their KV."""
         yield from (state for state, _ in self.moving.values() if state.phase is Phase.DRAINING)
         yield from self._draining.values()
 
@@ -160,7 +160,7 @@ class RequestTable:
         return move
 
     def needs_restore(self, state: RequestState) -> bool:
-        """Tell whether a WAITING request has a checkpoint of tokens whose KV is not on the device any more."""
+        """Tell whether a WAITING request has a checkpoint of tokens that have no KV on the device any more."""
         return self.host_is_up and self.num_kept_tokens(state, Tier.HOST) > self.num_kept_tokens(state, Tier.DEVICE)
 
     def num_kept_tokens(self, state: RequestState, tier: Tier) -> int:

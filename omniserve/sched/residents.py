@@ -23,7 +23,7 @@ class HostResidents:
         self._ready: list[RequestQueue] = [RequestQueue() for _ in range(num_layers)]
         self._changed: list[RequestState] = []
         self.queue = RequestQueue()
-        """Requests whose KV is on the host (not those that move)."""
+        """Requests with their KV on the host (not those that move)."""
 
     @property
     def num_free_slots(self) -> int:
@@ -80,7 +80,7 @@ class HostResidents:
 
     @property
     def num_at_token_boundary(self) -> int:
-        """Residents whose next token may enter."""
+        """Residents of which the next token may enter."""
         return sum(state.away is None for state in self.queue)
 
     def plan_joins(self, max_rows: int, seats: int) -> list[PiggybackJoin]:
@@ -96,7 +96,7 @@ class HostResidents:
         return joins
 
     def join_of(self, state: RequestState) -> PiggybackJoin:
-        """Return the join of a token whose result waits."""
+        """Return the join of a token that has its result."""
         assert state.away is not None and state.away.ready
         return PiggybackJoin(
             request_id=state.request_id,

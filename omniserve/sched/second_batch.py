@@ -17,13 +17,13 @@ _MOST_FOR_HOST_ROWS = 0.5
 
 
 class SecondBatch:
-    """Chooses host residents whose token runs through its layers in one step, while the device waits for each."""
+    """Chooses host residents that run a token through its layers in one step, while the device waits for each."""
 
     def __init__(self, requests: RequestTable) -> None:
         self._requests = requests
 
     def candidates(self) -> list[RequestState]:
-        """Return residents whose token can run: those furthest through the layers first (apex 3.4), then the oldest."""
+        """Return residents that can run: those furthest through the layers first (apex 3.4), then the oldest."""
         if not self._requests.host_is_up:
             return []
         waiting = [s for s in self._requests.residents.queue if s.away is None or s.away.ready]

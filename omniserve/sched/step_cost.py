@@ -76,7 +76,7 @@ class StepCost(StepRows):
 
 
 def largest(seconds: Callable[[int], float], most: int, bound_s: float) -> int:
-    """Return the largest count in ``[0, most]`` (to within 2 % of the bound) whose seconds are within the bound.
+    """Return the largest count in ``[0, most]`` (to within 2 % of the bound) with seconds within the bound.
 
     Latency does not fall with the count, and is nearly linear, so the next guess is interpolated. What is returned was
     evaluated, unless it is 0. ``most`` is at least 1.

@@ -23,7 +23,7 @@ from omniserve.sched.step_cost import Forecast, StepCost
 _RECENT = 64  # LS requests that say what the next one may be like
 _NEWCOMER_FLOOR = 0.25  # share of the TTFT objective that a step without LS work may always take
 _OUTPUT_WEIGHT = 0.05  # of a request that ended, in the mean of how much of its max_tokens they put out
-_LOOK_AT = 8  # unfinished prompts whose deadlines are looked at, of those first in line
+_LOOK_AT = 8  # deadlines of so many unfinished prompts are looked at, of those first in line
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ _SLOTS_AHEAD = 4
 
 @KV_MANAGERS.register("bidirectional")
 class BidirectionalKVManager(TieredKVManager):
-    """Paged KV on two tiers whose device blocks may be shared by an LS and a BE request."""
+    """Paged KV on two tiers; an LS and a BE request may share a device block."""
 
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
         super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
