@@ -68,8 +68,8 @@ class RequestTable:
         """
         if any(ended.request_id == state.request_id for ended in self.ended()):
             raise ValueError(
-                f"request id {state.request_id!r} is of a request that has ended, but a copy or a host task still uses "
-                "its KV; choose another"
+                f"request id {state.request_id!r} is of a request that has ended, but whose KV a copy or a host task "
+                "still uses; choose another"
             )
         self.states[state.request_id] = state
         if self.sharer is not None:
