@@ -24,7 +24,7 @@ from benchmarks.common.server import ServerProcess
 from omniserve.simulate.load import poisson
 
 TEXT = "\n".join(topics.topics.values())
-SERVER = "--device-kv-gib 0.004 --host-kv-gib 0.5 --served-model-name built-in --batch-concurrency 16".split()
+SERVER = "--device-kv-gib 0.004 --host-kv-gib 0.5 --served-model-name built-in --limit batch_concurrency=16".split()
 # (from, to, LS requests a second): calm, busy, a burst that is too much, busy again.
 RATES = ((0, 25, 1.0), (25, 60, 2.0), (60, 66, 8.0), (66, 240, 1.5))
 BE_FROM_S = 18.0

@@ -20,7 +20,7 @@ from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from benchmarks.common.requests import request
 from benchmarks.common.timing import in_turn, median_ratio, seconds
-from omniserve import Engine, EngineConfig
+from omniserve import Engine, EngineConfig, ExecutionConfig
 
 
 def generate(model: Any, batch: int, prompt: int, output: int) -> None:
@@ -48,7 +48,9 @@ def main() -> None:
     )  # fmt: skip
     args = parser.parse_args()
     plain = random_llama(**SMOLLM_135M)
-    config = EngineConfig(device_kv_bytes=256 << 20, host_kv_bytes=0, compile=not args.no_compile)
+    config = EngineConfig(
+        device_kv_bytes=256 << 20, host_kv_bytes=0, execution=ExecutionConfig(compile=not args.no_compile)
+    )
     results = {}
     with Engine(random_llama(**SMOLLM_135M), config) as engine:
         for batch in args.batches:

@@ -18,7 +18,11 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
     config = omniserve.EngineConfig(
-        scheduler="omniserve", kv="tiered", device_kv_bytes=2 << 20, host_kv_bytes=64 << 20, compile=False
+        scheduler="omniserve",
+        kv="tiered",
+        device_kv_bytes=2 << 20,
+        host_kv_bytes=64 << 20,
+        execution=omniserve.ExecutionConfig(compile=False),
     )
 
     def request(text: str, service_class: str, max_tokens: int) -> omniserve.Request:

@@ -34,7 +34,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
     config = omniserve.EngineConfig(
-        scheduler="own_scheduler:ShortestPromptFirst", kv="paged", max_num_seqs=1, compile=False
+        scheduler="own_scheduler:ShortestPromptFirst",
+        kv="paged",
+        max_num_seqs=1,
+        execution=omniserve.ExecutionConfig(compile=False),
     )
     prompts = {"long": "Lists are mutable sequences, " * 20, "short": "A set", "middle": "Tuples are immutable. " * 5}
     with omniserve.Engine(model, config) as engine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from omniserve.core.config import EngineConfig
+from omniserve.core.config import EngineConfig, ExecutionConfig
 from omniserve.core.errors import EngineStopped, OmniServeError, RequestRejected, Stalled, UnsupportedModelError
 from omniserve.core.request import (
     SLO,
@@ -40,6 +40,7 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "EngineStopped",
+    "ExecutionConfig",
     "FinishReason",
     "OmniServeError",
     "Request",

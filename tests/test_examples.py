@@ -53,7 +53,7 @@ def test_own_scheduler_decides_the_order() -> None:
 @pytest.mark.slow
 def test_http_client_gets_a_chat_answer_and_its_batch(tmp_path: Path) -> None:
     pytest.importorskip("fastapi", reason="the server extra is not installed")
-    with ServerProcess(["--no-compile"], tmp_path / "server.log") as server:
+    with ServerProcess(["--execution", "compile=false"], tmp_path / "server.log") as server:
         server.wait_until_healthy()
         output = run("http_client", server.base_url)
     assert len(output.split("chat: ")[1].split("\nbatch, ")[0]) > 20

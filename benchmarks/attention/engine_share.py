@@ -18,7 +18,7 @@ import torch
 from benchmarks.attention.read_limit import ReadLimit
 from benchmarks.common.models import random_llama
 from benchmarks.common.other_load import OtherLoad
-from omniserve import Engine, EngineConfig, Request, SamplingParams
+from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams
 
 MODEL: dict[str, Any] = {
     "hidden_size": 512,
@@ -85,7 +85,7 @@ def make_engine(settings: EngineSettings, host_threads: int) -> Engine:
         max_num_batched_tokens=512,
         # what is on the host tier stays there
         scheduler_options={"ls_reserve_fraction": 0.0, "swap_in_delay_s": 1 << 30},
-        compile=settings.compile,
+        execution=ExecutionConfig(compile=settings.compile),
         seed=settings.seed,
     )
     engine = Engine(model, config)

@@ -16,7 +16,7 @@ from benchmarks.common.requests import request
 from benchmarks.common.timing import seconds, wait_for
 from benchmarks.gpu.primed import PRIMED
 from benchmarks.gpu.timing import reclaim_memory
-from omniserve import Engine, EngineConfig
+from omniserve import Engine, EngineConfig, ExecutionConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.latency.profile import Profile
 from omniserve.ops.attention import DEVICE_ATTENTION, resolve_attention
@@ -64,7 +64,7 @@ def weight_bytes(model: Any) -> int:
 def config_of(model: Any, *, mode: str = "as configured", **settings: Any) -> EngineConfig:
     """Return an engine's settings: those of a mode, those given, and the model's way of being compiled."""
     compile = bool(model.__dict__["_omniserve_patch"].options[0])
-    return EngineConfig(**{"compile": compile, **MODES[mode], **settings})
+    return EngineConfig(execution=ExecutionConfig(compile=compile, **MODES[mode]), **settings)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.core.spec import HOST_KV_DTYPES
@@ -19,17 +19,57 @@ DEFAULT_CLASSES = (
 )
 
 
-_OPTIONS_NOW = frozenset(
-    ("admission", "be_order", "checkpoint_kv", "keep_halted", "latency_model", "ls_reserve_fraction",
-     "max_piggyback_rows", "min_residence_s", "offload_for_time", "slack", "swap_in_delay_s")
-)  # fmt: skip
-"""Former fields of EngineConfig that are options of policies."""
+_FORMER_FIELDS = {
+    "max_step_tokens": "max_num_batched_tokens={}",
+    "max_num_requests": "max_num_seqs={}",
+    "max_piggyback_slots": "max_piggyback_seats={}",
+    "step_graphs_bytes": "execution=ExecutionConfig(step_graphs_gib=...)",
+} | {
+    name: f"execution=ExecutionConfig({name}={{}})"
+    for name in ("attention", "compile", "async_steps", "step_graphs", "step_graphs_limit_s")
+} | {
+    name: f"scheduler_options={{{{{name!r}: {{}}}}}}"
+    for name in (
+        "admission", "be_order", "checkpoint_kv", "keep_halted", "latency_model", "ls_reserve_fraction",
+        "max_piggyback_rows", "min_residence_s", "offload_for_time", "slack", "swap_in_delay_s",
+    )
+}  # fmt: skip
+"""Former fields of EngineConfig, and what to give instead of a value ``{}``."""
 
-_RENAMED = {
-    "max_step_tokens": "max_num_batched_tokens",
-    "max_num_requests": "max_num_seqs",
-    "max_piggyback_slots": "max_piggyback_seats",
-}
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionConfig:
+    """How the device tier runs a step.
+
+    Raises:
+        ValueError: A setting is out of its range; the message says which and what to give instead.
+    """
+
+    attention: str = "auto"
+    """Device attention, a name in DEVICE_ATTENTION; ``auto`` takes the best that this device has."""
+    compile: bool = True
+    """torch.compile the dense halves; False runs the same code eagerly."""
+    async_steps: bool | None = None
+    """Schedule and launch each step while the one before it runs, so that the device does not wait for the host between
+    them; outputs come a step later. None: with a GPU. Without one a step runs as it is launched: True is for tests."""
+    step_graphs: Literal["auto", "on", "off"] = "auto"
+    """Run steps in a small set of constant shapes, captured at the start: a decode step is then one launch, its
+    piggyback rows included. ``auto``: as CUDA graphs on a GPU, not on the CPU; ``on``: on the CPU, too, where it is of
+    use for tests only; ``off``."""
+    step_graphs_limit_s: float = 60.0
+    """Most seconds that capturing steps may take at the start, with compiling kernels; steps that are not captured run
+    kernel by kernel. Some hundred steps take a few seconds, and kernels that are compiled for the first time most of
+    a minute."""
+    step_graphs_gib: float = 2.0
+    """Most GiB of device memory that captured steps may take, beside the KV pool and the weights."""
+
+    def __post_init__(self) -> None:
+        for name in ("step_graphs_limit_s", "step_graphs_gib"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be a number >= 0, got {value}")
+        if self.step_graphs not in ("auto", "on", "off"):
+            raise ValueError(f"step_graphs must be auto, on or off, got {self.step_graphs!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +81,15 @@ class EngineConfig:
     """
 
     scheduler: str = "omniserve"
-    """Name in SCHEDULERS, or ``package.module:Class``."""
+    """Scheduling policy, a name in SCHEDULERS or ``package.module:Class``."""
     scheduler_options: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
     """Options of that policy by name, such as ``{"be_order": "prefill"}``; see ``omniserve.sched.options``."""
     kv: str = "tiered"
-    """Name in KV_MANAGERS (``paged``: device only; ``tiered``: device and host; ``incremental``: the same, and
-    preempted requests resume from checkpoints; ``bidirectional``: likewise, and LS requests share blocks with BE ones),
-    or ``package.module:Class``."""
-    attention: str = "auto"
-    """Name in DEVICE_ATTENTION; ``auto`` takes the best that this device has."""
+    """KV manager, a name in KV_MANAGERS or ``package.module:Class``. ``paged``: device only; ``tiered``: device and
+    host; ``incremental``: the same, and preempted requests resume from checkpoints; ``bidirectional``: likewise, and LS
+    requests share blocks with BE ones."""
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+    """How the device tier runs a step."""
 
     device_kv_bytes: int = 1 * GIB
     """Memory for the device tier's KV pool; without a GPU it is taken from main memory, all of it, at the start."""
@@ -85,21 +125,6 @@ class EngineConfig:
     host_cores: tuple[int, ...] | None = None
     """Cores that host threads are pinned to; None: not pinned."""
 
-    async_steps: bool | None = None
-    """Schedule and launch each step while the one before it runs, so that the device does not wait for the host between
-    them; outputs come a step later. None: with a GPU. Without one a step runs as it is launched: True is for tests."""
-    compile: bool = True
-    """torch.compile the dense halves; False runs the same code eagerly."""
-    step_graphs: str = "auto"
-    """Run steps in a small set of constant shapes, captured at the start: a decode step is then one launch, its
-    piggyback rows included. ``auto``: as CUDA graphs on a GPU, not on the CPU; ``on``: on the CPU, too, where it is of
-    use for tests only; ``off``."""
-    step_graphs_limit_s: float = 60.0
-    """Most seconds that capturing steps may take at the start, with compiling kernels; steps that are not captured run
-    kernel by kernel. Some hundred steps take a few seconds, and kernels that are compiled for the first time most of
-    a minute."""
-    step_graphs_bytes: int = 2 * GIB
-    """Most device memory that captured steps may take, beside the KV pool and the weights."""
     classes: tuple[ClassSpec, ...] = DEFAULT_CLASSES
     """Classes of requests, highest priority first; latency-sensitive ones come before best-effort ones."""
     seed: int = 0
@@ -111,12 +136,9 @@ class EngineConfig:
         Raises:
             TypeError: One is given; the message says what to give instead.
         """
-        for name in sorted(settings.keys() & _RENAMED.keys()):
-            raise TypeError(f"{name} is no field of EngineConfig: its name is {_RENAMED[name]} now")
-        for name in sorted(settings.keys() & _OPTIONS_NOW):
-            raise TypeError(
-                f"{name} is no field of EngineConfig: give scheduler_options={{{name!r}: {settings[name]!r}}}"
-            )
+        for name in sorted(settings.keys() & _FORMER_FIELDS.keys()):
+            instead = _FORMER_FIELDS[name].format(repr(settings[name]))
+            raise TypeError(f"{name} is no field of EngineConfig: give {instead}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -126,14 +148,10 @@ class EngineConfig:
             raise ValueError(f"host_kv_dtype must be one of {', '.join(HOST_KV_DTYPES)}, got {self.host_kv_dtype!r}")
         for name, low in (
             ("device_kv_bytes", 1), ("host_kv_bytes", 0), ("max_num_batched_tokens", 1), ("max_num_seqs", 1),
-            ("max_host_requests", 1), ("max_piggyback_seats", 1), ("step_graphs_bytes", 0),
+            ("max_host_requests", 1), ("max_piggyback_seats", 1),
         ):  # fmt: skip
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be >= {low}, got {getattr(self, name)}")
-        if not (math.isfinite(self.step_graphs_limit_s) and self.step_graphs_limit_s >= 0):
-            raise ValueError(f"step_graphs_limit_s must be a number >= 0, got {self.step_graphs_limit_s}")
-        if self.step_graphs not in ("auto", "on", "off"):
-            raise ValueError(f"step_graphs must be auto, on or off, got {self.step_graphs!r}")
         for name in ("device_threads", "host_threads", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:

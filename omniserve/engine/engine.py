@@ -75,7 +75,7 @@ class Engine:
     ) -> None:
         self.config = config = config or EngineConfig()
         if "omniserve" not in model.__dict__:
-            patch(model, compile=config.compile)
+            patch(model, compile=config.execution.compile)
         patched: PatchedModel = model.__dict__["omniserve"]
         self.model = patched
         """The patched model."""
@@ -108,7 +108,7 @@ class Engine:
         if num_host_blocks > 0:
             self.host_tier = HostTier.of(
                 config, self.spec, dtype=patched.dtype, device=patched.device, num_threads=host_threads,
-                mailbox=patched.device.type == "cuda" or config.step_graphs == "on",
+                mailbox=patched.device.type == "cuda" or config.execution.step_graphs == "on",
             )  # fmt: skip
         self.kv = manager(
             num_device_blocks=self._num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
@@ -124,7 +124,7 @@ class Engine:
         self.scheduler = Scheduler(policy, options, limits=limits, kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         is_directed = issubclass(manager, CanShare)
-        attention = resolve_attention(config.attention, patched.device, is_directed=is_directed)
+        attention = resolve_attention(config.execution.attention, patched.device, is_directed=is_directed)
         rows = PiggybackRows(patched, self.host_tier, config.max_host_requests if self.host_tier else 0)
         graphs = CudaGraphRunner.of(
             config,
@@ -186,7 +186,9 @@ class Engine:
             host_tier=self.host_tier,
             log=self._log,
             clock=clock,
-            overlaps=config.async_steps if config.async_steps is not None else patched.device.type == "cuda",
+            overlaps=config.execution.async_steps
+            if config.execution.async_steps is not None
+            else patched.device.type == "cuda",
             keeps_names=tracer is not None,
         )
 

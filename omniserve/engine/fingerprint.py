@@ -40,8 +40,8 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
         host_threads=host_threads,
         host_kv_dtype=config.host_kv_dtype,
         block_size=config.block_size,
-        attention=config.attention,
-        compile=config.compile,
+        attention=config.execution.attention,
+        compile=config.execution.compile,
         torch=torch.__version__,
         extension=f"{omniserve.__version__} {_extension_hash()}",
         kernels=os.environ.get("OMNISERVE_ISA", ""),
@@ -54,9 +54,9 @@ def has_constant_steps(config: EngineConfig, device: torch.device) -> bool:
 
     How many of them its budget has room for is known only when they are captured.
     """
-    if not (config.step_graphs_limit_s and config.step_graphs_bytes):
+    if not (config.execution.step_graphs_limit_s and config.execution.step_graphs_gib):
         return False
-    return config.step_graphs == "on" or (config.step_graphs == "auto" and device.type == "cuda")
+    return config.execution.step_graphs == "on" or (config.execution.step_graphs == "auto" and device.type == "cuda")
 
 
 def _device_name(device: torch.device) -> str:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.latency.profile import Profile, default_folder, path_in
-from omniserve.launch.flags import add_engine_flags, config_from, positive
+from omniserve.launch.dataclass_flags import positive
+from omniserve.launch.flags import add_engine_flags, config_from
 from omniserve.launch.loading import EngineLoader, builtin_model_path
 
 

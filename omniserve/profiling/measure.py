@@ -42,7 +42,7 @@ def profile_model(
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be > 0, got {time_limit_s}")
     if "omniserve" not in model.__dict__:
-        patch(model, compile=config.compile)
+        patch(model, compile=config.execution.compile)
     patched: PatchedModel = model.__dict__["omniserve"]
     fingerprint = fingerprint_of(model, config)
     progress("compiling", 0.0)

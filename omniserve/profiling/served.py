@@ -37,11 +37,11 @@ class Served:
 
     def __init__(self, model: PatchedModel, config: EngineConfig, *, capture: Capture | None = None) -> None:
         spec, on_cuda = model.spec, model.device.type == "cuda"
-        self.attend = resolve_attention(config.attention, model.device)
+        self.attend = resolve_attention(config.execution.attention, model.device)
         """Device attention."""
         self.constant = has_constant_steps(config, model.device) and not why_not_captured(model, self.attend, config)
         """Steps run in constant shapes."""
-        self.mailbox = on_cuda or config.step_graphs == "on"
+        self.mailbox = on_cuda or config.execution.step_graphs == "on"
         """Rows reach the host tier through its mailbox; else they are handed over by a call."""
         self.max_blocks = -(-max_model_len(config, spec) // config.block_size)
         """Width of the block table in constant shapes; attention is launched for it, whatever the lengths are."""

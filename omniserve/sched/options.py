@@ -5,18 +5,13 @@ Each policy names the group that it reads (``Policy.options_type``). Policies th
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from omniserve.sched.limits import SchedulerLimits
-
-Value = bool | int | float | str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,58 +80,3 @@ class LayerPreemptionOptions(PolicyOptions):
 
     keep_halted: bool = True
     """These rows go on later from the layer where they left; False: they begin anew, as in the paper."""
-
-
-Options = TypeVar("Options", bound=PolicyOptions)
-
-
-def make_options(kind: type[Options], values: Mapping[str, Value], *, scheduler: str) -> Options:
-    """Return options with these values.
-
-    Args:
-        values: By name. A string is read as the option's type, so that a command line can give all of them.
-
-    Raises:
-        ValueError: There is no such option, or its value is out of range or of another type.
-    """
-    types = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]
-    for name in values:
-        if name not in names:
-            raise ValueError(f"scheduler {scheduler!r} has no option {name!r}; it has {', '.join(names)}")
-    given: dict[str, Any] = {name: _value(name, types[name], value) for name, value in values.items()}
-    return kind(**given)
-
-
-def _value(name: str, kind: Any, value: Any) -> Any:
-    choices = typing.get_args(kind)
-    if typing.get_origin(kind) is Literal:
-        if value not in choices:
-            raise ValueError(f"{name} must be {' or '.join(choices)}, got {value!r}")
-        return value
-    if type(None) in choices:
-        if value is None or value == "none":
-            return None
-        (kind,) = (choice for choice in choices if choice is not type(None))
-    if kind is bool:
-        if isinstance(value, str) and value.lower() in ("true", "false"):
-            return value.lower() == "true"
-        if isinstance(value, bool):
-            return value
-        raise ValueError(f"{name} must be true or false, got {value!r}")
-    if kind is str or isinstance(value, bool):
-        if isinstance(value, kind) and not isinstance(value, bool):
-            return value
-        raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}")
-    try:
-        return kind(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}") from None
-
-
-def named_value(text: str) -> tuple[str, str]:
-    """Read ``NAME=VALUE``; an argparse type."""
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
-    return name, value

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from omniserve.core.config import EngineConfig
+from omniserve.core.options import Value, make_options
 from omniserve.core.plan import HostEvent, StepPlan
 from omniserve.core.registry import Registry
 from omniserve.core.request import SLO, Request
-from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions, PolicyOptions, Value, make_options
+from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions, PolicyOptions
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import Forecast
@@ -95,7 +96,7 @@ def policy_of(config: EngineConfig) -> tuple[type[Policy], PolicyOptions]:
         ValueError: There is no such policy, it has no such option, or an option is out of range.
     """
     policy = SCHEDULERS.get(config.scheduler)
-    return policy, make_options(policy.options_type, config.scheduler_options, scheduler=config.scheduler)
+    return policy, make_options(policy.options_type, config.scheduler_options, owner=f"scheduler {config.scheduler!r}")
 
 
 def known_options(scheduler: str, values: Mapping[str, Value]) -> dict[str, Value]:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from omniserve.launch.flags import add_engine_flags, config_from, flag_value, positive
+from omniserve.launch.flags import add_engine_flags, config_from, flag_text
 from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader, builtin_model_path
 from omniserve.server.server_flags import ServerOptions, add_server_flags, options_from
 from omniserve.server.settings import settings_parser, settings_text
@@ -19,15 +19,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_engine_flags(parser)
     parser.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: as --model)")
-    profile = parser.add_mutually_exclusive_group()
-    profile.add_argument("--profile", metavar="FILE", help="latency profile (default: the cached one, or made now)")
-    profile.add_argument("--no-profile", action="store_true", help="predict no latencies: objectives are not enforced")
     parser.add_argument(
-        "--profile-time-limit",
-        type=positive,
-        default=30.0,
-        metavar="SECONDS",
-        help="how long the start may measure if there is no profile yet (default: %(default)s)",
+        "--profile",
+        metavar="FILE",
+        help="latency profile (default: the cached one, or made now); none: no latency is predicted, and no objective "
+        "enforced",
     )
     add_server_flags(parser)
     return parser
@@ -48,15 +44,15 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
     except ValueError as error:
         parser.error(str(error))
     if args.print_config:
-        print(settings_text(parser, args, flag_value), end="")
+        print(settings_text(parser, args, flag_text), end="")
         parser.exit()
     loader = EngineLoader(
         model=model,
         dtype=args.dtype,
         device=args.device,
         config=config,
-        profile=None if args.profile is None else Path(args.profile),
-        profile_time_limit_s=args.profile_time_limit,
-        with_profile=not args.no_profile,
+        profile=None if args.profile in (None, "none") else Path(args.profile),
+        profile_time_limit_s=options.limits.profile_time_limit_s,
+        with_profile=args.profile != "none",
     )
     return options, loader

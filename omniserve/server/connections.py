@@ -52,7 +52,7 @@ def allow_connections(wanted: int | None) -> int:
     room = files - _OTHER_FILES
     if room < 1 or (wanted is not None and wanted > room):
         raise ValueError(
-            f"--max-connections: {wanted or 1} connections need {(wanted or 1) + _OTHER_FILES} open files, but the "
+            f"max_connections: {wanted or 1} connections need {(wanted or 1) + _OTHER_FILES} open files, but the "
             f"process may have {files}; raise that limit (ulimit -n, LimitNOFILE), or ask for fewer"
         )
     return min(room, _MOST) if wanted is None else wanted
@@ -114,7 +114,9 @@ class Connections:
         """Return what a connection for which there is no room is told; None: nothing, so many are being told it."""
         self._num_refused += 1
         if self._num_refused & (self._num_refused - 1) == 0:  # 1, 2, 4, 8 and so on: no flood of lines
-            logger.warning("%d connections are at work (--max-connections): refused %d", self._most, self._num_refused)
+            logger.warning(
+                "%d connections are at work (--limit max_connections): refused %d", self._most, self._num_refused
+            )
         if len(self._refused) >= _MOST_REFUSED:
             return None
         self._refused.add(connection)

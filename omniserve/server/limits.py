@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import math
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
@@ -19,21 +21,45 @@ _NEWEST = 0.1
 _LONGEST_RETRY_S = 60.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Limits:
-    """See ``server_flags`` for what happens beyond each."""
+    """Upper bounds of a server.
 
-    max_body_bytes: int = 32 * MIB
-    """Of one request to generate something."""
+    Raises:
+        ValueError: One is out of its range.
+    """
+
+    max_body_mib: float = 32.0
+    """Largest body of a request to generate something, in MiB."""
     max_queued_requests: int = 4096
-    """Of each class, waiting for their first token."""
+    """Most requests of a class that wait for their first token; more get 429."""
     max_unread_tokens: int = 8192
-    """Per choice of a stream, waiting for its reader."""
+    """A stream ends with an error if its reader leaves more tokens of a choice unread."""
     stall_timeout_s: float = 60.0
-    """A client that takes nothing of its stream for so long is taken for gone; a body has so long to arrive, and so has
-    the head of a request on an open connection."""
+    """A stream ends if its reader takes nothing for so many seconds. A body, or the head of a request on an open
+    connection, has so long to arrive."""
     max_connections: int | None = None
-    """At a time; None: as the limit of open files allows, up to 10,000."""
+    """Most open connections; idle ones give way to new ones, and if there are none, new ones get 503. None: what the
+    limit of open files allows, up to 10,000."""
+    shutdown_timeout_s: float = 30.0
+    """Seconds that running requests may go on after SIGTERM."""
+    engine_restarts: int = 3
+    """How often in a row an engine that died is started again; 0: its death ends the server."""
+    profile_time_limit_s: float = 30.0
+    """Seconds that the start may measure if there is no latency profile yet."""
+    batch_concurrency: int = 64
+    """Most lines of batches that are in work at a time."""
+    batch_max_lines: int = 50_000
+    """Most lines of one input file."""
+    max_file_mib: float = 200.0
+    """Largest file that is taken, in MiB."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            may_be_0 = field.name in ("shutdown_timeout_s", "engine_restarts")
+            if value is not None and not (math.isfinite(value) and (value > 0 or (may_be_0 and value == 0))):
+                raise ValueError(f"{field.name} must be a number {'>=' if may_be_0 else '>'} 0, got {value}")
 
 
 class Backlog:
@@ -58,7 +84,7 @@ class Backlog:
         if number > self._most:
             raise ApiError(
                 f"the call is {number} requests (prompts times n), but only {self._most} of a class may wait "
-                "(--max-queued-requests); send several calls"
+                "(--limit max_queued_requests); send several calls"
             )
         if self.num_waiting[service_class] + number > self._most:
             raise ApiError(
@@ -108,7 +134,8 @@ class BodyReader:
                         parts.append(part)
             except TimeoutError:
                 raise ApiError(
-                    f"the body did not arrive within {self._timeout_s:g} s (--stall-timeout); send less, or faster",
+                    f"the body did not arrive within {self._timeout_s:g} s (--limit stall_timeout_s); "
+                    "send less, or faster",
                     status=408,
                     code="request_timeout",
                 ) from None
@@ -121,7 +148,7 @@ class BodyReader:
     def _check(self, size: int) -> None:
         if size > self._max_bytes:
             raise ApiError(
-                f"the body is larger than {self._max_bytes / MIB:g} MiB (--max-body-mib); send less",
+                f"the body is larger than {self._max_bytes / MIB:g} MiB (--limit max_body_mib); send less",
                 status=413,
                 code="request_too_large",
             )

@@ -248,7 +248,7 @@ class OutputStream:
             self._end(
                 ApiError(
                     f"{self._num_unread_tokens} tokens of the stream were not read; read faster, or ask for less "
-                    f"(the server's limit is {limit} a choice, --max-unread-tokens)",
+                    f"(the server's limit is {limit} a choice, --limit max_unread_tokens)",
                     status=408,
                     code="slow_reader",
                 )

@@ -86,7 +86,7 @@ class _Main:
             make_engine,
             log_level=options.log_level,
             log_format=options.log_format,
-            max_restarts=options.engine_restarts,
+            max_restarts=options.limits.engine_restarts,
             on_progress=lambda text: logger.info("engine: %s", text),
         )
         self._batches = BatchServing(options.batches)
@@ -158,9 +158,9 @@ class _Main:
         if self._engine.stopped.is_set():
             logger.error("the engine has stopped: %s", self._engine.failure)
         else:
-            logger.info("stopping: running requests have %g s", self._options.shutdown_timeout_s)
+            logger.info("stopping: running requests have %g s", self._options.limits.shutdown_timeout_s)
         self._engine.keep_down()
-        draining = asyncio.create_task(service.drain(self._options.shutdown_timeout_s))
+        draining = asyncio.create_task(service.drain(self._options.limits.shutdown_timeout_s))
         await self._batches.stop()
         await draining  # at once without an engine: every call got its error
         await dashboard.stop()

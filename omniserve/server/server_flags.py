@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
+from omniserve.core.options import make_options
 from omniserve.core.request import ClassSpec
-from omniserve.launch.flags import integer, number, positive
-from omniserve.server.batches.settings import BatchSettings, add_batch_flags, batch_settings
+from omniserve.launch.dataclass_flags import add_field_flags, add_former_flags, add_options_flag
+from omniserve.server.batches.settings import BatchSettings
 from omniserve.server.classes import class_of_tier
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
 from omniserve.server.limits import MIB, Limits
-from omniserve.server.logs import FORMATS as LOG_FORMATS
 from omniserve.server.traces import checked_endpoint
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,39 +28,58 @@ class ServerOptions:
     model_name: str
     """The name that the model is served under."""
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: int = 8000
-    """0 takes a free one."""
-    shutdown_timeout_s: float = 30.0
-    """How long running requests may go on after SIGTERM."""
+    """Port to listen on; 0 takes a free one."""
     keys: KeyRing | None = None
     """Keys of those that may call; None: calls need no key."""
     guard_all: bool = False
-    """Ask for a key for health and metrics, too."""
+    """Ask for a key for /health and /metrics, too."""
     limits: Limits = field(default_factory=Limits)
+    """Upper bounds."""
     cors_origins: tuple[str, ...] = ()
-    """Whose pages may call from a browser."""
-    engine_restarts: int = 3
-    """How often in a row a dead engine is started again; 0: its death ends the server."""
+    """Origins of pages that may call from a browser."""
     otlp_endpoint: str | None = None
-    """Base URL of the collector that gets traces; None: the one that the environment names, if any."""
+    """Send an OpenTelemetry trace of each request to this collector, such as http://127.0.0.1:4318 (default:
+    OTEL_EXPORTER_OTLP_ENDPOINT, if set)."""
     batches: BatchSettings = field(default_factory=BatchSettings)
-    log_level: str = "info"
-    log_format: str = "text"
+    """How batches are kept and run."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level of what is logged."""
+    log_format: Literal["text", "json"] = "text"
+    """json: an object a line, and a line for each request."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port must be in 0..65535, got {self.port}")
+        if self.guard_all and self.keys is None:
+            raise ValueError("--guard-all needs keys; give --api-key or --api-key-file")
+        if self.otlp_endpoint is not None:
+            checked_endpoint(self.otlp_endpoint)
+
+
+_FIELDS = ("host", "port", "guard_all", "otlp_endpoint", "log_level", "log_format")
+_BATCH_FIELDS = ("data_dir", "database_url")
+
+FORMER_FLAGS = {
+    "--no-profile": "--profile none",
+    "--shutdown-timeout": "--limit shutdown_timeout_s=...",
+    "--profile-time-limit": "--limit profile_time_limit_s=...",
+    "--stall-timeout": "--limit stall_timeout_s=...",
+} | {
+    f"--{name.replace('_', '-')}": f"--limit {name}=..."
+    for name in (
+        "max_body_mib", "max_queued_requests", "max_unread_tokens", "max_connections", "engine_restarts",
+        "batch_concurrency", "batch_max_lines", "max_file_mib",
+    )
+}  # fmt: skip
+"""Flags that are gone, and what to give instead."""
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags; their defaults are those of ServerOptions."""
-    defaults, limits = {entry.name: entry.default for entry in dataclasses.fields(ServerOptions)}, Limits()
-    parser.add_argument("--host", default=defaults["host"], help="address to listen on (default: %(default)s)")
-    parser.add_argument(
-        "--port", type=integer(0), default=defaults["port"], help="0 takes a free one (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--shutdown-timeout",
-        type=number,
-        default=defaults["shutdown_timeout_s"],
-        help="seconds that running requests may go on after SIGTERM (default: %(default)s)",
-    )
+    add_field_flags(parser, ServerOptions, _FIELDS)
+    add_field_flags(parser, BatchSettings, _BATCH_FIELDS)
     parser.add_argument(
         "--api-key", action="append", metavar="KEY", help="ask every caller for this key, or another; repeat it"
     )
@@ -74,70 +91,23 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         help="YAML or JSON: a list of keys with name, key or its sha256, and if wanted tier (the highest "
         "service_tier), requests_per_minute and tokens_per_minute; repeat it",
     )
-    parser.add_argument("--guard-all", action="store_true", help="ask for a key for /health and /metrics, too")
-    parser.add_argument(
-        "--max-body-mib",
-        type=positive,
-        default=limits.max_body_bytes / MIB,
-        metavar="MIB",
-        help="largest body (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-queued-requests",
-        type=integer(1),
-        default=limits.max_queued_requests,
-        metavar="N",
-        help="most requests of a class that wait for their first token; more get 429 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-unread-tokens",
-        type=integer(1),
-        default=limits.max_unread_tokens,
-        metavar="N",
-        help="a stream whose reader leaves more tokens unread ends with an error (default: %(default)s a choice)",
-    )
-    parser.add_argument(
-        "--stall-timeout",
-        type=positive,
-        default=limits.stall_timeout_s,
-        metavar="SECONDS",
-        help="a stream whose reader takes nothing for so long ends, and a body, or the head of a request, has so long "
-        "to arrive (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-connections",
-        type=integer(1),
-        metavar="N",
-        help="most open connections; idle ones give way to new ones, and if there are none, new ones get 503 "
-        "(default: what the limit of open files allows, up to 10000)",
-    )
     parser.add_argument(
         "--cors-origin",
         action="append",
         metavar="ORIGIN",
         help="pages of this origin may call from a browser, * for all; repeat it (default: none)",
     )
-    parser.add_argument(
-        "--engine-restarts",
-        type=integer(0),
-        default=defaults["engine_restarts"],
-        metavar="N",
-        help="how often in a row an engine that died is started again; 0 ends the server (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--otlp-endpoint",
-        metavar="URL",
-        help="send an OpenTelemetry trace of each request to this collector, such as http://127.0.0.1:4318 "
-        "(default: OTEL_EXPORTER_OTLP_ENDPOINT, if set)",
-    )
-    add_batch_flags(parser)
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default=defaults["log_level"])
-    parser.add_argument(
-        "--log-format",
-        choices=LOG_FORMATS,
-        default=defaults["log_format"],
-        help="json: an object a line, and a line for each request (default: %(default)s)",
-    )
+    add_options_flag(parser, "--limit", [Limits], "an upper bound, such as max_connections=100")
+    add_former_flags(parser, FORMER_FLAGS)
+
+
+def limits_from(args: argparse.Namespace) -> Limits:
+    """Return the bounds that the flags ask for.
+
+    Raises:
+        ValueError: There is no such bound, or its value is out of range.
+    """
+    return make_options(Limits, dict(args.limit or ()), owner="--limit")
 
 
 def options_from(
@@ -154,32 +124,21 @@ def options_from(
     Raises:
         ValueError: A flag's value does not fit; the message names it.
     """
-    if args.port > 65535:
-        raise ValueError(f"argument --port: must be <= 65535, got {args.port}")
-    keys = _keys(args.api_key or (), args.api_key_file or (), classes)
-    if args.guard_all and keys is None:
-        raise ValueError("--guard-all needs keys; give --api-key or --api-key-file")
+    limits = limits_from(args)
+    batches = BatchSettings(
+        **{name: getattr(args, name) for name in _BATCH_FIELDS},
+        concurrency=limits.batch_concurrency,
+        max_lines=limits.batch_max_lines,
+        max_file_bytes=int(limits.max_file_mib * MIB),
+    )
     return ServerOptions(
         tokenizer=tokenizer,
         model_name=model_name,
-        host=args.host,
-        port=args.port,
-        shutdown_timeout_s=args.shutdown_timeout,
-        keys=keys,
-        guard_all=args.guard_all,
-        limits=Limits(
-            max_body_bytes=int(args.max_body_mib * MIB),
-            max_queued_requests=args.max_queued_requests,
-            max_unread_tokens=args.max_unread_tokens,
-            stall_timeout_s=args.stall_timeout,
-            max_connections=args.max_connections,
-        ),
+        keys=_keys(args.api_key or (), args.api_key_file or (), classes),
+        limits=limits,
         cors_origins=tuple(args.cors_origin or ()),
-        engine_restarts=args.engine_restarts,
-        otlp_endpoint=None if args.otlp_endpoint is None else checked_endpoint(args.otlp_endpoint),
-        batches=batch_settings(args),
-        log_level=args.log_level,
-        log_format=args.log_format,
+        batches=batches,
+        **{name: getattr(args, name) for name in _FIELDS},
     )
 
 

@@ -10,7 +10,7 @@ from omniserve.core.request import SamplingParams
 from omniserve.server.classes import class_of_tier
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
-from omniserve.server.limits import Backlog, BodyReader, Limits
+from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest
@@ -51,7 +51,7 @@ class Service:
         self.model_name = model_name
         self.metrics = ServerMetrics([spec.name for spec in info.classes], [spec.slo for spec in info.classes])
         self.limits = limits
-        self.bodies = BodyReader(limits.max_body_bytes, limits.stall_timeout_s)
+        self.bodies = BodyReader(int(limits.max_body_mib * MIB), limits.stall_timeout_s)
         self._backlog = Backlog([spec.name for spec in info.classes], limits.max_queued_requests)
         self.metrics.show_backlog(self._backlog.num_waiting)
         self._running: set[OutputStream] = set()

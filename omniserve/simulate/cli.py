@@ -15,10 +15,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from omniserve.core.config import EngineConfig
+from omniserve.core.options import named_value
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.latency import Profile
 from omniserve.sched import SCHEDULERS
-from omniserve.sched.options import named_value
 from omniserve.sched.policy import known_options
 from omniserve.simulate.analytic import analytic_machine, engine_config_for
 from omniserve.simulate.calibration import Calibration, read_samples

@@ -171,8 +171,8 @@ def test_counters_are_those_of_the_run() -> None:
 
 def test_a_policy_may_have_flags_of_the_server() -> None:
     assert flags_of("fcfs") == ["--scheduler", "fcfs"]
-    assert flags_of("a.b:C,kv=incremental,no-compile,scheduler-option=checkpoint_kv=true") == [
-        "--scheduler", "a.b:C", "--kv", "incremental", "--no-compile", "--scheduler-option", "checkpoint_kv=true",
+    assert flags_of("a.b:C,kv=incremental,guard-all,scheduler-option=checkpoint_kv=true") == [
+        "--scheduler", "a.b:C", "--kv", "incremental", "--guard-all", "--scheduler-option", "checkpoint_kv=true",
     ]  # fmt: skip
     assert coserve.parse_arguments(["--policies", "bros,kv=paged"]).policies == ["bros,kv=paged"]
     with pytest.raises(SystemExit):
@@ -180,9 +180,9 @@ def test_a_policy_may_have_flags_of_the_server() -> None:
 
 
 def test_a_load_sets_what_is_not_given() -> None:
-    args = coserve.parse_arguments(["--load", "memory", "--be-requests", "5", "--", "--no-compile"])
+    args = coserve.parse_arguments(["--load", "memory", "--be-requests", "5", "--", "--execution", "compile=false"])
     assert args.be_requests == 5 and args.device_kv_gib < coserve.parse_arguments([]).device_kv_gib
-    assert "conserve,kv=incremental" in args.policies and args.server_args == ["--no-compile"]
+    assert "conserve,kv=incremental" in args.policies and args.server_args == ["--execution", "compile=false"]
     with pytest.raises(SystemExit):
         coserve.parse_arguments(["--load", "none-such"])
 
@@ -207,7 +207,7 @@ def test_every_registered_policy_runs_by_default() -> None:
     [
         (["--url", "http://x"], "--url and --name"),
         (["--priority-field"], "are for a server at --url"),
-        (["--url", "http://x", "--name", "x", "--", "--no-compile"], "cannot be given to a server that is running"),
+        (["--url", "http://x", "--name", "x", "--", "--guard-all"], "cannot be given to a server that is running"),
         (["--policies", "best"], "unknown scheduler 'best'"),
         (["--slo-scales", "0"], "must be > 0"),
     ],

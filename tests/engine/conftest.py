@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from transformers import PreTrainedModel
 
-from omniserve import Engine, EngineConfig, patch
+from omniserve import Engine, patch
+from tests.engine_settings import flat_config
 from tests.parity.models import tiny_model
 
 BLOCK = 8
@@ -25,13 +26,8 @@ def make_engine(model: PreTrainedModel) -> Iterator[Callable[..., Engine]]:
 
     def make(*, device_blocks: int = 64, host_blocks: int = 64, tokenizer: object = None, **settings: object) -> Engine:
         block_bytes = model.omniserve.spec.kv_block_bytes(BLOCK)
-        config = EngineConfig(
-            block_size=BLOCK,
-            device_kv_bytes=device_blocks * block_bytes,
-            host_kv_bytes=host_blocks * block_bytes,
-            compile=False,
-            **settings,  # type: ignore[arg-type]
-        )
+        sizes = {"device_kv_bytes": device_blocks * block_bytes, "host_kv_bytes": host_blocks * block_bytes}
+        config = flat_config({"block_size": BLOCK, "compile": False, **sizes, **settings})
         engines.append(Engine(model, config, tokenizer=tokenizer))  # type: ignore[arg-type]
         return engines[-1]
 

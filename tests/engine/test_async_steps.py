@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from omniserve import Engine, EngineConfig, FinishReason, Request, RequestOutput, SamplingParams, patch
+from omniserve import Engine, EngineConfig, ExecutionConfig, FinishReason, Request, RequestOutput, SamplingParams, patch
 from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, PiggybackEntry, StepPlan
 from omniserve.latency.trace import read_steps
 from omniserve.ops.device_copies import Download, upload
@@ -99,8 +99,8 @@ def test_a_step_without_tokens_is_waited_for_like_any_other(
 def test_no_more_than_a_step_is_ahead_of_a_gpu(async_steps: bool) -> None:
     model = tiny_model("llama").cuda()
     config = EngineConfig(
-        block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=0, max_num_batched_tokens=4, compile=False,
-        async_steps=async_steps,
+        block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=0, max_num_batched_tokens=4,
+        execution=ExecutionConfig(compile=False, async_steps=async_steps),
     )  # fmt: skip
     with Engine(patch(model, compile=False), config) as engine:
         ends: list[torch.cuda.Event] = []
@@ -196,7 +196,9 @@ def test_non_finite_logits_fail_a_request_that_the_next_step_holds() -> None:
     model = tiny_model("llama", seed=9)
     with torch.no_grad():
         model.get_input_embeddings().weight[77] = torch.nan
-    config = EngineConfig(compile=False, device_kv_bytes=1 << 20, host_kv_bytes=0, async_steps=True)
+    config = EngineConfig(
+        execution=ExecutionConfig(compile=False, async_steps=True), device_kv_bytes=1 << 20, host_kv_bytes=0
+    )
     with Engine(model, config) as engine:
         bad = Request(prompt_token_ids=[5, 77, 6], sampling=SamplingParams(max_tokens=8))
         good = Request(prompt_token_ids=[5, 7, 6], sampling=SamplingParams(max_tokens=8))
@@ -241,7 +243,9 @@ def test_stop_strings_and_grammars(model: PreTrainedModel) -> None:
     patch(made, compile=False)
 
     def completions(overlaps: bool, stop: tuple[str, ...]) -> list[tuple[Any, ...]]:
-        config = EngineConfig(compile=False, device_kv_bytes=1 << 20, host_kv_bytes=0, async_steps=overlaps)
+        config = EngineConfig(
+            execution=ExecutionConfig(compile=False, async_steps=overlaps), device_kv_bytes=1 << 20, host_kv_bytes=0
+        )
         requests = [
             Request(
                 prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=30, grammar='start: "abc" /[0-9]{1,4}/')

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from omniserve import Engine, EngineConfig, EngineStopped, Stalled
+from omniserve import Engine, EngineConfig, EngineStopped, ExecutionConfig, Stalled
 from omniserve.host import tier as tier_module
 from tests.engine.conftest import BLOCK
 from tests.engine.test_engine import hf_tokens, request
@@ -46,7 +46,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def engine_in_a_step(model: PreTrainedModel) -> Engine:
     """Return one with a step that was launched and not collected."""
     config = EngineConfig(
-        block_size=BLOCK, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, compile=False, async_steps=True
+        block_size=BLOCK,
+        device_kv_bytes=1 << 20,
+        host_kv_bytes=1 << 20,
+        execution=ExecutionConfig(compile=False, async_steps=True),
     )
     engine = Engine(model, config)
     engine.add(request(5, 20))
@@ -147,8 +150,8 @@ def test_a_host_tier_that_hangs_costs_ls_no_token_and_those_that_wait_for_it_alo
 def test_a_second_sub_batch_that_hangs_is_given_up_and_the_step_goes_on(model: PreTrainedModel) -> None:
     block_bytes = model.omniserve.spec.kv_block_bytes(BLOCK)
     config = EngineConfig(
-        block_size=BLOCK, device_kv_bytes=16 * block_bytes, host_kv_bytes=200 * block_bytes, compile=False,
-        scheduler="neo",
+        block_size=BLOCK, device_kv_bytes=16 * block_bytes, host_kv_bytes=200 * block_bytes,
+        execution=ExecutionConfig(compile=False), scheduler="neo",
     )  # fmt: skip
     with Engine(model, config, profile=made_up_profile(model, config)) as engine:
         tier = engine.host_tier

@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from omniserve import Engine, EngineConfig, EngineStopped, FinishReason, Request, SamplingParams
+from omniserve import Engine, EngineConfig, EngineStopped, ExecutionConfig, FinishReason, Request, SamplingParams
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.kv import PagedKVManager
+from tests.engine_settings import flat_config
 from tests.host.helpers import host_threads
 from tests.parity.models import VOCAB_SIZE, tiny_model
 
@@ -144,7 +145,9 @@ def test_non_finite_logits_end_one_request_with_an_error(caplog: pytest.LogCaptu
     model = tiny_model("llama", seed=9)
     with torch.no_grad():
         model.get_input_embeddings().weight[77] = torch.nan
-    with Engine(model, EngineConfig(compile=False, device_kv_bytes=1 << 20, host_kv_bytes=0)) as engine:
+    with Engine(
+        model, EngineConfig(execution=ExecutionConfig(compile=False), device_kv_bytes=1 << 20, host_kv_bytes=0)
+    ) as engine:
         bad = Request(prompt_token_ids=[5, 77, 6], sampling=SamplingParams(max_tokens=4))
         good = Request(prompt_token_ids=[5, 7, 6], sampling=SamplingParams(max_tokens=4))
         failed, fine = engine.generate([bad, good])
@@ -164,7 +167,12 @@ def test_a_closed_engine_says_so(make_engine: MakeEngine) -> None:
 
 def test_close_ends_the_host_threads(model: PreTrainedModel) -> None:
     before = host_threads("omni-")
-    engine = Engine(model, EngineConfig(compile=False, host_threads=3, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20))
+    engine = Engine(
+        model,
+        EngineConfig(
+            execution=ExecutionConfig(compile=False), host_threads=3, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20
+        ),
+    )
     assert len(host_threads()) == 3
     engine.close()
     assert set(host_threads("omni-")) <= set(before)  # the one that touches the pool's pages ends, too
@@ -179,7 +187,20 @@ def test_close_ends_the_host_threads(model: PreTrainedModel) -> None:
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(model: PreTrainedModel, settings: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(settings.values())))):
-        Engine(model, EngineConfig(compile=False, **settings))  # type: ignore[arg-type]
+        Engine(model, flat_config({"compile": False, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("max_step_tokens", "max_num_batched_tokens=1"), ("max_num_requests", "max_num_seqs=1"),
+        ("attention", "execution=ExecutionConfig(attention=1)"), ("compile", "execution=ExecutionConfig(compile=1)"),
+        ("step_graphs_bytes", "execution=ExecutionConfig(step_graphs_gib=...)"),
+    ],
+)  # fmt: skip
+def test_a_former_field_names_the_new_one(name: str, instead: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"{name} is no field of EngineConfig: give {instead}")):
+        EngineConfig(**{name: 1})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["admission", "be_order", "keep_halted", "latency_model", "swap_in_delay_s"])
@@ -189,10 +210,14 @@ def test_a_former_setting_names_the_new_form(name: str) -> None:
 
 
 def test_options_must_be_the_policys(model: PreTrainedModel) -> None:
-    config = EngineConfig(compile=False, scheduler="fcfs", scheduler_options={"slack": "step"})
+    config = EngineConfig(
+        execution=ExecutionConfig(compile=False), scheduler="fcfs", scheduler_options={"slack": "step"}
+    )
     with pytest.raises(ValueError, match="scheduler 'fcfs' has no option 'slack'; it has ls_reserve_fraction"):
         Engine(model, config)
-    config = EngineConfig(compile=False, kv="paged", scheduler_options={"checkpoint_kv": True})
+    config = EngineConfig(
+        execution=ExecutionConfig(compile=False), kv="paged", scheduler_options={"checkpoint_kv": True}
+    )
     with pytest.raises(ValueError, match="checkpoint_kv needs a KV manager with a host tier"):
         Engine(model, config)
 
@@ -274,11 +299,16 @@ def test_a_manager_that_uses_no_host_memory_has_no_host_tier(model: PreTrainedMo
 
 def test_a_host_pool_of_less_than_a_block_is_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="host_kv_bytes is 7, less than one KV block"):
-        Engine(model, EngineConfig(host_kv_bytes=7, compile=False))
+        Engine(model, EngineConfig(host_kv_bytes=7, execution=ExecutionConfig(compile=False)))
 
 
 def test_a_closed_engine_gives_its_memory_back_at_once(model: PreTrainedModel) -> None:
-    config = EngineConfig(block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, compile=False, step_graphs="on")
+    config = EngineConfig(
+        block_size=8,
+        device_kv_bytes=1 << 20,
+        host_kv_bytes=1 << 20,
+        execution=ExecutionConfig(compile=False, step_graphs="on"),
+    )
     engine = Engine(model, config)
     engine.generate([request()])
     gc.collect()

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from omniserve import Engine, EngineConfig, FinishReason, Request, SamplingParams, json_grammar, patch
+from omniserve import Engine, FinishReason, Request, SamplingParams, json_grammar, patch
 from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed
 from omniserve.sampling.sampler import Sampler
 from omniserve.server.messages import Tool
 from omniserve.server.tool_calls import ToolCallParser, calls_grammar
+from tests.engine_settings import flat_config
 from tests.parity.engine_histories import poison
 from tests.parity.models import tiny_model
 from tests.server.tokenizers_for_tests import byte_level_tokenizer
@@ -80,10 +81,8 @@ def make_engine(model):
 
     def make(*, device_blocks: int = 64, host_blocks: int = 64, tokenizer=TOKENIZER, **settings: Any) -> Engine:
         block_bytes = model.omniserve.spec.kv_block_bytes(BLOCK)
-        config = EngineConfig(
-            block_size=BLOCK, device_kv_bytes=device_blocks * block_bytes, host_kv_bytes=host_blocks * block_bytes,
-            compile=False, **settings,
-        )  # fmt: skip
+        sizes = {"device_kv_bytes": device_blocks * block_bytes, "host_kv_bytes": host_blocks * block_bytes}
+        config = flat_config({"block_size": BLOCK, "compile": False, **sizes, **settings})
         engines.append(Engine(model, config, tokenizer=tokenizer))
         return engines[-1]
 

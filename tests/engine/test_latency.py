@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from omniserve import SLO, Engine, EngineConfig, Request, RequestRejected, SamplingParams
+from omniserve import SLO, Engine, EngineConfig, ExecutionConfig, Request, RequestRejected, SamplingParams
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.latency import ModelShape, Profile, ProfileMismatch
 from omniserve.latency.trace import read_steps
 from tests.latency.samples import make_profile
 from tests.sched import preemptible
 
-CONFIG = EngineConfig(compile=False, host_threads=1, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20)
+CONFIG = EngineConfig(
+    execution=ExecutionConfig(compile=False), host_threads=1, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20
+)
 
 
 def profile_for(model: PreTrainedModel, config: EngineConfig) -> Profile:

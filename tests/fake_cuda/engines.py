@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from omniserve import Engine, EngineConfig, SamplingParams
+from omniserve import Engine, SamplingParams
 from omniserve.core.plan import (
     DeviceChunk,
     HostEvent,
@@ -28,6 +28,7 @@ from omniserve.core.plan import (
 from omniserve.layers import merged
 from omniserve.runner.cuda_graphs import graph_runner
 from omniserve.runner.runner import LaunchedStep
+from tests.engine_settings import flat_config
 from tests.fake_cuda.runtime import FakeRuntime
 from tests.fake_cuda.watch import is_on_device
 from tests.parity.models import blank_model
@@ -53,8 +54,8 @@ class FakeGpuEngine:
         """The host may wait for the device while it launches a step."""
         self.hidden: list[Tensor] = []
         """The hidden states of each step, after the last layer."""
-        settings = EngineConfig(
-            **{
+        settings = flat_config(
+            {
                 "compile": False, "block_size": BLOCK, "device_kv_bytes": 1 << 17, "host_kv_bytes": 1 << 20,
                 "max_num_batched_tokens": 8, "max_num_seqs": 1, "max_piggyback_seats": SEATS, "max_host_requests": 8,
                 "host_threads": 1, "attention": "triton", **config,

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from omniserve import Engine, EngineConfig, patch
+from omniserve import Engine, EngineConfig, ExecutionConfig, patch
 from omniserve.core.request import ServiceClass
 from omniserve.latency import LATENCY_MODELS, Profile, ProfileMismatch
 from omniserve.latency.profile import STATES, Conditions, path_in
@@ -47,7 +47,7 @@ def config(model: PreTrainedModel) -> EngineConfig:
         device_kv_bytes=pool,
         host_kv_bytes=pool,
         max_num_batched_tokens=64,
-        compile=False,
+        execution=ExecutionConfig(compile=False),
         host_threads=1,
     )
 

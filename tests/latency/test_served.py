@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from omniserve import Engine, EngineConfig, patch
+from omniserve import Engine, EngineConfig, ExecutionConfig, patch
 from omniserve.engine.fingerprint import has_constant_steps
 from omniserve.host.cores import CoreSplit
 from omniserve.latency import Profile
@@ -44,8 +44,8 @@ def patched(model: PreTrainedModel) -> PatchedModel:
 def config(patched: PatchedModel) -> EngineConfig:
     pool = 64 * patched.spec.kv_block_bytes(BLOCK)
     return EngineConfig(
-        block_size=BLOCK, device_kv_bytes=pool, host_kv_bytes=pool, max_num_batched_tokens=64, compile=False,
-        host_threads=1, step_graphs="on",
+        block_size=BLOCK, device_kv_bytes=pool, host_kv_bytes=pool, max_num_batched_tokens=64,
+        execution=ExecutionConfig(compile=False, step_graphs="on"), host_threads=1,
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def gpu_like(monkeypatch: pytest.MonkeyPatch) -> list[Timer]:
 
 @pytest.mark.parametrize("setting", ["auto", "on", "off"])
 def test_an_engine_runs_what_is_measured(model: PreTrainedModel, config: EngineConfig, setting: str) -> None:
-    config = dataclasses.replace(config, step_graphs=setting)
+    config = dataclasses.replace(config, execution=dataclasses.replace(config.execution, step_graphs=setting))
     served = Served(model.omniserve, config)
     with Engine(model, config) as engine:
         assert served.constant == (engine.runner.graphs is not None)
@@ -84,14 +84,18 @@ def test_an_engine_runs_what_is_measured(model: PreTrainedModel, config: EngineC
 
 
 def test_graphs_are_what_a_gpu_has_by_default() -> None:
-    auto, off = EngineConfig(), EngineConfig(step_graphs="off")
+    auto, off = EngineConfig(), EngineConfig(execution=ExecutionConfig(step_graphs="off"))
     assert has_constant_steps(auto, torch.device("cuda")) and not has_constant_steps(off, torch.device("cuda"))
     assert not has_constant_steps(auto, CPU)
 
 
 def test_constant_steps_are_part_of_what_a_profile_is_valid_for(model: PreTrainedModel, config: EngineConfig) -> None:
-    plain = fingerprint_of(model, dataclasses.replace(config, step_graphs="auto"))
-    assert plain == fingerprint_of(model, dataclasses.replace(config, step_graphs="off"))
+    plain = fingerprint_of(
+        model, dataclasses.replace(config, execution=dataclasses.replace(config.execution, step_graphs="auto"))
+    )
+    assert plain == fingerprint_of(
+        model, dataclasses.replace(config, execution=dataclasses.replace(config.execution, step_graphs="off"))
+    )
     recorded = fingerprint_of(model, config)
     assert recorded.differences(plain) == ["constant_steps: True, not False"]
     assert recorded.key != plain.key
@@ -241,7 +245,11 @@ def test_a_gpu_is_measured_through_graphs_and_serves_with_the_profile() -> None:
     model = patch(tiny_model("llama").to("cuda"), compile=False)
     pool = 64 * model.omniserve.spec.kv_block_bytes(16)
     config = EngineConfig(
-        device_kv_bytes=pool, host_kv_bytes=pool, max_num_batched_tokens=64, compile=False, host_threads=2
+        device_kv_bytes=pool,
+        host_kv_bytes=pool,
+        max_num_batched_tokens=64,
+        execution=ExecutionConfig(compile=False),
+        host_threads=2,
     )
     profile = profile_model(model, config, time_limit_s=3.0)
     assert profile.fingerprint.constant_steps

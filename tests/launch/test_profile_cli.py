@@ -14,7 +14,8 @@ from omniserve.launch.profile_cli import main
 from tests.parity.models import tiny_model
 
 SMALL = (
-    "--device cpu --no-compile --device-kv-gib 0.001 --host-kv-gib 0.001 --block-size 8 --max-num-batched-tokens 32"
+    "--device cpu --execution compile=false --device-kv-gib 0.001 --host-kv-gib 0.001 --block-size 8 "
+    "--max-num-batched-tokens 32"
 ).split()
 
 

@@ -143,7 +143,7 @@ def test_compiled_halves_in_the_engine_equal_hugging_face(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_bf16_log_probabilities_are_close(device: str) -> None:
     """bf16 flips argmaxes that are nearly tied, so tokens are not compared: what each path thinks of them is."""
-    from omniserve import Engine, EngineConfig, Request, SamplingParams
+    from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams
 
     model = tiny_model("llama", dtype=torch.bfloat16).to(device)
     reference = Reference(model, num_prompts=6, max_tokens=16)
@@ -156,7 +156,7 @@ def test_bf16_log_probabilities_are_close(device: str) -> None:
         host_kv_bytes=spec.kv_block_bytes(8) * 60,
         block_size=8,
         max_model_len=80,
-        compile=False,
+        execution=ExecutionConfig(compile=False),
     )
     requests = [
         Request(

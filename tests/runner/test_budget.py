@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from omniserve import Engine, EngineConfig
+from omniserve import Engine, EngineConfig, ExecutionConfig
 from omniserve.core.config import GIB
 from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.runner.cuda_graphs import graph_runner
@@ -61,8 +61,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaGraphRu
         monkeypatch.setattr(graph_runner, "NoCapture", lambda: MeteredCapture(device, first_s))
         model, _ = model_and_reference("llama", "cpu")
         config = EngineConfig(
-            block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, max_model_len=64, compile=False,
-            step_graphs="on", max_num_batched_tokens=64, max_num_seqs=32, host_threads=1, **settings,
+            block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, max_model_len=64, max_num_batched_tokens=64,
+            max_num_seqs=32, host_threads=1,
+            execution=ExecutionConfig(compile=False, step_graphs="on", **settings),
         )  # fmt: skip
         with Engine(model, config) as engine:
             assert engine.runner.graphs is not None
@@ -93,7 +94,7 @@ def test_all_is_captured_where_there_is_room(captured: Any, caplog: pytest.LogCa
     ("settings", "limit_s", "limit_bytes"),
     [
         ({"step_graphs_limit_s": 30.0}, 30.0, 2 * GIB),
-        ({"step_graphs_limit_s": 1e6, "step_graphs_bytes": 300_000_000}, 1e6, 300_000_000),
+        ({"step_graphs_limit_s": 1e6, "step_graphs_gib": 0.275}, 1e6, int(0.275 * GIB)),
     ],
     ids=["seconds", "bytes"],
 )
@@ -130,7 +131,7 @@ def test_small_steps_are_not_left_out_because_the_first_one_compiled_kernels(cap
     assert device.now_s - 100.0 <= 60.0
 
 
-@pytest.mark.parametrize("settings", [{"step_graphs_limit_s": 0.0}, {"step_graphs_bytes": 0}], ids=str)
+@pytest.mark.parametrize("settings", [{"step_graphs_limit_s": 0.0}, {"step_graphs_gib": 0.0}], ids=str)
 def test_nothing_is_captured_without_a_budget(settings: dict[str, Any], captured: Any) -> None:
     graphs, device = captured(**settings)
     assert not graphs._decodes and not graphs._chunks and device.now_s == 100.0
@@ -151,10 +152,10 @@ def test_memory_is_what_the_gpu_has_less_than_before(monkeypatch: pytest.MonkeyP
     [
         ({"step_graphs_limit_s": -1.0}, "step_graphs_limit_s must be a number >= 0"),
         ({"step_graphs_limit_s": float("nan")}, "step_graphs_limit_s must be a number >= 0"),
-        ({"step_graphs_bytes": -1}, "step_graphs_bytes must be >= 0"),
+        ({"step_graphs_gib": -1.0}, "step_graphs_gib must be a number >= 0"),
     ],
     ids=str,
 )
 def test_budgets_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        EngineConfig(**settings)
+        ExecutionConfig(**settings)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from omniserve import EngineConfig
+from omniserve import EngineConfig, ExecutionConfig
 from omniserve.layers import family_of
 from omniserve.ops.attention import resolve_attention
 from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner, why_not_captured
@@ -54,7 +54,8 @@ def test_what_is_asked_for_is_refused_and_what_is_not_is_left_out(
 
     def constant_steps(step_graphs: str) -> CudaGraphRunner | None:
         return CudaGraphRunner.of(
-            EngineConfig(attention=attention, step_graphs=step_graphs), model=model, storage=None, attention=attend,
+            EngineConfig(execution=ExecutionConfig(attention=attention, step_graphs=step_graphs)), model=model,
+            storage=None, attention=attend,
             rows=None, max_model_len=64, has_host_tier=False, is_directed=False,
         )  # fmt: skip
 
@@ -67,4 +68,6 @@ def test_what_is_asked_for_is_refused_and_what_is_not_is_left_out(
 
 def test_without_a_gpu_there_is_nothing_to_refuse() -> None:
     attend = resolve_attention("sdpa", torch.device("cpu"))
-    assert not why_not_captured(model_on(torch.device("cpu"), "experts wait"), attend, EngineConfig(attention="sdpa"))
+    assert not why_not_captured(
+        model_on(torch.device("cpu"), "experts wait"), attend, EngineConfig(execution=ExecutionConfig(attention="sdpa"))
+    )

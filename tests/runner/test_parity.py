@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from omniserve import Engine, EngineConfig
+from omniserve import Engine, EngineConfig, ExecutionConfig
 from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.layers.merged import MergedLinear
 from omniserve.runner.cuda_graphs import graph_runner
@@ -113,8 +113,8 @@ def test_blocks_that_run_from_the_right_do_not_leave_the_graphs(kind: str) -> No
     """They would need kernels that no graph has compiled."""
     model, _ = model_and_reference("llama", "cpu")
     config = EngineConfig(
-        block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, max_model_len=64, compile=False,
-        step_graphs="on", kv="bidirectional",
+        block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, max_model_len=64,
+        execution=ExecutionConfig(compile=False, step_graphs="on"), kv="bidirectional",
     )  # fmt: skip
     tokens = (5,) if kind == "decodes" else (5, 6, 7)
     chunk = DeviceChunk(

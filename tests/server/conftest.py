@@ -122,7 +122,7 @@ def start_server(tokenizer_folder, tmp_path_factory) -> Iterator[Callable[..., R
     ) -> RunningServer:
         script = Path(__file__).with_name("serve_fake.py")
         command = [sys.executable, str(script), "--tokenizer", str(tokenizer_folder), *flags]
-        command += ["--shutdown-timeout", str(shutdown_timeout_s), *([] if fail is None else ["--fail", fail])]
+        command += ["--limit", f"shutdown_timeout_s={shutdown_timeout_s}", *([] if fail is None else ["--fail", fail])]
         home = str(data_home or tmp_path_factory.mktemp("data"))
         started.append(RunningServer(command, own_group=own_group, XDG_DATA_HOME=home, **environment))
         return started[-1]

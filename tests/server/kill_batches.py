@@ -28,7 +28,7 @@ from conftest import RunningServer
 from tokenizers_for_tests import byte_level_tokenizer
 
 LINES_PER_BATCH = 150
-FLAGS = ("--batch-concurrency", "16")
+FLAGS = ("--limit", "batch_concurrency=16")
 MAX_LIFE_S = 1.5
 
 
@@ -96,7 +96,14 @@ class Torture:
 
     def _start(self) -> RunningServer:
         script = Path(__file__).with_name("serve_fake.py")
-        command = [sys.executable, str(script), "--tokenizer", str(self._tokenizer_folder), "--shutdown-timeout", "20"]
+        command = [
+            sys.executable,
+            str(script),
+            "--tokenizer",
+            str(self._tokenizer_folder),
+            "--limit",
+            "shutdown_timeout_s=20",
+        ]
         command += ["--data-dir", str(self._folder / "data"), "--work-log", str(self._log), *FLAGS]
         return RunningServer(command, own_group=True)
 

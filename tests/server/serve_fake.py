@@ -23,7 +23,7 @@ def main() -> int:
     from omniserve.server.server_flags import options_from
 
     parser = build_parser()
-    parser.set_defaults(port=0, engine_restarts=0)
+    parser.set_defaults(port=0)
     parser.add_argument("--tokenizer")
     parser.add_argument("--fail", help="the engine does not start, with this message")
     parser.add_argument("--name", default="fake", help="of the model")
@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--fail-while", type=Path, help="the engine does not start while there is this file")
     parser.add_argument("--no-faults", action="store_true", help="no prompt causes a fault: any may be sent")
     args = parser.parse_args()
+    args.limit = [("engine_restarts", "0"), *(args.limit or ())]
     config = dataclasses.replace(config_from(args), device_kv_bytes=4 << 20, block_size=16)
     options = options_from(args, tokenizer=args.tokenizer, model_name=args.name, classes=config.classes)
     loader = FakeLoader(

@@ -41,7 +41,7 @@ def mixed(number):
 
 
 def test_thousands_of_connections_and_requests(start_server):
-    server = start_server("--max-queued-requests", "600").wait_until_ready()
+    server = start_server("--limit", "max_queued_requests=600").wait_until_ready()
     asyncio.run(send_all(server.url, mixed(50)))
     before = held(server)
     idle = [connect(server) for _ in range(2000)]
@@ -75,7 +75,7 @@ def test_thousands_of_connections_and_requests(start_server):
 
 
 def test_idle_connections_give_way(start_server):
-    server = start_server("--max-connections", "10").wait_until_ready()
+    server = start_server("--limit", "max_connections=10").wait_until_ready()
     idle = [connect(server) for _ in range(30)]
     for connection in idle[:20]:
         assert read_all(connection) == b""
@@ -85,7 +85,7 @@ def test_idle_connections_give_way(start_server):
 
 
 def test_beyond_the_last_connection_there_is_a_refusal(start_server):
-    server = start_server("--max-connections", "10").wait_until_ready()
+    server = start_server("--limit", "max_connections=10").wait_until_ready()
     busy = [connect(server) for _ in range(10)]
     body = b'{"model": "fake", "prompt": [396, 5], "max_tokens": 400, "stream": true}'
     for connection in busy:
@@ -105,7 +105,7 @@ def test_beyond_the_last_connection_there_is_a_refusal(start_server):
 
 
 def test_flood_beyond_the_last_connection_takes_no_files_from_others(start_server):
-    server = start_server("--max-connections", "10").wait_until_ready()
+    server = start_server("--limit", "max_connections=10").wait_until_ready()
     body = b'{"model": "fake", "prompt": [396, 5], "max_tokens": 400, "stream": true}'
     busy = [connect(server) for _ in range(10)]
     for connection in busy:

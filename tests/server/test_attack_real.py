@@ -18,7 +18,7 @@ from tests.server.attack.sockets import send
 
 MIB = 1 << 20
 LONG = {"model": BUILTIN_MODEL_NAME, "prompt": "The with statement", "ignore_eos": True, "stream": True}
-QUICK = ("--no-compile", "--profile-time-limit", "2", "--max-queued-requests", "64")
+QUICK = ("--execution", "compile=false", "--limit", "profile_time_limit_s=2", "--limit", "max_queued_requests=64")
 
 
 @pytest.fixture(scope="module")

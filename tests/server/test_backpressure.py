@@ -342,7 +342,7 @@ def num_sockets(server):
 
 
 def test_stream_that_is_read_too_slowly_ends_with_an_error(start_server):
-    server = start_server("--max-unread-tokens", "20").wait_until_ready()
+    server = start_server("--limit", "max_unread_tokens=20").wait_until_ready()
     aborted = 'omniserve_requests_total{finish_reason="abort",service_class="LS"}'
     with send(server, BIG, receive_buffer=4096) as connection:
         server.wait_for_metric(aborted, BIG["n"])
@@ -393,7 +393,7 @@ def test_a_client_is_gone_that_takes_no_message_for_so_long(sending_s, silence_s
 
 
 def test_stream_that_is_not_read_at_all_is_cut(start_server):
-    server = start_server("--stall-timeout", "0.3").wait_until_ready()
+    server = start_server("--limit", "stall_timeout_s=0.3").wait_until_ready()
     with send(server, BIG | {"prompt": [SLOW, *ABC]}, receive_buffer=4096) as connection:
         server.wait_for_metric('omniserve_requests_total{finish_reason="abort",service_class="LS"}', BIG["n"])
         server.wait_until_free()
@@ -402,7 +402,7 @@ def test_stream_that_is_not_read_at_all_is_cut(start_server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_connection_of_an_answer_that_nobody_takes_is_closed(start_server, stream):
-    server = start_server("--stall-timeout", "0.3").wait_until_ready()
+    server = start_server("--limit", "stall_timeout_s=0.3").wait_until_ready()
     before = num_sockets(server)
     with send(server, BIG | {"prompt": ABC, "stream": stream}, receive_buffer=4096):
         server.wait_for_metric('omniserve_requests_running{service_class="LS"}', BIG["n"])
@@ -414,7 +414,7 @@ def test_connection_of_an_answer_that_nobody_takes_is_closed(start_server, strea
 
 
 def test_body_that_does_not_arrive_is_not_waited_for(start_server):
-    server = start_server("--stall-timeout", "0.3").wait_until_ready()
+    server = start_server("--limit", "stall_timeout_s=0.3").wait_until_ready()
     with connect(server) as connection:
         connection.sendall(head(b"", length=1000) + b'{"model": "fake", ')
         answer = read_all(connection)
@@ -422,7 +422,7 @@ def test_body_that_does_not_arrive_is_not_waited_for(start_server):
 
 
 def test_full_queue_is_told_with_retry_after(start_server):
-    server = start_server("--max-queued-requests", "2").wait_until_ready()
+    server = start_server("--limit", "max_queued_requests=2").wait_until_ready()
     client = server.client()
     silent = {"model": "fake", "prompt": [[SILENT], [SILENT]], "max_tokens": 5}
     with send(server, silent | {"stream": True}) as connection:

@@ -208,7 +208,8 @@ def test_file_that_does_not_say_what_it_is_for(tmp_path, capsys, content):
 def test_run_with_the_built_in_model(tmp_path):
     lines = [line(f"{i}", {"model": None, "prompt": "The with statement", "max_tokens": 4}) for i in range(3)]
     (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
-    flags = "--no-compile --device cpu --device-kv-gib 0.01 --host-kv-gib 0 --device-threads 1 --host-threads 1"
+    flags = "--execution compile=false --device cpu --device-kv-gib 0.01 --host-kv-gib 0"
+    flags += " --device-threads 1 --host-threads 1"
     command = [sys.executable, "-m", "omniserve.batch", "run", "in.jsonl", "-o", "out.jsonl", *flags.split()]
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -218,6 +218,8 @@ def test_batches_are_predicted_one_behind_the_other():
 
 def test_password_of_the_database_is_not_printed(capsys):
     with pytest.raises(SystemExit):
-        parse_args(["--database-url", "postgresql://me:secret@host/name", "--max-file-mib", "7", "--print-config"])
+        parse_args(
+            ["--database-url", "postgresql://me:secret@host/name", "--limit", "max_file_mib=7", "--print-config"]
+        )
     printed = capsys.readouterr().out
-    assert "secret" not in printed and "# database-url: not shown" in printed and "max-file-mib: 7 " in printed
+    assert "secret" not in printed and "# database-url: not shown" in printed and "limit: [max_file_mib=7] " in printed

@@ -97,7 +97,7 @@ def test_name_of_a_file_is_only_a_name(start_server, tmp_path):
 
 
 def test_file_that_is_too_large_is_refused(start_server):
-    client = start_server("--max-file-mib", "1").wait_until_ready().client()
+    client = start_server("--limit", "max_file_mib=1").wait_until_ready().client()
     with pytest.raises(openai.APIStatusError, match="larger than 1 MiB") as caught:
         upload(client, b"x" * (2 << 20))
     assert caught.value.status_code == 413
@@ -257,7 +257,7 @@ def test_batches_are_listed_in_pages(client):
 
 
 def test_more_lines_than_are_allowed(start_server):
-    client = start_server("--batch-max-lines", "2").wait_until_ready().client()
+    client = start_server("--limit", "batch_max_lines=2").wait_until_ready().client()
     batch = wait_for(client, submit(client, [completion_line(i, prompt=ABC) for i in range(3)]).id)
     assert batch.status == "failed" and batch.errors.data[0].code == "too_many_requests"
     assert batch.errors.data[0].line == 3
@@ -265,7 +265,7 @@ def test_more_lines_than_are_allowed(start_server):
 
 def test_lines_in_work_are_bounded_and_best_effort(start_server, tmp_path):
     log = tmp_path / "work"
-    server = start_server("--batch-concurrency", "3", "--work-log", str(log)).wait_until_ready()
+    server = start_server("--limit", "batch_concurrency=3", "--work-log", str(log)).wait_until_ready()
     batch = submit(server.client(), [line(f"{i}", SLOW_LINE | {"max_tokens": 8}) for i in range(12)])
     most = 0
     while server.client().batches.retrieve(batch.id).status not in ("finalizing", "completed"):
@@ -276,7 +276,7 @@ def test_lines_in_work_are_bounded_and_best_effort(start_server, tmp_path):
 
 def test_late_batch_hurries_from_its_first_line_on(start_server, tmp_path):
     log = tmp_path / "work"
-    server = start_server("--batch-concurrency", "2", "--work-log", str(log)).wait_until_ready()
+    server = start_server("--limit", "batch_concurrency=2", "--work-log", str(log)).wait_until_ready()
     client = server.client()
     lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=10) for i in range(40)]
     batch = wait_for(client, submit(client, lines, window="5s").id)
@@ -290,7 +290,7 @@ def test_late_batch_hurries_from_its_first_line_on(start_server, tmp_path):
 
 
 def test_death_of_the_engine_gives_lines_back(start_server, tmp_path):
-    place = ("--data-dir", str(tmp_path), "--engine-restarts", "0")
+    place = ("--data-dir", str(tmp_path), "--limit", "engine_restarts=0")
     server = start_server(*place).wait_until_ready()
     client = server.client()
     batch = submit(client, [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=60) for i in range(8)])
@@ -304,7 +304,7 @@ def test_death_of_the_engine_gives_lines_back(start_server, tmp_path):
 
 
 def test_lines_go_on_when_the_engine_was_started_again(start_server):
-    server = start_server("--engine-restarts", "3").wait_until_ready()
+    server = start_server("--limit", "engine_restarts=3").wait_until_ready()
     client = server.client()
     batch = submit(client, [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=40) for i in range(8)])
     server.wait_for_metric('omniserve_requests_running{service_class="BE"}', 8)
@@ -314,7 +314,7 @@ def test_lines_go_on_when_the_engine_was_started_again(start_server):
 
 
 def test_line_that_ends_the_engine_is_found_and_the_others_go_on(start_server):
-    server = start_server("--engine-restarts", "3", "--batch-concurrency", "4").wait_until_ready()
+    server = start_server("--limit", "engine_restarts=3", "--limit", "batch_concurrency=4").wait_until_ready()
     client = server.client()
     lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=20) for i in range(9)]
     lines.insert(2, line("poison", {"prompt": [DIE]}))
@@ -331,7 +331,7 @@ def test_files_and_batches_belong_to_a_key(start_server, tmp_path):
         {"name": "cem", "key": "cem's", "requests_per_minute": 1},
     ]
     (tmp_path / "keys.json").write_text(json.dumps(keys))
-    flags = ("--api-key-file", str(tmp_path / "keys.json"), "--batch-concurrency", "2")
+    flags = ("--api-key-file", str(tmp_path / "keys.json"), "--limit", "batch_concurrency=2")
     server = start_server(*flags).wait_until_ready()
     nobody, ann, bob, cem = (
         openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
@@ -368,7 +368,7 @@ def test_files_and_batches_belong_to_a_key(start_server, tmp_path):
 
 
 def test_upload_that_stalls_ends(start_server):
-    server = start_server("--stall-timeout", "0.5").wait_until_ready()
+    server = start_server("--limit", "stall_timeout_s=0.5").wait_until_ready()
 
     def endless():
         yield b"--x\r\n"
@@ -377,7 +377,7 @@ def test_upload_that_stalls_ends(start_server):
 
     headers = {"content-type": "multipart/form-data; boundary=x"}
     answer = httpx.post(f"{server.url}/v1/files", content=endless(), headers=headers, timeout=PATIENCE_S)
-    assert answer.status_code == 408 and "--stall-timeout" in answer.json()["error"]["message"]
+    assert answer.status_code == 408 and "--limit stall_timeout_s" in answer.json()["error"]["message"]
 
 
 def test_stop_gives_lines_back_at_once(start_server, tmp_path):
@@ -391,7 +391,7 @@ def test_stop_gives_lines_back_at_once(start_server, tmp_path):
 
 
 def test_two_servers_take_batches_and_one_of_them_runs_the_lines(start_server, tmp_path):
-    log, place = tmp_path / "work", ("--data-dir", str(tmp_path / "data"), "--batch-concurrency", "4")
+    log, place = tmp_path / "work", ("--data-dir", str(tmp_path / "data"), "--limit", "batch_concurrency=4")
     servers = [start_server(*place, "--work-log", str(log)).wait_until_ready() for _ in range(2)]
     clients = [server.client() for server in servers]
     lines = [completion_line(i, prompt=prompt_of(0, i), max_tokens=40) for i in range(300)]
@@ -418,7 +418,7 @@ def test_two_servers_take_batches_and_one_of_them_runs_the_lines(start_server, t
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_server_takes_over_from_one_that_ends(start_server, tmp_path, how):
-    place = ("--data-dir", str(tmp_path), "--batch-concurrency", "4")
+    place = ("--data-dir", str(tmp_path), "--limit", "batch_concurrency=4")
     servers = [start_server(*place, own_group=True).wait_until_ready() for _ in range(2)]
     client = servers[1].client()
     batch = submit(client, [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=20) for i in range(12)])

@@ -46,7 +46,7 @@ def used_kib(folder: Path) -> int:
 
 def test_full_disk_is_told_and_batches_go_on_when_there_is_room(start_server, small_disk):
     folder, resize = small_disk
-    server = start_server("--data-dir", str(folder), "--batch-concurrency", "8").wait_until_ready()
+    server = start_server("--data-dir", str(folder), "--limit", "batch_concurrency=8").wait_until_ready()
     client = server.client()
     with pytest.raises(openai.APIStatusError, match="no room") as caught:
         upload(client, b"x" * (3 << 20))

@@ -65,7 +65,14 @@ class Fleet:
     def start(self):
         number = self.num_started
         self.num_started += 1
-        flags = ("--data-dir", str(self._folder / "data"), "--database-url", self._url, "--batch-concurrency", "8")
+        flags = (
+            "--data-dir",
+            str(self._folder / "data"),
+            "--database-url",
+            self._url,
+            "--limit",
+            "batch_concurrency=8",
+        )
         more = ("--work-log", str(self.log(number)))
         self.servers[number] = self._start_server(*flags, *more, own_group=True).wait_until_ready()
         return self.servers[number]

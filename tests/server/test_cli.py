@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from omniserve.core.config import EngineConfig
+from omniserve.core.config import EngineConfig, ExecutionConfig
 from omniserve.core.request import SLO, ClassSpec
 from omniserve.kv import KV_MANAGERS
 from omniserve.latency import LATENCY_MODELS
@@ -37,7 +37,7 @@ def test_defaults_are_those_of_engine_config():
     [
         ("--scheduler", SCHEDULERS),
         ("--kv", KV_MANAGERS),
-        ("--attention", DEVICE_ATTENTION),
+        ("--execution", DEVICE_ATTENTION),
         ("--scheduler-option", LATENCY_MODELS),
     ],
 )
@@ -61,19 +61,20 @@ def test_classes_replace_the_default_ones_in_their_order():
 def test_every_flag_arrives():
     options, loader = parse(
         *"--dtype bfloat16 --device cpu --host 0.0.0.0 --port 0".split(),
-        *"--scheduler fcfs --kv my.kv:Manager --attention x".split(),
+        *"--scheduler fcfs --kv my.kv:Manager --execution attention=x".split(),
         *"--device-kv-gib 0.5 --host-kv-gib 0 --block-size 16 --max-model-len 99 --max-num-batched-tokens 64".split(),
         *"--host-kv-dtype int8".split(),
         *"--max-num-seqs 7 --max-host-requests 8 --max-piggyback-seats 9 --device-threads 2".split(),
-        *"--host-threads 3 --no-compile --ls-ttft-slo 0.25 --ls-tpot-slo 0.05 --shutdown-timeout 1.5".split(),
+        *"--host-threads 3 --execution compile=false --ls-ttft-slo 0.25 --ls-tpot-slo 0.05".split(),
+        *"--limit shutdown_timeout_s=1.5 --limit max_connections=none --limit batch_max_lines=3".split(),
         *"--log-level error --served-model-name nick --trace-steps steps.jsonl".split(),
         *"--scheduler-option checkpoint_kv=true --scheduler-option latency_model=bros".split(),
-        *"--profile p.json --profile-time-limit 5".split(),
+        *"--profile p.json --limit profile_time_limit_s=5".split(),
     )
     assert loader.config == EngineConfig(
         scheduler="fcfs",
         kv="my.kv:Manager",
-        attention="x",
+        execution=ExecutionConfig(attention="x", compile=False),
         device_kv_bytes=1 << 29,
         host_kv_bytes=0,
         host_kv_dtype="int8",
@@ -87,7 +88,6 @@ def test_every_flag_arrives():
         host_threads=3,
         scheduler_options={"checkpoint_kv": True, "latency_model": "bros"},
         trace_steps="steps.jsonl",
-        compile=False,
         classes=(
             ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=0.25, tpot_s=0.05)),
             ClassSpec(name="BE", kind="BE"),
@@ -96,7 +96,8 @@ def test_every_flag_arrives():
     assert (loader.dtype, loader.device) == ("bfloat16", "cpu")
     assert (loader.profile, loader.profile_time_limit_s, loader.with_profile) == (Path("p.json"), 5, True)
     assert (options.host, options.port, options.model_name) == ("0.0.0.0", 0, "nick")
-    assert (options.shutdown_timeout_s, options.log_level) == (1.5, "error")
+    assert (options.limits.shutdown_timeout_s, options.log_level) == (1.5, "error")
+    assert (options.limits.max_connections, options.batches.max_lines) == (None, 3)
 
 
 @pytest.mark.parametrize(
@@ -134,11 +135,11 @@ def test_loader_can_travel_to_another_process():
     [
         ("--block-size 33", "--block-size must be a power of two, got 33"),
         ("--block-size x", "--block-size: invalid"),
-        ("--max-num-batched-tokens 0", "--max-num-batched-tokens: must be >= 1, got 0"),
+        ("--max-num-batched-tokens 0", "--max-num-batched-tokens must be >= 1, got 0"),
         ("--device-kv-gib 0", "--device-kv-gib must be >= 1, got 0"),
         ("--device-kv-gib nan", "--device-kv-gib: must be a number >= 0, got nan"),
-        ("--port 70000", "--port: must be <= 65535"),
-        ("--port -1", "--port: must be >= 0"),
+        ("--port 70000", "--port must be in 0..65535, got 70000"),
+        ("--port -1", "--port must be in 0..65535, got -1"),
         ("--dtype int8", "--dtype: invalid choice: 'int8'"),
         ("--device cuda:x", "--device: must be auto, cpu, cuda or cuda:N, got 'cuda:x'"),
         ("--device gpu", "--device: must be auto, cpu, cuda or cuda:N, got 'gpu'"),
@@ -151,8 +152,12 @@ def test_loader_can_travel_to_another_process():
         ("--scheduler-option nap=1", "scheduler 'omniserve' has no option 'nap'; it has"),
         ("--scheduler fcfs --scheduler-option slack=step", "scheduler 'fcfs' has no option 'slack'; it has"),
         ("--scheduler none", "unknown --scheduler 'none'"),
-        ("--profile-time-limit 0", "--profile-time-limit: must be a number > 0"),
-        ("--profile x --no-profile", "not allowed with argument"),
+        ("--limit profile_time_limit_s=0", "profile_time_limit_s must be a number > 0, got 0.0"),
+        ("--limit engine_restarts=-1", "engine_restarts must be a number >= 0, got -1"),
+        ("--limit max_bodies=1", "--limit has no option 'max_bodies'; it has max_body_mib, "),
+        ("--limit max_queued_requests=x", "max_queued_requests must be of type int, got 'x'"),
+        ("--execution step_graphs=maybe", "step_graphs must be auto or on or off, got 'maybe'"),
+        ("--execution step_graphs_gib=-1", "step_graphs_gib must be a number >= 0, got -1"),
         ("--class chat", "--class: must be NAME:KIND or NAME:KIND:TTFT:TPOT, got 'chat'"),
         ("--class chat:LS:1", "--class: must be NAME:KIND or NAME:KIND:TTFT:TPOT"),
         ("--class chat:XX", "must be 'LS' or 'BE', got 'XX'"),

@@ -28,7 +28,7 @@ KEYS = [
 def guarded(start_server, tmp_path_factory):
     file = tmp_path_factory.mktemp("keys") / "keys.json"
     file.write_text(json.dumps(KEYS))
-    flags = "--api-key other-key --cors-origin https://a.example --max-body-mib 0.0625".split()
+    flags = "--api-key other-key --cors-origin https://a.example --limit max_body_mib=0.0625".split()
     return start_server("--api-key-file", str(file), *flags).wait_until_ready()
 
 

@@ -128,7 +128,7 @@ def test_second_signal_stops_at_once(start_server):
 
 @pytest.mark.parametrize(("prompt", "message"), [(RAISE_IN_STEP, "step failed"), (DIE, "exit code 7")])
 def test_death_of_the_engine_is_told_to_all(start_server, prompt, message):
-    server = start_server("--engine-restarts", "0").wait_until_ready()
+    server = start_server("--limit", "engine_restarts=0").wait_until_ready()
     client = server.client()
     stream = client.completions.create(**ENDLESS, stream=True)
     next(stream)

@@ -263,7 +263,7 @@ def test_key_is_asked_for_kept_in_the_tab_and_forgotten(start_server, open_page)
 
 
 def test_death_of_the_engine_is_told(start_server, open_page):
-    server = start_server("--engine-restarts", "1").wait_until_ready()
+    server = start_server("--limit", "engine_restarts=1").wait_until_ready()
     page = live(open_page(server.url))
     with pytest.raises(Exception, match="engine"):
         server.client().completions.create(model="fake", prompt=[394], max_tokens=2)

@@ -43,8 +43,9 @@ def model_folder(tmp_path_factory):
 
 
 def start(model_folder, cache_folder, *more_flags):
-    flags = "--port 0 --device cpu --no-compile --served-model-name tiny --device-kv-gib 0.001 --host-kv-gib 0.01"
-    flags += " --block-size 16 --device-threads 1 --host-threads 1 --profile-time-limit 2"
+    flags = "--port 0 --device cpu --execution compile=false --served-model-name tiny --device-kv-gib 0.001"
+    flags += " --host-kv-gib 0.01 --block-size 16 --device-threads 1 --host-threads 1"
+    flags += " --limit profile_time_limit_s=2"
     command = [sys.executable, "-m", "omniserve.server", "--model", str(model_folder), *flags.split(), *more_flags]
     return RunningServer(command, XDG_CACHE_HOME=str(cache_folder), XDG_DATA_HOME=str(cache_folder / "data"))
 
@@ -234,7 +235,7 @@ def test_trace_is_explained(server, cache_folder):
 
 def test_stays_on_the_host_tier_are_in_the_trace(model_folder, cache_folder):
     """Requests that outgrow the device's memory leave it, decode on the host tier, and may come back."""
-    flags = "--dtype float32 --no-profile --device-kv-gib 0.0002 "
+    flags = "--dtype float32 --profile none --device-kv-gib 0.0002 "
     flags += "--scheduler-option swap_in_delay_s=0 --scheduler-option min_residence_s=0"
     with receiving() as receiver:
         server = start(model_folder, cache_folder, *flags.split(), "--otlp-endpoint", receiver.url).wait_until_ready()

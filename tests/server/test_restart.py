@@ -37,7 +37,7 @@ def wait_until(condition):
 
 
 def test_service_goes_on_after_the_engine_was_killed(start_server):
-    server = start_server("--engine-restarts", "3").wait_until_ready()
+    server = start_server("--limit", "engine_restarts=3").wait_until_ready()
     client = server.client()
     stream = client.completions.create(**ENDLESS, stream=True)
     next(stream)
@@ -64,7 +64,7 @@ def test_service_goes_on_after_the_engine_was_killed(start_server):
 
 
 def test_server_ends_when_its_starts_are_used_up(start_server):
-    server = start_server("--engine-restarts", "1").wait_until_ready()
+    server = start_server("--limit", "engine_restarts=1").wait_until_ready()
     client = server.client()
     with pytest.raises(openai.InternalServerError, match="exit code 7"):
         client.completions.create(model="fake", prompt=[DIE])
@@ -77,7 +77,7 @@ def test_server_ends_when_its_starts_are_used_up(start_server):
 
 def test_start_that_fails_uses_up_one_of_the_starts(start_server, tmp_path):
     obstacle = tmp_path / "obstacle"
-    server = start_server("--engine-restarts", "1", "--fail-while", str(obstacle)).wait_until_ready()
+    server = start_server("--limit", "engine_restarts=1", "--fail-while", str(obstacle)).wait_until_ready()
     obstacle.touch()
     with pytest.raises(openai.InternalServerError):
         server.client().completions.create(model="fake", prompt=[DIE])
@@ -87,7 +87,7 @@ def test_start_that_fails_uses_up_one_of_the_starts(start_server, tmp_path):
 
 def test_signal_while_the_engine_is_down_stops_the_server(start_server, tmp_path):
     obstacle = tmp_path / "obstacle"
-    server = start_server("--engine-restarts", "9", "--fail-while", str(obstacle)).wait_until_ready()
+    server = start_server("--limit", "engine_restarts=9", "--fail-while", str(obstacle)).wait_until_ready()
     obstacle.touch()
     with pytest.raises(openai.InternalServerError):
         server.client().completions.create(model="fake", prompt=[DIE])

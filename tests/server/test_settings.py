@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import re
 
 import pytest
 import yaml
 
-from omniserve.core.config import EngineConfig
+from omniserve.core.config import EngineConfig, ExecutionConfig
 from omniserve.core.request import ClassSpec
-from omniserve.launch.flags import FORMER_FLAGS
-from omniserve.server.cli import parse_args
+from omniserve.launch import flags
+from omniserve.server import server_flags
+from omniserve.server.cli import build_parser, parse_args
+from omniserve.server.limits import Limits
+
+FORMER_FLAGS = flags.FORMER_FLAGS | server_flags.FORMER_FLAGS
 
 # Field of EngineConfig -> the setting for it, a value of that, and what the field is then; not its default.
 SETTINGS = {
@@ -22,7 +28,11 @@ SETTINGS = {
         {"slack": "step", "swap_in_delay_s": 2.5},
     ),
     "kv": ("kv", "paged", "paged"),
-    "attention": ("attention", "sdpa", "sdpa"),
+    "execution": (
+        "execution",
+        ["compile=false", "attention=sdpa", "async_steps=true", "step_graphs=off", "step_graphs_gib=1"],
+        ExecutionConfig(compile=False, attention="sdpa", async_steps=True, step_graphs="off", step_graphs_gib=1),
+    ),
     "device_kv_bytes": ("device-kv-gib", 0.5, 1 << 29),
     "host_kv_bytes": ("host-kv-gib", 0, 0),
     "host_kv_dtype": ("host-kv-dtype", "int8", "int8"),
@@ -36,11 +46,6 @@ SETTINGS = {
     "device_threads": ("device-threads", 5, 5),
     "host_threads": ("host-threads", 6, 6),
     "host_cores": ("host-cores", "8,0-2", (8, 0, 1, 2)),
-    "step_graphs": ("step-graphs", "off", "off"),
-    "step_graphs_limit_s": ("step-graphs-time-limit", 4.5, 4.5),
-    "step_graphs_bytes": ("step-graphs-gib", 0.25, 1 << 28),
-    "async_steps": ("async-steps", "on", True),
-    "compile": ("no-compile", True, False),
     "classes": ("class", ["a:LS", "b:BE"], (ClassSpec(name="a", kind="LS"), ClassSpec(name="b", kind="BE"))),
     "seed": ("seed", 7, 7),
 }
@@ -48,18 +53,21 @@ SETTINGS = {
 
 @pytest.fixture
 def file(tmp_path):
-    path = tmp_path / "settings.yaml"
+    path, keys = tmp_path / "settings.yaml", tmp_path / "keys.yaml"
+    keys.write_text("[{name: me, key: secret}]")
     path.write_text(
         """
 block-size: 16
 port: 1234
 device-kv-gib: 0.7
-no-compile: true
+guard-all: true
+api-key-file: KEYS
+execution: [compile=false]
 scheduler-option: [slack=step]
 class: [chat:LS:0.5:0.05, batch:BE]
 cors-origin: https://a.example
 profile: p.json
-"""
+""".replace("KEYS", str(keys))
     )
     return path
 
@@ -67,12 +75,8 @@ profile: p.json
 def test_file_sets_what_nothing_else_does(file):
     options, loader = parse_args(["--config", str(file)])
     config = loader.config
-    assert (config.block_size, options.port, config.compile, config.scheduler_options) == (
-        16,
-        1234,
-        False,
-        {"slack": "step"},
-    )
+    assert (config.block_size, options.port, config.execution.compile) == (16, 1234, False)
+    assert (options.guard_all, config.scheduler_options) == (True, {"slack": "step"})
     assert config.device_kv_bytes == int(0.7 * 2**30)
     assert [spec.name for spec in config.classes] == ["chat", "batch"]
     assert options.cors_origins == ("https://a.example",)
@@ -82,27 +86,23 @@ def test_file_sets_what_nothing_else_does(file):
 def test_environment_wins_over_the_file(file, monkeypatch):
     monkeypatch.setenv("OMNISERVE_CONFIG", str(file))
     monkeypatch.setenv("OMNISERVE_BLOCK_SIZE", "32")
-    monkeypatch.setenv("OMNISERVE_NO_COMPILE", "false")
+    monkeypatch.setenv("OMNISERVE_GUARD_ALL", "false")
     monkeypatch.setenv("OMNISERVE_SCHEDULER_OPTION", '["admission=false"]')
     monkeypatch.setenv("OMNISERVE_CLASS", '["a:LS", "b:BE"]')
     options, loader = parse_args([])
     config = loader.config
-    assert (config.block_size, options.port, config.compile, config.scheduler_options) == (
-        32,
-        1234,
-        True,
-        {"admission": False},
-    )
+    assert (config.block_size, options.port, config.execution.compile) == (32, 1234, False)
+    assert (options.guard_all, config.scheduler_options) == (False, {"admission": False})
     assert [spec.name for spec in config.classes] == ["a", "b"]
 
 
 def test_flags_win_over_all(file, monkeypatch):
     monkeypatch.setenv("OMNISERVE_BLOCK_SIZE", "32")
-    flags = "--block-size 64 --port=5 --class x:LS --class y:BE --no-profile".split()
+    flags = "--block-size 64 --port=5 --class x:LS --class y:BE --profile none".split()
     options, loader = parse_args(["--config", str(file), *flags])
     assert (loader.config.block_size, options.port) == (64, 5)
     assert [spec.name for spec in loader.config.classes] == ["x", "y"]
-    assert not loader.with_profile and loader.profile is None, "one of the two flags that exclude each other"
+    assert not loader.with_profile and loader.profile is None
 
 
 @pytest.mark.parametrize("source", ["flag", "environment", "file"])
@@ -129,13 +129,41 @@ def test_every_field_of_engine_config_can_be_set(field, source, monkeypatch, tmp
     assert parse_args(["--config", str(again)])[1].config == config
 
 
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Limits)])
+def test_every_limit_can_be_set(name, tmp_path, capsys):
+    value = (getattr(Limits(), name) or 1000) + 5
+    options, loader = parse_args(["--limit", f"{name}={value}"])
+    assert getattr(options.limits, name) == value
+    again = tmp_path / "again.yaml"
+    again.write_text(printed(capsys, "--limit", f"{name}={value}"))
+    assert parse_args(["--config", str(again)]) == (options, loader)
+    usual, usual_loader = parse_args([])
+    assert (options.batches != usual.batches) == (name in ("batch_concurrency", "batch_max_lines", "max_file_mib"))
+    assert (loader != usual_loader) == (name == "profile_time_limit_s")
+
+
+def test_there_are_not_many_flags():
+    """A setting that few people change is an option of ``--execution``, ``--scheduler-option`` or ``--limit``."""
+    shown = [action for action in build_parser()._actions if action.help != argparse.SUPPRESS]
+    assert len(shown) - len(["--help"]) <= 40
+    assert len(dataclasses.fields(EngineConfig)) <= 20
+
+
+def test_help_tells_each_option_of_a_group(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    shown = capsys.readouterr().out
+    for name in [*(field.name for field in dataclasses.fields(Limits)), "step_graphs", "be_order", "keep_halted"]:
+        assert re.search(rf"^  {name}=\S+\n    +\w", shown, re.MULTILINE), name
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("block-size: 33", "--block-size must be a power of two, got 33"),
         ("blok-size: 16", "unrecognized arguments: --blok-size=16"),
         ("port: [1, 2]", "can't be set to a list"),
-        ("no-compile: perhaps", "Unexpected value for no-compile"),
+        ("guard-all: perhaps", "Unexpected value for guard-all"),
         ("- port", "key: value"),
         ("port: {", "Couldn't parse config file"),
     ],
@@ -175,7 +203,7 @@ def test_wrong_environment(monkeypatch, capsys):
     monkeypatch.setenv("OMNISERVE_PORT", "-1")
     with pytest.raises(SystemExit):
         parse_args([])
-    assert "--port: must be >= 0, got -1" in capsys.readouterr().err
+    assert "--port must be in 0..65535, got -1" in capsys.readouterr().err
 
 
 def printed(capsys, *arguments):
@@ -210,6 +238,7 @@ def test_what_is_printed_means_the_same(file, tmp_path, capsys):
     assert yaml.safe_load(text)["scheduler-option"] == ["swap_in_delay_s=0.25"]
     again = tmp_path / "again.yaml"
     again.write_text(text)
-    assert parse_args(["--config", str(again)]) == parse_args(
-        ["--config", str(file), "--scheduler-option", "swap_in_delay_s=0.25", "--model", "m"]
-    )
+    options, loader = parse_args(["--config", str(file), "--scheduler-option", "swap_in_delay_s=0.25", "--model", "m"])
+    options_again, loader_again = parse_args(["--config", str(again)])
+    assert dataclasses.replace(options_again, keys=options.keys) == options  # key rings are not compared
+    assert loader_again == loader

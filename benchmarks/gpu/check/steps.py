@@ -22,7 +22,7 @@ import torch
 from benchmarks.common.record import ROOT
 from benchmarks.common.timing import wait_for
 from benchmarks.gpu.script import NotHere, Script, argument_parser
-from omniserve import Engine, EngineConfig, Request, SamplingParams, patch, unpatch
+from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams, patch, unpatch
 from tests.parity.engine_histories import BLOCK, Reference
 from tests.parity.models import tiny_model
 
@@ -82,10 +82,11 @@ def open_tiny(model: Any, **settings: Any) -> Engine:
     block_bytes = model.omniserve.spec.kv_block_bytes(BLOCK)
     defaults: dict[str, Any] = {
         "block_size": BLOCK, "max_model_len": 80, "device_kv_bytes": 12 * block_bytes, "host_kv_bytes": 1 << 20,
-        "compile": False, "async_steps": False,
         "scheduler_options": {"swap_in_delay_s": 0.01, "min_residence_s": 0.0},
     }  # fmt: skip
-    return Engine(model, EngineConfig(**defaults | settings))
+    execution: dict[str, Any] = {"compile": False, "async_steps": False}
+    execution |= {name: settings.pop(name) for name in list(settings) if name in ExecutionConfig.__dataclass_fields__}
+    return Engine(model, EngineConfig(execution=ExecutionConfig(**execution), **defaults | settings))
 
 
 def serve(

@@ -101,13 +101,13 @@ class CudaGraphRunner:
             ValueError: The settings ask for constant shapes, which the device attention or the model cannot have.
         """
         device, spec = model.device, model.spec
-        if config.step_graphs == "off" or (config.step_graphs == "auto" and device.type != "cuda"):
+        if config.execution.step_graphs == "off" or (config.execution.step_graphs == "auto" and device.type != "cuda"):
             return None
         if reason := why_not_captured(model, attention, config):
-            if config.step_graphs == "auto":
+            if config.execution.step_graphs == "auto":
                 logger.warning("steps are not captured: %s", reason)
                 return None
-            raise ValueError(f"step_graphs={config.step_graphs!r} is not possible: {reason}")
+            raise ValueError(f"step_graphs={config.execution.step_graphs!r} is not possible: {reason}")
         seats = config.max_piggyback_seats if has_host_tier else 0
         # A best-effort request may be admitted beside as many latency-sensitive ones.
         most = min(2 * config.max_num_seqs, config.max_num_batched_tokens)
@@ -127,7 +127,7 @@ class CudaGraphRunner:
         return cls(
             PaddedLayers(model, storage, attention, rows), memory, capture,
             decodes=decodes, chunks=chunks, block_size=config.block_size,
-            limit_s=config.step_graphs_limit_s, limit_bytes=config.step_graphs_bytes,
+            limit_s=config.execution.step_graphs_limit_s, limit_bytes=int(config.execution.step_graphs_gib * GIB),
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -159,8 +159,8 @@ class CudaGraphRunner:
         if num_captured < num_shapes:
             logger.warning(
                 "%d step shapes are not captured: such steps are padded further or run without graphs; for more, raise "
-                "step_graphs_limit_s (%g) or step_graphs_bytes (%d)",
-                num_shapes - num_captured, self._limit_s, self._limit_bytes,
+                "step_graphs_limit_s (%g) or step_graphs_gib (%g)",
+                num_shapes - num_captured, self._limit_s, self._limit_bytes / GIB,
             )  # fmt: skip
 
     def _capture_shape(self, shape: StepShape, *, is_decode: bool) -> None:
@@ -218,8 +218,8 @@ def why_not_captured(model: PatchedModel, attention: DeviceAttention, config: En
         return ""
     if not is_graph_safe(attention):
         return (
-            f"device attention {config.attention!r} launches what lengths on the host say; set attention='triton' or "
-            "'flex'"
+            f"device attention {config.execution.attention!r} launches what lengths on the host say; set "
+            "attention='triton' or 'flex'"
         )
     return model.family.why_not_captured()
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    from omniserve.launch.flags import add_engine_flags, integer
+    from omniserve.launch.dataclass_flags import integer
+    from omniserve.launch.flags import add_engine_flags
     from omniserve.server.answers import ENDPOINTS
     from omniserve.server.batches.settings import BatchSettings
 

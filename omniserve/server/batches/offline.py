@@ -129,7 +129,7 @@ async def _work(
     engine = EngineSupervisor(
         make_engine,
         log_level=options.log_level,
-        max_restarts=options.engine_restarts,
+        max_restarts=options.limits.engine_restarts,
         on_progress=lambda text: logger.info("engine: %s", text),
     )
     try:

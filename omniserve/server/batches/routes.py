@@ -306,7 +306,7 @@ def _limited(request: Request, max_file_bytes: int, stall_timeout_s: float) -> R
                 message = await request.receive()
         except TimeoutError:
             raise ApiError(
-                f"nothing more of the file arrived for {stall_timeout_s:g} s (--stall-timeout); send it again",
+                f"nothing more of the file arrived for {stall_timeout_s:g} s (--limit stall_timeout_s); send it again",
                 status=408,
                 code="request_timeout",
             ) from None
@@ -314,7 +314,7 @@ def _limited(request: Request, max_file_bytes: int, stall_timeout_s: float) -> R
         if num_bytes > max_file_bytes + _FORM_BYTES:
             limit = max_file_bytes / (1 << 20)
             raise ApiError(
-                f"the file is larger than {limit:g} MiB (--max-file-mib); divide it", status=413, param="file"
+                f"the file is larger than {limit:g} MiB (--limit max_file_mib); divide it", status=413, param="file"
             )
         return message
 

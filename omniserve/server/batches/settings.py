@@ -1,16 +1,15 @@
-"""How batches are kept and run, and the flags that say so."""
+"""How batches are kept and run."""
 
 from __future__ import annotations
 
-import argparse
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from omniserve.launch.flags import integer
+from omniserve.server.limits import MIB, Limits
 
 
 def default_data_dir() -> Path:
@@ -24,14 +23,24 @@ class BatchSettings:
     """Settings of the Files and Batch API."""
 
     data_dir: Path | None = None
-    """Holds uploaded and written files, and the database unless ``database_url`` names another; None: the default."""
+    """Folder of files and batches, and of their database unless one is named (default: omniserve in $XDG_DATA_HOME,
+    which is ~/.local/share). Servers that share a database share this folder, too."""
     database_url: str | None = None
-    """A URL of SQLAlchemy; None is SQLite in ``data_dir``. Servers that share a database share ``data_dir``, too."""
-    concurrency: int = 64
+    """Database of files and batches (default: SQLite in the data folder). With postgresql+psycopg://USER@HOST/NAME, not
+    through a pooler, servers on several machines take batches, and one of them runs the lines of a model."""
+    concurrency: int = Limits.batch_concurrency
     """Most lines of this server that are at the engine at a time."""
-    max_lines: int = 50_000
-    """Of one input file."""
-    max_file_bytes: int = 200 << 20
+    max_lines: int = Limits.batch_max_lines
+    """Most lines of one input file."""
+    max_file_bytes: int = int(Limits.max_file_mib * MIB)
+    """Largest file that is taken."""
+
+    def __post_init__(self) -> None:
+        if self.database_url is not None:
+            try:
+                make_url(self.database_url)
+            except ArgumentError as error:
+                raise ValueError(f"database_url: {error}") from None
 
     @property
     def is_explicit(self) -> bool:
@@ -44,68 +53,7 @@ class BatchSettings:
 
     @property
     def url(self) -> URL:
-        """Of the database.
-
-        Raises:
-            ArgumentError: ``database_url`` is no URL.
-        """
+        """URL of the database, in SQLAlchemy's form."""
         if self.database_url is not None:
             return make_url(self.database_url)
         return URL.create("sqlite", database=str(self.folder.absolute() / "omniserve.sqlite3"))
-
-
-def add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags; their defaults are BatchSettings'."""
-    defaults = {field.name: field.default for field in fields(BatchSettings)}
-    parser.add_argument(
-        "--data-dir",
-        type=Path,
-        metavar="DIR",
-        help="where files and batches are kept (default: omniserve in $XDG_DATA_HOME, which is ~/.local/share)",
-    )
-    parser.add_argument(
-        "--database-url",
-        type=_url,
-        metavar="URL",
-        help="database of files and batches (default: SQLite in --data-dir); with postgresql+psycopg://USER@HOST/NAME, "
-        "not through a pooler, servers on several machines take batches, and one of them runs the lines of a model, if "
-        "--data-dir is a folder that they share",
-    )
-    parser.add_argument(
-        "--batch-concurrency",
-        type=integer(1),
-        default=defaults["concurrency"],
-        help="most lines of batches in work at a time (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch-max-lines",
-        type=integer(1),
-        default=defaults["max_lines"],
-        help="most lines of one input file (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-file-mib",
-        type=integer(1),
-        default=200,
-        metavar="MIB",
-        help="largest file that is taken, in MiB (default: %(default)s)",
-    )
-
-
-def _url(text: str) -> str:
-    try:
-        make_url(text)
-    except ArgumentError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def batch_settings(args: argparse.Namespace) -> BatchSettings:
-    """Return the settings that the flags ask for."""
-    return BatchSettings(
-        data_dir=args.data_dir,
-        database_url=args.database_url,
-        concurrency=args.batch_concurrency,
-        max_lines=args.batch_max_lines,
-        max_file_bytes=args.max_file_mib << 20,
-    )
