@@ -25,7 +25,7 @@ class ShortestPromptFirst(Policy):
             if state.phase is Phase.DEVICE:  # not preempted for an older one just now
                 batch.run_or_preempt(state, victims=(state.kind,))
         for state in sorted(by_arrival(self.requests.waiting.values()), key=lambda state: state.num_tokens):
-            if batch.admit(state) is not None:  # out of memory, of tokens or of seats
+            if batch.admit(state) is not None:  # out of memory or of tokens, or too many requests
                 break
         return batch.plan()
 

@@ -114,10 +114,11 @@ class Primed(Policy):
         if self.kv.allocate(state.request_id, state.num_tokens) is None:
             raise ValueError(f"the device pool has no room for the {state.num_tokens} tokens of {state.request_id}")
         if to_host:
-            move = self.kv.start_move(state.request_id, MoveDirection.TO_HOST)
+            assert requests.mover is not None
+            move = requests.mover.start_move(state.request_id, MoveDirection.TO_HOST)
             if move is None:
                 raise ValueError(f"the host pool has no room for the {state.num_tokens} tokens of {state.request_id}")
-            self.kv.finish_move(move.move_id, succeeded=True)
+            requests.mover.finish_move(move.move_id, succeeded=True)
             requests.residents.take_slot(state)
         requests.waiting[state.kind].remove(state)
         state.num_computed_tokens = state.num_tokens - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.spec import ModelSpec
-from omniserve.kv import KV_MANAGERS
+from omniserve.kv import KV_MANAGERS, CanEvict, CanMove
 
 
 def has_host_tier(config: EngineConfig) -> bool:
@@ -13,7 +13,7 @@ def has_host_tier(config: EngineConfig) -> bool:
     Raises:
         ValueError: There is no such KV manager.
     """
-    return config.host_kv_bytes > 0 and KV_MANAGERS.get(config.kv).uses_host
+    return config.host_kv_bytes > 0 and issubclass(KV_MANAGERS.get(config.kv), CanMove)
 
 
 def max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
@@ -46,7 +46,7 @@ def num_blocks(config: EngineConfig, spec: ModelSpec, *, has_hosts: bool = True)
     if not has_hosts:
         return num_device_blocks, 0
     block_bytes = spec.host_block_bytes(config.block_size, config.host_kv_dtype)
-    if KV_MANAGERS.get(config.kv).restores and config.host_kv_bytes < block_bytes:
+    if issubclass(KV_MANAGERS.get(config.kv), CanEvict) and config.host_kv_bytes < block_bytes:
         raise ValueError(
             f"kv={config.kv!r} keeps checkpoints in host memory, but host_kv_bytes is {config.host_kv_bytes}; "
             f"give at least {block_bytes}, or set kv to paged"

@@ -27,7 +27,7 @@ from omniserve.engine.step_log import OpenRequest, StepLog
 from omniserve.engine.stepping import Stepper
 from omniserve.host.cores import CoreSplit, default_host_threads
 from omniserve.host.tier import HostTier
-from omniserve.kv import KV_MANAGERS
+from omniserve.kv import KV_MANAGERS, CanMove, CanShare
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
 from omniserve.latency.profile import Profile
@@ -41,7 +41,7 @@ from omniserve.runner.runner import ModelRunner
 from omniserve.runner.warm_up import warm_up_attention
 from omniserve.sampling.grammar import GrammarCompiler, GrammarState
 from omniserve.sampling.sampler import Sampler
-from omniserve.sched import Forecast, PolicyOptions, Scheduler, SchedulerLimits, policy_of
+from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.options import LayerPreemptionOptions
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Engine:
         self.max_model_len = max_model_len(config, self.spec)
         policy, options = policy_of(config)
         manager = KV_MANAGERS.get(config.kv)
-        if options.checkpoint_kv and not manager.uses_host:
+        if options.checkpoint_kv and not issubclass(manager, CanMove):
             raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
         self._num_device_blocks, num_host_blocks = num_blocks(config, self.spec)
         storage = DeviceKVStorage(
@@ -120,9 +120,11 @@ class Engine:
             profile.require(fingerprint_of(model, config))
             self._latency = CorrectedModel(LATENCY_MODELS.get(options.latency_model).from_profile(profile))
             forecast = Forecast.of_profile(profile, self._latency)
-        self.scheduler = Scheduler(policy, options, limits=self._limits(options), kv=self.kv, forecast=forecast)
+        limits = SchedulerLimits.of(config, options, self.spec, self.kv, max_model_len=self.max_model_len)
+        self.scheduler = Scheduler(policy, options, limits=limits, kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
-        attention = resolve_attention(config.execution.attention, patched.device, is_directed=manager.is_directed)
+        is_directed = issubclass(manager, CanShare)
+        attention = resolve_attention(config.execution.attention, patched.device, is_directed=is_directed)
         rows = PiggybackRows(patched, self.host_tier, config.max_host_requests if self.host_tier else 0)
         graphs = CudaGraphRunner.of(
             config,
@@ -132,7 +134,7 @@ class Engine:
             rows=rows,
             max_model_len=self.max_model_len,
             has_host_tier=self.host_tier is not None,
-            is_directed=manager.is_directed,
+            is_directed=is_directed,
         )
         this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
         self.runner = ModelRunner(
@@ -159,7 +161,7 @@ class Engine:
                 max_rows=config.max_num_batched_tokens,
                 max_requests=2 * config.max_num_seqs,  # best-effort ones come beside as many latency-sensitive ones
                 max_blocks=-(-self.max_model_len // config.block_size),
-                is_directed=manager.is_directed,
+                is_directed=is_directed,
             )
         if graphs is not None:
             patched.warm_up(fused=True)  # also the layers that no graph calls by themselves
@@ -188,17 +190,6 @@ class Engine:
             if config.execution.async_steps is not None
             else patched.device.type == "cuda",
             keeps_names=tracer is not None,
-        )
-
-    def _limits(self, options: PolicyOptions) -> SchedulerLimits:
-        return SchedulerLimits.of(
-            self.config,
-            options,
-            self.spec,
-            max_model_len=self.max_model_len,
-            num_device_blocks=self._num_device_blocks,
-            has_host_tier=self.host_tier is not None,
-            has_checkpoints=options.checkpoint_kv or self.kv.restores,
         )
 
     # -- requests ------------------------------------------------------------------------------------------------

@@ -1,6 +1,16 @@
 """KV managers: which request owns which block on which tier. Ids only; the tensors are in ``storage``."""
 
-from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
+from omniserve.kv.base import (
+    KV_MANAGERS,
+    CanCheckpoint,
+    CanEvict,
+    CanMove,
+    CanShare,
+    KVManager,
+    KVUsage,
+    MoveResult,
+    Tier,
+)
 from omniserve.kv.bidirectional import BidirectionalKVManager
 from omniserve.kv.incremental import IncrementalKVManager
 from omniserve.kv.paged import PagedKVManager
@@ -9,6 +19,10 @@ from omniserve.kv.tiered import TieredKVManager
 __all__ = [
     "KV_MANAGERS",
     "BidirectionalKVManager",
+    "CanCheckpoint",
+    "CanEvict",
+    "CanMove",
+    "CanShare",
     "IncrementalKVManager",
     "KVManager",
     "KVUsage",

@@ -1,4 +1,8 @@
-"""The contract of a KV manager."""
+"""What a KV manager must do, and what only some of them can.
+
+``KVManager`` is the contract of all. The other classes here are protocols: a manager can do what it has the methods
+for. The scheduler's request table asks once which of them that is (``isinstance``).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Protocol, runtime_checkable
 
 from omniserve.core.plan import KVMove, MoveDirection, SlotCopy
 from omniserve.core.registry import Registry
@@ -44,39 +48,16 @@ class KVManager(ABC):
 
     Out of blocks is a result (None), not an exception; the scheduler decides which request is preempted.
 
-    A request on the device may have a *checkpoint*: copies of its first, full blocks on the host. The host blocks of a
-    checkpoint are reclaimed when a request needs them. A manager without checkpoints leaves those methods as they are
-    here.
-
-    A preempted request can be *evicted* instead of freed: it has no table then, but the KV that is left of it need not
-    be recomputed. A manager that keeps nothing frees it.
-
     Args:
         num_device_blocks: Blocks of the device pool, >= 1.
         num_host_blocks: Blocks of the host pool; 0: no host tier.
         block_size: Tokens per block.
     """
 
-    uses_host: ClassVar[bool] = True
-    """KV may live on the host, or be copied there: the engine then has a host tier if ``host_kv_bytes`` is not 0."""
-    restores: ClassVar[bool] = False
-    """Checkpoints outlive an eviction: they are worth making whether or not requests move to the host."""
-    is_directed: ClassVar[bool] = False
-    """Some requests' device blocks run from the right (``runs_from_right``)."""
-
-    @abstractmethod
-    def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None: ...
-
-    def declare(self, request_id: str, kind: ServiceClass) -> None:  # noqa: B027 - most treat all kinds alike
-        """Tell the manager the kind of a new request, before any other call for it; a request is LS by default."""
-
-    def runs_from_right(self, request_id: str) -> bool:
-        """Tell whether offset i of the request's device blocks is their slot ``block_size - 1 - i``."""
-        return False
-
-    def take_relocations(self) -> tuple[SlotCopy, ...]:
-        """Return the copies on the device that the next step must begin with, in order, and forget them."""
-        return ()
+    def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        self.num_device_blocks = num_device_blocks
+        self.num_host_blocks = num_host_blocks
+        self.block_size = block_size
 
     @abstractmethod
     def allocate(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
@@ -108,6 +89,47 @@ class KVManager(ABC):
         """Return where the request's table is (while moving: the source), None if it has none."""
 
     @abstractmethod
+    def num_blocks(self, request_id: str) -> int:
+        """Return the length of the request's table; while it moves, that of the table that it will have."""
+
+    @abstractmethod
+    def num_held(self, request_id: str, tier: Tier) -> int:
+        """Return how many blocks of a tier a request holds.
+
+        While it moves that is both its tables', on the host also what is copied there ahead of need. A block that two
+        requests share counts for both; device blocks that an evicted one has left are free, so they do not count.
+        """
+
+    @abstractmethod
+    def num_free(self, tier: Tier) -> int:
+        """Return the number of free blocks of a tier; device blocks that only evicted requests use count as free."""
+
+    @abstractmethod
+    def free_block_ids(self, tier: Tier) -> list[int]:
+        """Return the ids of blocks that hold no KV of any request; tests poison them."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Verify that every block is either free or owned exactly once.
+
+        Raises:
+            AssertionError: With the numbers that do not add up.
+        """
+
+    def usage(self) -> KVUsage:
+        """Return blocks in use and in all."""
+        return KVUsage(
+            device_used=self.num_device_blocks - self.num_free(Tier.DEVICE),
+            device_total=self.num_device_blocks,
+            host_used=self.num_host_blocks - self.num_free(Tier.HOST),
+            host_total=self.num_host_blocks,
+        )
+
+
+@runtime_checkable
+class CanMove(Protocol):
+    """Moves whole requests between the tiers; an engine with such a manager has a host tier (``host_kv_bytes``)."""
+
     def start_move(
         self, request_id: str, direction: MoveDirection, *, reserve_blocks: int = 0, keep_tokens: int = 0
     ) -> KVMove | None:
@@ -122,7 +144,6 @@ class KVManager(ABC):
             keep_tokens: To the device: the host blocks that these first tokens fill stay, as a checkpoint.
         """
 
-    @abstractmethod
     def abandon_move(self, move_id: int) -> None:
         """Take the device blocks back from a move to the host that is under way; the request then has no table.
 
@@ -130,12 +151,19 @@ class KVManager(ABC):
         allocated until ``finish_move``.
         """
 
-    @abstractmethod
     def finish_move(self, move_id: int, *, succeeded: bool) -> MoveResult:
         """Free the source of a move or, when the copy failed or is not needed any more, its destination.
 
         The caller calls this once for each move, restore and checkpoint copy that it started.
         """
+
+
+@runtime_checkable
+class CanCheckpoint(Protocol):
+    """Copies the first, full blocks of device requests to the host ahead of need: their *checkpoint*.
+
+    The host blocks of a checkpoint are reclaimed when a request needs them.
+    """
 
     def start_checkpoint(
         self,
@@ -152,7 +180,7 @@ class KVManager(ABC):
         that other requests write. The target is held until ``finish_move``. A request has one copy under way at a time.
 
         Args:
-            num_computed_tokens: Tokens whose KV is written, by steps that have been launched.
+            num_computed_tokens: Tokens with their KV written, by steps that have been launched.
             max_blocks: Most blocks to copy.
             reserve_blocks: Host blocks that must still be free afterwards.
             give_way: Other device requests; blocks of their checkpoints may be reclaimed for this one, in this order.
@@ -164,22 +192,17 @@ class KVManager(ABC):
             RuntimeError: The request is not at rest on the device.
         Paper: conserve 4.4.
         """
-        return None
-
-    def start_saving(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> list[KVMove]:
-        """Begin to copy to the host what evicted requests are about to lose on the device; see ``start_checkpoint``.
-
-        Args:
-            num_ahead: How many of the device blocks that would be taken next are considered.
-            max_blocks: Most blocks to copy.
-            reserve_blocks: Host blocks that must still be free afterwards.
-        Paper: bros 5.2 (lazy checkpointing).
-        """
-        return []
 
     def num_checkpointed(self, request_id: str) -> int:
         """Return how many of the request's first blocks have a copy on the host, those under way not counted."""
-        return 0
+
+
+@runtime_checkable
+class CanEvict(Protocol):
+    """Takes a preempted request's table away, but not the KV that is left of it, which need not be recomputed.
+
+    Copies on the host outlive an eviction: they are worth making whether or not requests move to the host.
+    """
 
     def evict(self, request_id: str, num_computed_tokens: int) -> None:
         """Take a request's table away; nothing is copied. Its blocks count as free, but keep their KV until taken.
@@ -188,20 +211,18 @@ class KVManager(ABC):
         too; the full blocks of a request on the host become one.
 
         Args:
-            num_computed_tokens: Tokens whose KV is written, by steps that have been launched.
+            num_computed_tokens: Tokens with their KV written, by steps that have been launched.
 
         Raises:
             RuntimeError: The request is moving.
         Paper: conserve 4.4 (blocks are discarded on demand).
         """
-        self.free(request_id)
 
     def num_kept_tokens(self, request_id: str, tier: Tier) -> int:
         """Return how many first tokens of an evicted request still have their KV on a tier; 0 if it is not evicted.
 
         For the host tier: how many the device will have after ``start_restore``, those included that it has now.
         """
-        return 0
 
     def start_restore(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> KVMove | None:
         """Give an evicted request device blocks for ``num_tokens`` and copy what only its checkpoint has into them.
@@ -218,38 +239,32 @@ class KVManager(ABC):
             None, and nothing has changed, if there is no room or the checkpoint has nothing that the device has not.
         Paper: conserve 4.4 (background prefetching).
         """
-        return None
 
-    @abstractmethod
-    def num_free(self, tier: Tier) -> int:
-        """Return the number of free blocks of a tier; device blocks that only evicted requests use count as free."""
 
-    @abstractmethod
-    def free_block_ids(self, tier: Tier) -> list[int]:
-        """Return the ids of blocks that hold no KV of any request; tests poison them."""
+@runtime_checkable
+class CanShare(Protocol):
+    """Lets an LS and a BE request share a device block: the tokens of BE requests run from the right.
 
-    @abstractmethod
-    def num_blocks(self, request_id: str) -> int:
-        """Return the length of the request's table; while it moves, that of the table that it will have."""
+    What evicted requests are about to lose to others is copied to the host (lazy checkpointing); nothing else is.
+    """
 
-    def num_held(self, request_id: str, tier: Tier) -> int:
-        """Return how many blocks of a tier a request holds.
+    def declare(self, request_id: str, kind: ServiceClass) -> None:
+        """Tell the manager the kind of a new request, before any other call for it; a request is LS by default."""
 
-        While it moves that is both its tables', on the host also what is copied there ahead of need. A block that two
-        requests share counts for both; device blocks that an evicted one has left are free, so they do not count.
-        """
-        return self.num_blocks(request_id) if self.tier(request_id) is tier else 0
+    def runs_from_right(self, request_id: str) -> bool:
+        """Tell whether offset i of the request's device blocks is their slot ``block_size - 1 - i``."""
 
-    @abstractmethod
-    def usage(self) -> KVUsage:
-        """Return blocks in use and in all."""
+    def take_relocations(self) -> tuple[SlotCopy, ...]:
+        """Return the copies on the device that the next step must begin with, in order, and forget them."""
 
-    @abstractmethod
-    def check_integrity(self) -> None:
-        """Verify that every block is either free or owned exactly once.
+    def start_saving(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> list[KVMove]:
+        """Begin to copy to the host what evicted requests are about to lose on the device; see ``start_checkpoint``.
 
-        Raises:
-            AssertionError: With the numbers that do not add up.
+        Args:
+            num_ahead: How many of the device blocks that would be taken next are considered.
+            max_blocks: Most blocks to copy.
+            reserve_blocks: Host blocks that must still be free afterwards.
+        Paper: bros 5.2 (lazy checkpointing).
         """
 
 

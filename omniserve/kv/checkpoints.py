@@ -19,14 +19,14 @@ class _Checkpoint:
     flight: KVMove | None = None  # the copy under way, of the blocks that follow
 
 
+_NOTHING = _Checkpoint()
+
+
 class HostCheckpoints:
     """Checkpoints by request, the oldest first: the first blocks of each, and at most one copy under way behind them.
 
-    A checkpoint only ever loses blocks at its end, and a copy whose checkpoint has changed meanwhile is of no use: it
+    A checkpoint only ever loses blocks at its end, and if it changes, the copy under way for it is of no use: that
     stays under way, *unused*, and its target blocks are held until it is over.
-
-    Args:
-        pool: The host's blocks.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -34,24 +34,24 @@ class HostCheckpoints:
         self._checkpoints: dict[str, _Checkpoint] = {}
         self._flights: dict[int, KVMove] = {}  # all copies under way, of use or not
 
+    def _of(self, request_id: str) -> _Checkpoint:
+        return self._checkpoints.get(request_id, _NOTHING)
+
     def num_blocks(self, request_id: str) -> int:
         """Return how many of the request's first blocks have a copy."""
-        checkpoint = self._checkpoints.get(request_id)
-        return len(checkpoint.blocks) if checkpoint is not None else 0
+        return len(self._of(request_id).blocks)
 
     def num_held(self, request_id: str) -> int:
         """Return how many blocks the request's checkpoint holds, those of the copy under way included."""
-        checkpoint = self._checkpoints.get(request_id)
-        flight = checkpoint.flight if checkpoint is not None else None
+        flight = self._of(request_id).flight
         return self.num_blocks(request_id) + (len(flight.dst_block_ids) if flight is not None else 0)
 
     def is_copying(self, request_id: str) -> bool:
         """Tell whether a copy that the request's checkpoint waits for is under way."""
-        checkpoint = self._checkpoints.get(request_id)
-        return checkpoint is not None and checkpoint.flight is not None
+        return self._of(request_id).flight is not None
 
     def begin_copy(self, request_id: str, move: KVMove) -> None:
-        """Note that ``move``, whose target blocks are taken from the pool, copies the blocks after the last copied."""
+        """Note that ``move`` copies the blocks after the last copied; its target blocks are taken from the pool."""
         checkpoint = self._checkpoints.setdefault(request_id, _Checkpoint())
         assert checkpoint.flight is None, f"request {request_id} is being checkpointed already"
         checkpoint.flight = self._flights[move.move_id] = move
@@ -66,8 +66,8 @@ class HostCheckpoints:
             KeyError: No such copy is under way.
         """
         move = self._flights.pop(move_id)
-        checkpoint = self._checkpoints.get(move.request_id)
-        if checkpoint is None or checkpoint.flight is not move:
+        checkpoint = self._of(move.request_id)
+        if checkpoint.flight is not move:
             self._pool.give_back(move.dst_block_ids)
             return None
         checkpoint.flight = None
@@ -84,8 +84,8 @@ class HostCheckpoints:
 
     def last_block(self, request_id: str) -> int | None:
         """Return the last copied block, None if there is none: the pool can go on behind it."""
-        checkpoint = self._checkpoints.get(request_id)
-        return checkpoint.blocks[-1] if checkpoint is not None and checkpoint.blocks else None
+        blocks = self._of(request_id).blocks
+        return blocks[-1] if blocks else None
 
     def keep(self, request_id: str, blocks: list[int]) -> None:
         """Make ``blocks``, copies of the request's first ones, its checkpoint; it has none yet."""
@@ -128,10 +128,9 @@ class HostCheckpoints:
 
     def cut_source(self, request_id: str, num_blocks: int) -> None:
         """Note that only its first ``num_blocks`` are on the device any more: a copy of others is of no use."""
-        checkpoint = self._checkpoints.get(request_id)
-        if checkpoint is None or checkpoint.flight is None:
-            return
-        if len(checkpoint.blocks) + len(checkpoint.flight.src_block_ids) > num_blocks:
+        checkpoint = self._of(request_id)
+        flight = checkpoint.flight
+        if flight is not None and len(checkpoint.blocks) + len(flight.src_block_ids) > num_blocks:
             checkpoint.flight = None
             self._forget_if_empty(request_id)
 
@@ -142,9 +141,6 @@ class HostCheckpoints:
 
     def check(self, table_lengths: dict[str, int]) -> None:
         """Verify that each checkpoint, with what is being copied for it, is of blocks that its request has or had.
-
-        Args:
-            table_lengths: How many they are, of each request that may have a checkpoint.
 
         Raises:
             AssertionError: With the checkpoint that does not fit.

@@ -10,7 +10,6 @@ Paper: conserve 4.4. The paper speaks of tokens; its pages, like the blocks here
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from omniserve.core.plan import KVMove, MoveDirection
 from omniserve.kv.base import KV_MANAGERS, MoveResult, Tier
@@ -26,8 +25,6 @@ class _Evicted:
 @KV_MANAGERS.register("incremental")
 class IncrementalKVManager(TieredKVManager):
     """Paged KV on two tiers; requests are evicted at no cost and restored from their checkpoints."""
-
-    restores: ClassVar[bool] = True
 
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
         super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
@@ -104,9 +101,6 @@ class IncrementalKVManager(TieredKVManager):
         self._pools[Tier.DEVICE].give_back([*table.arrived, *table.move.dst_block_ids, *table.behind])
         self._pools[Tier.HOST].give_back(table.blocks)
         return MoveResult.LOST
-
-    def num_free(self, tier: Tier) -> int:
-        return super().num_free(tier) + (self._num_reclaimable(tier, spare="") if tier is Tier.DEVICE else 0)
 
     def _num_missing(self, evicted: _Evicted, num_tokens: int) -> int:
         assert num_tokens >= evicted.num_tokens, f"{evicted.num_tokens} tokens had been computed, now {num_tokens}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from omniserve.core.plan import KVMove, MoveDirection
-from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
+from omniserve.kv.base import KV_MANAGERS, KVManager, Tier
 from omniserve.kv.block_pool import BlockPool
 
 
@@ -11,10 +10,8 @@ from omniserve.kv.block_pool import BlockPool
 class PagedKVManager(KVManager):
     """Paged KV on the device; nothing ever moves. What does not fit is recomputed (vLLM's default)."""
 
-    uses_host = False
-
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
+        super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=0, block_size=block_size)
         self._pool = BlockPool(num_device_blocks, "device")
         self._tables: dict[str, list[int]] = {}
 
@@ -32,17 +29,6 @@ class PagedKVManager(KVManager):
     def tier(self, request_id: str) -> Tier | None:
         return Tier.DEVICE if request_id in self._tables else None
 
-    def start_move(
-        self, request_id: str, direction: MoveDirection, *, reserve_blocks: int = 0, keep_tokens: int = 0
-    ) -> KVMove | None:
-        return None
-
-    def abandon_move(self, move_id: int) -> None:
-        raise RuntimeError(f"move {move_id} is unknown: the paged KV manager moves nothing")
-
-    def finish_move(self, move_id: int, *, succeeded: bool) -> MoveResult:
-        raise RuntimeError(f"move {move_id} is unknown: the paged KV manager moves nothing")
-
     def num_free(self, tier: Tier) -> int:
         return self._pool.num_free if tier is Tier.DEVICE else 0
 
@@ -52,9 +38,8 @@ class PagedKVManager(KVManager):
     def num_blocks(self, request_id: str) -> int:
         return len(self._tables.get(request_id, ()))
 
-    def usage(self) -> KVUsage:
-        total = self._pool.num_blocks
-        return KVUsage(device_used=total - self._pool.num_free, device_total=total, host_used=0, host_total=0)
+    def num_held(self, request_id: str, tier: Tier) -> int:
+        return self.num_blocks(request_id) if tier is Tier.DEVICE else 0
 
     def check_integrity(self) -> None:
         self._pool.check(block for table in self._tables.values() for block in table)

@@ -21,13 +21,7 @@ _HUGE_PAGE = 2 << 20
 
 
 class DeviceKVStorage:
-    """K and V of all layers on the device, head-major blocks (``[B, K, S, H]`` per layer).
-
-    Args:
-        spec: The model's sizes.
-        num_blocks: B.
-        block_size: S.
-    """
+    """K and V of all layers on the device, head-major blocks (``[B, K, S, H]`` per layer)."""
 
     def __init__(
         self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device

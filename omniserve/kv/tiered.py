@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from omniserve.core.plan import KVMove, MoveDirection
-from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
+from omniserve.kv.base import KV_MANAGERS, KVManager, MoveResult, Tier
 from omniserve.kv.block_pool import BlockPool
 from omniserve.kv.checkpoints import HostCheckpoints
 from omniserve.kv.paged import grow_table
@@ -38,7 +38,7 @@ class TieredKVManager(KVManager):
     """Paged KV on two tiers."""
 
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
+        super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
         self._pools: dict[Tier, BlockPool] = {
             Tier.DEVICE: BlockPool(num_device_blocks, "device"),
             Tier.HOST: RunPool(num_host_blocks, "host"),
@@ -214,11 +214,11 @@ class TieredKVManager(KVManager):
             self._checkpoints.reclaim(num_blocks, self._give_way(spare))
 
     def _give_way(self, spare: str) -> list[str]:
-        """Return the requests whose checkpoints may lose blocks, in that order, without ``spare``."""
+        """Return the requests that may lose blocks of their checkpoint, in that order, without ``spare``."""
         return [request_id for request_id in self._checkpoints.request_ids() if request_id != spare]
 
     def _strand(self, request_id: str, blocks: list[int]) -> None:
-        """Dispose of host copies of the first blocks of a request whose other blocks are lost."""
+        """Dispose of host copies of a request's first blocks; its other blocks are lost."""
         self._pools[Tier.HOST].give_back(blocks)
 
     def _num_host_copies(self, request_id: str) -> int:
@@ -231,7 +231,8 @@ class TieredKVManager(KVManager):
         return {request_id: len(table.blocks) for request_id, table in at_rest}
 
     def num_free(self, tier: Tier) -> int:
-        return self._pools[tier].num_free
+        num_free = self._pools[tier].num_free
+        return num_free + self._num_reclaimable(tier, spare="") if tier is Tier.DEVICE else num_free
 
     def free_block_ids(self, tier: Tier) -> list[int]:
         return self._pools[tier].free_ids()
@@ -253,15 +254,6 @@ class TieredKVManager(KVManager):
         if table.move is not None and _TARGET[table.move.direction] is tier:
             num_held += len(table.arrived) + len(table.move.dst_block_ids) + len(table.behind)
         return num_held
-
-    def usage(self) -> KVUsage:
-        device, host = self._pools[Tier.DEVICE], self._pools[Tier.HOST]
-        return KVUsage(
-            device_used=device.num_blocks - self.num_free(Tier.DEVICE),
-            device_total=device.num_blocks,
-            host_used=host.num_blocks - self.num_free(Tier.HOST),
-            host_total=host.num_blocks,
-        )
 
     def check_integrity(self) -> None:
         self._checkpoints.check(self._num_copyable())

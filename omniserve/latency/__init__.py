@@ -7,7 +7,7 @@ from omniserve.latency import bros, conserve, omniserve
 from omniserve.latency.accuracy import Accuracy, accuracy_of, accuracy_of_errors
 from omniserve.latency.base import LATENCY_MODELS, LatencyModel, Predictor
 from omniserve.latency.correction import CorrectedModel
-from omniserve.latency.features import BatchFeatures, ModelShape, features_of
+from omniserve.latency.features import BatchFeatures, ModelShape, StepRows, features_of
 from omniserve.latency.host_speed import HostSpeed
 from omniserve.latency.profile import Profile, ProfileMismatch, StepSample
 from omniserve.latency.scaled import ScaledModel
@@ -24,6 +24,7 @@ __all__ = [
     "Profile",
     "ProfileMismatch",
     "ScaledModel",
+    "StepRows",
     "StepSample",
     "accuracy_of",
     "accuracy_of_errors",

@@ -15,13 +15,11 @@ from omniserve.latency.regression import fit_terms
 class BROSModel(LatencyModel):
     """``max(t_prefill + t_decode, t_swap)``, each t_exec ``a0 L^n + a1 L^n L^a + b``, t_swap linear in bytes.
 
-    L^n is the number of rows, L^a the context with them. In the paper L^a = L^n for prefill, whose prompts are never
+    L^n is the number of rows, L^a the context with them. In the paper L^a = L^n for prefill, as prompts are never
     cut; with chunked prefill it is the context that the chunks see. What exceeds t_exec in t_swap is the last term.
 
     Args:
         coefficients: a0, a1, b of prefill, then of decode, in seconds; None before ``fit``.
-        swap: Seconds of bringing bytes from the host.
-        num_layers: Of the model.
     """
 
     term_names = (

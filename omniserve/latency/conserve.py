@@ -20,7 +20,6 @@ class ConServeModel(LatencyModel):
 
     Args:
         coefficients: k1 + k3, k2, k4, k5 in seconds; None before ``fit``.
-        num_layers: Of the model.
     """
 
     term_names = ("linear", "attention", "memory", "constant")

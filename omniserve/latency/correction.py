@@ -4,15 +4,41 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left, insort
+from collections import deque
 
 from omniserve.latency.base import Predictor
 from omniserve.latency.features import BatchFeatures
-from omniserve.latency.pace import Pace
 
 logger = logging.getLogger(__name__)
 
 BOUNDS = (0.7, 1.5)
 """A term that is off by more than this is not drift: the machine is another one, or has other work."""
+_WINDOW = 9
+"""The pace is the median of so many steps. It follows after five like ones, and four odd ones do not move it."""
+_PACE_BOUNDS = (1 / 16, 16.0)
+
+
+class StepPace:
+    """The median of the last steps' ratios, measured over predicted.
+
+    A neighbour that takes a core makes steps several times as long from one to the next, and is gone again as soon: too
+    much for a correction that is slow on purpose.
+    """
+
+    def __init__(self) -> None:
+        self._recent = deque([0.0] * _WINDOW)
+        self._ordered = [0.0] * _WINDOW
+        self.value = 1.0
+        """What predictions are to be multiplied with, within ``_PACE_BOUNDS``."""
+
+    def observe(self, ratio: float) -> None:
+        """Take a step that took ``ratio`` times what was predicted, > 0."""
+        log_ratio = math.log(ratio)
+        del self._ordered[bisect_left(self._ordered, self._recent.popleft())]
+        self._recent.append(log_ratio)
+        insort(self._ordered, log_ratio)
+        self.value = min(max(math.exp(self._ordered[_WINDOW // 2]), _PACE_BOUNDS[0]), _PACE_BOUNDS[1])
 
 
 class CorrectedModel(Predictor):
@@ -24,7 +50,6 @@ class CorrectedModel(Predictor):
     or no longer.
 
     Args:
-        model: What is corrected.
         rate: Share of an error that one step takes away, in (0, 1).
         bounds: Smallest and largest factor, around 1.
     """
@@ -50,7 +75,7 @@ class CorrectedModel(Predictor):
         self._low, self._high = bounds
         self._factors = [1.0] * len(model.term_names)
         self._log_ratio = 0.0
-        self._pace = Pace()
+        self._pace = StepPace()
         self._num_steps = 0
         self._num_beyond = 0
         self.error = 0.0
@@ -81,12 +106,7 @@ class CorrectedModel(Predictor):
         )
 
     def observe(self, features: BatchFeatures, seconds: float) -> None:
-        """Learn from a measured step.
-
-        Args:
-            features: What the step was.
-            seconds: What it took, > 0.
-        """
+        """Learn from a measured step; one of 0 seconds says nothing."""
         raw = self.model.terms(features)
         total = sum(raw)
         if total <= 0 or seconds <= 0:

@@ -66,9 +66,6 @@ def explore(
     early costs least.
 
     Args:
-        latency: Seconds for a number of rows; called once for each.
-        low: Fewest rows, >= 1.
-        high: Most rows, >= low.
         go_on: Asked before each split; False ends the exploration.
 
     Returns:

@@ -58,12 +58,7 @@ def main_cause(causes: Mapping[str, float]) -> str:
 
 
 def report(trace: Trace, top: int) -> Iterator[str]:
-    """Yield the lines of the whole report.
-
-    Args:
-        trace: At least one step.
-        top: Rows of the tables that show the worst.
-    """
+    """Yield the lines of the whole report."""
     yield from _predictions(trace, top)
     yield from _attainment(trace)
     yield from _misses(trace, top)

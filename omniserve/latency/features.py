@@ -27,12 +27,9 @@ class ModelShape:
         windows = Counter(layer.window for layer in spec.attention)
         return cls(num_layers=spec.num_layers, windows=tuple(sorted(windows.items())))
 
-    def load(self, start: int, count: int) -> float:
+    def keys_seen(self, start: int, count: int) -> float:
         """Return the keys that ``count`` rows see, the first at position ``start``; the mean over the layers."""
-        total = 0
-        for window, layers in self.windows:
-            total += layers * _keys_seen(start, count, window)
-        return total / self.num_layers
+        return sum(layers * _keys_seen(start, count, window) for window, layers in self.windows) / self.num_layers
 
 
 def _keys_seen(start: int, count: int, window: int) -> int:
@@ -45,19 +42,19 @@ def _keys_seen(start: int, count: int, window: int) -> int:
 
 @dataclass(kw_only=True)
 class BatchFeatures:
-    """The load of one step, which grows as its rows are added."""
+    """What one step consists of."""
 
     prefill_requests: int = 0
     prefill_tokens: int = 0
     """Rows of the chunks that have more than one."""
     prefill_context: int = 0
-    """Tokens whose KV these requests had before the step."""
+    """Tokens that these requests had the KV of before the step."""
     prefill_load: float = 0.0
     """c_PA: keys seen by all these rows together, the mean over the layers (layers may have windows)."""
     decode_requests: int = 0
     """g."""
     decode_context: int = 0
-    """Tokens whose KV the decoding requests had before the step."""
+    """Tokens that the decoding requests had the KV of before the step."""
     decode_load: float = 0.0
     """c_DA: keys seen by the decoding rows, the mean over the layers."""
     sampled_rows: int = 0
@@ -69,21 +66,21 @@ class BatchFeatures:
     piggyback_layers: int = 0
     """Layers that tokens join or enter at."""
     dense_layers: float = 0.0
-    """Layers whose dense halves run: all of them with device rows, else those that tokens are at."""
+    """Layers that run their dense halves: all of them with device rows, else those that tokens are at."""
     host_works: bool = False
     """The host tier works during the step (without a GPU it then has a share of the cores)."""
     pipelined_rows: int = 0
-    """Rows of the second sub-batch, whose host attention the step waits for."""
+    """Rows of the second sub-batch: the step waits for their host attention."""
     pipelined_load: float = 0.0
     """Keys that they see in a layer, together."""
     pipelined_layers: float = 0.0
     """Layers that they have left, on average."""
     swap_bytes: int = 0
-    """KV that must have come from the host before the step can run; 0 in this engine, whose moves run beside steps."""
+    """KV that must have come from the host before the step can run; 0 in this engine: its moves run beside steps."""
 
     @property
     def device_rows(self) -> int:
-        """Rows whose attention is on the device."""
+        """Rows with their attention on the device."""
         return self.prefill_tokens + self.decode_requests
 
     @property
@@ -96,91 +93,82 @@ class BatchFeatures:
         """True if the step has no rows."""
         return not (self.prefill_tokens or self.decode_requests or self.piggyback_rows or self.pipelined_rows)
 
-    def add_chunk(self, shape: ModelShape, start: int, count: int, *, samples: int) -> None:
+
+class StepRows:
+    """The rows of a step as they are added: ``features`` grow with them."""
+
+    __slots__ = ("features", "shape")
+
+    def __init__(self, shape: ModelShape, features: BatchFeatures) -> None:
+        self.shape = shape
+        self.features = features
+
+    def add_chunk(self, start: int, count: int, *, samples: int) -> None:
         """Add device rows at positions ``[start, start + count)`` of a request, ``samples`` of which become logits.
 
         A chunk of one row counts as a decode, whatever the row is: it costs the same.
         """
-        load = shape.load(start, count)
+        keys_seen = self.shape.keys_seen(start, count)
         if count == 1:
-            self.add_decodes(shape, 1, start, load, samples=samples)
+            self.add_decodes(1, start, keys_seen, samples=samples)
             return
-        self.prefill_requests += 1
-        self.prefill_tokens += count
-        self.prefill_context += start
-        self.prefill_load += load
-        self.sampled_rows += samples
-        self.dense_layers = float(shape.num_layers)
+        features = self.features
+        features.prefill_requests += 1
+        features.prefill_tokens += count
+        features.prefill_context += start
+        features.prefill_load += keys_seen
+        features.sampled_rows += samples
+        features.dense_layers = float(self.shape.num_layers)
 
-    def add_decodes(self, shape: ModelShape, count: int, context: int, load: float, *, samples: int) -> None:
-        """Add single device rows of several requests.
-
-        Args:
-            shape: The model's.
-            count: Requests.
-            context: Tokens whose KV they have, together.
-            load: Keys that their rows see, together.
-            samples: Rows of them that become logits.
-        """
+    def add_decodes(self, count: int, context: int, keys_seen: float, *, samples: int) -> None:
+        """Add single device rows of several requests; ``context`` tokens of them together have their KV."""
         if count == 0:
             return
-        self.decode_requests += count
-        self.decode_context += context
-        self.decode_load += load
-        self.sampled_rows += samples
-        self.dense_layers = float(shape.num_layers)
+        features = self.features
+        features.decode_requests += count
+        features.decode_context += context
+        features.decode_load += keys_seen
+        features.sampled_rows += samples
+        features.dense_layers = float(self.shape.num_layers)
 
     def add_piggyback(self, seats: int, num_entries: int, joins: Sequence[int]) -> None:
-        """Add the step's piggyback rows; to be called once.
-
-        Args:
-            seats: P.
-            num_entries: Tokens that enter at layer 0.
-            joins: How many tokens join at each layer.
-        """
+        """Add the step's piggyback rows, once: tokens that enter at layer 0, and how many join at each layer."""
+        features = self.features
         num_layers = sum(count > 0 for count in joins)
-        self.seats = seats
-        self.piggyback_rows = num_entries + sum(joins)
-        self.piggyback_layers = num_layers + (num_entries > 0)
-        self.sampled_rows += joins[-1]
-        self.host_works |= self.piggyback_rows > 0
-        if not self.device_rows:
+        features.seats = seats
+        features.piggyback_rows = num_entries + sum(joins)
+        features.piggyback_layers = num_layers + (num_entries > 0)
+        features.sampled_rows += joins[-1]
+        features.host_works |= features.piggyback_rows > 0
+        if not features.device_rows:
             # Post-attention runs where a token joins, pre-attention one layer on, and at layer 0 for those that enter.
-            self.dense_layers = (2 * num_layers - (joins[-1] > 0) + (num_entries > 0)) / 2
+            features.dense_layers = (2 * num_layers - (joins[-1] > 0) + (num_entries > 0)) / 2
 
-    def add_pipelined(self, shape: ModelShape, rows: Sequence[tuple[int, int]]) -> None:
-        """Add the second sub-batch; to be called once.
-
-        Args:
-            shape: The model's.
-            rows: Position of each token, and the first layer that it has left.
-        """
+    def add_pipelined(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Add the second sub-batch, once: the position of each token, and the first layer that it has left."""
         if not rows:
             return
-        self.pipelined_rows = len(rows)
-        self.pipelined_load = sum(shape.load(position, 1) for position, _ in rows)
-        self.pipelined_layers = sum(shape.num_layers - layer for _, layer in rows) / len(rows)
-        self.sampled_rows += len(rows)
-        self.host_works = True
+        features, shape = self.features, self.shape
+        features.pipelined_rows = len(rows)
+        features.pipelined_load = sum(shape.keys_seen(position, 1) for position, _ in rows)
+        features.pipelined_layers = sum(shape.num_layers - layer for _, layer in rows) / len(rows)
+        features.sampled_rows += len(rows)
+        features.host_works = True
 
 
 def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False, swap_bytes: int = 0) -> BatchFeatures:
     """Return the features of a plan.
 
     Args:
-        plan: The step.
-        shape: The model's.
         host_works: The host tier works during the step; a plan with piggyback rows says so by itself.
-        swap_bytes: See BatchFeatures.
     """
-    features = BatchFeatures(host_works=host_works, swap_bytes=swap_bytes)
+    step = StepRows(shape, BatchFeatures(host_works=host_works, swap_bytes=swap_bytes))
     for chunk in plan.chunks:
         num_scored = len(chunk.scores.token_ids) if chunk.scores is not None else 0
-        features.add_chunk(shape, chunk.start, len(chunk.token_ids), samples=chunk.samples + num_scored)
+        step.add_chunk(chunk.start, len(chunk.token_ids), samples=chunk.samples + num_scored)
     joins = [0] * shape.num_layers
     for join in plan.joins:
         joins[join.layer] += 1
-    features.add_piggyback(plan.num_piggyback_seats, len(plan.entries), joins)
-    rows = [(row.position, row.layer if isinstance(row, PiggybackJoin) else 0) for row in plan.pipelined]
-    features.add_pipelined(shape, rows)
-    return features
+    step.add_piggyback(plan.num_piggyback_seats, len(plan.entries), joins)
+    step.add_pipelined([(row.position, row.layer if isinstance(row, PiggybackJoin) else 0) for row in plan.pipelined])
+    return step.features

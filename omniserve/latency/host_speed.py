@@ -31,12 +31,7 @@ class HostSpeed:
         return cls(per_key_s, per_request_s, per_call_s, max(1, profile.fingerprint.host_threads))
 
     def __call__(self, requests: int, context: float) -> float:
-        """Return the seconds for one layer's tasks on all host threads.
-
-        Args:
-            requests: Tasks.
-            context: Keys of all of them together.
-        """
+        """Return the seconds for one layer's tasks, with so many keys together, on all host threads."""
         if requests <= 0:
             return 0.0
         work_s = self.per_key_s * context + self.per_request_s * requests

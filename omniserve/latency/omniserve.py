@@ -39,7 +39,6 @@ class OmniServeModel(LatencyModel):
     for either state of the cores.
 
     Args:
-        profile: The measurements.
         scales: What each term is multiplied by; None: 1 for modules, and no overhead.
     """
 
@@ -145,12 +144,12 @@ Loads = Callable[[float, float], tuple[float, float]]
 
 
 def _prefill_loads(profile: Profile) -> Loads:
-    return lambda chunk, context: (profile.shape.load(int(context), int(chunk)), chunk)
+    return lambda chunk, context: (profile.shape.keys_seen(int(context), int(chunk)), chunk)
 
 
 def _decode_loads(profile: Profile) -> Loads:
     """Requests of equal context, each row seeing its request's keys up to itself."""
-    return lambda requests, context: (requests * profile.shape.load(int(context / requests) - 1, 1), requests)
+    return lambda requests, context: (requests * profile.shape.keys_seen(int(context / requests) - 1, 1), requests)
 
 
 def _fit_attention(table: Table, loads: Loads) -> Attention:

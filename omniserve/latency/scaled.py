@@ -1,4 +1,4 @@
-"""ScaledModel: a predictor whose terms are multiplied by factors."""
+"""ScaledModel: a predictor with its terms multiplied by factors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ _PRIOR_STEPS = 2.0
 
 
 class ScaledModel(Predictor):
-    """``sum(factor_i * term_i)`` of another predictor.
-
-    Args:
-        model: What is scaled.
-        factors: One for each of its terms, >= 0.
-    """
+    """``sum(factor_i * term_i)`` of another predictor."""
 
     def __init__(self, model: Predictor, factors: Sequence[float]) -> None:
         if len(factors) != len(model.term_names):

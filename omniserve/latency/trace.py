@@ -97,13 +97,9 @@ class Trace:
 
 
 class StepTracer:
-    """Writes a trace; each line is on its way to the file when ``record`` returns.
+    """Writes a trace over what the file held; each line is on its way to the file when ``record`` returns.
 
     A write that fails (a full disk) is logged once and ends the trace, never the serving.
-
-    Args:
-        path: The file; what it held is lost.
-        classes: The engine's, highest priority first.
 
     Raises:
         OSError: The file cannot be opened.
@@ -130,13 +126,8 @@ class StepTracer:
         """Append a line.
 
         Args:
-            plan: The step.
-            started_s: When it began, on the clock of the outputs' times.
-            seconds: How long it took.
-            features: Its BatchFeatures.
             terms: Parts of its prediction; empty without a latency model.
             halted: Request id -> first layer that was not computed, of those that left it.
-            outputs: What it produced.
             slos: Request id -> objectives; of the outputs' requests at least.
             classes: Request id -> name of its class; of all requests of the plan at least.
         """

@@ -7,7 +7,6 @@ from omniserve.sched.conserve import ConServePolicy
 from omniserve.sched.fcfs import FCFSPolicy
 from omniserve.sched.limits import SchedulerLimits
 from omniserve.sched.llumnix import LlumnixPolicy
-from omniserve.sched.load import Forecast
 from omniserve.sched.neo import NEOPolicy
 from omniserve.sched.non_preemptive import NonPreemptivePolicy
 from omniserve.sched.omniserve import OmniServePolicy
@@ -18,6 +17,7 @@ from omniserve.sched.priority import PriorityPolicy
 from omniserve.sched.round_robin import RoundRobinPolicy
 from omniserve.sched.sarathi import SarathiPolicy
 from omniserve.sched.scheduler import Scheduler, SchedulerStats
+from omniserve.sched.step_cost import Forecast
 
 __all__ = [
     "SCHEDULERS",

@@ -9,11 +9,8 @@ from omniserve.core.plan import Bound, HostEvent, HostEventKind, StepPlan
 from omniserve.latency import BatchFeatures, HostSpeed
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.bounds import left_out
-from omniserve.sched.load import Forecast
 from omniserve.sched.omniserve import OmniServePolicy
-from omniserve.sched.options import CoServingOptions
 from omniserve.sched.policy import SCHEDULERS
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.second_batch import SecondBatch
 from omniserve.sched.state import RequestState
 
@@ -42,9 +39,7 @@ def pipelining_pays(num_device: int, host_rate: float, times: LayerTimes) -> boo
     this.
 
     Args:
-        num_device: Decodes whose attention is on the device.
         host_rate: N_C, decodes a second that the host attends for, one layer.
-        times: Of one layer.
     """
     alone_s = times.linear_s + times.attention_s
     if num_device == 0 or alone_s <= 0:
@@ -66,10 +61,11 @@ class APEXPolicy(OmniServePolicy):
     no request must wait for others that never come). Without a latency model it overlaps always.
     """
 
-    def __init__(self, requests: RequestTable, options: CoServingOptions, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, options, forecast)
-        self._second = SecondBatch(requests)
-        self._host = HostWatch(forecast.host) if forecast is not None and forecast.host is not None else None
+    def set_up(self) -> None:
+        super().set_up()
+        self._second = SecondBatch(self.requests)
+        host_speed = self.forecast.host if self.forecast is not None else None
+        self._host = HostWatch(host_speed) if host_speed is not None else None
 
     def on_host_events(self, events: Sequence[HostEvent]) -> None:
         if self._host is not None:
@@ -84,7 +80,7 @@ class APEXPolicy(OmniServePolicy):
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
         return self._second.reserve_s(batch, bound_s)
 
-    def host_rows(self, batch: Batch, bound_s: float, device_tokens: int) -> HostRows:
+    def host_rows(self, batch: Batch, bound_s: float, *, num_be_tokens: int) -> HostRows:
         if not self.requests.host_is_up:
             return HostRows()
         states = self._second.candidates()
@@ -95,9 +91,9 @@ class APEXPolicy(OmniServePolicy):
 
     def _num_pipelined(self, batch: Batch, states: Sequence[RequestState], bound_s: float) -> int:
         """Return how many of ``states`` run in a second sub-batch: what the host attends for in time, or none."""
-        if self._host is None or self.forecast is None or batch.load is None or not states or not batch.chunks:
+        if self._host is None or self.forecast is None or batch.cost is None or not states or not batch.chunks:
             return 0
-        features = batch.load.features
+        features = batch.cost.features
         times = self._layer_times(features)
         context = sum(state.num_tokens for state in states) / len(states)
         rate = self._host.rate(len(states), context)
@@ -106,7 +102,7 @@ class APEXPolicy(OmniServePolicy):
         most = min(len(states), int(rate * times.overlap_s))
         if most == 0:
             return 0
-        while most and self._second.seconds_with(batch.load, states[:most]) > bound_s:
+        while most and self._second.seconds_with(batch.cost, states[:most]) > bound_s:
             most //= 2
         return most
 
@@ -127,7 +123,7 @@ class APEXPolicy(OmniServePolicy):
         """Asynchronous overlap: the cohort joins when all of it is there; the next enters when none is away."""
         residents = self.requests.residents
         away = [state for state in residents.queue if state.away is not None]
-        seats = self.limits.max_piggyback_seats
+        seats = self.limits.config.max_piggyback_seats
         if any(state.away is not None and not state.away.ready for state in away):
             return HostRows()
         if away:
@@ -140,23 +136,18 @@ class APEXPolicy(OmniServePolicy):
                 MIN_HOST_PER_DEVICE * max(1, len(batch.chunks)),
             )
             rows = HostRows(entries=residents.plan_entries(self.requests.host_blocks_for, wanted))
-        if batch.load is None or not (rows.entries or rows.joins):
+        if batch.cost is None or not (rows.entries or rows.joins):
             return rows
-        trial = batch.load.copy()
-        self.put_piggyback(trial, rows)
-        if trial.seconds() > bound_s and batch.chunks:
+        seconds = batch.cost.seconds_after(lambda step: self.put_piggyback(step, rows))
+        if seconds > bound_s and batch.chunks:
             work = "piggyback join" if rows.joins else "piggyback entry"
             return HostRows(left_out=left_out(work, len(rows.joins) or len(rows.entries), Bound.TIME))
-        self.put_piggyback(batch.load, rows)
+        self.put_piggyback(batch.cost, rows)
         return rows
 
 
 class HostWatch:
-    """The host tier's speed, as profiled and as seen (apex 6: performance predictability with online profiling).
-
-    Args:
-        speed: As profiled.
-    """
+    """The host tier's speed, as profiled and as seen (apex 6: performance predictability with online profiling)."""
 
     def __init__(self, speed: HostSpeed) -> None:
         self._speed = speed

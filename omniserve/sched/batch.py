@@ -20,15 +20,15 @@ from omniserve.core.plan import (
 )
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import Tier
-from omniserve.sched.load import StepLoad
 from omniserve.sched.piggyback import seat_bucket
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
+from omniserve.sched.step_cost import StepCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRows:
-    """The rows of a step whose attention is the host tier's; see StepPlan."""
+    """The rows of a step that the host tier attends for; see StepPlan."""
 
     entries: Sequence[PiggybackEntry] = ()
     joins: Sequence[PiggybackJoin] = ()
@@ -43,14 +43,12 @@ class Batch:
     Methods that let requests in return what keeps one out, or None.
 
     Args:
-        requests: Where requests come from, and where those that give way go.
-        now_s: When the step is planned.
-        load: Is told every chunk; None: there is no latency model, and time bounds mean nothing.
+        cost: Is told every chunk; None: there is no latency model, and time bounds mean nothing.
         max_tokens: The step's token budget; None: that of the limits.
     """
 
     def __init__(
-        self, requests: RequestTable, now_s: float, *, load: StepLoad | None = None, max_tokens: int | None = None
+        self, requests: RequestTable, now_s: float, *, cost: StepCost | None = None, max_tokens: int | None = None
     ) -> None:
         self._requests = requests
         self._kv = requests.kv
@@ -58,8 +56,8 @@ class Batch:
         self._chunks: dict[str, DeviceChunk] = {}
         self._restores: list[KVMove] = []
         self.now_s = now_s
-        self.load = load
-        self.tokens_left = requests.limits.max_num_batched_tokens if max_tokens is None else max_tokens
+        self.cost = cost
+        self.tokens_left = requests.limits.config.max_num_batched_tokens if max_tokens is None else max_tokens
         self.moves: list[KVMove] = []
         """Moves between the tiers that the step starts."""
 
@@ -90,34 +88,24 @@ class Batch:
         A chunk that left an earlier step goes on as it is; if it does not fit, the request forgets it and begins anew.
 
         Args:
-            bound_s: Longest step.
             min_tokens: So many are let in if the bound lets in none.
         """
         count = min(state.num_uncomputed_tokens, self.tokens_left)
         if count <= 0:
             return 0, Bound.TOKENS
-        if (num_halted := self._resume_or_drop_halted(state, bound_s)) > 0:
-            return num_halted, None
-        if self.load is None or bound_s == math.inf:
+        if (halted := state.halted) is not None:
+            fits = halted.num_tokens <= self.tokens_left
+            if fits and self.cost is not None and bound_s < math.inf:
+                samples = state.num_logits(halted.start, halted.num_tokens)
+                fits = self.cost.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s
+            if fits:
+                return halted.num_tokens, None
+            state.halted = None
+        if self.cost is None or bound_s == math.inf:
             return count, None
-        start = state.num_computed_tokens
-        within = self.load.largest_chunk(start, count, bound_s, samples=state.num_logits)
+        within = self.cost.largest_chunk(state.num_computed_tokens, count, bound_s, samples=state.num_logits)
         count = within or min(count, min_tokens)
         return count, None if count else Bound.TIME
-
-    def _resume_or_drop_halted(self, state: RequestState, bound_s: float) -> int:
-        """Return how many tokens of a chunk that left an earlier step can go on; if they do not fit, forget it: 0."""
-        halted = state.halted
-        if halted is None:
-            return 0
-        fits = halted.num_tokens <= self.tokens_left
-        if fits and self.load is not None and bound_s < math.inf:
-            samples = state.num_logits(halted.start, halted.num_tokens)
-            fits = self.load.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s
-        if not fits:
-            state.halted = None
-            return 0
-        return halted.num_tokens
 
     def add(
         self, state: RequestState, *, bound_s: float = math.inf, min_tokens: int = 0, reserve_blocks: int = 0
@@ -140,13 +128,13 @@ class Batch:
             start=start,
             block_ids=blocks,
             samples=start + count == state.num_tokens,
-            is_reversed=self._kv.runs_from_right(state.request_id),
+            is_reversed=self._requests.runs_from_right(state),
             from_layer=state.halted.layer if state.halted is not None else 0,
             scores=state.scores(start, count),
         )
         self.tokens_left -= count
-        if self.load is not None:
-            self.load.add_chunk(start, count, samples=state.num_logits(start, count))
+        if self.cost is not None:
+            self.cost.add_chunk(start, count, samples=state.num_logits(start, count))
         return None
 
     def admit(
@@ -161,7 +149,7 @@ class Batch:
             return Bound.REQUESTS
         if self._requests.needs_restore(state):
             return None if self._restore(state, reserve_blocks) else Bound.MEMORY
-        state.num_computed_tokens = num_kept = self._kv.num_kept_tokens(state.request_id, Tier.DEVICE)
+        state.num_computed_tokens = num_kept = self._requests.num_kept_tokens(state, Tier.DEVICE)
         refused_by = self.add(state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve_blocks)
         if refused_by is not None:
             state.num_computed_tokens = 0
@@ -226,7 +214,7 @@ class Batch:
         """Admit waiting requests of one kind in order, until one is kept out; return by what.
 
         Args:
-            victims: Kinds whose requests are recomputed if that makes room for one.
+            victims: Requests of these kinds are recomputed if that makes room for one.
         """
         for state in self._requests.waiting[kind]:
             refused_by = self.admit(state)
@@ -264,7 +252,7 @@ class Batch:
         for kind in kinds:
             for victim in reversed(self._requests.device[kind]):
                 same_kind = victim.kind is state.kind
-                if victim in self or victim is state or (same_kind and victim.place < state.place):
+                if victim in self or victim is state or (same_kind and victim.priority_key < state.priority_key):
                     continue
                 return victim
         return None
@@ -322,8 +310,8 @@ class Batch:
             chunks=self.chunks,
             entries=tuple(host_rows.entries),
             joins=tuple(host_rows.joins),
-            num_piggyback_seats=seat_bucket(most, self._limits.max_piggyback_seats),
-            relocations=self._kv.take_relocations(),
+            num_piggyback_seats=seat_bucket(most, self._limits.config.max_piggyback_seats),
+            relocations=requests.take_relocations(),
             moves=(*self.moves, *self._restores, *copies),
             pipelined=tuple(host_rows.pipelined),
             preemptible=preemptible,

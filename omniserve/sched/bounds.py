@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from omniserve.core.plan import Bound, Decision, LeftOut
-from omniserve.sched.load import StepLoad
 from omniserve.sched.state import RequestState
+from omniserve.sched.step_cost import StepCost
 
 LS_HEADROOM = 0.03
 """Share of a TPOT that LS prefill leaves for what no latency model knows (the way to the client, a busy machine)."""
@@ -36,13 +36,10 @@ def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str, headr
     """Return S_d, the decoding objective of a step (omniserve 3.3.4), of the requests that decode in it.
 
     Args:
-        decoding: Requests that get their next token from the step.
-        now_s: When the step begins.
         slack: ``step``: a step is never longer than the shortest TPOT. ``deadline``: each token has a deadline,
             first token + i TPOT, so that a request ahead of its schedule lends its lead, and one behind gets it back.
-        headroom: Share of the TPOT that is kept.
     """
-    tightest_s, whose = math.inf, ""
+    tightest_s, request_id = math.inf, ""
     for state in decoding:
         tpot_s = state.slo.tpot_s
         if tpot_s is None:
@@ -52,8 +49,8 @@ def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str, headr
             due_s = state.first_token_s + state.num_output_tokens * tpot_s
             seconds = min(max(due_s - now_s, 0.0), MAX_LENT_STEPS * tpot_s)
         if seconds < tightest_s:
-            tightest_s, whose = seconds, state.request_id
-    return TimeBound(tightest_s, f"tpot of {whose}") if tightest_s < math.inf else TimeBound()
+            tightest_s, request_id = seconds, state.request_id
+    return TimeBound(tightest_s, f"tpot of {request_id}") if tightest_s < math.inf else TimeBound()
 
 
 def ttft_left_s(state: RequestState, now_s: float) -> float:
@@ -72,18 +69,15 @@ def left_out(work: str, num_requests: int, bound: Bound | None, first_request_id
 
 
 def decision_of(
-    load: StepLoad | None, ls_s: float | None, bound: TimeBound, left_out: Iterable[LeftOut] = ()
+    cost: StepCost | None, ls_s: float | None, bound: TimeBound, left_out: Iterable[LeftOut] = ()
 ) -> Decision:
     """Return why a step is what it is.
 
     Args:
-        load: The whole step; None: there is no latency model.
-        ls_s: Its predicted seconds without best-effort work.
         bound: Up to what that was added.
-        left_out: What stays out.
     """
     return Decision(
-        predicted_s=load.seconds() if load is not None else None,
+        predicted_s=cost.seconds() if cost is not None else None,
         predicted_ls_s=ls_s,
         bound_s=bound.seconds if bound.seconds < math.inf else None,
         bound_by=bound.by,

@@ -43,12 +43,10 @@ from omniserve.core.plan import StepPlan
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import TimeBound, decision_of
-from omniserve.sched.load import Forecast, largest
-from omniserve.sched.options import PolicyOptions
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import SCHEDULERS, Policy
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState
+from omniserve.sched.step_cost import Forecast, largest
 
 BASE_BATCH_SIZE = 128
 """B_base."""
@@ -65,12 +63,7 @@ class Chosen:
 
 
 class Selection:
-    """Selects the requests of a step, most urgent first. A prompt is cut only where the token budget ends.
-
-    Args:
-        forecast: The latency model; None: every step takes no time.
-        max_tokens: The step's token budget.
-    """
+    """Selects the requests of a step, most urgent first. A prompt is cut only where the token budget ends."""
 
     def __init__(self, forecast: Forecast | None, max_tokens: int) -> None:
         self._forecast = forecast
@@ -98,10 +91,10 @@ class Selection:
         """Return C, the predicted seconds of a step of these."""
         if self._forecast is None:
             return 0.0
-        load = self._forecast.load()
+        cost = self._forecast.step()
         for one in chosen:
-            load.add_chunk(one.start, one.count, samples=one.state.num_logits(one.start, one.count))
-        return load.seconds()
+            cost.add_chunk(one.start, one.count, samples=one.state.num_logits(one.start, one.count))
+        return cost.seconds()
 
     def keep_within(self, bound_s: float, least: int) -> bool:
         """Drop requests from the end until C is within the bound, all but the first ``least``; return if any was."""
@@ -120,10 +113,9 @@ class BROSPolicy(Policy):
     predicts = True
     offloads = True
 
-    def __init__(self, requests: RequestTable, options: PolicyOptions, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, options, forecast)
-        self._parking = Parking(requests)
-        self._base_size = min(BASE_BATCH_SIZE, self.limits.max_num_seqs)
+    def set_up(self) -> None:
+        self._parking = Parking(self.requests)
+        self._base_size = min(BASE_BATCH_SIZE, self.limits.config.max_num_seqs)
         self._batch_size = self._base_size
         self._average_s: float | None = None
         self._begins_s: dict[int, float] = {}
@@ -131,7 +123,7 @@ class BROSPolicy(Policy):
         self._ended_s = -math.inf
 
     def schedule(self, now_s: float) -> StepPlan:
-        step = Selection(self.forecast, self.limits.max_num_batched_tokens)
+        step = Selection(self.forecast, self.limits.config.max_num_batched_tokens)
         residuals, lacks_memory = self._choose_ls(step, now_s)
         bound, late = self._bound(step, residuals)
         # In whatever the bound: the most urgent, and those before all others that cannot be in time any more.
@@ -140,15 +132,17 @@ class BROSPolicy(Policy):
         if not any(late):
             self._choose_be(step, residuals[: len(step.chosen)], bound.seconds, admits=not lacks_memory)
         retreats = kept_out or any(late)
-        self._batch_size = self._base_size if retreats else min(2 * self._batch_size, self.limits.max_num_seqs)
-        load = self.forecast.load() if self.forecast is not None else None
-        batch = Batch(self.requests, now_s, load=load)
+        self._batch_size = self._base_size if retreats else min(2 * self._batch_size, self.limits.config.max_num_seqs)
+        cost = self.forecast.step() if self.forecast is not None else None
+        batch = Batch(self.requests, now_s, cost=cost)
         complete = self._place_ls(batch, [one for one in step.chosen if one.state.kind is LS])
-        ls_s = load.seconds() if load is not None else None
+        ls_s = cost.seconds() if cost is not None else None
         self._place_be(batch, [one for one in step.chosen if one.state.kind is BE], bound.seconds, complete=complete)
         parked = self.requests.residents.queue
-        self._parking.bring_back(batch, sorted(parked, key=lambda s: (self.kv.num_blocks(s.request_id), s.place)))
-        plan = batch.plan(decision=decision_of(load, ls_s, bound))
+        self._parking.bring_back(
+            batch, sorted(parked, key=lambda s: (self.kv.num_blocks(s.request_id), s.priority_key))
+        )
+        plan = batch.plan(decision=decision_of(cost, ls_s, bound))
         self._begins_s[plan.step_id] = now_s
         return plan
 
@@ -173,23 +167,25 @@ class BROSPolicy(Policy):
             objective_s, since_s = state.slo.tpot_s, state.last_token_s
         if objective_s is None:
             return math.inf
-        more_steps = (state.num_uncomputed_tokens - 1) // self.limits.max_num_batched_tokens
+        more_steps = (state.num_uncomputed_tokens - 1) // self.limits.config.max_num_batched_tokens
         return objective_s - (begin_s - since_s) - more_steps * (self._average_s or 0.0)
 
     def _by_urgency(self, now_s: float) -> Iterator[tuple[float, tuple[int, int], RequestState]]:
         """Poll the sorted running requests and the waiting queue for the most urgent, one after another (Fig. 8)."""
-        pending = sorted((self._residual_s(state, now_s), state.place, state) for state in self.requests.device[LS])
-        waiting = ((self._residual_s(state, now_s), state.place, state) for state in self.requests.waiting[LS])
+        pending = sorted(
+            (self._residual_s(state, now_s), state.priority_key, state) for state in self.requests.device[LS]
+        )
+        waiting = ((self._residual_s(state, now_s), state.priority_key, state) for state in self.requests.waiting[LS])
         return heapq.merge(pending, waiting)
 
     def _choose_ls(self, step: Selection, now_s: float) -> tuple[list[float], bool]:
-        """Choose LS requests by urgency while there are seats, tokens and memory.
+        """Choose LS requests by urgency while the limit on requests, the tokens and the memory allow.
 
         Returns:
             Their residual times, and whether one that waits finds no memory, be it that of all BE requests.
         """
         blocks = self._parking.num_obtainable
-        seats = self.limits.max_num_seqs - len(self.requests.device[LS])
+        num_open = self.limits.config.max_num_seqs - len(self.requests.device[LS])
         residuals: list[float] = []
         lacks_memory = False
         for residual_s, _, state in self._by_urgency(now_s):
@@ -197,10 +193,10 @@ class BROSPolicy(Policy):
                 break
             if state.phase is Phase.WAITING:
                 needed = self.requests.blocks_for(state)
-                if seats == 0 or needed > blocks:
-                    lacks_memory |= seats > 0
+                if num_open == 0 or needed > blocks:
+                    lacks_memory |= num_open > 0
                     continue
-                blocks, seats = blocks - needed, seats - 1
+                blocks, num_open = blocks - needed, num_open - 1
             step.push(state)
             residuals.append(residual_s)
         return residuals, lacks_memory
@@ -241,8 +237,6 @@ class BROSPolicy(Policy):
         """Pack BE requests beside the LS ones, then replace the least urgent of these by more.
 
         Args:
-            residuals: Residual times of those in the step.
-            bound_s: T_res_min.
             admits: Requests without KV may enter.
         """
         num_ls = len(step.chosen)
@@ -258,7 +252,7 @@ class BROSPolicy(Policy):
         self._replace_ls(step, residuals, itertools.chain(left_over, candidates), bound_s)
 
     def _best_effort(self, chosen: Sequence[Chosen], *, admits: bool) -> Iterator[RequestState]:
-        """Yield BE requests that have KV, then those that find seats and blocks beside the chosen LS requests."""
+        """Yield BE requests that have KV, then those that find room and blocks beside the chosen LS requests."""
         requests = self.requests
         new_ls = sum(one.state.phase is Phase.WAITING for one in chosen)
         needed = sum(requests.blocks_for(one.state) - self.kv.num_blocks(one.state.request_id) for one in chosen)
@@ -266,8 +260,8 @@ class BROSPolicy(Policy):
         if not admits or requests.residents.queue:  # a parked request comes back before a new one enters
             return
         free = self.kv.num_free(Tier.DEVICE) - needed
-        seats = self.limits.max_num_seqs - sum(map(len, requests.device.values())) - new_ls
-        for state in itertools.islice(self._by_missing_tokens(), max(0, seats)):
+        num_open = self.limits.config.max_num_seqs - sum(map(len, requests.device.values())) - new_ls
+        for state in itertools.islice(self._by_missing_tokens(), max(0, num_open)):
             free -= requests.blocks_for(state)
             if free < 0:
                 return
@@ -275,12 +269,12 @@ class BROSPolicy(Policy):
 
     def _by_missing_tokens(self) -> Iterable[RequestState]:
         """Return waiting BE requests by class, the less KV must be copied back the sooner; last those without any."""
-        if not self.kv.restores:
+        if self.requests.evicter is None:
             return self.requests.waiting[BE]
 
         def missing(state: RequestState) -> tuple[int, bool, int]:
-            on_device, on_host = (self.kv.num_kept_tokens(state.request_id, tier) for tier in (Tier.DEVICE, Tier.HOST))
-            return state.place[0], on_device == on_host == 0, max(0, on_host - on_device)
+            on_device, on_host = (self.requests.num_kept_tokens(state, tier) for tier in Tier)
+            return state.priority_key[0], on_device == on_host == 0, max(0, on_host - on_device)
 
         return sorted(self.requests.waiting[BE], key=missing)
 

@@ -27,12 +27,11 @@ from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request
 from omniserve.sched.batch import Batch
 from omniserve.sched.bounds import TimeBound, decision_of, tpot_bound
-from omniserve.sched.load import Forecast
 from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import SCHEDULERS, Policy
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase
+from omniserve.sched.step_cost import Forecast
 
 
 @SCHEDULERS.register("conserve")
@@ -43,28 +42,25 @@ class ConServePolicy(Policy):
     options_type = LayerPreemptionOptions
     offloads = True
 
-    def __init__(
-        self, requests: RequestTable, options: LayerPreemptionOptions, forecast: Forecast | None = None
-    ) -> None:
-        super().__init__(requests, options, forecast)
-        self._parking = Parking(requests)
+    def set_up(self) -> None:
+        self._parking = Parking(self.requests)
         self._step_ends_s = -math.inf
         """When the running step ends, as predicted."""
 
     def schedule(self, now_s: float) -> StepPlan:
         requests = self.requests
         online = [*requests.device[LS], *requests.waiting[LS]]
-        load, max_tokens = None, None
+        cost, max_tokens = None, None
         if self.forecast is not None:
-            load = self.forecast.load()
+            cost = self.forecast.step()
             max_tokens = None if online else self._best_size(self.forecast)
-        batch = Batch(requests, now_s, load=load, max_tokens=max_tokens)
+        batch = Batch(requests, now_s, cost=cost, max_tokens=max_tokens)
         self._serve_ls(batch)
-        ls_s = load.seconds() if load is not None else None
-        bound = tpot_bound(online, now_s, "step", headroom=0.0) if load is not None else TimeBound()
+        ls_s = cost.seconds() if cost is not None else None
+        bound = tpot_bound(online, now_s, "step", headroom=0.0) if cost is not None else TimeBound()
         self._serve_be(batch, bound.seconds)
         self._parking.bring_back(batch, requests.residents.queue)
-        decision = decision_of(load, ls_s, bound)
+        decision = decision_of(cost, ls_s, bound)
         self._step_ends_s = self.begin_s(now_s) + (decision.predicted_s or 0.0)
         offline = frozenset(c.request_id for c in batch.chunks if requests.states[c.request_id].kind is BE)
         return batch.plan(preemptible=offline, decision=decision)
@@ -72,13 +68,13 @@ class ConServePolicy(Policy):
     def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
         if self.forecast is None or slo.ttft_s is None:
             return False
-        load = self.forecast.load()  # Q_on
+        cost = self.forecast.step()  # Q_on
         for state in self.requests.waiting[LS]:
             start, count = state.num_computed_tokens, state.num_uncomputed_tokens
-            load.add_chunk(start, count, samples=state.num_logits(start, count))
-        load.add_chunk(0, len(request.prompt_token_ids), samples=1 + request.num_rows_to_score)
+            cost.add_chunk(start, count, samples=state.num_logits(start, count))
+        cost.add_chunk(0, len(request.prompt_token_ids), samples=1 + request.num_rows_to_score)
         remaining_s = max(0.0, self._step_ends_s - now_s)
-        return waited_s + remaining_s + load.seconds() > slo.ttft_s
+        return waited_s + remaining_s + cost.seconds() > slo.ttft_s
 
     def _serve_ls(self, batch: Batch) -> None:
         for state in batch.runnable(LS):
@@ -92,8 +88,8 @@ class ConServePolicy(Policy):
         requests = self.requests
         decodes = [state for state in requests.device[BE] if state.decodes]
         each_s = bound_s
-        if batch.load is not None and bound_s < math.inf:
-            together = batch.load.copy()
+        if batch.cost is not None and bound_s < math.inf:
+            together = batch.cost.copy()
             for state in decodes:
                 together.add_chunk(state.num_computed_tokens, 1, samples=True)
             if together.seconds() <= bound_s:
@@ -119,22 +115,22 @@ class ConServePolicy(Policy):
 
         Tried are the powers of two, those between them, and the largest: throughput is flat around its peak.
         """
-        most = self.limits.max_num_batched_tokens
+        most = self.limits.config.max_num_batched_tokens
         best_effort = [*self.requests.device[BE], *self.requests.waiting[BE]]
         decodes = [state for state in self.requests.device[BE] if state.decodes]
         prompts = [state for state in best_effort if not state.decodes]
         best, best_tokens, best_s = most, 0, 1.0
         powers = [1 << i for i in range(most.bit_length())]
         for size in sorted({min(size, most) for power in powers for size in (power, 3 * power)}):
-            load, left = forecast.load(), size
+            cost, left = forecast.step(), size
             for state in itertools.chain(decodes, prompts):
                 count = min(state.num_uncomputed_tokens, left)
                 start = state.num_computed_tokens
-                load.add_chunk(start, count, samples=state.num_logits(start, count))
+                cost.add_chunk(start, count, samples=state.num_logits(start, count))
                 left -= count
                 if left == 0:
                     break
-            seconds = load.seconds()
+            seconds = cost.seconds()
             if (size - left) * best_s >= best_tokens * seconds:
                 best, best_tokens, best_s = size, size - left, seconds
             if left:

@@ -16,10 +16,8 @@ from __future__ import annotations
 from omniserve.core.plan import Bound, StepPlan
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch, HostRows
-from omniserve.sched.load import Forecast
 from omniserve.sched.options import HostTierOptions
 from omniserve.sched.policy import SCHEDULERS, Policy
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS
 from omniserve.sched.tier_moves import TierMoves
 
@@ -32,9 +30,8 @@ class LlumnixPolicy(Policy):
     options: HostTierOptions
     offloads = True
 
-    def __init__(self, requests: RequestTable, options: HostTierOptions, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, options, forecast)
-        self._moves = TierMoves(requests, options, forecast)
+    def set_up(self) -> None:
+        self._moves = TierMoves(self.requests, self.options, self.forecast)
 
     def schedule(self, now_s: float) -> StepPlan:
         batch, requests = Batch(self.requests, now_s), self.requests
@@ -44,7 +41,7 @@ class LlumnixPolicy(Policy):
             self._moves.run_or_offload(batch, state)
         if not requests.waiting[LS]:  # a BE prompt must not take the memory that an LS one waits for
             self._admit_be(batch)
-        seats, max_rows = self.limits.max_piggyback_seats, self.options.most_rows(self.limits)
+        seats, max_rows = self.limits.config.max_piggyback_seats, self.options.most_rows(self.limits)
         max_entries = min(seats, max_rows) if requests.host_is_up else 0
         entries = requests.residents.plan_entries(requests.host_blocks_for, max_entries)
         joins = requests.residents.plan_joins(max_rows - len(entries), seats)

@@ -6,11 +6,8 @@ Sources: NEO (Jiang et al., MLSys 2025), sections 3 and 4; its role as a baselin
 from __future__ import annotations
 
 from omniserve.sched.batch import Batch, HostRows
-from omniserve.sched.load import Forecast
 from omniserve.sched.omniserve import OmniServePolicy
-from omniserve.sched.options import CoServingOptions
 from omniserve.sched.policy import SCHEDULERS
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.second_batch import SecondBatch
 
 
@@ -25,18 +22,18 @@ class NEOPolicy(OmniServePolicy):
     too, which only slows them down); the first sub-batch has no host rows; prompts are computed into device memory.
     """
 
-    def __init__(self, requests: RequestTable, options: CoServingOptions, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, options, forecast)
-        self._second = SecondBatch(requests)
+    def set_up(self) -> None:
+        super().set_up()
+        self._second = SecondBatch(self.requests)
 
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
         return self._second.reserve_s(batch, bound_s)
 
-    def host_rows(self, batch: Batch, bound_s: float, device_tokens: int) -> HostRows:
+    def host_rows(self, batch: Batch, bound_s: float, *, num_be_tokens: int) -> HostRows:
         states = self._second.candidates()
         count = len(states)
-        if batch.load is not None and states:
+        if batch.cost is not None and states:
             if not batch.chunks:  # an idle machine works, whatever the bound
-                bound_s = max(bound_s, self._second.seconds_with(batch.load, states[:1]))
-            count = self._second.most_per_second(batch.load, states, num_requests=len(batch.chunks), bound_s=bound_s)
+                bound_s = max(bound_s, self._second.seconds_with(batch.cost, states[:1]))
+            count = self._second.most_per_second(batch.cost, states, num_requests=len(batch.chunks), bound_s=bound_s)
         return self._second.run_through(batch, states, count)

@@ -16,10 +16,7 @@ import itertools
 
 from omniserve.core.plan import Bound, StepPlan
 from omniserve.sched.batch import Batch
-from omniserve.sched.load import Forecast
-from omniserve.sched.options import PolicyOptions
 from omniserve.sched.policy import SCHEDULERS, Policy
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState
 
 
@@ -27,8 +24,7 @@ from omniserve.sched.state import BE, LS, Phase, RequestState
 class NonPreemptivePolicy(Policy):
     """Running requests in the order of admission, then waiting LS, then waiting BE, under a fixed token budget."""
 
-    def __init__(self, requests: RequestTable, options: PolicyOptions, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, options, forecast)
+    def set_up(self) -> None:
         self._running: list[RequestState] = []
         """In the order of admission; those that ended or were preempted leave it as the next step begins."""
 

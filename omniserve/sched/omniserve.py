@@ -24,13 +24,12 @@ from omniserve.sched.bounds import (
     tpot_bound,
     ttft_left_s,
 )
-from omniserve.sched.load import Forecast, StepLoad, largest
 from omniserve.sched.options import CoServingOptions
 from omniserve.sched.piggyback import PiggybackPlan, choose, fill, seat_bucket
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.prefill import MIN_LS_CHUNK, LSQueue
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState
+from omniserve.sched.step_cost import StepCost, largest
 from omniserve.sched.tier_moves import TierMoves
 from omniserve.sched.ttft import TTFTEstimator
 
@@ -46,7 +45,7 @@ class OmniServePolicy(Policy):
     prefill, decodes then never find time, are offloaded, and need a step a layer: in the simulator 0.03 to 0.32 of the
     BE output of ``sarathi``, but more than it where GPU memory is short (docs/reproduction.md). For the same reason a
     BE decode that finds no time waits on the device; the paper sends it to the host (3.3.5), as ``offload_for_time``
-    does: there, 0.24 to 0.26 of the output in longer runs of Yi-34B under a heavy LS load.
+    does: there, 0.24 to 0.26 of the output in longer runs of Yi-34B under a heavy LS cost.
     """
 
     predicts = True
@@ -54,20 +53,33 @@ class OmniServePolicy(Policy):
     options: CoServingOptions
     offloads = True
 
-    def __init__(self, requests: RequestTable, options: CoServingOptions, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, options, forecast)
-        self._ttft = TTFTEstimator(forecast, self.limits, options.slack) if forecast is not None else None
+    def set_up(self) -> None:
+        forecast, slack = self.forecast, self.options.slack
+        self._ttft = TTFTEstimator(forecast, self.limits, slack) if forecast is not None else None
         self._margin = AdmissionMargin()
-        self._moves = TierMoves(requests, options, forecast)
+        self._moves = TierMoves(self.requests, self.options, forecast)
         self._without_memory: RequestState | None = None
         """The BE prompt for which the last step had time, but no memory."""
 
     def on_arrival(self, state: RequestState, now_s: float) -> float | None:
+        """Predict the time to first token of an LS request (3.3.3), and reject it if that is too long."""
         if self._ttft is None or state.kind is not LS:
             return None
         self._ttft.note(state)
-        predicted_s, state.soonest_ttft_s = self._predict_ttft(state, now_s)
-        return predicted_s
+        device, waiting = self.requests.device, self.requests.waiting
+        in_line = (other for other in itertools.chain(device[LS], waiting[LS]) if other is not state)
+        ahead = [s for s in in_line if not s.decodes and s.priority_key[0] <= state.priority_key[0]]
+        queue = self._ls_queue([other for other in device[LS] if other.decodes], ahead)
+        prediction = self._ttft.predict(
+            state, queue, now_s,
+            has_best_effort=bool(waiting[BE] or device[BE]), host_works=self.requests.residents.is_busy,
+        )  # fmt: skip
+        # What it will have waited before a step can have it.
+        waited_s = max(0.0, now_s - state.arrival_s) + (self.begin_s(now_s) - now_s)
+        if self.options.admission and state.slo.ttft_s is not None:
+            prediction.require(state.slo.ttft_s, waited_s, self._margin.share)
+        state.soonest_ttft_s = waited_s + prediction.soonest_s
+        return waited_s + prediction.expected_s
 
     def on_first_token(self, state: RequestState, now_s: float) -> None:
         if state.soonest_ttft_s is not None and state.slo.ttft_s is not None:
@@ -80,19 +92,18 @@ class OmniServePolicy(Policy):
             self._ttft.note_end(state)
 
     def schedule(self, now_s: float) -> StepPlan:
-        load = self.forecast.load(host_works=self.requests.residents.is_busy) if self.forecast is not None else None
-        batch, begin_s = Batch(self.requests, now_s, load=load), self.begin_s(now_s)
+        cost = self.forecast.step(host_works=self.requests.residents.is_busy) if self.forecast is not None else None
+        batch, begin_s = Batch(self.requests, now_s, cost=cost), self.begin_s(now_s)
         decoding = self._decode_ls(batch)
         s_d, s_be = (tpot_bound(decoding, begin_s, self.options.slack, share) for share in (LS_HEADROOM, BE_HEADROOM))
         unfinished, kept_out = self._prefill_ls(batch, s_d, begin_s)
-        ls_s, tokens_left = load.seconds() if load is not None else None, batch.tokens_left
+        ls_s, tokens_left = cost.seconds() if cost is not None else None, batch.tokens_left
         bound = self._best_effort_bound(batch, s_be, decoding, unfinished, begin_s)
         device_bound_s = max(0.0, bound.seconds - self.reserve_for_host_rows(batch, bound.seconds))
         kept_out += self._run_be(batch, device_bound_s)
         self._moves.swap_back(batch, device_bound_s, nothing_left_out=not kept_out)
-        rows = self.host_rows(batch, bound.seconds, tokens_left - batch.tokens_left)
-        decision = decision_of(load, ls_s, bound, kept_out + rows.left_out)
-        return batch.plan(host_rows=rows, decision=decision)
+        rows = self.host_rows(batch, bound.seconds, num_be_tokens=tokens_left - batch.tokens_left)
+        return batch.plan(host_rows=rows, decision=decision_of(cost, ls_s, bound, kept_out + rows.left_out))
 
     # -- latency-sensitive ---------------------------------------------------------------------------------------
 
@@ -109,13 +120,13 @@ class OmniServePolicy(Policy):
         """Schedule LS prefill under S_d (3.3.4), best class and oldest first.
 
         Returns:
-            The requests whose prefill is not over with this step, and what to note of those that are not in it.
+            The requests with prefill left after this step, and what to note of those that are not in it.
         """
         admitted = [state for state in self.requests.device[LS] if not state.decodes]
         bound_s, min_tokens, is_full, memory_is_short = s_d.seconds, MIN_LS_CHUNK, False, False
         unfinished: list[RequestState] = []
         last_refusal: Bound | None = None
-        for state in heapq.merge(admitted, self.requests.waiting[LS], key=lambda s: s.place):
+        for state in heapq.merge(admitted, self.requests.waiting[LS], key=lambda s: s.priority_key):
             if is_full or (memory_is_short and state.phase is Phase.WAITING):
                 unfinished.append(state)
                 continue
@@ -128,7 +139,7 @@ class OmniServePolicy(Policy):
                 memory_is_short |= not is_full
             if not batch.samples(state):
                 unfinished.append(state)
-            elif batch.load is not None and (left_s := ttft_left_s(state, begin_s)) >= batch.load.seconds():
+            elif batch.cost is not None and (left_s := ttft_left_s(state, begin_s)) >= batch.cost.seconds():
                 # None behind it may make its first token late, if it can still be in time.
                 bound_s = min(bound_s, left_s)
         kept_out = [state for state in unfinished if state not in batch]
@@ -144,28 +155,6 @@ class OmniServePolicy(Policy):
         self._moves.make_room_for_ls(batch, state)
         return batch.admit(state, bound_s=bound_s, min_tokens=min_tokens)
 
-    def _predict_ttft(self, new: RequestState, now_s: float) -> tuple[float, float]:
-        """Return the time to first token that a new request would have (3.3.3): as expected, and at the soonest.
-
-        Raises:
-            RequestRejected: It is longer than the objective.
-        """
-        assert self._ttft is not None
-        device, waiting = self.requests.device, self.requests.waiting
-        in_line = (state for state in itertools.chain(device[LS], waiting[LS]) if state is not new)
-        ahead = [state for state in in_line if not state.decodes and state.place[0] <= new.place[0]]
-        decoding = [state for state in device[LS] if state.decodes]
-        prediction = self._ttft.predict(
-            new, self._ls_queue(decoding, ahead), now_s, has_best_effort=bool(waiting[BE] or device[BE]),
-            host_works=self.requests.residents.is_busy,
-        )  # fmt: skip
-        margin, required_s = self._margin.share, new.slo.ttft_s
-        # What it will have waited before a step can have it.
-        waited_s = max(0.0, now_s - new.arrival_s) + (self.begin_s(now_s) - now_s)
-        if self.options.admission and required_s is not None and not prediction.meets(required_s, waited_s, margin):
-            raise prediction.rejection(required_s, waited_s, margin)
-        return waited_s + prediction.expected_s, waited_s + prediction.soonest_s
-
     def _ls_queue(self, decoding: Sequence[RequestState], prompts: Sequence[RequestState]) -> LSQueue:
         requests = self.requests
         free = self.kv.num_free(Tier.DEVICE) + requests.blocks_moving_out
@@ -176,34 +165,28 @@ class OmniServePolicy(Policy):
     # -- bounds --------------------------------------------------------------------------------------------------
 
     def _best_effort_bound(
-        self,
-        batch: Batch,
-        s_be: TimeBound,
-        decoding: Sequence[RequestState],
-        unfinished: Sequence[RequestState],
+        self, batch: Batch, s_be: TimeBound, decoding: Sequence[RequestState], unfinished: Sequence[RequestState],
         begin_s: float,
-    ) -> TimeBound:
+    ) -> TimeBound:  # fmt: skip
         """Return what BE work may lengthen the step to: no TPOT or TTFT may suffer, nor a newcomer's (3.3.4)."""
-        if batch.load is None or self._ttft is None:
+        if batch.cost is None or self._ttft is None:
             return TimeBound()
-        ls_s, bound = batch.load.seconds(), s_be
+        ls_s, bound = batch.cost.seconds(), s_be
         for state in self.requests.device[LS]:
             if state in batch and batch.samples(state) and state.num_output_tokens == 0:
                 bound = bound.or_tighter(max(ttft_left_s(state, begin_s), ls_s), f"ttft of {state.request_id}")
         if unfinished:
-            for left in self._ttft.prefill_left(self._ls_queue(decoding, unfinished), batch, s_be.seconds):
-                # Where memory is what it waits for, so many steps come before its own.
-                left_s = (ttft_left_s(left.state, begin_s) - left.prefill_s) / (1 + left.num_waiting_steps)
-                bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {left.state.request_id}")
+            queue = self._ls_queue(decoding, unfinished)
+            for request_id, left_s in self._ttft.prompt_bounds(queue, batch, s_be.seconds, begin_s):
+                bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {request_id}")
         newcomer_s = self._ttft.newcomer_bound_s(
             decoding, s_be.seconds, margin=self._margin.share, busy_s=begin_s - batch.now_s
         )
         bound = bound.or_tighter(newcomer_s, "ttft of a new request")
-        if batch.load.features.is_empty:
+        if batch.cost.features.is_empty:
             # No LS work: the machine is never left idle because its smallest step is too long for a newcomer.
-            trial = batch.load.copy()
-            trial.add_chunk(0, MIN_BE_CHUNK, samples=True)
-            bound = TimeBound(max(bound.seconds, trial.seconds()), bound.by)
+            least_s = batch.cost.seconds_with(0, MIN_BE_CHUNK, samples=True)
+            bound = TimeBound(max(bound.seconds, least_s), bound.by)
         return bound
 
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
@@ -212,13 +195,13 @@ class OmniServePolicy(Policy):
         Paper: OmniServe 3.3.4. Its text gives the stricter bound to steps *without* results; it means the others.
         """
         ready = self.requests.residents.num_ready
-        if batch.load is None or not any(ready):
+        if batch.cost is None or not any(ready):
             return 0.0
         entries = self._num_entries()
-        seats = seat_bucket(max(entries, *ready), self.limits.max_piggyback_seats)
-        trial = batch.load.copy()
-        fill(trial, entries, ready, seats=seats, max_rows=self.options.most_rows(self.limits))
-        return trial.seconds() - batch.load.seconds()
+        seats = seat_bucket(max(entries, *ready), self.limits.config.max_piggyback_seats)
+        max_rows = self.options.most_rows(self.limits)
+        with_rows_s = batch.cost.seconds_after(lambda step: fill(step, entries, ready, seats=seats, max_rows=max_rows))
+        return with_rows_s - batch.cost.seconds()
 
     # -- best-effort ---------------------------------------------------------------------------------------------
 
@@ -298,16 +281,15 @@ class OmniServePolicy(Policy):
     def _num_within(self, batch: Batch, decodes: Sequence[RequestState], bound_s: float) -> int:
         """Return how many decodes, from the first on, the bound lets in (3.3.5); one at least if nothing else runs."""
         most = min(len(decodes), batch.tokens_left)
-        if batch.load is None or self.forecast is None or bound_s == math.inf or most == 0:
+        if batch.cost is None or self.forecast is None or bound_s == math.inf or most == 0:
             return len(decodes)
-        load, shape = batch.load, self.forecast.shape
+        cost, shape = batch.cost, self.forecast.shape
         contexts = list(itertools.accumulate(state.num_computed_tokens for state in decodes[:most]))
-        loads = list(itertools.accumulate(shape.load(state.num_computed_tokens, 1) for state in decodes[:most]))
+        keys = list(itertools.accumulate(shape.keys_seen(state.num_computed_tokens, 1) for state in decodes[:most]))
 
         def seconds(count: int) -> float:
-            trial = load.copy()
-            trial.add_decodes(count, contexts[count - 1], loads[count - 1], samples=count)
-            return trial.seconds()
+            last = count - 1
+            return cost.seconds_after(lambda step: step.add_decodes(count, contexts[last], keys[last], samples=count))
 
         within = largest(seconds, most, bound_s)
         return max(within, 0 if batch.chunks else 1)
@@ -318,28 +300,25 @@ class OmniServePolicy(Policy):
         """Return how many host residents have a token that may enter."""
         return self.requests.residents.num_at_token_boundary if self.requests.host_is_up else 0
 
-    def host_rows(self, batch: Batch, bound_s: float, device_tokens: int) -> HostRows:
-        """Choose entries and joins: as many seats and rows as pay, lowest layer first (3.3.6).
-
-        Args:
-            batch: The step's device rows.
-            bound_s: Longest step.
-            device_tokens: Device rows of it that are best effort.
-        """
+    def host_rows(self, batch: Batch, bound_s: float, *, num_be_tokens: int) -> HostRows:
+        """Choose entries and joins: as many seats and rows as pay beside the BE tokens, lowest layer first (3.3.6)."""
         residents, most_rows = self.requests.residents, self.options.most_rows(self.limits)
-        ready, num_entries, most_seats = residents.num_ready, self._num_entries(), self.limits.max_piggyback_seats
+        ready, num_entries, most_seats = (
+            residents.num_ready,
+            self._num_entries(),
+            self.limits.config.max_piggyback_seats,
+        )
         if not num_entries and not any(ready):
             return HostRows()
-        if batch.load is None:
+        if batch.cost is None:
             chosen = PiggybackPlan(most_seats, most_rows)
         else:
             if not batch.chunks:
-                trial = batch.load.copy()
-                fill(trial, num_entries, ready, seats=1, max_rows=1)
-                bound_s = max(bound_s, trial.seconds())
+                one_row_s = batch.cost.seconds_after(lambda step: fill(step, num_entries, ready, seats=1, max_rows=1))
+                bound_s = max(bound_s, one_row_s)
             chosen = choose(
-                batch.load, num_entries, ready, bound_s=bound_s, max_seats=most_seats, max_rows=most_rows,
-                device_tokens=device_tokens,
+                batch.cost, num_entries, ready,
+                bound_s=bound_s, max_seats=most_seats, max_rows=most_rows, num_be_tokens=num_be_tokens,
             )  # fmt: skip
         allowed = min(num_entries, chosen.seats, chosen.rows)
         entries = residents.plan_entries(self.requests.host_blocks_for, allowed) if allowed else []
@@ -350,19 +329,14 @@ class OmniServePolicy(Policy):
         kept_out = left_out("piggyback entry", num_entries - len(entries), entry_bound)
         kept_out += left_out("piggyback join", sum(ready) - len(joins), bound)
         rows = HostRows(entries=entries, joins=joins, left_out=kept_out)
-        if batch.load is not None:
-            self.put_piggyback(batch.load, rows)
+        if batch.cost is not None:
+            self.put_piggyback(batch.cost, rows)
         return rows
 
-    def put_piggyback(self, load: StepLoad, rows: HostRows) -> None:
-        """Tell a load what was really taken: an entry without host blocks stays out."""
+    def put_piggyback(self, cost: StepCost, rows: HostRows) -> None:
+        """Add the rows that were really taken: an entry without host blocks stays out."""
         per_layer = [0] * self.limits.num_layers
         for join in rows.joins:
             per_layer[join.layer] += 1
-        fill(
-            load,
-            len(rows.entries),
-            per_layer,
-            seats=self.limits.max_piggyback_seats,
-            max_rows=self.options.most_rows(self.limits),
-        )
+        seats, max_rows = self.limits.config.max_piggyback_seats, self.options.most_rows(self.limits)
+        fill(cost, len(rows.entries), per_layer, seats=seats, max_rows=max_rows)

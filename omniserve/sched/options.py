@@ -48,7 +48,7 @@ class HostTierOptions(PolicyOptions):
 
     def most_rows(self, limits: SchedulerLimits) -> int:
         """Return the most piggyback rows of a step, over all layers."""
-        every_layer = limits.max_piggyback_seats * (limits.num_layers + 1)
+        every_layer = limits.config.max_piggyback_seats * (limits.num_layers + 1)
         return self.max_piggyback_rows if self.max_piggyback_rows is not None else every_layer
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class CoServingOptions(HostTierOptions):
     """Options of policies that fill steps with BE work up to the tightest objective."""
 
     admission: bool = True
-    """Reject LS requests whose predicted TTFT misses their objective."""
+    """Reject LS requests that are predicted to miss their TTFT."""
     be_order: Literal["decode", "prefill"] = "decode"
     """``decode``: BE decodes come before BE prompts, which get the time that is left. ``prefill``: the paper's order
     (omniserve 3.3.2); more BE prompts than the device can prefill then leave no time to decode."""

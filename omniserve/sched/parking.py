@@ -39,10 +39,6 @@ class Parking:
 
         They come back beside the steps while no LS request waits, into memory that leaves those on the device the LS
         reserve and a block each to grow into; one with the device to itself always comes back.
-
-        Args:
-            batch: The step.
-            parked: Host residents, in the order in which they come back.
         """
         requests = self._requests
         if requests.waiting[LS]:
@@ -93,8 +89,10 @@ class Parking:
 
     def _let_go(self, batch: Batch, state: RequestState) -> None:
         """Park a request, or recompute it if too little of it has a checkpoint or the host has no room."""
-        num_checkpointed = self._kv.num_checkpointed(state.request_id)
+        num_checkpointed = self._requests.num_checkpointed(state)
         num_missing = self._kv.num_blocks(state.request_id) - num_checkpointed
-        can_park = not self._kv.restores and state.decodes and num_checkpointed > 0 and num_missing <= _MOST_TO_COPY
+        can_park = state.decodes and num_checkpointed > 0 and num_missing <= _MOST_TO_COPY
+        # A manager that evicts keeps the checkpoint without a move.
+        can_park &= self._requests.evicter is None
         if not (can_park and batch.start_move(state, MoveDirection.TO_HOST)):
             self._requests.preempt(state)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omniserve.sched.load import StepLoad
+from omniserve.sched.step_cost import StepCost
 
 
 def seat_bucket(count: int, largest: int) -> int:
@@ -24,11 +24,10 @@ class PiggybackPlan:
     """Most rows over all layers, counted from the lowest layer up; entries come before joins."""
 
 
-def fill(load: StepLoad, num_entries: int, ready: Sequence[int], *, seats: int, max_rows: int) -> int:
-    """Put piggyback rows into a load, lowest layer first, and return how many they are.
+def fill(cost: StepCost, num_entries: int, ready: Sequence[int], *, seats: int, max_rows: int) -> int:
+    """Put piggyback rows into a step, lowest layer first, and return how many they are.
 
     Args:
-        load: The step without any.
         num_entries: Tokens that may enter at layer 0.
         ready: Results that wait, by layer.
         seats: Most rows of one layer.
@@ -39,36 +38,28 @@ def fill(load: StepLoad, num_entries: int, ready: Sequence[int], *, seats: int, 
     for count in ready:
         joins.append(min(count, seats, rows_left))
         rows_left -= joins[-1]
-    load.add_piggyback(seat_bucket(max(entries, *joins), seats), entries, joins)
+    cost.add_piggyback(seat_bucket(max(entries, *joins), seats), entries, joins)
     return max_rows - rows_left
 
 
 def choose(
-    load: StepLoad, num_entries: int, ready: Sequence[int], *, bound_s: float, max_seats: int, max_rows: int,
-    device_tokens: int,
+    cost: StepCost, num_entries: int, ready: Sequence[int], *, bound_s: float, max_seats: int, max_rows: int,
+    num_be_tokens: int,
 ) -> PiggybackPlan:  # fmt: skip
     """Return the piggyback rows that bring most best-effort work a second within the bound.
 
     Every seat costs a row of the dense halves in each layer, taken or not, so as many seats as the fullest layer wants
     are not always best. With the seats chosen, rows are taken from the lowest layer up until the bound is reached.
-
-    Args:
-        load: The step without piggyback rows; it is not changed.
-        num_entries: Tokens that may enter at layer 0.
-        ready: Results that wait, by layer.
-        bound_s: Longest step.
-        max_seats: Largest P.
-        max_rows: Most rows in all.
-        device_tokens: Best-effort tokens among the step's device rows.
+    ``num_be_tokens`` are among the step's device rows; the other parameters are those of ``fill``.
     """
     most = seat_bucket(min(max(num_entries, max(ready, default=0)), max_rows), max_seats)
     best, best_rate = PiggybackPlan(), -1.0
     seats = most
     while seats:
-        rows, seconds = _within(load, num_entries, ready, seats, max_rows, bound_s)
+        rows, seconds = _within(cost, num_entries, ready, seats, max_rows, bound_s)
         if rows:
             # A row passes one layer: so many of them are a token.
-            rate = (device_tokens + rows / (len(ready) + 1)) / seconds
+            rate = (num_be_tokens + rows / (len(ready) + 1)) / seconds
             if rate > best_rate:
                 best, best_rate = PiggybackPlan(seats, rows), rate
         seats = 1 << (seats - 1).bit_length() - 1 if seats > 1 else 0
@@ -76,16 +67,14 @@ def choose(
 
 
 def _within(
-    load: StepLoad, num_entries: int, ready: Sequence[int], seats: int, max_rows: int, bound_s: float
+    cost: StepCost, num_entries: int, ready: Sequence[int], seats: int, max_rows: int, bound_s: float
 ) -> tuple[int, float]:
     """Return the most rows within the bound, and the step's seconds with them."""
 
     def seconds(rows: int) -> float:
-        twin = load.copy()
-        fill(twin, num_entries, ready, seats=seats, max_rows=rows)
-        return twin.seconds()
+        return cost.seconds_after(lambda step: fill(step, num_entries, ready, seats=seats, max_rows=rows))
 
-    trial = load.copy()
+    trial = cost.copy()
     rows = fill(trial, num_entries, ready, seats=seats, max_rows=max_rows)
     all_s = trial.seconds()
     if all_s <= bound_s or rows == 0:

@@ -12,10 +12,10 @@ from omniserve.core.options import Value, make_options
 from omniserve.core.plan import HostEvent, StepPlan
 from omniserve.core.registry import Registry
 from omniserve.core.request import SLO, Request
-from omniserve.sched.load import Forecast
 from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions, PolicyOptions
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import RequestState
+from omniserve.sched.step_cost import Forecast
 
 
 class Policy:
@@ -24,8 +24,6 @@ class Policy:
     All but ``schedule`` are hooks, for policies that learn from what happens.
 
     Args:
-        requests: All requests, and the KV blocks of each.
-        options: Of ``options_type``.
         forecast: What a step will take; None: there is no latency model.
     """
 
@@ -44,6 +42,10 @@ class Policy:
         self.limits = requests.limits
         self.kv = requests.kv
         self.forecast = forecast
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Make what the policy keeps between steps."""
 
     def schedule(self, now_s: float) -> StepPlan:
         """Decide the next step: fill a ``Batch``, and close it with its ``plan``."""
@@ -78,10 +80,7 @@ class Policy:
         Asked between the layers of a step, before the request is added; ``conserve`` 4.3, Algorithm 1.
 
         Args:
-            request: It.
-            slo: Its objectives.
             waited_s: How long ago it came.
-            now_s: Now.
         """
         return False
 

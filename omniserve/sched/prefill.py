@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from omniserve.sched.load import StepLoad
 from omniserve.sched.state import RequestState
+from omniserve.sched.step_cost import StepCost
 
 MIN_LS_CHUNK = 16
 """LS prefill goes on by so many tokens a step at least, whatever the bound."""
@@ -29,7 +29,7 @@ class Prefill:
     count: int
     """Tokens to compute, at least 1."""
     num_logits: int = 1
-    """Rows among them that become logits: the last, and those whose successors' log-probabilities are asked for."""
+    """Rows among them that become logits: the last, and those that tell the prompt's log-probabilities."""
 
     @classmethod
     def of(cls, state: RequestState, start: int) -> Self:
@@ -39,16 +39,12 @@ class Prefill:
 
 
 def prefill_time(
-    decodes: StepLoad, prompts: Sequence[Prefill], *, bound_s: float, first_bound_s: float, max_tokens: int
+    decodes: StepCost, prompts: Sequence[Prefill], bound_s: float, first_bound_s: float, max_tokens: int
 ) -> tuple[float, int]:
     """Return how long it takes until the last of some prompts is computed, in seconds and in steps.
 
-    Args:
-        decodes: What each step decodes beside them.
-        prompts: What is left of each, in order.
-        bound_s: Longest step.
-        first_bound_s: The same for the first one, which may have more time than the others.
-        max_tokens: Most prompt tokens of a step, at least 1.
+    Each step has these decodes, at most ``max_tokens`` >= 1 tokens of prompts, and takes at most ``bound_s``; the first
+    one may have another bound.
     """
     together = decodes.copy()
     for prompt in prompts:
@@ -103,7 +99,7 @@ class LSQueue:
 
     decoding: Sequence[RequestState]
     prompts: Sequence[RequestState]
-    """Those whose prefill is not over, in the order in which it goes on; some may still wait for memory."""
+    """Those with prefill left, in the order in which it goes on; some may still wait for memory."""
     blocks: Mapping[str, int]
     """What each request on the device holds, by id."""
     num_free: int

@@ -1,7 +1,7 @@
 """``priority``: vLLM's priority policy, with classes for priorities.
 
 What vLLM (v1) does, and this file does with it: requests that hold KV are served before any that wait; those that wait
-are admitted by (priority, arrival), and stop at the first that finds no memory, token or seat. Admission never
+are admitted by (priority, arrival), and stop at the first that lacks memory, tokens or room. Admission never
 preempts, so an LS request waits for BE requests that run. Only a running request that finds no block for its next token
 preempts: the running request that is last by (priority, arrival), perhaps itself, is recomputed. A step that preempts a
 request admits none. Prefill is chunked, and prompts and decodes share one token budget.

@@ -7,9 +7,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection
+from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, SlotCopy
 from omniserve.core.request import ServiceClass
-from omniserve.kv.base import KVManager, MoveResult, Tier
+from omniserve.kv.base import CanCheckpoint, CanEvict, CanMove, CanShare, KVManager, MoveResult, Tier
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.limits import SchedulerLimits
 from omniserve.sched.residents import HostResidents
@@ -26,8 +26,6 @@ class RequestTable:
     and so do MOVING ones that come from the host tier or go there.
 
     Args:
-        limits: Sizes and budgets.
-        kv: The block ids; nothing else allocates and frees.
         offloads: Requests may move to the host tier.
     """
 
@@ -44,12 +42,21 @@ class RequestTable:
         self.counters: Counter[str] = Counter()
         """Fields of SchedulerStats that are not by class."""
         self.step_ids = itertools.count()
+        self.mover = kv if isinstance(kv, CanMove) else None
+        self.evicter = kv if isinstance(kv, CanEvict) else None
+        self.sharer = kv if isinstance(kv, CanShare) else None
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
         self._cancels: list[int] = []
         self._checkpoints: Checkpoints | None = None
-        if (kv.restores or offloads) and limits.checkpoint_blocks > 0 and limits.num_host_slots > 0:
-            self._checkpoints = Checkpoints(kv, limits.block_size, max_blocks_per_step=limits.checkpoint_blocks)
+        wants_copies = self.evicter is not None or offloads
+        if (
+            wants_copies
+            and isinstance(kv, CanCheckpoint)
+            and limits.checkpoint_blocks > 0
+            and limits.num_host_slots > 0
+        ):
+            self._checkpoints = Checkpoints(kv, kv.block_size, max_blocks_per_step=limits.checkpoint_blocks)
 
     # -- arrivals and ends ---------------------------------------------------------------------------------------
 
@@ -65,7 +72,8 @@ class RequestTable:
                 "still uses; choose another"
             )
         self.states[state.request_id] = state
-        self.kv.declare(state.request_id, state.kind)
+        if self.sharer is not None:
+            self.sharer.declare(state.request_id, state.kind)
         self.waiting[state.kind].add(state)
 
     def end(self, state: RequestState) -> None:
@@ -76,13 +84,7 @@ class RequestTable:
     def let_go(self, state: RequestState, into: Phase) -> None:
         """Take a request from where it is; its phase is ``into``, or DRAINING if something still uses its KV."""
         phase, state.phase = state.phase, into
-        if phase is Phase.WAITING:
-            self.waiting[state.kind].remove(state)
-            self.kv.free(state.request_id)
-        elif phase is Phase.DEVICE:
-            self.device[state.kind].remove(state)
-            self.kv.free(state.request_id)
-        elif phase is Phase.MOVING:
+        if phase is Phase.MOVING:
             state.phase = Phase.DRAINING
         elif phase is Phase.HOST:
             self.residents.queue.remove(state)
@@ -92,9 +94,12 @@ class RequestTable:
                 self._cancels.append(state.slot)
             else:
                 self._leave_host(state)
+        elif phase in (Phase.WAITING, Phase.DEVICE):
+            (self.waiting if phase is Phase.WAITING else self.device)[state.kind].remove(state)
+            self.kv.free(state.request_id)
 
     def ended(self) -> Iterator[RequestState]:
-        """Yield the requests that have ended, but whose KV a copy or a host task still uses."""
+        """Yield the requests that have ended, but a copy or a host task still uses their KV."""
         yield from (state for state, _ in self.moving.values() if state.phase is Phase.DRAINING)
         yield from self._draining.values()
 
@@ -125,7 +130,10 @@ class RequestTable:
             self.residents.release_slot(state)
         else:
             raise RuntimeError(f"request {state.request_id} cannot be preempted while {state.phase}")
-        self.kv.evict(state.request_id, state.num_computed_tokens)
+        if self.evicter is not None:
+            self.evicter.evict(state.request_id, state.num_computed_tokens)
+        else:
+            self.kv.free(state.request_id)
         self._requeue(state)
 
     def start_move(self, state: RequestState, direction: MoveDirection, *, reserve_blocks: int = 0) -> KVMove | None:
@@ -133,10 +141,12 @@ class RequestTable:
         assert state.decodes and state.away is None, f"{state.request_id} is not at a token boundary"
         assert self._offloads, "the policy moves requests between the tiers: set its offloads to True"
         to_host = direction is MoveDirection.TO_HOST
-        if to_host and (not self.host_is_up or self.residents.num_free_slots == 0):
+        if self.mover is None or (to_host and (not self.host_is_up or self.residents.num_free_slots == 0)):
             return None
         keep_tokens = 0 if to_host or self._checkpoints is None else state.num_computed_tokens
-        move = self.kv.start_move(state.request_id, direction, reserve_blocks=reserve_blocks, keep_tokens=keep_tokens)
+        move = self.mover.start_move(
+            state.request_id, direction, reserve_blocks=reserve_blocks, keep_tokens=keep_tokens
+        )
         if move is None:
             return None
         state.halted = None
@@ -150,9 +160,12 @@ class RequestTable:
         return move
 
     def needs_restore(self, state: RequestState) -> bool:
-        """Tell whether a WAITING request has a checkpoint of tokens whose KV is not on the device any more."""
-        num_kept = self.kv.num_kept_tokens
-        return self.host_is_up and num_kept(state.request_id, Tier.HOST) > num_kept(state.request_id, Tier.DEVICE)
+        """Tell whether a WAITING request has a checkpoint of tokens that have no KV on the device any more."""
+        return self.host_is_up and self.num_kept_tokens(state, Tier.HOST) > self.num_kept_tokens(state, Tier.DEVICE)
+
+    def num_kept_tokens(self, state: RequestState, tier: Tier) -> int:
+        """Return how many first tokens of a preempted request still have their KV on a tier; see ``CanEvict``."""
+        return self.evicter.num_kept_tokens(state.request_id, tier) if self.evicter is not None else 0
 
     def start_restore(self, state: RequestState, *, reserve_blocks: int = 0) -> KVMove | None:
         """Begin to copy a WAITING request back that needs it; None if there is no room.
@@ -160,8 +173,9 @@ class RequestTable:
         It holds device blocks for all its tokens from now on, and is on the device, with those behind its checkpoint
         uncomputed, when the copy is done.
         """
-        num_tokens = self.kv.num_kept_tokens(state.request_id, Tier.HOST)
-        move = self.kv.start_restore(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
+        assert self.evicter is not None, "a request that needs to be restored was evicted"
+        num_tokens = self.num_kept_tokens(state, Tier.HOST)
+        move = self.evicter.start_restore(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
         if move is None:
             return None
         self.waiting[state.kind].remove(state)
@@ -173,8 +187,9 @@ class RequestTable:
 
     def abandon_move(self, move_id: int) -> None:
         """Take the device memory back from a request that is moving to the host; it waits to be recomputed."""
+        assert self.mover is not None
         state, _ = self.moving.pop(move_id)
-        self.kv.abandon_move(move_id)
+        self.mover.abandon_move(move_id)
         self.abandoned_moves.add(move_id)
         self.residents.release_slot(state)
         if state.phase is Phase.DRAINING:
@@ -188,6 +203,18 @@ class RequestTable:
         if self._checkpoints is None or not self.host_is_up:
             return []
         return self._checkpoints.plan(self.device[BE], reserve_blocks=self.host_headroom)
+
+    def num_checkpointed(self, state: RequestState) -> int:
+        """Return how many of a request's first blocks have a copy on the host."""
+        return self._checkpoints.num_blocks(state) if self._checkpoints is not None else 0
+
+    def runs_from_right(self, state: RequestState) -> bool:
+        """Tell whether the request's tokens fill its device blocks from the right; see ``CanShare``."""
+        return self.sharer is not None and self.sharer.runs_from_right(state.request_id)
+
+    def take_relocations(self) -> tuple[SlotCopy, ...]:
+        """Return, once, the copies on the device that the next step must begin with."""
+        return self.sharer.take_relocations() if self.sharer is not None else ()
 
     def take_cancels(self) -> tuple[int, ...]:
         """Return, once, the host slots of requests that have ended while their token was away."""
@@ -223,10 +250,11 @@ class RequestTable:
             self.preempt(state)
 
     def _finish_move(self, event: HostEvent) -> None:
-        if self._checkpoints is not None and self._checkpoints.on_move(event):
-            return
+        assert self.mover is not None
         succeeded = event.kind is HostEventKind.MOVE_DONE
-        result = self.kv.finish_move(event.move_id, succeeded=succeeded)
+        result = self.mover.finish_move(event.move_id, succeeded=succeeded)
+        if self._checkpoints is not None and self._checkpoints.on_end(event.move_id, result):
+            return
         if event.move_id in self.abandoned_moves:
             self.abandoned_moves.remove(event.move_id)
             return
@@ -285,7 +313,7 @@ class RequestTable:
 
     @property
     def blocks_moving_out(self) -> int:
-        """Device blocks that they will free."""
+        """Device blocks that these moves will free."""
         return sum(len(move.src_block_ids) for move in self.moves_to_host)
 
     @property
@@ -302,23 +330,20 @@ class RequestTable:
         """Host blocks for residents to grow into, so that a full host tier does not drop what it just received."""
         return 2 * (self.residents.num_slots_used + 1) if self._offloads else 0
 
-    def num_admitted(self, kind: ServiceClass) -> int:
-        """Return how many requests, on the device or on their way to it, count against the limit of this kind.
-
-        Those on their way to the host do not; one that fails to get there comes on top.
-        """
-        # BE requests never use up the seats of LS ones.
-        kinds = (LS,) if kind is LS else (LS, BE)
-        incoming = (state for state, move in self.moving.values() if move.direction is MoveDirection.TO_DEVICE)
-        return sum(state.kind in kinds for state in incoming) + sum(len(self.device[kind]) for kind in kinds)
-
     def is_full(self, kind: ServiceClass) -> bool:
-        """Return whether the limit on requests keeps out another one of this kind."""
-        return self.num_admitted(kind) >= self.limits.max_num_seqs
+        """Return whether the limit on requests keeps out another one of this kind.
+
+        Requests on their way to the device count, those on their way to the host do not; one that fails to get there
+        comes on top.
+        """
+        kinds = (LS,) if kind is LS else (LS, BE)  # BE requests never use up the room of LS ones
+        incoming = (state for state, move in self.moving.values() if move.direction is MoveDirection.TO_DEVICE)
+        num_admitted = sum(state.kind in kinds for state in incoming) + sum(len(self.device[kind]) for kind in kinds)
+        return num_admitted >= self.limits.config.max_num_seqs
 
     def blocks_for(self, state: RequestState) -> int:
         """Return how many blocks all known tokens of a request need."""
-        return -(-state.num_tokens // self.limits.block_size)
+        return -(-state.num_tokens // self.kv.block_size)
 
     def reserve_for_ls(self, state: RequestState) -> int:
         """Return what a BE request leaves free: no block if it has the device to itself, or it might never run."""
@@ -340,22 +365,19 @@ class RequestTable:
         """
         self.kv.check_integrity()
         for state in self.states.values():
+            phase, about = state.phase, (state.request_id, state.phase, state.slot)
             homes = {
                 Phase.WAITING: state in self.waiting[state.kind],
                 Phase.DEVICE: state in self.device[state.kind],
                 Phase.HOST: state in self.residents.queue,
                 Phase.MOVING: any(other is state for other, _ in self.moving.values()),
-                Phase.ENDING: state.phase is Phase.ENDING,
+                Phase.ENDING: phase is Phase.ENDING,
             }
-            assert [phase for phase, home in homes.items() if home] == [state.phase], (state.request_id, homes)
-            holds = self.kv.num_blocks(state.request_id)
-            assert (holds == 0) == (state.phase in (Phase.WAITING, Phase.ENDING)), (
-                state.request_id,
-                state.phase,
-                holds,
-            )
-            may_hold, must_hold = state.phase in (Phase.HOST, Phase.MOVING), state.phase is Phase.HOST
-            assert may_hold if state.slot >= 0 else not must_hold, (state.request_id, state.phase, state.slot)
+            assert [home for home, is_there in homes.items() if is_there] == [phase], (about, homes)
+            num_blocks = self.kv.num_blocks(state.request_id)
+            assert (num_blocks == 0) == (phase in (Phase.WAITING, Phase.ENDING)), (about, num_blocks)
+            may_hold, must_hold = phase in (Phase.HOST, Phase.MOVING), phase is Phase.HOST
+            assert may_hold if state.slot >= 0 else not must_hold, about
         held = self.residents.num_slots_used
         on_host = sum(s.slot >= 0 for s in (*self.states.values(), *self.ended()))
         assert held == on_host, f"{held} slots are taken, {on_host} requests hold one"

@@ -13,12 +13,7 @@ from omniserve.sched.state import AwayToken, RequestQueue, RequestState
 
 
 class HostResidents:
-    """Slots of the host tier and the tokens that are away.
-
-    Args:
-        num_slots: Slots of the host tier.
-        num_layers: L.
-    """
+    """Slots of the host tier and the tokens that are away."""
 
     def __init__(self, *, num_slots: int, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -28,7 +23,7 @@ class HostResidents:
         self._ready: list[RequestQueue] = [RequestQueue() for _ in range(num_layers)]
         self._changed: list[RequestState] = []
         self.queue = RequestQueue()
-        """Requests whose KV is on the host (not those that move)."""
+        """Requests with their KV on the host (not those that move)."""
 
     @property
     def num_free_slots(self) -> int:
@@ -85,16 +80,11 @@ class HostResidents:
 
     @property
     def num_at_token_boundary(self) -> int:
-        """Residents whose next token may enter."""
+        """Residents of which the next token may enter."""
         return sum(state.away is None for state in self.queue)
 
     def plan_joins(self, max_rows: int, seats: int) -> list[PiggybackJoin]:
-        """Pick waiting results for this step, lowest layer first (3.3.6), oldest request first inside a layer.
-
-        Args:
-            max_rows: Most joins.
-            seats: Most joins of one layer.
-        """
+        """Pick waiting results for this step, lowest layer first (3.3.6), oldest request first inside a layer."""
         joins: list[PiggybackJoin] = []
         for queue in self._ready:
             for seat, state in enumerate(queue):
@@ -106,7 +96,7 @@ class HostResidents:
         return joins
 
     def join_of(self, state: RequestState) -> PiggybackJoin:
-        """Return the join of a token whose result waits."""
+        """Return the join of a token that has its result."""
         assert state.away is not None and state.away.ready
         return PiggybackJoin(
             request_id=state.request_id,
@@ -123,7 +113,6 @@ class HostResidents:
 
         Args:
             allocate: Returns the request's host blocks for its newest token, or None if the request cannot go on now.
-            max_entries: Most entries.
         """
         entries: list[PiggybackEntry] = []
         for state in self.queue:

@@ -15,10 +15,7 @@ from __future__ import annotations
 from omniserve.core.plan import Bound, StepPlan
 from omniserve.core.request import ServiceClass
 from omniserve.sched.batch import Batch
-from omniserve.sched.load import Forecast
-from omniserve.sched.options import PolicyOptions
 from omniserve.sched.policy import SCHEDULERS, Policy
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
 
 
@@ -26,8 +23,7 @@ from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
 class RoundRobinPolicy(Policy):
     """LS steps and BE steps in turn; FCFS with chunked prefill in each."""
 
-    def __init__(self, requests: RequestTable, options: PolicyOptions, forecast: Forecast | None = None) -> None:
-        super().__init__(requests, options, forecast)
+    def set_up(self) -> None:
         self._turn = LS
         self._lacks_memory: dict[ServiceClass, RequestState | None] = {LS: None, BE: None}
 

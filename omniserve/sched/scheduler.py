@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import (
@@ -28,11 +29,11 @@ from omniserve.core.plan import (
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
 from omniserve.kv.base import KVManager, Tier
 from omniserve.sched.limits import SchedulerLimits
-from omniserve.sched.load import Forecast
 from omniserve.sched.options import PolicyOptions
 from omniserve.sched.policy import Policy
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import HaltedChunk, Phase, RequestState
+from omniserve.sched.step_cost import Forecast
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +69,7 @@ class Scheduler:
     only one whose plan ``is_certain`` is advanced before its outcome is known. Requests may end in between.
 
     Args:
-        policy: Decides what each step computes.
         options: The policy's; None: its defaults.
-        limits: Sizes and budgets.
-        kv: The block ids; nothing else allocates and frees.
         forecast: What a step will take; None: there is no latency model.
     """
 
@@ -88,7 +86,7 @@ class Scheduler:
         self.policy = policy(self.requests, options or policy.options_type(), forecast)
         self._limits = limits
         self._kv = kv
-        self._classes = {spec.name: (rank, ServiceClass(spec.kind)) for rank, spec in enumerate(limits.classes)}
+        self._classes = {spec.name: (rank, ServiceClass(spec.kind)) for rank, spec in enumerate(limits.config.classes)}
         self._in_flight: dict[int, list[tuple[RequestState, DeviceChunk | None]]] = {}
         """Step id -> what ``settle`` has to look at: states, as ids may be in use again by then; no chunk: on the host
         tier the token has passed its last layer."""
@@ -120,7 +118,7 @@ class Scheduler:
             request=request,
             slo=slo,
             kind=kind,
-            place=(rank, next(self._orders)),
+            priority_key=(rank, next(self._orders)),
             arrival_s=now_s if arrival_s is None else arrival_s,
             token_ids=list(request.prompt_token_ids),
         )
@@ -175,7 +173,6 @@ class Scheduler:
         Each new token is PENDING_TOKEN until ``settle``. A request that gets its last one is not scheduled any more.
 
         Args:
-            plan: The step; to be called once for each plan, in their order.
             output: What came of it; None: nothing yet, and the plan is certain.
         """
         output, requests = output or StepOutput(), self.requests
@@ -198,7 +195,7 @@ class Scheduler:
         for join in plan.joins:
             state = requests.states[join.request_id]
             if requests.residents.advance(state):
-                self._expect_token_from_host(state)
+                self._expect_token(state, from_host=True)
                 rows.append((state, None))
         for row in plan.pipelined:
             state = requests.states[row.request_id]
@@ -206,17 +203,14 @@ class Scheduler:
             if row.request_id in output.lost:
                 requests.preempt(state)
             else:
-                self._expect_token_from_host(state)
+                self._expect_token(state, from_host=True)
                 rows.append((state, None))
         self._in_flight[plan.step_id] = rows
 
-    def _expect_token(self, state: RequestState) -> None:
+    def _expect_token(self, state: RequestState, *, from_host: bool = False) -> None:
+        state.num_computed_tokens += from_host
         if state.expect_token(self._limits.max_model_len):
             self.requests.let_go(state, Phase.ENDING)
-
-    def _expect_token_from_host(self, state: RequestState) -> None:
-        state.num_computed_tokens += 1
-        self._expect_token(state)
 
     def settle(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
         """Fill in a step's tokens and end requests; to be called once for each advanced plan, in their order.
@@ -309,6 +303,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return gauges and counters."""
+        counters: dict[str, Any] = dict(self.requests.counters)
         waiting, running = dict.fromkeys(self._classes, 0), dict.fromkeys(self._classes, 0)
         for state in self.requests.states.values():
             (waiting if state.phase is Phase.WAITING else running)[state.service_class] += 1
@@ -324,14 +319,8 @@ class Scheduler:
             host_requests=len(self.requests.residents.queue),
             output_tokens=dict(self._output_tokens),
             prompt_tokens=dict(self._prompt_tokens),
-            host_output_tokens=self.requests.counters["host_output_tokens"],
-            preemptions=self.requests.counters["preemptions"],
-            preempted_tokens=self.requests.counters["preempted_tokens"],
-            layer_preemptions=self.requests.counters["layer_preemptions"],
-            swaps_out=self.requests.counters["swaps_out"],
-            swaps_in=self.requests.counters["swaps_in"],
             checkpoints=self.requests.num_blocks_checkpointed,
-            resumed_tokens=self.requests.counters["resumed_tokens"],
+            **counters,
             rejected=dict(self._rejected),
         )
 

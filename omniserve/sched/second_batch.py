@@ -9,65 +9,56 @@ from collections.abc import Sequence
 from omniserve.core.plan import Bound, PiggybackEntry, PiggybackJoin
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.bounds import left_out
-from omniserve.sched.load import StepLoad
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.step_cost import StepCost
 
 _MOST_FOR_HOST_ROWS = 0.5
 
 
 class SecondBatch:
-    """Chooses host residents whose token runs through its layers in one step, while the device waits for each.
-
-    Args:
-        requests: All of them.
-    """
+    """Chooses host residents that run a token through its layers in one step, while the device waits for each."""
 
     def __init__(self, requests: RequestTable) -> None:
         self._requests = requests
 
     def candidates(self) -> list[RequestState]:
-        """Return residents whose token can run: those furthest through the layers first (apex 3.4), then the oldest."""
+        """Return residents that can run: those furthest through the layers first (apex 3.4), then the oldest."""
         if not self._requests.host_is_up:
             return []
         waiting = [s for s in self._requests.residents.queue if s.away is None or s.away.ready]
         waiting.sort(key=lambda s: -s.away.layer if s.away is not None else 1)
-        return waiting[: self._requests.limits.max_piggyback_seats]
+        return waiting[: self._requests.limits.config.max_piggyback_seats]
 
     def reserve_s(self, batch: Batch, bound_s: float) -> float:
         """Return the seconds of a step within a bound that device work leaves for the candidates."""
         states = self.candidates()
-        if batch.load is None or bound_s == math.inf or not states:
+        if batch.cost is None or bound_s == math.inf or not states:
             return 0.0
-        load_s = batch.load.seconds()
+        cost_s = batch.cost.seconds()
         # Device work is the better half of a step: it is never kept out for more host rows than that.
-        return min(self.seconds_with(batch.load, states) - load_s, _MOST_FOR_HOST_ROWS * max(0.0, bound_s - load_s))
+        return min(self.seconds_with(batch.cost, states) - cost_s, _MOST_FOR_HOST_ROWS * max(0.0, bound_s - cost_s))
 
-    def seconds_with(self, load: StepLoad, states: Sequence[RequestState]) -> float:
+    def seconds_with(self, cost: StepCost, states: Sequence[RequestState]) -> float:
         """Return the step's seconds with these states as its second sub-batch."""
-        trial = load.copy()
-        self._put(trial, states)
-        return trial.seconds()
+        return cost.seconds_after(lambda step: self._put(step, states))
 
     def most_per_second(
-        self, load: StepLoad, states: Sequence[RequestState], *, num_requests: int, bound_s: float
+        self, cost: StepCost, states: Sequence[RequestState], *, num_requests: int, bound_s: float
     ) -> int:
         """Return how many of ``states``, from the first on, let most requests advance a second; 0 if none pay.
 
         NEO compares what a step with a second sub-batch brings with what one without brings, by predicted times.
 
         Args:
-            load: The step without them.
-            states: In order of preference.
             num_requests: Requests that the step without them lets advance.
-            bound_s: Longest step.
         """
         if not states:
             return 0
-        seconds = load.seconds()
+        seconds = cost.seconds()
         best, best_rate = 0, num_requests / seconds if seconds > 0 else 0.0
         for count in _ladder(len(states)):
-            total_s = self.seconds_with(load, states[:count])
+            total_s = self.seconds_with(cost, states[:count])
             if total_s > bound_s:
                 break
             if (rate := (num_requests + count) / total_s) >= best_rate:
@@ -81,15 +72,15 @@ class SecondBatch:
         if count > 0 and not rows and all(state.phase is Phase.HOST for state in chosen):
             # Those with seats are the oldest, and wait for blocks: the youngest, which has no seat, gives way.
             requests.preempt(next(state for state in reversed(requests.residents.queue) if state.away is None))
-        if batch.load is not None:
+        if batch.cost is not None:
             taken = {row.request_id for row in rows}
-            self._put(batch.load, [s for s in states if s.request_id in taken])
+            self._put(batch.cost, [s for s in states if s.request_id in taken])
         kept_out = left_out("pipelined row", count - len(rows), Bound.HOST_MEMORY)
         return HostRows(pipelined=rows, left_out=kept_out + left_out("pipelined row", len(states) - count, Bound.TIME))
 
     @staticmethod
-    def _put(load: StepLoad, states: Sequence[RequestState]) -> None:
-        load.add_pipelined([(s.num_tokens - 1, s.away.layer if s.away is not None else 0) for s in states])
+    def _put(cost: StepCost, states: Sequence[RequestState]) -> None:
+        cost.add_pipelined([(s.num_tokens - 1, s.away.layer if s.away is not None else 0) for s in states])
 
     def _rows_of(self, states: Sequence[RequestState]) -> list[PiggybackEntry | PiggybackJoin]:
         """Return the plan's rows for these states, entries first and then joins by layer."""

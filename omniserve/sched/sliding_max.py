@@ -6,11 +6,7 @@ from collections import deque
 
 
 class SlidingMax:
-    """Keeps the maximum over a window of time.
-
-    Args:
-        window_s: Length of the window.
-    """
+    """Keeps the maximum over a window of time."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s

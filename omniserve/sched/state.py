@@ -71,7 +71,7 @@ class RequestState:
     slo: SLO
     kind: ServiceClass
     """How the request is treated, whatever its class is called."""
-    place: tuple[int, int]
+    priority_key: tuple[int, int]
     """(rank of its class, arrival number): the order among requests of its kind."""
     arrival_s: float
     token_ids: list[int]
@@ -116,7 +116,7 @@ class RequestState:
     @property
     def order(self) -> int:
         """Arrival number."""
-        return self.place[1]
+        return self.priority_key[1]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -157,9 +157,7 @@ class RequestState:
 
     def expect_token(self, max_model_len: int) -> bool:
         """Append a pending token; return whether it will be the last, whatever it is."""
-        if self.max_num_tokens > len(
-            self.request.prompt_token_ids
-        ):  # else the prompt's log-probabilities are all that is asked for
+        if self.request.sampling.max_tokens > 0:  # else the prompt's log-probabilities are all that is asked for
             self.token_ids.append(PENDING_TOKEN)
             self.num_pending_tokens += 1
         return self._is_complete(max_model_len, num_pending=0)
@@ -245,7 +243,7 @@ class RequestState:
         )
 
 
-_PLACE = attrgetter("place")
+_PRIORITY_KEY = attrgetter("priority_key")
 
 
 class RequestQueue:
@@ -255,10 +253,10 @@ class RequestQueue:
         self._states: list[RequestState] = []
 
     def add(self, state: RequestState) -> None:
-        bisect.insort(self._states, state, key=_PLACE)
+        bisect.insort(self._states, state, key=_PRIORITY_KEY)
 
     def remove(self, state: RequestState) -> None:
-        index = bisect.bisect_left(self._states, state.place, key=_PLACE)
+        index = bisect.bisect_left(self._states, state.priority_key, key=_PRIORITY_KEY)
         if index == len(self._states) or self._states[index] is not state:
             raise KeyError(state.request_id)
         del self._states[index]

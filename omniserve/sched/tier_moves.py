@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from omniserve.core.plan import Bound, MoveDirection
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
-from omniserve.sched.load import Forecast
 from omniserve.sched.options import HostTierOptions
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.sliding_max import SlidingMax
 from omniserve.sched.state import BE, LS, RequestState
+from omniserve.sched.step_cost import Forecast
 
 # BE KV comes back only into memory that LS requests have not used for so many times min_residence_s.
 _PEAK_WINDOWS = 2
@@ -21,13 +20,7 @@ LS_PATIENCE_S = 0.02
 
 
 class TierMoves:
-    """Starts moves of BE requests, and remembers what is needed to choose them.
-
-    Args:
-        requests: All of them.
-        options: The policy's.
-        forecast: The latency model; None: there is none.
-    """
+    """Starts moves of BE requests, and remembers what is needed to choose them."""
 
     def __init__(self, requests: RequestTable, options: HostTierOptions, forecast: Forecast | None) -> None:
         self._requests = requests
@@ -48,13 +41,10 @@ class TierMoves:
 
         The youngest goes first; those that came from the host a moment ago only when no other is left.
         """
-        stayed: list[RequestState] = []
-        moved: list[RequestState] = []
-        if shortage > 0:
-            for state in reversed(self._requests.device[BE]):
-                if state.decodes and state not in batch:
-                    (stayed if self._has_stayed(batch, state) else moved).append(state)
-        for state in itertools.chain(stayed, moved):
+        if shortage <= 0:
+            return shortage
+        decodes = [state for state in reversed(self._requests.device[BE]) if state.decodes and state not in batch]
+        for state in sorted(decodes, key=lambda state: not self._has_stayed(batch, state)):
             if shortage <= 0:
                 break
             blocks = self._kv.num_blocks(state.request_id)
@@ -104,7 +94,6 @@ class TierMoves:
         """Offload a decode that the time bound has kept out for a while, if the host tier has cores of its own (3.3.5).
 
         Args:
-            batch: The step.
             kept_out: Decodes that the bound kept out of it; empty: the step had time for all.
         """
         can_offload = self._host_has_own_cores and self._requests.host_is_up
@@ -143,7 +132,7 @@ class TierMoves:
             if state.away is not None or not self._has_stayed(batch, state):
                 continue
             position = state.num_computed_tokens
-            if batch.load is not None and batch.load.seconds_with(position, 1, samples=True) > bound_s:
+            if batch.cost is not None and batch.cost.seconds_with(position, 1, samples=True) > bound_s:
                 return
             if batch.start_move(state, MoveDirection.TO_DEVICE, reserve_blocks=margin):
                 return

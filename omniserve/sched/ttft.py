@@ -10,21 +10,20 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from omniserve.core.errors import RequestRejected
 from omniserve.core.request import ServiceClass
 from omniserve.sched.batch import Batch
-from omniserve.sched.bounds import LS_HEADROOM, TTFT_HEADROOM, tpot_bound
+from omniserve.sched.bounds import LS_HEADROOM, TTFT_HEADROOM, tpot_bound, ttft_left_s
 from omniserve.sched.limits import SchedulerLimits
-from omniserve.sched.load import Forecast, StepLoad
 from omniserve.sched.prefill import LSQueue, Prefill, prefill_time, steps_until_memory
 from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.step_cost import Forecast, StepCost
 
 _RECENT = 64  # LS requests that say what the next one may be like
 _NEWCOMER_FLOOR = 0.25  # share of the TTFT objective that a step without LS work may always take
 _OUTPUT_WEIGHT = 0.05  # of a request that ended, in the mean of how much of its max_tokens they put out
-_LOOK_AT = 8  # unfinished prompts whose deadlines are looked at, of those first in line
+_LOOK_AT = 8  # deadlines of so many unfinished prompts are looked at, of those first in line
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,59 +38,29 @@ class TTFTPrediction:
     """If no other request were there."""
     num_prompt_tokens: int
 
-    def meets(self, required_s: float, waited_s: float, margin: float) -> bool:
-        """Return whether the objective can be kept, less a margin (a share of it)."""
-        return waited_s + self.soonest_s <= (1 - margin) * required_s
-
-    def rejection(self, required_s: float, waited_s: float, margin: float) -> RequestRejected:
-        """Return the error for a request whose objective, less the margin, cannot be kept."""
-        predicted_s = waited_s + self.soonest_s
+    def require(self, required_s: float, waited_s: float, margin: float) -> None:
+        """Raise RequestRejected if the objective, less a margin (a share of it), cannot be kept."""
+        predicted_s, least_s = waited_s + self.soonest_s, (1 - margin) * required_s
+        if predicted_s <= least_s:
+            return
         text = f"the first token would take {predicted_s:.3g} s, and the request asks for {required_s:.3g} s; "
-        if self.idle_s > (1 - margin) * required_s:
+        retry_after_s = None
+        if self.idle_s > least_s:
             text += (
                 f"its {self.num_prompt_tokens} prompt tokens alone take {self.idle_s:.3g} s here: "
                 "shorten the prompt, relax slo.ttft_s or send it as best effort"
             )
-            retry_after_s = None
         else:
             # The work in front of it shrinks by a second a second, if nothing else is admitted.
-            retry_after_s = max(predicted_s - (1 - margin) * required_s, 0.0)
+            retry_after_s = max(predicted_s - least_s, 0.0)
             text += f"try again in {retry_after_s:.3g} s, relax slo.ttft_s or send it as best effort"
-        return RequestRejected(
+        raise RequestRejected(
             text, retry_after_s=retry_after_s, predicted_ttft_s=predicted_s, required_ttft_s=required_s
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillLeft:
-    """What a request still needs before its first token."""
-
-    state: RequestState
-    prefill_s: float
-    """Until its prompt is computed, with those before it."""
-    num_waiting_steps: int
-    """Steps after which it can begin, for want of memory."""
-
-
-class _NewcomerInputs(NamedTuple):
-    """What the estimate of a newcomer's prefill follows from, as far as a change of it counts."""
-
-    num_tokens: int
-    num_decoding: int
-    bound_s: float
-    """To the millisecond."""
-    log2_pace: float
-    """Of the machine."""
-
-
 class TTFTEstimator:
-    """Predicts times to first token.
-
-    Args:
-        forecast: The latency model.
-        limits: Sizes, budgets and classes.
-        slack: See ``CoServingOptions``.
-    """
+    """Predicts times to first token; ``slack`` is that of ``CoServingOptions``."""
 
     def __init__(self, forecast: Forecast, limits: SchedulerLimits, slack: str) -> None:
         self._forecast = forecast
@@ -100,9 +69,12 @@ class TTFTEstimator:
         self._recent: deque[tuple[int, float | None]] = deque(maxlen=_RECENT)
         self._output_share = 1.0
         """Running mean: how much of its ``max_tokens`` an LS request puts out."""
-        objectives = [c.slo.ttft_s for c in limits.classes if c.kind is ServiceClass.LS and c.slo.ttft_s is not None]
+        objectives = [
+            c.slo.ttft_s for c in limits.config.classes if c.kind is ServiceClass.LS and c.slo.ttft_s is not None
+        ]
         self._default_ttft_s = min(objectives, default=math.inf)
-        self._newcomer: tuple[_NewcomerInputs | None, float] = (None, 0.0)
+        self._newcomer: tuple[object, float] = (None, 0.0)
+        """The last estimate of a newcomer's prefill, behind what it follows from."""
 
     def note(self, state: RequestState) -> None:
         """Remember what an LS request was like that has come."""
@@ -117,16 +89,8 @@ class TTFTEstimator:
     def predict(
         self, new: RequestState, queue: LSQueue, now_s: float, *, has_best_effort: bool, host_works: bool
     ) -> TTFTPrediction:
-        """Predict for a request that arrives now (3.3.3).
-
-        Args:
-            new: It.
-            queue: Requests that decode meanwhile, and those whose prefill comes before its own.
-            now_s: Now.
-            has_best_effort: There is BE work to fill steps with.
-            host_works: The host tier is at work.
-        """
-        decodes = self._decodes(queue.decoding, host_works)
+        """Predict for a request that arrives now, behind the prompts of the queue (3.3.3)."""
+        decodes = self._decodes(queue.decoding, host_works=host_works)
         bound_s = tpot_bound(queue.decoding, now_s, "step", LS_HEADROOM).seconds
         first_bound_s = max(bound_s, tpot_bound(queue.decoding, now_s, self._slack, LS_HEADROOM).seconds)
         max_tokens = self._max_prompt_tokens(queue.decoding)
@@ -135,9 +99,7 @@ class TTFTEstimator:
         # Those ahead decode beside what is left, which comes in small chunks then; as many as memory holds.
         contexts = [s.num_tokens for s in self._fitting(queue) if s.max_num_tokens > s.num_tokens + 1]
         decodes.add_decodes(len(contexts), sum(contexts), float(sum(contexts)), samples=len(contexts))
-        prefill_s, num_steps = prefill_time(
-            decodes, prompts, bound_s=bound_s, first_bound_s=first_bound_s, max_tokens=max_tokens
-        )
+        prefill_s, num_steps = prefill_time(decodes, prompts, bound_s, first_bound_s, max_tokens)
         soonest_s = self._steps_until_memory(prompt.count, queue) * decodes.seconds() + prefill_s
         expected_s = soonest_s
         if has_best_effort:
@@ -148,33 +110,27 @@ class TTFTEstimator:
                 waited_s = max(0.0, now_s - new.arrival_s)
                 filled_s = min(filled_s, (1 - TTFT_HEADROOM) * new.slo.ttft_s - waited_s)
             expected_s = max(soonest_s, filled_s)
-        idle_s, _ = prefill_time(
-            self._forecast.load(), [prompt], bound_s=math.inf, first_bound_s=math.inf,
-            max_tokens=self._limits.max_num_batched_tokens,
-        )  # fmt: skip
+        budget = self._limits.config.max_num_batched_tokens
+        idle_s, _ = prefill_time(self._forecast.step(), [prompt], math.inf, math.inf, budget)
         return TTFTPrediction(soonest_s, expected_s, idle_s, prompt.count)
 
-    def prefill_left(self, queue: LSQueue, batch: Batch, bound_s: float) -> list[PrefillLeft]:
-        """Return what the first prompt in line and a later one need after the step.
+    def prompt_bounds(self, queue: LSQueue, batch: Batch, bound_s: float, begin_s: float) -> list[tuple[str, float]]:
+        """Return how long the step may be, so that the first prompt in line and a later one keep their TTFT after it.
 
-        Args:
-            queue: With one prompt at least.
-            batch: The step.
-            bound_s: S_d.
+        ``bound_s`` is S_d; the queue has one prompt at least.
         """
-        decodes, max_tokens = self._decodes(queue.decoding, False), self._max_prompt_tokens(queue.decoding)
+        decodes, max_tokens = self._decodes(queue.decoding), self._max_prompt_tokens(queue.decoding)
         prompts = [Prefill.of(state, batch.end_of(state)) for state in queue.prompts[:_LOOK_AT]]
-        left = []
+        bounds = []
         for i in sorted({0, len(prompts) - 1}):
             state, num_steps = queue.prompts[i], 0
-            seconds, _ = prefill_time(
-                decodes, prompts[: i + 1], bound_s=bound_s, first_bound_s=bound_s, max_tokens=max_tokens
-            )
+            prefill_s, _ = prefill_time(decodes, prompts[: i + 1], bound_s, bound_s, max_tokens)
             if state.phase is Phase.WAITING and state not in batch:
                 ahead = dataclasses.replace(queue, prompts=queue.prompts[:i])
                 num_steps = self._steps_until_memory(state.num_tokens, ahead)
-            left.append(PrefillLeft(state, seconds, num_steps))
-        return left
+            # Where memory is what it waits for, so many steps come before its own.
+            bounds.append((state.request_id, (ttft_left_s(state, begin_s) - prefill_s) / (1 + num_steps)))
+        return bounds
 
     def newcomer_bound_s(
         self, decoding: Sequence[RequestState], bound_s: float, *, margin: float, busy_s: float
@@ -182,13 +138,8 @@ class TTFTEstimator:
         """Return the longest step after which a request that arrives as it is planned can still keep its TTFT.
 
         The newcomer is like the most demanding of the LS requests that came lately; before any came, its prefill is
-        expected to take half of the classes' shortest TTFT.
-
-        Args:
-            decoding: Requests that decode.
-            bound_s: S_d.
-            margin: Share of its TTFT that admission leaves.
-            busy_s: How long the step in flight still takes before this one begins.
+        expected to take half of the classes' shortest TTFT. ``bound_s`` is S_d, ``margin`` the share of its TTFT that
+        admission leaves, and the step in flight still takes ``busy_s``.
         """
         ttft_s = min((t for _, t in self._recent if t is not None), default=self._default_ttft_s)
         if ttft_s == math.inf:
@@ -199,30 +150,24 @@ class TTFTEstimator:
 
     def _newcomer_prefill_s(self, decoding: Sequence[RequestState], bound_s: float) -> float:
         """Return the estimate of a newcomer's prefill; each step asks, so it is made again only for other inputs."""
-        inputs = _NewcomerInputs(
-            num_tokens=max(count for count, _ in self._recent),
-            num_decoding=len(decoding),
-            bound_s=round(bound_s, 3),
-            log2_pace=round(math.log2(self._forecast.predictor.pace), 1),
-        )
+        num_tokens, log2_pace = max(count for count, _ in self._recent), math.log2(self._forecast.predictor.pace)
+        inputs = (num_tokens, len(decoding), round(bound_s, 3), round(log2_pace, 1))
         if self._newcomer[0] != inputs:
-            seconds, _ = prefill_time(
-                self._decodes(decoding, False), [Prefill(0, inputs.num_tokens)], bound_s=bound_s,
-                first_bound_s=bound_s, max_tokens=self._max_prompt_tokens(decoding),
-            )  # fmt: skip
+            prompts, max_tokens = [Prefill(0, num_tokens)], self._max_prompt_tokens(decoding)
+            seconds, _ = prefill_time(self._decodes(decoding), prompts, bound_s, bound_s, max_tokens)
             self._newcomer = (inputs, seconds)
         return self._newcomer[1]
 
     def _max_prompt_tokens(self, decoding: Sequence[RequestState]) -> int:
         """Return how many tokens of prompts a step has room for beside the decodes; 1 at least."""
-        return max(1, self._limits.max_num_batched_tokens - len(decoding))
+        return max(1, self._limits.config.max_num_batched_tokens - len(decoding))
 
-    def _decodes(self, decoding: Sequence[RequestState], host_works: bool) -> StepLoad:
-        load, shape = self._forecast.load(host_works=host_works), self._forecast.shape
+    def _decodes(self, decoding: Sequence[RequestState], *, host_works: bool = False) -> StepCost:
+        cost, shape = self._forecast.step(host_works=host_works), self._forecast.shape
         contexts = [state.num_computed_tokens for state in decoding]
-        keys = sum(shape.load(context, 1) for context in contexts)
-        load.add_decodes(len(contexts), sum(contexts), keys, samples=len(contexts))
-        return load
+        keys = sum(shape.keys_seen(context, 1) for context in contexts)
+        cost.add_decodes(len(contexts), sum(contexts), keys, samples=len(contexts))
+        return cost
 
     def _steps_until_memory(self, num_tokens: int, queue: LSQueue) -> int:
         """Return after how many steps there will be memory for so many tokens behind the queue.
@@ -234,12 +179,9 @@ class TTFTEstimator:
             return 0
         running = [state for state in (*queue.prompts, *queue.decoding) if state.request_id in held]
         ends = [(self._steps_left(state), self._blocks_in_the_end(state)) for state in running]
-        return steps_until_memory(
-            ends,
-            [(self._steps_left(state), self._blocks_in_the_end(state)) for state in waiting],
-            self._blocks(num_tokens),
-            queue.num_free + sum(held[state.request_id] for state in running) - sum(blocks for _, blocks in ends),
-        )
+        starts = [(self._steps_left(state), self._blocks_in_the_end(state)) for state in waiting]
+        num_free = queue.num_free + sum(held[state.request_id] for state in running) - sum(blocks for _, blocks in ends)
+        return steps_until_memory(ends, starts, self._blocks(num_tokens), num_free)
 
     def _blocks_in_the_end(self, state: RequestState) -> int:
         return self._blocks(state.num_tokens + self._steps_left(state))
@@ -260,4 +202,4 @@ class TTFTEstimator:
             yield state
 
     def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._limits.block_size)
+        return -(-num_tokens // self._limits.config.block_size)

@@ -68,15 +68,7 @@ class SimulatedEngine:
         self.kv = KV_MANAGERS.get(config.kv)(
             num_device_blocks=self.num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
         )
-        self.limits = SchedulerLimits.of(
-            config,
-            options,
-            spec,
-            max_model_len=max_model_len(config, spec),
-            num_device_blocks=self.num_device_blocks,
-            has_host_tier=self.tier is not None,
-            has_checkpoints=options.checkpoint_kv or self.kv.restores,
-        )
+        self.limits = SchedulerLimits.of(config, options, spec, self.kv, max_model_len=max_model_len(config, spec))
         # With perfect predictions there is nothing to correct, and correcting costs as much as predicting.
         is_exact = noise == 0 and machine.spread is None and machine.forecast is machine.device
         self._corrected = None if is_exact else CorrectedModel(machine.forecast)

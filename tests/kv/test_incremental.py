@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from omniserve.kv import IncrementalKVManager, MoveResult, PagedKVManager, Tier
+from omniserve.kv import IncrementalKVManager, MoveResult, Tier
 from tests.kv.histories import BLOCK, TO_DEVICE, TO_HOST, PoisonedBlocks, checkpoint
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -293,14 +293,6 @@ def test_who_loses_the_rest_on_its_way_to_the_host_keeps_its_checkpoint(ending: 
     assert kv.tier("a") is None and kept(kv, "a") == (0, 8)
     kv.free("a")
     assert kv.usage().host_used == 0
-
-
-def test_a_manager_that_keeps_nothing_frees_who_is_evicted() -> None:
-    kv = PagedKVManager(num_device_blocks=4, num_host_blocks=0, block_size=BLOCK)
-    kv.allocate("a", 8)
-    kv.evict("a", 8)
-    assert kv.usage().device_used == 0 and kv.num_kept_tokens("a", DEVICE) == 0
-    assert kv.start_restore("a", 8) is None
 
 
 def test_integrity_check_finds_a_checkpoint_beyond_what_was_computed() -> None:

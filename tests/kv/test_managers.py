@@ -7,7 +7,7 @@ import random
 import pytest
 
 from omniserve.core.plan import MoveDirection
-from omniserve.kv import KV_MANAGERS, PagedKVManager, Tier, TieredKVManager
+from omniserve.kv import KV_MANAGERS, CanMove, PagedKVManager, Tier, TieredKVManager
 
 
 @pytest.mark.parametrize("name", KV_MANAGERS.names())
@@ -23,6 +23,7 @@ def test_no_block_is_lost_or_doubled(name: str, seed: int) -> None:
         action = rng.random()
         if request_id in moves.values():
             move_id = next(m for m, r in moves.items() if r == request_id)
+            assert isinstance(kv, CanMove)
             with pytest.raises(RuntimeError):
                 kv.free(request_id)
             if action < 0.5:
@@ -34,6 +35,7 @@ def test_no_block_is_lost_or_doubled(name: str, seed: int) -> None:
                 abandoned.add(move_id)
                 del moves[move_id], lengths[request_id]
         elif abandoned and action < 0.1:
+            assert isinstance(kv, CanMove)
             kv.finish_move(abandoned.pop(), succeeded=rng.random() < 0.7)
         elif action < 0.6:
             wanted = lengths.get(request_id, 0) + rng.randint(1, 9)
@@ -47,6 +49,8 @@ def test_no_block_is_lost_or_doubled(name: str, seed: int) -> None:
                 assert kv.num_free(kv.tier(request_id) or Tier.DEVICE) == before
         elif action < 0.75 and kv.tier(request_id) is not None:
             on_device = kv.tier(request_id) is Tier.DEVICE
+            if not isinstance(kv, CanMove):
+                continue
             move = kv.start_move(request_id, MoveDirection.TO_HOST if on_device else MoveDirection.TO_DEVICE)
             if move is not None:
                 assert len(move.src_block_ids) == len(move.dst_block_ids)
@@ -56,6 +60,7 @@ def test_no_block_is_lost_or_doubled(name: str, seed: int) -> None:
             lengths.pop(request_id, None)
         kv.check_integrity()
     for move_id in [*moves, *abandoned]:
+        assert isinstance(kv, CanMove)
         kv.finish_move(move_id, succeeded=True)
     for request_id in lengths:
         kv.free(request_id)

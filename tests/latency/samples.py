@@ -26,7 +26,7 @@ def dense_s(rows: float) -> float:
 
 
 def prefill_s(chunk: int, context: int) -> float:
-    return 1e-8 * SHAPE.load(context, chunk) + 2e-7 * chunk + 1e-5
+    return 1e-8 * SHAPE.keys_seen(context, chunk) + 2e-7 * chunk + 1e-5
 
 
 def decode_s(requests: int, context: int) -> float:
@@ -61,7 +61,7 @@ def make_profile(steps: tuple[StepSample, ...] = ()) -> Profile:
 
 def with_chunk(shape: ModelShape, features: BatchFeatures, start: int, count: int, *, samples: bool) -> BatchFeatures:
     """Return the features with one more device chunk: rows at positions ``[start, start + count)``, count >= 1."""
-    decodes, load = count == 1, shape.load(start, count)
+    decodes, load = count == 1, shape.keys_seen(start, count)
     return dataclasses.replace(
         features,
         prefill_requests=features.prefill_requests + (not decodes),

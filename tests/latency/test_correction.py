@@ -9,8 +9,8 @@ import pytest
 
 from omniserve.latency import BatchFeatures, CorrectedModel, accuracy_of
 from omniserve.latency.conserve import ConServeModel
+from omniserve.latency.correction import StepPace
 from omniserve.latency.omniserve import OmniServeModel
-from omniserve.latency.pace import Pace
 from tests.latency.samples import draw_steps, make_profile
 
 MODEL = OmniServeModel(make_profile())
@@ -70,7 +70,7 @@ def test_a_machine_that_others_begin_and_cease_to_use_is_followed_at_once(factor
 
 
 def test_the_pace_is_the_median_of_the_last_nine() -> None:
-    rng, pace, ratios = random.Random(3), Pace(), [1.0] * 9
+    rng, pace, ratios = random.Random(3), StepPace(), [1.0] * 9
     for _ in range(500):
         ratios.append(rng.choice([1.0, rng.uniform(0.5, 4)]))
         pace.observe(ratios[-1])

@@ -49,11 +49,11 @@ def test_rows_that_score_a_prompt_become_logits() -> None:
 def test_load_counts_the_keys_that_each_row_sees(start: int, count: int, window: int) -> None:
     shape = ModelShape(num_layers=1, windows=((window, 1),))
     seen = [position + 1 if window == 0 else min(position + 1, window) for position in range(start, start + count)]
-    assert shape.load(start, count) == sum(seen)
+    assert shape.keys_seen(start, count) == sum(seen)
 
 
 def test_load_is_the_mean_over_the_layers() -> None:
-    assert WINDOWED.load(9, 1) == pytest.approx((2 * 10 + 4 * 5) / 6)
+    assert WINDOWED.keys_seen(9, 1) == pytest.approx((2 * 10 + 4 * 5) / 6)
 
 
 def test_a_chunk_of_one_row_is_a_decode() -> None:

@@ -8,17 +8,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from omniserve.core.config import EngineConfig
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.kv import KV_MANAGERS, BidirectionalKVManager
-from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
-from omniserve.sched.policy import known_options
+from omniserve.sched import Forecast, Scheduler, policy_of
 from tests.sched.fake_device import FakeDevice
+from tests.sched.limits import BLOCK, make_limits
 from tests.sched.predictor import forecast
 from tests.sched.stepping import OverlappingStepping, Stepping
-
-BLOCK = 4
 
 
 def names(plan: StepPlan) -> list[str]:
@@ -41,26 +38,17 @@ class Machine:
     ) -> None:  # fmt: skip
         self.now_s = 0.0
         self.finished: set[str] = set()
-        limits = {
-            "num_layers": 2,
-            "block_size": BLOCK,
-            "max_model_len": 1000,
-            "num_host_slots": 8 if host_blocks else 0,
-        }
-        settings = limits | settings
-        options = {name: settings.pop(name) for name in settings.keys() - SchedulerLimits.__dataclass_fields__.keys()}
-        self.limits = SchedulerLimits(**settings)
+        self.limits = make_limits(policy, **{"num_host_slots": 8 if host_blocks else 0} | settings)
         self.kv = KV_MANAGERS.get(kv)(num_device_blocks=device_blocks, num_host_blocks=host_blocks, block_size=BLOCK)
         self.forecast: Forecast | None = None
         if predict is not None:
             self.forecast = forecast(self.limits.num_layers, **predict)
         self.scheduler = Scheduler(
-            *policy_of(EngineConfig(scheduler=policy, scheduler_options=known_options(policy, options))),
-            limits=self.limits, kv=self.kv, forecast=self.forecast,
+            *policy_of(self.limits.config), limits=self.limits, kv=self.kv, forecast=self.forecast
         )  # fmt: skip
         self.requests = self.scheduler.requests
         self.device = FakeDevice(
-            block_size=BLOCK, num_layers=self.limits.num_layers, max_tokens=self.limits.max_num_batched_tokens,
+            block_size=BLOCK, num_layers=self.limits.num_layers, max_tokens=self.limits.config.max_num_batched_tokens,
             rng=random.Random(seed),
         )  # fmt: skip
         self.device.abandoned = self.requests.abandoned_moves

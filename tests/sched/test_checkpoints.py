@@ -9,14 +9,12 @@ import pytest
 from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.kv import KV_MANAGERS, Tier, TieredKVManager
-from omniserve.sched import SchedulerLimits
 from omniserve.sched.batch import Batch
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import Phase, RequestState
 from tests.sched.fake_device import FakeDevice
-
-BLOCK = 4
+from tests.sched.limits import BLOCK, make_limits
 
 
 class CheckpointBench:
@@ -27,7 +25,7 @@ class CheckpointBench:
         self.checkpoints = Checkpoints(self.kv, BLOCK, max_blocks_per_step=max_blocks)
         self.device = FakeDevice(block_size=BLOCK, num_layers=1, max_tokens=1000, rng=random.Random(0))
         self.states: list[RequestState] = []
-        limits = SchedulerLimits(num_layers=1, block_size=BLOCK, max_model_len=1000, max_num_batched_tokens=1000)
+        limits = make_limits(num_layers=1, max_num_batched_tokens=1000)
         self.requests = RequestTable(limits=limits, kv=self.kv, offloads=False)
 
     def add(self, num_tokens: int) -> RequestState:
@@ -42,7 +40,7 @@ class CheckpointBench:
             request=request,
             slo=SLO(),
             kind=ServiceClass.BE,
-            place=(1, number),
+            priority_key=(1, number),
             arrival_s=0.0,
             token_ids=list(request.prompt_token_ids),
             phase=Phase.DEVICE,
@@ -60,6 +58,11 @@ class CheckpointBench:
             state = next(state for state in self.states if state.request_id == chunk.request_id)
             state.num_computed_tokens = state.num_tokens
             state.token_ids.append(output.tokens[state.request_id].token_id)
+
+    def end(self, event: HostEvent) -> bool:
+        """Finish a move; tell whether it was a checkpoint's copy."""
+        succeeded = event.kind is HostEventKind.MOVE_DONE
+        return self.checkpoints.on_end(event.move_id, self.kv.finish_move(event.move_id, succeeded=succeeded))
 
     def plan(self, *, reserve_blocks: int = 0) -> list[tuple[str, int]]:
         """Return who is copied and how many blocks; the copies begin with the next step that is computed."""
@@ -82,10 +85,10 @@ def test_a_request_goes_on_while_its_full_blocks_are_copied() -> None:
         copied += [block for move in bench.moves for block in move.dst_block_ids]
         bench.step(bench.moves)
         for event in bench.device.poll(0.5):
-            assert bench.checkpoints.on_move(event)
+            assert bench.end(event)
     assert state.num_computed_tokens == 20
     for event in bench.device.poll(1.0):
-        assert bench.checkpoints.on_move(event)
+        assert bench.end(event)
     assert not bench.checkpoints.busy
     num_blocks = bench.kv.num_checkpointed("be0")
     assert num_blocks >= 3 and len(copied) == num_blocks == bench.checkpoints.num_blocks_copied
@@ -100,7 +103,7 @@ def test_the_youngest_come_first_and_a_step_copies_so_many_blocks() -> None:
     bench.step([])
     assert bench.plan() == [("be2", 2), ("be1", 3)]
     for move in bench.moves:
-        bench.checkpoints.on_move(done(move))
+        bench.end(done(move))
     assert bench.plan() == [("be0", 2)]
 
 
@@ -112,9 +115,9 @@ def test_blocks_still_under_way_count_against_the_next_step() -> None:
     assert bench.plan() == [("be1", 2), ("be0", 1)]
     first, second = bench.moves
     assert bench.plan() == []
-    bench.checkpoints.on_move(done(second))
+    bench.end(done(second))
     assert bench.plan() == [("be0", 1)]
-    bench.checkpoints.on_move(done(first))
+    bench.end(done(first))
     assert bench.plan() == [], "one copy of a request at a time"
 
 
@@ -144,7 +147,7 @@ def test_a_copy_of_a_request_that_has_ended_keeps_the_machine_busy_and_counts_fo
     bench.plan()
     bench.kv.free("be0")
     assert bench.checkpoints.busy and bench.kv.usage().host_used == 2
-    assert bench.checkpoints.on_move(done(bench.moves[0]))
+    assert bench.end(done(bench.moves[0]))
     assert not bench.checkpoints.busy and bench.kv.usage().host_used == 0
     assert bench.checkpoints.num_blocks_copied == 0
 
@@ -154,7 +157,7 @@ def test_a_failed_copy_is_planned_again() -> None:
     bench.add(8)
     bench.step([])
     assert bench.plan() == [("be0", 2)]
-    assert bench.checkpoints.on_move(HostEvent(kind=HostEventKind.MOVE_FAILED, move_id=bench.moves[0].move_id))
+    assert bench.end(HostEvent(kind=HostEventKind.MOVE_FAILED, move_id=bench.moves[0].move_id))
     assert bench.checkpoints.num_blocks_copied == 0
     assert bench.plan() == [("be0", 2)]
 
@@ -164,8 +167,8 @@ def test_an_event_of_another_move_is_left_to_others() -> None:
     bench.add(8)
     bench.step([])
     move = bench.kv.start_move("be0", MoveDirection.TO_HOST)
-    assert move is not None and not bench.checkpoints.on_move(done(move))
-    assert bench.kv.tier("be0") is Tier.DEVICE, "it has not been finished"
+    assert move is not None and not bench.end(done(move))
+    assert bench.kv.tier("be0") is Tier.HOST and bench.checkpoints.num_blocks_copied == 0
 
 
 def test_the_fake_device_tears_a_copy_of_a_block_that_is_still_written() -> None:
@@ -197,7 +200,7 @@ def test_where_checkpoints_are_restored_the_oldest_gives_way_if_host_memory_is_s
         bench.step([])
         bench.plan()
         for move in bench.moves:
-            bench.checkpoints.on_move(done(move))
+            bench.end(done(move))
     assert [bench.kv.num_checkpointed(state.request_id) for state in bench.states] == copied
     assert bench.plan() == [], "nobody takes anything back from a younger one"
     bench.kv.check_integrity()

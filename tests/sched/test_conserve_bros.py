@@ -138,10 +138,9 @@ def test_conserve_leaves_out_best_effort_work_if_ls_work_alone_is_too_long() -> 
 def test_conserve_without_ls_work_runs_steps_of_the_best_throughput(key_ms: float) -> None:
     bench = Clock(policy="conserve", max_num_batched_tokens=256, predict={"base": 20.0, "row": 0.5, "key": key_ms})
     bench.add("be", prompt=900, output=1)
-    load = bench.forecast.load
 
     def rate(size: int) -> float:
-        step = load()
+        step = bench.forecast.step()
         step.add_chunk(0, size, samples=False)
         return size / step.seconds()
 

@@ -12,24 +12,22 @@ from typing import Any
 
 import pytest
 
-from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import Bound, HostEvent, HostEventKind, MoveDirection, StepOutput, StepPlan
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams, ServiceClass, Stay
 from omniserve.kv import KV_MANAGERS, BidirectionalKVManager, Tier, TieredKVManager
 from omniserve.kv.base import KVManager
 from omniserve.latency import features_of
-from omniserve.sched import SCHEDULERS, Forecast, Scheduler, SchedulerLimits, policy_of
+from omniserve.sched import SCHEDULERS, Forecast, Scheduler, policy_of
 from omniserve.sched.admission import LARGEST_MARGIN
-from omniserve.sched.policy import known_options
 from omniserve.sched.state import RequestState
 from tests.quick import slow_except
 from tests.sched import preemptible
 from tests.sched.fake_device import VOCAB, FakeDevice, expected_tokens
+from tests.sched.limits import BLOCK, make_limits
 from tests.sched.predictor import forecast
 from tests.sched.stepping import OverlappingStepping, Stepping
 
-BLOCK = 4
 # What the policies that use the host tier must have come to, or their histories say nothing.
 REACHED = {
     "omniserve": ("joins", "swaps_out", "swaps_in", "checkpoints"),
@@ -53,7 +51,6 @@ def make(
     )
     drawn: dict[str, Any] = {
         "num_layers": rng.randint(1, 4),
-        "block_size": BLOCK,
         "max_model_len": 64,
         "max_num_batched_tokens": rng.choice([4, 16, 64]),
         "max_num_seqs": rng.choice([3, 16]),
@@ -67,19 +64,17 @@ def make(
         "offload_for_time": rng.random() < 0.5,
         "min_residence_s": rng.choice([0.0, 0.1]),
     }
-    options = {name: drawn.pop(name) for name in drawn.keys() - SchedulerLimits.__dataclass_fields__.keys()}
-    limits = SchedulerLimits(**drawn)
-    policy = policy_of(EngineConfig(scheduler=scheduler, scheduler_options=known_options(scheduler, options)))
+    limits = make_limits(scheduler, **drawn)
     device = FakeDevice(
         block_size=BLOCK,
         num_layers=limits.num_layers,
-        max_tokens=limits.max_num_batched_tokens,
+        max_tokens=limits.config.max_num_batched_tokens,
         rng=rng,
         failure_rate=failure_rate,
         halt_rate=halt_rate,
     )
     oracle = draw_forecast(rng, limits.num_layers) if has_forecast else None
-    made = Scheduler(*policy, limits=limits, kv=kv, forecast=oracle)
+    made = Scheduler(*policy_of(limits.config), limits=limits, kv=kv, forecast=oracle)
     device.abandoned = made.requests.abandoned_moves
     if isinstance(kv, BidirectionalKVManager):
         device.sharers = kv._device.sharers
@@ -175,7 +170,7 @@ def run_history(
         sched.notify(events)
         plan = sched.schedule(now_s)
         if may_check_limit():
-            assert max(holding(sched).values()) <= sched.requests.limits.max_num_seqs, holding(sched)
+            assert max(holding(sched).values()) <= sched.requests.limits.config.max_num_seqs, holding(sched)
         if has_forecast and SCHEDULERS.get(scheduler).predicts:
             num_bounded += check_decision(sched, plan)
         seconds = 0.005 if plan.decision is None or not plan.decision.predicted_s else plan.decision.predicted_s
@@ -248,7 +243,7 @@ def watch_returns(sched: Scheduler, may_check: Callable[[], bool]) -> None:
             begun = begin(state, *args, **kwargs)
             if begun and may_check() and state.kind is ServiceClass.BE:
                 (move,) = (move for moved, move in sched.requests.moving.values() if moved is state)
-                full = holding(sched).total() > sched.requests.limits.max_num_seqs
+                full = holding(sched).total() > sched.requests.limits.config.max_num_seqs
                 assert not full or move.direction is MoveDirection.TO_HOST, holding(sched)
             return begun
 

@@ -9,8 +9,9 @@ from omniserve.core.request import FinishReason
 from omniserve.kv import Tier
 from omniserve.sched import SCHEDULERS
 from omniserve.sched.state import Phase
-from tests.sched.benches import BLOCK, Bench, names
+from tests.sched.benches import Bench, names
 from tests.sched.fake_device import expected_tokens
+from tests.sched.limits import BLOCK
 
 
 def make(policy: str = "sarathi", *, kv: str = "incremental", host_blocks: int = 32, **limits: int) -> Bench:
@@ -213,3 +214,13 @@ def test_who_is_aborted_on_its_way_to_the_host_leaves_nothing_when_its_move_is_a
     bench.requests.abandon_move(move.move_id)
     bench.scheduler.notify([HostEvent(kind=HostEventKind.MOVE_DONE, move_id=move.move_id)])
     assert holds_nothing(bench) and not bench.scheduler.has_unfinished
+
+
+def test_a_manager_that_keeps_nothing_frees_what_is_preempted() -> None:
+    bench = Bench("sarathi", kv="paged", device_blocks=4)
+    bench.add("be", prompt=8)
+    bench.step()
+    state = bench.requests.states["be"]
+    bench.requests.preempt(state)
+    assert bench.kv.usage().device_used == 0 and bench.requests.num_kept_tokens(state, Tier.DEVICE) == 0
+    assert not bench.requests.needs_restore(state)

@@ -6,7 +6,8 @@ import pytest
 
 from omniserve.kv import BidirectionalKVManager
 from omniserve.sched.state import Phase
-from tests.sched.benches import BLOCK, Bench, names
+from tests.sched.benches import Bench, names
+from tests.sched.limits import BLOCK
 
 
 @pytest.mark.parametrize(

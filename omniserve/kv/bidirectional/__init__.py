@@ -20,7 +20,7 @@ Where this departs from the paper, and why:
 
 * An LS request is never overwritten, so it never has to be copied back.
 * In the paper any BE request can be overwritten, and then sits out the step. Here only evicted ones can. The scheduler
-  decides which requests are evicted, as with every manager; a request whose blocks were not taken resumes at no cost.
+  decides which requests are evicted, as with every manager; a request that has lost no block resumes at no cost.
 * Copies to the host run beside the steps, and never delay one. So a slot is checkpointed if it lies less than
   ``_SLOTS_AHEAD`` slots before the LS request, and a block if it is among the first in line (``checkpoint_blocks`` of
   them); what an LS prompt takes at once beyond that is recomputed. Whole blocks are copied; how many of their tokens

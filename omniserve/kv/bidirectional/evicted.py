@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from omniserve.kv.bidirectional.pool import SharedBlockPool
+from omniserve.kv.bidirectional.pool import DirectedTables, SharedBlockPool
 from omniserve.kv.bidirectional.saved_blocks import SavedBlocks
-from omniserve.kv.bidirectional.tables import DirectedTables
 
 
 @dataclass(slots=True)
@@ -24,50 +23,26 @@ class Evicted:
     """The blocks that hold them."""
 
 
-class EvictedRequests:
-    """Evicted requests, in the order of their eviction.
-
-    Args:
-        device: The device's blocks.
-        saved: Host copies of blocks that evicted requests lose.
-        directed: Which requests are best-effort.
-        block_size: Tokens per block.
-    """
+class EvictedRequests(dict[str, Evicted]):
+    """Evicted requests by id, in the order of their eviction."""
 
     def __init__(self, device: SharedBlockPool, saved: SavedBlocks, directed: DirectedTables, block_size: int) -> None:
+        super().__init__()
         self._device = device
         self._saved = saved
         self._directed = directed
         self._block_size = block_size
-        self._requests: dict[str, Evicted] = {}
         self.num_overwritten_tokens = 0
         """Counter: tokens that were given up on the device."""
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._requests)
-
-    def __getitem__(self, request_id: str) -> Evicted:
-        return self._requests[request_id]
-
-    def get(self, request_id: str) -> Evicted | None:
-        """Return what is left of a request; None if it is not evicted."""
-        return self._requests.get(request_id)
-
-    def add(self, request_id: str, num_tokens: int, blocks: list[int]) -> None:
-        """Note that a request is evicted, and that these blocks still hold that many of its tokens."""
-        self._requests[request_id] = Evicted(num_tokens, blocks)
-
     def resume(self, request_id: str) -> None:
         """Forget a request that resumes: its blocks are the caller's now, and no longer taken."""
-        del self._requests[request_id]
+        del self[request_id]
         self._saved.forget_flights(request_id)
 
     def drop(self, request_id: str) -> None:
         """Give back what a request has on the device, if it is evicted."""
-        evicted = self._requests.pop(request_id, None)
+        evicted = self.pop(request_id, None)
         if evicted is not None:
             self._device.give_back(reversed(evicted.blocks))
 
@@ -75,25 +50,25 @@ class EvictedRequests:
 
     def num_in_tail(self, request_id: str) -> int:
         """Return how many slots of its last device block a request uses."""
-        evicted = self._requests[request_id]
+        evicted = self[request_id]
         return evicted.num_tokens - (len(evicted.blocks) - 1) * self._block_size
 
     def has_guest(self, request_id: str) -> bool:
         """Tell whether an LS request shares a request's last block."""
-        blocks = self._requests[request_id].blocks
+        blocks = self[request_id].blocks
         return bool(blocks) and blocks[-1] in self._device.sharers
 
     def num_takeable(self, request_id: str) -> int:
         """Return how many of a request's blocks may be taken: all but one that an LS request shares."""
-        return len(self._requests[request_id].blocks) - self.has_guest(request_id)
+        return len(self[request_id].blocks) - self.has_guest(request_id)
 
     def num_reclaimable(self, spare: str) -> int:
         """Return how many blocks of all requests but ``spare`` may be taken."""
-        return sum(self.num_takeable(request_id) for request_id in self._requests if request_id != spare)
+        return sum(self.num_takeable(request_id) for request_id in self if request_id != spare)
 
     def num_restorable(self, request_id: str) -> int:
         """Return the length of the prefix that the device and the host have together."""
-        num_tokens = self._requests[request_id].num_tokens
+        num_tokens = self[request_id].num_tokens
         saved = self._saved.copies(request_id)
         while (copy := saved.get(num_tokens // self._block_size)) is not None:
             end = num_tokens // self._block_size * self._block_size + copy.num_tokens
@@ -106,7 +81,7 @@ class EvictedRequests:
 
     def cut(self, request_id: str, num_tokens: int) -> None:
         """Give up what a request has on the device past ``num_tokens``."""
-        evicted = self._requests[request_id]
+        evicted = self[request_id]
         if num_tokens >= evicted.num_tokens:
             return
         self.num_overwritten_tokens += evicted.num_tokens - num_tokens
@@ -118,7 +93,7 @@ class EvictedRequests:
 
     def cut_beside(self, request_id: str, num_ls_tokens: int) -> None:
         """Cut a request to what so many LS tokens in its last block leave of it."""
-        num_before = (len(self._requests[request_id].blocks) - 1) * self._block_size
+        num_before = (len(self[request_id].blocks) - 1) * self._block_size
         self.cut(request_id, num_before + self._block_size - num_ls_tokens)
 
     def reclaim(self, num_blocks: int, spare: str) -> None:
@@ -133,13 +108,13 @@ class EvictedRequests:
         slots before others; then full blocks, from the end of the request that was evicted first. The blocks of the
         request ``spare`` are left out.
         """
-        takeable = {r: self.num_takeable(r) for r in self._requests if r != spare}
+        takeable = {r: self.num_takeable(r) for r in self if r != spare}
         for is_best_effort in (True, False):
             of_kind = [r for r, n in takeable.items() if (r in self._directed.best_effort) is is_best_effort and n > 0]
             num_empty = {
                 r: self._block_size - self.num_in_tail(r)
                 for r in of_kind
-                if takeable[r] == len(self._requests[r].blocks)  # else its last block has a guest, the others are full
+                if takeable[r] == len(self[r].blocks)  # else its last block has a guest, the others are full
             }
             partial = sorted((r for r, n in num_empty.items() if n > 0), key=lambda r: -num_empty[r])
             for request_id in partial:
@@ -156,7 +131,7 @@ class EvictedRequests:
             num_ahead: Of the device blocks that would be taken next, so many are looked at; free ones are the first.
             max_blocks: Return at most so many blocks.
         """
-        shrinking = ((request_id, len(self._requests[request_id].blocks) - 1) for request_id in crowded)
+        shrinking = ((request_id, len(self[request_id].blocks) - 1) for request_id in crowded)
         next_blocks = islice(self.next_taken(), max(0, num_ahead - self._device.num_free))
         unsaved: dict[str, dict[int, int]] = {}
         for request_id, index in chain(shrinking, next_blocks):
@@ -164,7 +139,7 @@ class EvictedRequests:
                 break
             if request_id not in self._directed.best_effort or index in unsaved.get(request_id, {}):
                 continue
-            num_tokens = min(self._block_size, self._requests[request_id].num_tokens - index * self._block_size)
+            num_tokens = min(self._block_size, self[request_id].num_tokens - index * self._block_size)
             if not self._saved.has(request_id, index, num_tokens):
                 unsaved.setdefault(request_id, {})[index] = num_tokens
                 max_blocks -= 1
@@ -174,10 +149,10 @@ class EvictedRequests:
 
     def owned_blocks(self) -> Iterator[int]:
         """Yield all device blocks that are held here; for checks."""
-        for evicted in self._requests.values():
+        for evicted in self.values():
             yield from evicted.blocks
 
     def check(self) -> None:
         """Raise AssertionError if a request has other blocks than its tokens need."""
-        for request_id, evicted in self._requests.items():
+        for request_id, evicted in self.items():
             assert len(evicted.blocks) == -(-evicted.num_tokens // self._block_size), (request_id, evicted)

@@ -10,19 +10,11 @@ from collections.abc import Iterator
 from omniserve.core.plan import SlotCopy
 from omniserve.kv.base import Tier
 from omniserve.kv.bidirectional.evicted import EvictedRequests
-from omniserve.kv.bidirectional.pool import SharedBlockPool
-from omniserve.kv.bidirectional.tables import DirectedTables
+from omniserve.kv.bidirectional.pool import DirectedTables, SharedBlockPool
 
 
 class BlockGrowth:
-    """Finds device blocks: free ones, then the empty slots of a BE request's last block, then evicted requests' blocks.
-
-    Args:
-        device: The device's blocks.
-        evicted: Evicted requests, which lose the blocks that others need.
-        directed: The other requests.
-        block_size: Tokens per block.
-    """
+    """Finds device blocks: free ones, then empty slots of a BE request's last block, then evicted requests' blocks."""
 
     def __init__(
         self,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import ClassVar
 
 from omniserve.core.plan import KVMove, MoveDirection, SlotCopy
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import KV_MANAGERS, MoveResult, Tier
-from omniserve.kv.bidirectional.evicted import EvictedRequests
+from omniserve.kv.bidirectional.evicted import Evicted, EvictedRequests
 from omniserve.kv.bidirectional.growth import BlockGrowth
-from omniserve.kv.bidirectional.pool import SharedBlockPool
+from omniserve.kv.bidirectional.pool import DirectedTables, SharedBlockPool
 from omniserve.kv.bidirectional.saved_blocks import BlockCopy, SavedBlocks
-from omniserve.kv.bidirectional.tables import DirectedTables
 from omniserve.kv.tiered import Table, TieredKVManager
 
 _SLOTS_AHEAD = 4
@@ -21,10 +18,7 @@ _SLOTS_AHEAD = 4
 
 @KV_MANAGERS.register("bidirectional")
 class BidirectionalKVManager(TieredKVManager):
-    """Paged KV on two tiers whose device blocks may be shared by an LS and a BE request."""
-
-    restores: ClassVar[bool] = True
-    is_directed: ClassVar[bool] = True
+    """Paged KV on two tiers; an LS and a BE request may share a device block."""
 
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
         super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
@@ -93,14 +87,14 @@ class BidirectionalKVManager(TieredKVManager):
             self._pools[Tier.HOST].give_back(reversed(table.blocks[num_full:]))
             copies = {index: BlockCopy(block, self.block_size) for index, block in enumerate(table.blocks[:num_full])}
             self._saved.put(request_id, copies)
-            self._evicted.add(request_id, 0, [])
+            self._evicted[request_id] = Evicted(0, [])
             return
         num_kept = -(-num_computed_tokens // self.block_size)
         if num_kept and table.blocks[num_kept - 1] in self._device.sharers and not self.runs_from_right(request_id):
             num_kept -= 1  # an evicted request shares no block from the left
         self._device.give_back(reversed(table.blocks[num_kept:]))
         num_tokens = min(num_computed_tokens, num_kept * self.block_size)
-        self._evicted.add(request_id, num_tokens, table.blocks[:num_kept])
+        self._evicted[request_id] = Evicted(num_tokens, table.blocks[:num_kept])
 
     def num_kept_tokens(self, request_id: str, tier: Tier) -> int:
         evicted = self._evicted.get(request_id)
@@ -119,17 +113,6 @@ class BidirectionalKVManager(TieredKVManager):
         self._directed.best_effort.discard(request_id)
 
     # -- copies on the host --------------------------------------------------------------------------------------
-
-    def start_checkpoint(
-        self,
-        request_id: str,
-        num_computed_tokens: int,
-        *,
-        max_blocks: int,
-        reserve_blocks: int = 0,
-        give_way: Iterable[str] = (),
-    ) -> KVMove | None:
-        return None  # only evicted requests are copied
 
     def start_saving(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> list[KVMove]:
         crowded = self._growth.crowded(_SLOTS_AHEAD)
@@ -213,7 +196,7 @@ class BidirectionalKVManager(TieredKVManager):
             return MoveResult.ARRIVED
         self._pools[Tier.HOST].give_back(table.blocks)
         self._device.give_back([*table.move.dst_block_ids, *table.behind])
-        self._evicted.add(request_id, len(table.arrived) * self.block_size, table.arrived)
+        self._evicted[request_id] = Evicted(len(table.arrived) * self.block_size, table.arrived)
         return MoveResult.LOST
 
     def _new_move(
@@ -245,9 +228,6 @@ class BidirectionalKVManager(TieredKVManager):
 
     def _num_host_copies(self, request_id: str) -> int:
         return self._saved.num_held(request_id)
-
-    def num_free(self, tier: Tier) -> int:
-        return super().num_free(tier) + (self._num_reclaimable(tier, spare="") if tier is Tier.DEVICE else 0)
 
     # -- checks --------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,13 @@
-"""SharedBlockPool: device blocks that two requests may hold, one from the left, one from the right."""
+"""What the parts of this package share: device blocks that two requests may hold, and which side each fills."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from omniserve.kv.block_pool import BlockPool
+from omniserve.kv.tiered import Table
 
 
 class SharedBlockPool(BlockPool):
@@ -31,3 +33,15 @@ class SharedBlockPool(BlockPool):
         counts = Counter(owned)
         counts.subtract(self.sharers.keys())
         super().check(counts.elements())
+
+
+@dataclass(slots=True)
+class DirectedTables:
+    """What is known of all requests. The manager writes it; the other parts of this package only read it."""
+
+    tables: dict[str, Table]
+    """Block tables of requests that are not evicted."""
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens that each of these tables is for."""
+    best_effort: set[str] = field(default_factory=set)
+    """BE requests: their tokens run from the right of their device blocks."""

@@ -26,11 +26,7 @@ class _Flight:
 
 
 class SavedBlocks:
-    """Copies by request and index in its table, and those under way. KV is only appended to, so a copy stays true.
-
-    Args:
-        pool: The host's blocks.
-    """
+    """Copies by request and index in its table, and those under way. KV is only appended to, so a copy stays true."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
