@@ -7,30 +7,19 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineStats:
-    """A snapshot. Counters run from the engine's start."""
+class SchedulerStats:
+    """Gauges and counters of a scheduler. Counters run from its start."""
 
     waiting: Mapping[str, int] = field(default_factory=dict)
     """Gauge: requests that have not been scheduled yet, or were preempted."""
     running: Mapping[str, int] = field(default_factory=dict)
     """Gauge: requests that hold KV on a tier."""
-    device_blocks_used: int = 0
-    device_blocks_total: int = 0
-    host_blocks_used: int = 0
-    host_blocks_total: int = 0
     device_blocks_by_class: Mapping[str, int] = field(default_factory=dict)
     """Gauge: device blocks that requests hold; one that two share counts for both."""
     host_blocks_by_class: Mapping[str, int] = field(default_factory=dict)
     """Gauge: host blocks that requests hold, copies ahead of need included; copies that were given up are not."""
     host_requests: int = 0
     """Gauge: requests whose KV is on the host tier."""
-    steps: int = 0
-    step_seconds: float = 0.0
-    """Counter: time spent in steps."""
-    device_tokens: int = 0
-    """Counter: device rows computed."""
-    piggyback_rows: int = 0
-    """Counter: piggyback rows that joined, over all layers."""
     output_tokens: Mapping[str, int] = field(default_factory=dict)
     prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     host_output_tokens: int = 0
@@ -49,6 +38,23 @@ class EngineStats:
     """Counter: tokens of preempted requests whose KV was kept, so that they were not recomputed."""
     rejected: Mapping[str, int] = field(default_factory=dict)
     """Counter: requests refused by admission control, by class."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats(SchedulerStats):
+    """Gauges and counters of an engine: its scheduler's, and its own."""
+
+    device_blocks_used: int = 0
+    device_blocks_total: int = 0
+    host_blocks_used: int = 0
+    host_blocks_total: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    """Counter: time spent in steps."""
+    device_tokens: int = 0
+    """Counter: device rows computed."""
+    piggyback_rows: int = 0
+    """Counter: piggyback rows that joined, over all layers."""
     latency_error: float = 0.0
     """Gauge: running mean of |predicted - measured| / measured of steps; 0 without a latency model."""
     latency_drift: float = 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
@@ -369,33 +370,18 @@ class Engine:
         usage, sched = self.kv.usage(), self.scheduler.stats()
         tier = self.host_tier.stats() if self.host_tier is not None else None
         return EngineStats(
-            waiting=sched.waiting,
-            running=sched.running,
+            **{field.name: getattr(sched, field.name) for field in dataclasses.fields(sched)},
             device_blocks_used=usage.device_used,
             device_blocks_total=usage.device_total,
             host_blocks_used=usage.host_used,
             host_blocks_total=usage.host_total,
-            device_blocks_by_class=sched.device_blocks,
-            host_blocks_by_class=sched.host_blocks,
-            host_requests=sched.host_requests,
             steps=self._log.num_steps,
             step_seconds=self._log.seconds,
             device_tokens=self._log.num_device_tokens,
             piggyback_rows=self._log.num_piggyback_rows,
-            output_tokens=sched.output_tokens,
-            prompt_tokens=sched.prompt_tokens,
-            host_output_tokens=sched.host_output_tokens,
-            preemptions=sched.preemptions,
-            preempted_tokens=sched.preempted_tokens,
-            layer_preemptions=sched.layer_preemptions,
-            swaps_out=sched.swaps_out,
-            swaps_in=sched.swaps_in,
             host_kv_bytes_read=tier.kv_bytes_read if tier is not None else 0,
             host_busy_seconds=tier.busy_seconds if tier is not None else 0.0,
             host_failures=tier.failures if tier is not None else 0,
-            checkpoints=sched.checkpoints,
-            resumed_tokens=sched.resumed_tokens,
-            rejected=sched.rejected,
             latency_error=self._latency.error if self._latency is not None else 0.0,
             latency_drift=self._latency.drift if self._latency is not None else 1.0,
             host_healthy=self.host_tier is None or self.host_tier.healthy,

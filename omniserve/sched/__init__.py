@@ -16,7 +16,7 @@ from omniserve.sched.policy import SCHEDULERS, Policy, policy_of
 from omniserve.sched.priority import PriorityPolicy
 from omniserve.sched.round_robin import RoundRobinPolicy
 from omniserve.sched.sarathi import SarathiPolicy
-from omniserve.sched.scheduler import Scheduler, SchedulerStats
+from omniserve.sched.scheduler import Scheduler
 from omniserve.sched.step_cost import Forecast
 
 __all__ = [
@@ -39,6 +39,5 @@ __all__ = [
     "SarathiPolicy",
     "Scheduler",
     "SchedulerLimits",
-    "SchedulerStats",
     "policy_of",
 ]

@@ -12,8 +12,7 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 from omniserve.core.errors import RequestRejected
@@ -27,6 +26,7 @@ from omniserve.core.plan import (
     StepPlan,
 )
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
+from omniserve.core.stats import SchedulerStats
 from omniserve.kv.base import KVManager, Tier
 from omniserve.sched.limits import SchedulerLimits
 from omniserve.sched.options import PolicyOptions
@@ -36,29 +36,6 @@ from omniserve.sched.state import HaltedChunk, Phase, RequestState
 from omniserve.sched.step_cost import Forecast
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerStats:
-    """Gauges and counters of a scheduler; see EngineStats."""
-
-    waiting: Mapping[str, int] = field(default_factory=dict)
-    running: Mapping[str, int] = field(default_factory=dict)
-    device_blocks: Mapping[str, int] = field(default_factory=dict)
-    """Gauge: device KV blocks that requests hold, by class."""
-    host_blocks: Mapping[str, int] = field(default_factory=dict)
-    host_requests: int = 0
-    output_tokens: Mapping[str, int] = field(default_factory=dict)
-    prompt_tokens: Mapping[str, int] = field(default_factory=dict)
-    host_output_tokens: int = 0
-    preemptions: int = 0
-    preempted_tokens: int = 0
-    layer_preemptions: int = 0
-    swaps_out: int = 0
-    swaps_in: int = 0
-    checkpoints: int = 0
-    resumed_tokens: int = 0
-    rejected: Mapping[str, int] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -314,8 +291,8 @@ class Scheduler:
         return SchedulerStats(
             waiting=waiting,
             running=running,
-            device_blocks=blocks[Tier.DEVICE],
-            host_blocks=blocks[Tier.HOST],
+            device_blocks_by_class=blocks[Tier.DEVICE],
+            host_blocks_by_class=blocks[Tier.HOST],
             host_requests=len(self.requests.residents.queue),
             output_tokens=dict(self._output_tokens),
             prompt_tokens=dict(self._prompt_tokens),

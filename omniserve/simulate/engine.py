@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, SampledToken, StepOutput, StepPlan, is_whole
 from omniserve.core.request import Request, RequestOutput, ServiceClass
+from omniserve.core.stats import SchedulerStats
 from omniserve.engine.capacity import max_model_len, num_blocks
 from omniserve.kv import KV_MANAGERS
 from omniserve.latency import CorrectedModel, Predictor, features_of
-from omniserve.sched import Forecast, Scheduler, SchedulerLimits, SchedulerStats, policy_of
+from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.simulate.host_tier import SimulatedHostTier
 from omniserve.simulate.machine import Machine

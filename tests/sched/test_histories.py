@@ -270,7 +270,7 @@ def check_stays(output: RequestOutput, stays: list[Stay], *, overlaps: bool) -> 
 def check_blocks_by_class(sched: Scheduler) -> None:
     """Verify that the classes' blocks add up to those in use, but for shared ones and copies that nobody waits for."""
     usage, stats = sched.requests.kv.usage(), sched.stats()
-    on_device, on_host = sum(stats.device_blocks.values()), sum(stats.host_blocks.values())
+    on_device, on_host = sum(stats.device_blocks_by_class.values()), sum(stats.host_blocks_by_class.values())
     sharers = (
         sched.requests.kv._device.sharers.values() if isinstance(sched.requests.kv, BidirectionalKVManager) else ()
     )
