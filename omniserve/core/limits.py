@@ -1,4 +1,4 @@
-"""What no request of an engine can have, whatever its load. Plain numbers."""
+"""Limits that hold for every request of an engine at any load. Plain numbers."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class PromptScores:
     first_row: int
     """Index in the chunk."""
     token_ids: tuple[int, ...]
-    """What follows this row and each of the next."""
+    """The tokens that follow this row and each of the next."""
     num_top: int
     """Likeliest tokens to tell beside each."""
 
@@ -67,7 +67,7 @@ class PiggybackEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PiggybackJoin:
-    """A BE token whose attention at ``layer`` came back from the host tier and joins this step there."""
+    """A BE token that joins this step at ``layer``, where its attention came back from the host tier."""
 
     request_id: str
     position: int
@@ -77,7 +77,7 @@ class PiggybackJoin:
 
 
 class MoveDirection(enum.StrEnum):
-    """Which way KV travels."""
+    """The direction of a move."""
 
     TO_HOST = "to_host"
     TO_DEVICE = "to_device"
@@ -112,7 +112,7 @@ class SlotCopy:
 
 
 class Bound(enum.StrEnum):
-    """What kept work out of a step."""
+    """The reason that kept work out of a step."""
 
     TIME = "time"  # the step would have become longer than its bound, or, of host rows, bring less a second
     TOKENS = "tokens"  # max_num_batched_tokens
@@ -143,7 +143,7 @@ class Decision:
     predicted_ls_s: float | None = None
     """The step without its best-effort work."""
     bound_s: float | None = None
-    """What best-effort work was added up to; None: nothing limits it."""
+    """The bound up to which best-effort work was added, in seconds; None without a bound."""
     bound_by: str = ""
     """Where the bound comes from: ``tpot of <request>``, ``ttft of <request>``, ``ttft of a new request``,
     ``residual time of <request>``."""
@@ -152,13 +152,13 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One step, or nothing to run (``is_empty``) if everybody waits for the host tier."""
+    """A step; it has nothing to run (``is_empty``) if all requests wait for the host tier."""
 
     step_id: int
     chunks: tuple[DeviceChunk, ...] = ()
     entries: tuple[PiggybackEntry, ...] = ()
     joins: tuple[PiggybackJoin, ...] = ()
-    """At most ``num_piggyback_seats`` a layer."""
+    """Rows that join, at most ``num_piggyback_seats`` a layer."""
     num_piggyback_seats: int = 0
     """P: seats for piggyback rows, one of a small set of buckets; 0 is plain continuous batching."""
     relocations: tuple[SlotCopy, ...] = ()
@@ -173,7 +173,7 @@ class StepPlan:
     cancels: tuple[int, ...] = ()
     """Host slots of aborted requests: their tasks are cancelled; each still reports an event."""
     decision: Decision | None = None
-    """For traces; None if the policy does not explain itself."""
+    """The reasons for the plan, for traces; None if the policy gives none."""
 
     @property
     def num_device_tokens(self) -> int:
@@ -187,7 +187,7 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledToken:
-    """One new token."""
+    """A new token."""
 
     token_id: int
     logprob: TokenLogprob | None = None
@@ -195,7 +195,7 @@ class SampledToken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """What the runner made of a plan."""
+    """The result of a plan that the runner has run."""
 
     tokens: Mapping[str, SampledToken] = field(default_factory=dict)
     """Request id -> new token, for every sampling chunk, every join at the last layer and all of ``pipelined``."""
@@ -207,7 +207,7 @@ class StepOutput:
     """Request id -> layer, for chunks that were asked to leave: the first layer that was not computed; 0: what was
     computed is dropped."""
     lost: frozenset[str] = frozenset()
-    """Requests of ``pipelined`` whose host attention failed: they must be recomputed."""
+    """Requests of ``pipelined`` that must be recomputed, as their host attention failed."""
 
 
 def is_whole(plan: StepPlan, halted: Mapping[str, int]) -> bool:
@@ -221,7 +221,7 @@ def is_whole(plan: StepPlan, halted: Mapping[str, int]) -> bool:
 
 
 class HostEventKind(enum.StrEnum):
-    """What the host tier, or a KV copy, reports."""
+    """An event that the host tier or a KV copy reports."""
 
     ATTENTION_DONE = "attention_done"
     ATTENTION_FAILED = "attention_failed"

@@ -11,7 +11,7 @@ C = TypeVar("C")
 
 
 class Registry(Generic[T]):
-    """Names of one kind of replaceable part.
+    """A registry of replaceable parts of one kind, by name.
 
     Args:
         kind: What the entries are, for error messages ("scheduler").

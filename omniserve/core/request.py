@@ -1,4 +1,4 @@
-"""What a caller asks for and what comes back. Plain data, no torch."""
+"""Requests, their parameters and their outputs. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class SLO:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassSpec:
-    """One class of requests. Paper: omniserve 6 (multiple priority levels).
+    """A class of requests. Paper: omniserve 6 (multiple priority levels).
 
     Raises:
         ValueError: The name is empty, or a field is of the wrong type.
     """
 
     name: str
-    """What requests and ``service_tier`` call it."""
+    """The name in requests and in ``service_tier``."""
     kind: str
-    """How its requests are treated; a ``ServiceClass``, whatever string was given."""
+    """The kind of its requests, a ``ServiceClass``; a string is converted."""
     slo: SLO = field(default_factory=SLO)
     """Objectives of its requests that bring none of their own."""
 
@@ -66,10 +66,10 @@ class ClassSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to pick tokens and when to stop. The defaults are greedy, like ``generate()`` of Hugging Face."""
+    """Parameters of sampling and of the end. The defaults are greedy, like ``generate()`` of Hugging Face."""
 
     max_tokens: int = 16
-    """Most output tokens; 0 only reads the prompt, for ``prompt_logprobs``."""
+    """Largest number of output tokens; 0 only reads the prompt, for ``prompt_logprobs``."""
     temperature: float = 0.0
     """0 is greedy; otherwise logits are divided by it."""
     top_k: int = 0
@@ -79,7 +79,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less likely than min_p times the likeliest, in [0, 1]."""
     seed: int | None = None
-    """Same seed, same tokens, whatever else runs; None draws a fresh seed."""
+    """Seed of this request: the same one gives the same tokens, whatever else runs. None draws a fresh one."""
     repetition_penalty: float = 1.0
     """> 1 makes tokens of prompt and output less likely (multiplicative, as in Hugging Face), in [0.01, 100]."""
     presence_penalty: float = 0.0
@@ -137,7 +137,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One prompt to be continued.
+    """A prompt to be continued.
 
     Raises:
         ValueError: The prompt is empty or holds something else than non-negative ints.
@@ -148,7 +148,7 @@ class Request:
     service_class: str = ServiceClass.LS
     """The name of one of the engine's classes; ``LS`` and ``BE`` are there by default."""
     slo: SLO | None = None
-    """None takes the class's default from the engine's config."""
+    """The objectives; None takes those of the class from the engine's config."""
     request_id: str | None = None
     """Unique among unfinished requests; None lets the engine choose."""
 
@@ -187,7 +187,7 @@ class RequestTimes:
     first_token_s: float | None = None
     finished_s: float | None = None
     predicted_ttft_s: float | None = None
-    """What admission control predicted at arrival, from then; None without prediction."""
+    """The TTFT that admission control predicted at arrival; None without prediction."""
     host_since_s: float | None = None
     """Since when it has been on the host tier, or on its way there or back; None: it is not."""
 
@@ -210,26 +210,26 @@ def add_stay(stays: list[Stay], stay: Stay) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
-    """What one step produced for one request."""
+    """The output of one step for one request."""
 
     request_id: str
     service_class: str
     new_token_ids: tuple[int, ...]
     new_logprobs: tuple[TokenLogprob, ...] = ()
-    """As long as new_token_ids if log-probabilities were asked for, else empty."""
+    """A log-probability for each of ``new_token_ids``; empty if none were asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Of the prompt's tokens from the second on, once, in the request's first output; empty if not asked for."""
     finish_reason: FinishReason | None = None
-    """None while the request goes on."""
+    """The reason of the end; None while the request goes on."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the request."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_host_tokens: int = 0
-    """Output tokens so far whose attention was computed on the host tier."""
+    """Number of output tokens so far with attention computed on the host tier."""
     times: RequestTimes | None = None
     host_stays: tuple[Stay, ...] = ()
-    """Its stays on the host tier that ended since its last output."""
+    """Stays on the host tier that ended since the last output."""
 
     @property
     def finished(self) -> bool:
@@ -243,12 +243,12 @@ class Completion:
     request_id: str
     token_ids: tuple[int, ...]
     text: str | None
-    """None when the engine has no tokenizer."""
+    """The text; None if the engine has no tokenizer."""
     finish_reason: FinishReason
     stop_reason: int | str | None
     logprobs: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]
-    """Of the prompt's tokens from the second on; empty if not asked for."""
+    """Log-probabilities of the prompt's tokens from the second on; empty if not asked for."""
     num_prompt_tokens: int
     num_host_tokens: int
     times: RequestTimes

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HOST_KV_DTYPES = ("auto", "int8")
-"""What the host pool may hold: the model's dtype, or int8 with a scale per token, KV head and K or V."""
+"""The dtypes of the host pool: the model's, or int8 with a scale per token, KV head and K or V."""
 
 _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """How one layer attends."""
+    """The kind of attention of a layer."""
 
     scale: float
     """Multiplies q.k."""
@@ -36,7 +36,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     dtype_bytes: int
     attention: tuple[AttentionSpec, ...]
-    """One per layer."""
+    """The attention of each layer."""
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over all layers, K and V."""

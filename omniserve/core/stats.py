@@ -1,4 +1,4 @@
-"""What an engine tells about itself: gauges and counters for metrics, logs and benchmarks. Plain data."""
+"""Gauges and counters of an engine, for metrics, logs and benchmarks. Plain data."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from omniserve.latency.trace import StepTracer
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """What a request came with, as long as it is unfinished or ended in the step under way."""
+    """The facts about a request that is unfinished, or that ended in the step under way."""
 
     service_class: str
     slo: SLO
     predicted_ttft_s: float | None
-    """What admission predicted, seconds from arrival."""
+    """The TTFT that admission predicted, in seconds from arrival."""
 
 
 class StepLog:

@@ -25,7 +25,7 @@ class _Flight:
     scheduled_s: float
     host_works: bool
     requests: Mapping[str, OpenRequest]
-    """At least those of its outputs, and if steps are traced those of the plan."""
+    """The requests of its outputs, and if steps are traced those of the plan."""
     is_advanced: bool
     """The scheduler has booked of it what is certain."""
 

@@ -1,4 +1,4 @@
-"""How well a model predicts measured steps."""
+"""The accuracy of a model's predictions of measured steps."""
 
 from __future__ import annotations
 

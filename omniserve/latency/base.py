@@ -18,17 +18,17 @@ class Predictor(ABC):
     """
 
     term_names: tuple[str, ...]
-    """What the terms stand for, in the order of ``terms``."""
+    """The names of the terms, in the order of ``terms``."""
     layer_terms: slice
-    """Which of them the layers share evenly; the others belong to the step as a whole."""
+    """The terms that the layers share evenly; the others belong to the step as a whole."""
     attention_terms: tuple[int, ...]
-    """Which of the layers' terms are attention on the device; the others are linear in rows."""
+    """The layers' terms that are attention on the device; the others are linear in rows."""
     num_layers: int
-    """Of the model."""
+    """Number of layers of the model."""
 
     @property
     def pace(self) -> float:
-        """How many times longer steps take at this moment than as a rule; predictions contain it."""
+        """The factor by which steps take longer at this moment than as a rule; predictions contain it."""
         return 1.0
 
     @abstractmethod

@@ -30,7 +30,7 @@ class StepPace:
         self._recent = deque([0.0] * _WINDOW)
         self._ordered = [0.0] * _WINDOW
         self.value = 1.0
-        """What predictions are to be multiplied with, within ``_PACE_BOUNDS``."""
+        """The factor for predictions, within ``_PACE_BOUNDS``."""
 
     def observe(self, ratio: float) -> None:
         """Take a step that took ``ratio`` times what was predicted, > 0."""
@@ -85,12 +85,12 @@ class CorrectedModel(Predictor):
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """One for each of ``term_names``; the pace not included."""
+        """A factor for each of ``term_names``, without that of the machine's pace."""
         return tuple(self._factors)
 
     @property
     def pace(self) -> float:
-        """How many times longer steps take at this moment than the factors say."""
+        """The factor by which steps take longer at this moment than the terms' factors say."""
         return self._pace.value
 
     @property

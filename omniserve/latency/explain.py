@@ -15,7 +15,7 @@ from omniserve.latency import accuracy_of_errors
 from omniserve.latency.trace import Outcome, Trace, TracedStep, read_steps
 
 CAUSES = ("waiting", "memory", "LS prefill", "best effort", "misprediction", "own work")
-"""What a request's time goes to (see ``causes_of``)."""
+"""The causes of a request's time (see ``causes_of``)."""
 
 _MEMORY_BOUNDS = (Bound.MEMORY, Bound.HOST_MEMORY)
 _NUM_TERMS = 3

@@ -15,7 +15,7 @@ from omniserve.core.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """What features need to know of a model."""
+    """The shape of a model, as far as features depend on it."""
 
     num_layers: int
     windows: tuple[tuple[int, int], ...]
@@ -42,7 +42,7 @@ def _keys_seen(start: int, count: int, window: int) -> int:
 
 @dataclass(kw_only=True)
 class BatchFeatures:
-    """What one step consists of."""
+    """The contents of a step as counts."""
 
     prefill_requests: int = 0
     prefill_tokens: int = 0

@@ -17,7 +17,7 @@ class HostSpeed:
     per_request_s: float
     per_call_s: float
     threads: int
-    """Of the host tier."""
+    """Threads of the host tier."""
 
     @classmethod
     def from_profile(cls, profile: Profile) -> Self | None:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 STATES = ("alone", "shared")
-"""Whether the device tier has all its cores or shares them with a host tier that works."""
+"""The share of cores: the device tier has all of them, or shares them with a host tier that works."""
 
 Points = tuple[tuple[int, float], ...]
 """(rows, seconds)."""
@@ -46,7 +46,7 @@ class AlphaBeta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSample:
-    """One measured step of an engine: from asking the scheduler to handing out tokens."""
+    """A measured step of an engine, from asking the scheduler to handing out tokens."""
 
     features: BatchFeatures
     seconds: float
@@ -110,16 +110,16 @@ _MOST_SPREAD, _MOST_WAITED, _MOST_OTHERS_CORES = 0.5, 0.1, 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """What the machine was like while it was measured."""
+    """The state of the machine while it was measured."""
 
     spread: float
-    """How far repeated measurements lie apart: median over least, less 1; the median of all points."""
+    """The spread of repeated measurements: the median over the least, less 1; the median of all points."""
     waited: float
     """Share of the time that the measuring thread could have run and had no core."""
     others_cores: float
-    """How many of this process's cores others kept busy, other guests of the same hardware included."""
+    """Cores of this process that others kept busy, other guests of the same hardware included."""
     spare_cores: int
-    """How many of them measuring left to others."""
+    """Number of cores that measuring left to others."""
 
     def disturbances(self) -> list[str]:
         """Return what shows that others disturbed the measurement, in words; nothing if nothing does."""
@@ -167,7 +167,7 @@ class Profile:
     steps: tuple[StepSample, ...] = ()
     """Whole steps of a mixed load: overheads that no module shows are in the difference."""
     conditions: Conditions | None = None
-    """None: not known, the profile was made by an earlier version."""
+    """The conditions of measuring; None in a profile of an earlier version."""
 
     def __post_init__(self) -> None:
         """Refuse what no model can be made of.

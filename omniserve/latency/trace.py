@@ -21,7 +21,7 @@ _FORMAT = "omniserve steps 1"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How long a request took to its first token (``ttft``), or per token after that (``tpot``). Seconds."""
+    """The time of a request to its first token (``ttft``), or per token after that (``tpot``), in seconds."""
 
     request_id: str
     service_class: str
@@ -29,7 +29,7 @@ class Outcome:
     """``ttft`` or ``tpot``."""
     seconds: float
     limit_s: float | None
-    """None: it had no such objective."""
+    """The objective in seconds; None if the request had none."""
     met: bool | None
     from_s: float
     """Arrival, or first token."""
@@ -42,7 +42,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
-    """One line. Seconds; times are on the engine's clock; None where nothing was predicted."""
+    """A line of a trace, in seconds; times are on the engine's clock; None where nothing was predicted."""
 
     step: int
     started_s: float

@@ -1,4 +1,4 @@
-"""Which dtype ``auto`` means: the model's own, or fp32 on a CPU that has no products of it but the memory for fp32.
+"""Resolves the dtype ``auto``: the model's, or fp32 on a CPU that has no products of it but the memory for fp32.
 
 torch converts half precision at every product where the CPU has no instructions for it: at 128 rows bf16 takes seven
 times as long as fp32 with AVX2, fp16 five times (2 cores of a Zen 3 EPYC, by hand).

@@ -46,7 +46,7 @@ class Timer:
 
     @property
     def seconds(self) -> float:
-        """How long it has been, as far as it counts."""
+        """Seconds so far, without those that do not count."""
         now_s = self._paused_at_s if self._paused_at_s is not None else time.perf_counter()
         return now_s - self._began_s
 

@@ -22,7 +22,7 @@ _PAGE, _PAGE_FILES = "/dashboard", "/dashboard/static/"
 
 
 class _Allowance:
-    """What may be used up, refilled evenly; it holds at most a minute's worth.
+    """A budget that refills evenly and holds at most a minute's worth.
 
     Args:
         per_minute: How fast it refills.
@@ -70,7 +70,7 @@ class Caller:
 
     @property
     def name(self) -> str | None:
-        """What logs call them; None without a key."""
+        """The name of the key in logs; None without a key."""
         return None if self._key is None else self._key.name
 
     def admit(self) -> None:

@@ -39,7 +39,7 @@ class _Answer(BaseModel):
 
 
 class TextChoice(BaseModel):
-    """One text of a completion."""
+    """A text of a completion."""
 
     index: int
     text: str
@@ -63,7 +63,7 @@ class AnsweredCall(BaseModel):
 
 
 class AnsweredMessage(BaseModel):
-    """What the assistant said."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -72,7 +72,7 @@ class AnsweredMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer of a chat."""
+    """A choice of a chat completion."""
 
     index: int
     message: AnsweredMessage

@@ -21,7 +21,7 @@ class Echo:
     text: str
     first_token_id: int
     logprobs: tuple[TokenLogprob, ...]
-    """Of the tokens behind the first; empty when none were asked for."""
+    """Log-probabilities of the tokens after the first; empty if none were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class Delta:
     index: int
     text: str
     logprobs: Sequence[TokenLogprob]
-    """Of the tokens since the last delta; empty when none were asked for."""
+    """Log-probabilities of the tokens since the last delta; empty if none were asked for."""
     finish_reason: str | None
     echo: Echo | None = None
-    """In the first delta only, if the answer begins with the prompt."""
+    """The prompt's part, in the first delta only, of an answer that begins with the prompt."""
     tool_calls: Sequence[ParsedCall] = ()
 
 
@@ -103,13 +103,13 @@ class Choice:
         self.times = Times(arrival_s)
         self.finish_reason: str | None = None
         self.predicted_ttft_s: float | None = None
-        """What the engine predicted when it accepted the request; from its arrival."""
+        """The TTFT that the engine predicted when it accepted the request, in seconds from its arrival."""
         self.engine_times: RequestTimes | None = None
-        """As of its last output; None: there was none."""
+        """The times of the request as of its last output; None before its first one."""
         self.host_stays: list[Stay] = []
-        """Its stays on the host tier that are over; see ``add_stay``."""
+        """Stays on the host tier that are over; see ``add_stay``."""
         self.num_host_tokens = 0
-        """Output tokens whose attention was computed there."""
+        """Number of output tokens with attention computed on the host tier."""
         self._detokenizer = codec.detokenizer(stop)
         self._logprobs: list[TokenLogprob] = []
         self._echo = echo
@@ -121,7 +121,7 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """Of the output so far, a stop token at its end included; 0 when no log-probabilities were asked for."""
+        """Sum of the output's log-probabilities so far, a stop token included; 0 if none were asked for."""
         return self._total_logprob / max(1, self._num_logprobs)
 
     def advance(self, output: RequestOutput) -> Delta | None:

@@ -138,7 +138,7 @@ class Connections:
 
 
 class _Connection(H11Protocol):
-    """One connection; uvicorn makes it."""
+    """A connection, made by uvicorn."""
 
     def __init__(self, connections: Connections, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)

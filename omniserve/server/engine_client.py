@@ -31,7 +31,7 @@ class Accepted:
     """The engine took a request."""
 
     predicted_ttft_s: float | None
-    """From its arrival; None without prediction."""
+    """The predicted TTFT in seconds from its arrival; None without prediction."""
 
 
 Event = tuple[str, Accepted | RequestOutput | Exception]
@@ -61,7 +61,7 @@ _BYTES_BESIDE = 1024
 
 
 class EngineClient:
-    """One engine process.
+    """An engine process.
 
     Args:
         make_engine: Makes the engine, in its process.
@@ -75,7 +75,7 @@ class EngineClient:
         self._log_format = log_format
         self._queues: dict[str, Events] = {}
         self._stats: asyncio.Future[EngineStats] | None = None
-        """What the engine was asked for and has not told yet."""
+        """Requests for stats that the engine has not answered yet."""
         self._untaken: dict[str, int] = {}
         """Bytes of the requests that the engine has not taken or refused yet, aborted ones included."""
         self._num_untaken_bytes = 0
@@ -83,7 +83,7 @@ class EngineClient:
         self._ready = False
         self._asking: asyncio.Task[None] | None = None
         self._launched: contextlib.ExitStack | None = None
-        """What goes when the process has ended; None: there is no process."""
+        """Closes what belongs to the process when it has ended; None without a process."""
         self.failure: str | None = None
         """Why the engine stopped; None while it is well."""
         self.stopped = asyncio.Event()

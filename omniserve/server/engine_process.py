@@ -38,7 +38,7 @@ _LINGER_MS = 2000
 
 
 class EngineLike(Protocol):
-    """What this process needs of an engine."""
+    """The part of an engine's interface that this process calls."""
 
     @property
     def config(self) -> EngineConfig: ...

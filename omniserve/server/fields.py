@@ -1,4 +1,4 @@
-"""From a body to checked fields: what is wrong with one is said in OpenAI's shape."""
+"""Checks the fields of a body; errors have OpenAI's shape."""
 
 from __future__ import annotations
 

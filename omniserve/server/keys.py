@@ -1,4 +1,4 @@
-"""API keys: who may call, as what class at most, and how much in a minute."""
+"""API keys: their highest class and their rates per minute."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class ApiKey:
     """One key. The key itself is not kept, so that no log and no traceback can show it."""
 
     name: str
-    """What messages and logs call its holder."""
+    """The name of its holder in messages and logs."""
     sha256: bytes = field(repr=False)
-    """Of the key, 32 bytes."""
+    """The digest of the key, 32 bytes."""
     tier: str | None = None
     """The highest ``service_tier`` that its holder gets; None: any."""
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
-    """Of prompts and outputs together."""
+    """Tokens of prompts and outputs together."""
 
     def limited_tier(self, asked: str, classes: Sequence[ClassSpec]) -> str:
         """Return the tier to use: the one asked for, or the key's own where that is of lower priority.
@@ -95,7 +95,7 @@ def digest_of(key: str) -> bytes:
 
 
 class _Entry(BaseModel):
-    """One entry of a key file."""
+    """An entry of a key file."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, str_strip_whitespace=True, allow_inf_nan=False, hide_input_in_errors=True

@@ -15,7 +15,7 @@ _EXTRA = ("method", "path", "status", "seconds", "key", "call_id", "engine_reque
 
 access_logger = logging.getLogger("omniserve.access")
 request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
-"""Of the request that the running code works for."""
+"""The id of the request that the running code works for."""
 
 
 class RequestNames(logging.Filter):
@@ -29,7 +29,7 @@ class RequestNames(logging.Filter):
         self._names: dict[str, str] = {}
 
     def add(self, engine_request_id: str, name: str) -> None:
-        """Note whose an engine request is."""
+        """Note the HTTP request to which an engine request belongs."""
         self._names[engine_request_id] = name
 
     def forget(self, engine_request_id: str) -> None:

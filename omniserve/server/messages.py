@@ -29,7 +29,7 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """One of ``tools``."""
+    """An entry of ``tools``."""
 
     model_config = _STRICT
 
@@ -72,7 +72,7 @@ ToolChoice = Annotated[
 
 
 class FunctionCall(BaseModel):
-    """What an assistant's message called."""
+    """The function that an assistant's message calls."""
 
     model_config = _STRICT
 
@@ -82,7 +82,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """One call of an assistant's message."""
+    """A call of an assistant's message."""
 
     model_config = _STRICT
 
@@ -106,7 +106,7 @@ class ToolCall(BaseModel):
 
 
 class TextPart(BaseModel):
-    """One part of a message's content."""
+    """A part of a message's content."""
 
     model_config = _STRICT
 
@@ -119,7 +119,7 @@ def _text_parts(value: Any) -> Any:
 
 
 class Message(BaseModel):
-    """One message of a chat."""
+    """A message of a chat."""
 
     model_config = _STRICT
 
@@ -127,7 +127,7 @@ class Message(BaseModel):
     content: Annotated[list[TextPart], BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])] = []
     name: str | None = None
     tool_calls: list[ToolCall] = []
-    """What an assistant's message called."""
+    """The function that an assistant's message calls."""
     tool_call_id: str | None = None
     """The call that a tool's message answers."""
 

@@ -25,11 +25,11 @@ _MAX_UNREAD_DELTAS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What one API call asks of the engine: every prompt is continued once per sampling."""
+    """The work of an API call: every prompt is continued once per sampling."""
 
     call_id: str
     arrival_s: float
-    """When the call came; monotonic seconds."""
+    """Arrival of the call in monotonic seconds."""
     prompts: Sequence[Sequence[int]]
     samplings: Sequence[SamplingParams]
     """Without stop strings: these are looked for here, where the text is."""
@@ -41,7 +41,7 @@ class Job:
     echoes: Sequence[str] | None = None
     """Text of each prompt, which its answers begin with; None: they do not."""
     num_kept: int | None = None
-    """Of each prompt's outputs, so many are in the answer: the likeliest; None: all."""
+    """Number of outputs of each prompt that are in the answer, the likeliest ones; None: all."""
     at_once: bool = False
     """The answer is read when it is complete."""
     calls_tools: bool = False
@@ -77,10 +77,10 @@ class OutputStream:
         self, job: Job, *, client: EngineClient, codec: TextCodec, metrics: ServerMetrics, backlog: Backlog
     ) -> None:
         self.job = job
-        """What was asked for."""
+        """The work that was asked for."""
         self.usage = Usage(num_prompt_tokens=sum(map(len, job.prompts)))
         self.error: Exception | None = None
-        """What ended the call before all choices had finished; None: nothing did."""
+        """The error that ended the call before all choices had finished, if one did."""
         self._client = client
         self._metrics = metrics
         self._backlog = backlog

@@ -73,7 +73,7 @@ class JsonSchemaFormat(BaseModel):
     model_config = _STRICT
 
     name: str
-    """For people; the model is not told."""
+    """A note for people, which the model does not see."""
     description: str | None = None
     """The same."""
     schema_: dict[str, Any] = Field(alias="schema")
@@ -97,14 +97,14 @@ class ResponseFormat(BaseModel):
 
     @property
     def grammar(self) -> str | None:
-        """What ``SamplingParams.grammar`` is for this format; None: anything goes."""
+        """Return ``SamplingParams.grammar`` for this format; None if it allows any text."""
         if self.type == "text":
             return None
         return json_grammar({"type": "object"} if self.json_schema is None else self.json_schema.schema_)
 
 
 class StreamOptions(BaseModel):
-    """How to stream."""
+    """Options of a stream."""
 
     model_config = _STRICT
 
@@ -204,12 +204,12 @@ class GenerationRequest(BaseModel):
 
     @property
     def grammar(self) -> str | None:
-        """What the output is constrained to."""
+        """The format to which the output is constrained."""
         return None if self.response_format is None else self.response_format.grammar
 
     @property
     def stop_strings(self) -> list[str]:
-        """What ends the text."""
+        """Strings that end the text."""
         return self.stop
 
     @property

@@ -21,7 +21,7 @@ from omniserve.server.traces import checked_endpoint
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptions:
-    """How to serve, whatever the engine."""
+    """Options of a server that do not concern its engine."""
 
     tokenizer: str
     """Folder or hub id of the tokenizer."""

@@ -26,7 +26,7 @@ _GOODBYE_S = 2.0
 
 
 class Service:
-    """One model behind the API.
+    """A model behind the API.
 
     Args:
         engine: Started.
@@ -66,7 +66,7 @@ class Service:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call runs."""
+        """True while no call runs."""
         return not self._running
 
     def check_open(self) -> None:

@@ -1,4 +1,4 @@
-"""Where settings come from: flags before the environment, that before a YAML file, that before the defaults."""
+"""Reads settings: a flag wins over the environment, that over a YAML file, and that over the default."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class EngineSupervisor:
 
     @property
     def retry_after_s(self) -> float | None:
-        """When the engine is expected back, seconds from now; None if it is dead for good."""
+        """Seconds until the engine is expected back; None if it is dead for good."""
         return None if self.stopped.is_set() else max(1.0, self._expected_back_s - time.monotonic())
 
     def keep_down(self) -> None:

@@ -32,7 +32,7 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model takes chats."""
+        """True if the model takes chats."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

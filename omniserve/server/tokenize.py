@@ -28,9 +28,9 @@ class TokenizeRequest(BaseModel):
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
-    """None: with a text, as /v1/completions does; not with messages, whose template writes them."""
+    """None: to a text, as /v1/completions does, but not to messages, as their template writes them."""
     add_generation_prompt: bool = True
-    """With messages only."""
+    """Field of requests with messages only."""
     return_token_strs: bool = False
 
     @model_validator(mode="before")

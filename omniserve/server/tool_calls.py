@@ -49,10 +49,10 @@ def calls_grammar(tools: Sequence[Tool], *, free_text: bool, several: bool) -> s
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """One call, complete."""
+    """A complete call."""
 
     index: int
-    """Its place among the answer's calls."""
+    """The call's index among those of the answer."""
     call_id: str
     name: str
     arguments: str

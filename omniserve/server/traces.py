@@ -31,15 +31,15 @@ class FinishedCall:
     headers: Mapping[str, str]
     """The request's, names in lower case."""
     request_id: str | None
-    """Its ``x-request-id``."""
+    """The call's ``x-request-id``."""
     began_s: float
-    """When the request came; monotonic seconds."""
+    """Arrival of the request in monotonic seconds."""
     ended_s: float
-    """When the last byte of the answer was written, or the client was gone."""
+    """Time at which the last byte of the answer was written, or the client was gone."""
     status: int | None
-    """Of the answer; None: there was none."""
+    """Status of the answer; None if there was none."""
     refusal: ApiError | None
-    """What it was answered with instead of an output."""
+    """The error that was the answer instead of an output."""
     outputs: OutputStream | None
     """Closed; None if the call did not come that far."""
 

@@ -14,7 +14,7 @@ from omniserve.core.stats import EngineStats
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
-    """What the API process has to know of the engine."""
+    """The facts about an engine that the API process needs."""
 
     limits: RequestLimits
     classes: tuple[ClassSpec, ...]
@@ -58,7 +58,7 @@ Command = Add | Abort | AskStats | Close
 
 
 class Progress(Message):
-    """How the start goes on."""
+    """Progress of the engine's start."""
 
     text: str
 
@@ -76,7 +76,7 @@ class Failed(Message):
 
 
 class Step(Message):
-    """What one step brought."""
+    """The outputs of a step."""
 
     accepted: list[tuple[str, float | None]]
     """Ids of requests that were taken before it, and the TTFT that was predicted for each."""
@@ -84,7 +84,7 @@ class Step(Message):
 
 
 class Load(Message):
-    """What ``RequestRejected`` says besides its message."""
+    """The fields of ``RequestRejected`` besides its message."""
 
     retry_after_s: float | None
     predicted_ttft_s: float | None
@@ -97,7 +97,7 @@ class Refused(Message):
     request_id: str
     message: str
     load: Load | None
-    """None: whatever the load, it could not be taken."""
+    """None if the request could not be taken at any load."""
 
     @classmethod
     def of(cls, request_id: str, error: ValueError | RequestRejected) -> Refused:
@@ -121,7 +121,7 @@ class Refused(Message):
 
 
 class Stats(Message):
-    """How the engine is."""
+    """The engine's state."""
 
     stats: EngineStats
 

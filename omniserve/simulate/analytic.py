@@ -23,7 +23,7 @@ _LOCAL_CORES_KEPT = 2  # of the device's host: the engine and the server run the
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """What kernels reach of a device's peaks.
+    """The shares of a device's peaks that kernels reach.
 
     Fitted to the A100 timings of Vidur (microsoft/vidur, commit 7d47513363ec, data/profiling, MIT licence): linear
     layers of five models at TP 1 to 8 and 1 to 4096 rows (mean error of a layer 4 %, 90th percentile 9 %), attention of
@@ -36,31 +36,31 @@ class Efficiency:
     """
 
     gemm_s: float = 5.0e-6
-    """Of a matrix product, whatever its size."""
+    """Seconds of any matrix product, besides those that follow from its size."""
     gemm_bytes: float = 0.80
     """Share of the memory bandwidth at which it reads weights."""
     gemm_flops: float = 0.74
     """Share of the arithmetic peak."""
     gemm_corner: float = 1.46
-    """How sharply one bound gives way to the other: the p of a p-norm."""
+    """The p of the p-norm that joins the bounds by memory and by compute."""
     elementwise_s: float = 19.6e-6
-    """Of a layer's norms, rotary embedding, activation and residual addition together."""
+    """Seconds of a layer's norms, rotary embedding, activation and residual addition together."""
     elementwise_bytes: float = 0.55
     """Share of the bandwidth at which they go through their rows."""
     decode_s: float = 15.3e-6
-    """Of decode attention in a layer."""
+    """Seconds of decode attention in a layer, besides those of its bytes."""
     decode_bytes: float = 0.76
     """Share of the bandwidth at which it reads K and V."""
     prefill_s: float = 6.0e-6
-    """Of prefill attention in a layer."""
+    """Seconds of prefill attention in a layer, besides those of its products."""
     prefill_flops: float = 0.39
     """Share of the arithmetic peak that it reaches, counting only what the causal mask lets through."""
     prefill_row_bytes: float = 0.069
     """Share of the bandwidth at which it goes through its rows, besides."""
     step_s: float = 1.4e-3
-    """Of a step: scheduling, inputs, sampling."""
+    """Seconds of a step for scheduling, inputs and sampling."""
     request_s: float = 42e-6
-    """Of each request in it."""
+    """Seconds of a step for each of its requests."""
     piggyback_layer_s: float = 15e-6
     """Of concatenation, residuals and the input queue, per layer that a row joins or enters at; not fitted: it is
     within omniserve 5.4's 75 us at 400 requests."""
@@ -68,15 +68,15 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostEfficiency:
-    """What the host tier reaches."""
+    """The shares of a host's peaks that the host tier reaches."""
 
     bytes_share: float = 0.7
     """Share of the peak bandwidth at which attention reads K and V: with the device's own share, the 7.6 times of
     omniserve's Table 1 (ten requests of 1,000 tokens)."""
     thread_task_s: float = 15e-6
-    """Of one thread, for a task of any length."""
+    """Seconds of a thread for a task, besides those of its bytes."""
     latency_s: float = 100e-6
-    """From a step's end to a thread and back."""
+    """Seconds from a step's end to a thread and back."""
     network_latency_s: float = 100e-6
     """The same for a remote host, besides."""
 

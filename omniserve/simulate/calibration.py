@@ -28,17 +28,17 @@ COMPILED = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """What was found; ``apply`` puts it into a machine."""
+    """The factors of a calibration; ``apply`` puts them into a machine."""
 
     factors: tuple[float, ...]
-    """Of the terms of the machine's device."""
+    """Factors for the terms of the machine's device."""
     spread: Spread
     """Around the prediction that has these factors."""
     ratio: float
-    """What all steps took together, over what the machine's device had predicted."""
+    """The sum of all measured times over the sum of those that the machine's device predicts."""
     num_steps: int
     num_left_out: int
-    """Of these, steps that compiled something."""
+    """Number of these steps that compiled something."""
 
     @classmethod
     def fitted(cls, device: Predictor, samples: Sequence[StepSample]) -> Self:

@@ -117,7 +117,7 @@ def _refuse(parser: argparse.ArgumentParser, error: Exception) -> int:
 
 
 class _Program:
-    """What one command line asks for."""
+    """The simulations that a command line asks for."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args

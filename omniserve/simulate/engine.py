@@ -27,7 +27,7 @@ _TOKEN = SampledToken(token_id=0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """What one step was, for reports."""
+    """A step's time and contents, for reports."""
 
     plan: StepPlan
     start_s: float
@@ -87,7 +87,7 @@ class SimulatedEngine:
         """The virtual clock."""
         self.num_steps = 0
         self.last_step: StepRecord | None = None
-        """None after a step that had nothing to compute."""
+        """The last step; None if it had nothing to compute."""
         self.newcomers: Callable[[float, float], Iterable[tuple[float, Request]]] | None = None
         """Tells which requests come in ``(after_s, until_s]``, with their arrival; for steps with safepoints. It is
         asked for no time beyond the layer boundary that the step stands at."""

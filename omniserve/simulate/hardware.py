@@ -13,7 +13,7 @@ _COUNTED = re.compile(r"(?:(\d+)x)?(.+)", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSpec:
-    """One GPU. Bytes and seconds."""
+    """A GPU. Units are bytes and seconds."""
 
     name: str
     flops: float
@@ -22,7 +22,7 @@ class DeviceSpec:
     """Peak bandwidth of its memory."""
     memory_bytes: float
     pcie_bytes_per_s: float
-    """To and from its host, as a large copy reaches it."""
+    """Rate to and from its host that a large copy reaches, in bytes/s."""
     link_bytes_per_s: Mapping[int, float]
     """Number of devices -> bus bandwidth of their all-reduce."""
     link_alpha_s: Mapping[int, float]
@@ -31,7 +31,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostSpec:
-    """One host's CPU (all sockets together). Bytes and seconds."""
+    """A host's CPU, all sockets together. Units are bytes and seconds."""
 
     name: str
     cores: int
@@ -39,7 +39,7 @@ class HostSpec:
     """Peak bandwidth of its memory."""
     memory_bytes: float
     network_bytes_per_s: float = 12.5 * GB
-    """To the host of the device: 100 Gb/s."""
+    """Rate to the host of the device in bytes/s: 100 Gb/s."""
 
 
 def _device(
@@ -71,7 +71,7 @@ DEVICES = {
         _device("H200-141GB", 989, 4800, 141, 50, {2: (332, 27), 4: (389, 33), 8: (342, 30)}),
     )
 }
-"""By name, lower case."""
+"""Devices by their names in lower case."""
 
 HOSTS = {
     spec.name.lower(): spec

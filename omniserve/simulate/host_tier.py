@@ -25,22 +25,22 @@ _PIECE_KEYS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostNode:
-    """One host's threads, for one layer of one model. Seconds."""
+    """The speed of a host's threads for a layer of a model, in seconds."""
 
     num_threads: int
     key_s: float
-    """Of attending to one key of one request, all threads at work."""
+    """Seconds for a key of a request with all threads at work."""
     task_s: float
-    """Of a task, whatever its length, all threads at work."""
+    """Seconds for a task, besides those of its keys, with all threads at work."""
     latency_s: float = 0.0
-    """From the step to a thread and back, besides; for a remote host the network's too."""
+    """Seconds from the step to a thread and back, with the network's for a remote host."""
     move_byte_s: float = 0.0
-    """What a moved byte takes more than over the device's own link (a network that is slower)."""
+    """Seconds that a moved byte takes beyond those of the device's own link, over a slower network."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copies:
-    """How KV moves between the tiers."""
+    """The link over which KV moves between the tiers."""
 
     to_host: AlphaBeta
     to_device: AlphaBeta

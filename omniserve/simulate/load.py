@@ -19,7 +19,7 @@ Lengths = Callable[[random.Random], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace: when it comes and how long it is."""
+    """A request of a trace: its arrival and its lengths."""
 
     arrival_s: float
     """Seconds from the start of the trace."""

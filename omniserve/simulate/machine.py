@@ -19,13 +19,13 @@ class Machine:
     name: str
     spec: ModelSpec
     device: Predictor
-    """What steps take."""
+    """The model of how long steps take."""
     spread: Spread | None = None
-    """How they lie around that; None: exactly on it."""
+    """The spread of steps around that model; None if they take exactly its times."""
     forecast: Predictor
-    """What the scheduler believes that they take."""
+    """The latency model of the scheduler."""
     hosts: tuple[HostNode, ...] = ()
-    """None: there is no host tier."""
+    """Hosts of the host tier; empty without one."""
     copies: Copies
     sends_during_step: bool = False
     """Rows go to the host tier while the step runs; else at its end."""
@@ -38,7 +38,7 @@ class Machine:
 
     @property
     def host_speed(self) -> HostSpeed | None:
-        """What the attention of one layer takes if all hosts share it; None without hosts."""
+        """Times of a layer's attention if all hosts share it; None without hosts."""
         return host_speed_of(self.hosts)
 
     @property

@@ -108,7 +108,7 @@ MODELS = {
         _dims("smollm-135m", 30, 576, 9, 3, 1536, 49152, 2048, head_size=64, ties_embeddings=True),
     )
 }
-"""By name, lower case."""
+"""Models by their names in lower case."""
 
 
 def find_model(name: str) -> ModelDims:

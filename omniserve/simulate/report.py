@@ -23,13 +23,13 @@ _HEADER = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One simulation of a table."""
+    """A row of a table: a simulation."""
 
     scheduler: str
     rate: float
     result: Result
     variant: str = ""
-    """What differs from the command line; empty: nothing."""
+    """The settings that differ from the command line."""
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -1,4 +1,4 @@
-"""What a simulation gives: per-request times, and figures of each class."""
+"""The results of a simulation: times of each request, and figures of each class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omniserve.core.request import SLO
 
 @dataclass(slots=True)
 class RequestResult:
-    """One request; None: it did not come to that."""
+    """The times of a request; None for what it did not reach."""
 
     service_class: str
     arrival_s: float
@@ -22,7 +22,7 @@ class RequestResult:
     finished_s: float | None = None
     num_output_tokens: int = 0
     num_host_tokens: int = 0
-    """Output tokens whose attention was on the host tier."""
+    """Number of output tokens with attention on the host tier."""
     rejected: bool = False
 
     @property
@@ -54,7 +54,7 @@ class ClassResult:
     num_rejected: int
     num_finished: int
     ttft_p50_s: float
-    """Of those that got a first token; NaN for none. So are the other percentiles."""
+    """Over the requests that got a first token, as are the other percentiles; NaN without any."""
     ttft_p99_s: float
     tpot_p50_s: float
     tpot_p99_s: float
@@ -68,25 +68,25 @@ class ClassResult:
     output_tokens_per_s: float
     """During the load, as are those below."""
     prompt_tokens_per_s: float
-    """Of prompts that were computed to their end."""
+    """Tokens of prompts that were computed to their end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a simulation found. Times are simulated seconds."""
+    """The result of a simulation. Times are simulated seconds."""
 
     duration_s: float
-    """Of the load without its warm-up; rates are over it."""
+    """Seconds of the load without its warm-up; rates are over it."""
     end_s: float
-    """When the last LS request had ended, or the run was stopped."""
+    """Time at which the last LS request had ended, or the run was stopped."""
     num_steps: int
     classes: Mapping[str, ClassResult]
     host_share: float
-    """Share of the best-effort output tokens whose attention was on the host tier."""
+    """Share of the best-effort output tokens with attention on the host tier."""
     host_tier_busy: float
     """Share of the time that the hosts attended, their mean; 0 without a host tier."""
     preemptions: int
-    """Of the whole run, as are the moves."""
+    """Preemptions of the whole run; the moves are counted over it, too."""
     swaps_out: int
     swaps_in: int
     num_too_long: int
@@ -94,7 +94,7 @@ class Result:
     wall_s: float
     """Real seconds of simulating."""
     requests: tuple[RequestResult, ...]
-    """That came after the warm-up."""
+    """The requests that came after the warm-up."""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -22,24 +22,24 @@ _PATIENCE_S = 600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What comes, and when: two classes, by the names of the engine's configuration."""
+    """The arrivals of both classes, by the names of the engine's configuration."""
 
     latency_sensitive: Sequence[TraceRequest] = ()
-    """By arrival."""
+    """LS requests by arrival."""
     best_effort: Sequence[TraceRequest] = ()
-    """By arrival; with a backlog, only their lengths count."""
+    """BE requests by arrival; with a backlog only their lengths count."""
     backlog: int = 0
     """Keep so many best-effort requests unfinished until the load ends, of ``best_effort`` over and over: a pile of
     batch work that has no end. 0: they arrive."""
     duration_s: float | None = None
-    """What is counted as the load's time; None: to the last arrival, or without arrivals to the end of all."""
+    """Seconds of the load; None: up to the last arrival, or without arrivals up to the end of all requests."""
     warm_up_s: float = 0.0
-    """Of that, what is left out of all figures: pools and piles fill first. Requests that came then do not count."""
+    """Seconds at the start that are left out of all figures, with their requests: pools and queues fill first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationConfig:
-    """One simulation.
+    """The settings of a simulation.
 
     Raises:
         ValueError: There is no load, or a number is out of range.
@@ -49,7 +49,7 @@ class SimulationConfig:
     engine: EngineConfig
     load: Load
     seed: int = 0
-    """Of the noise, and of the machine's spread."""
+    """Seed of the noise and of the machine's spread."""
     noise: float = 0.0
     """See SimulatedEngine."""
     drain_s: float | None = None
@@ -98,7 +98,7 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Counters:
-    """What had been done at some time."""
+    """The work that had been done at some time."""
 
     output_tokens: Mapping[str, int] = field(default_factory=dict)
     prompt_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class _Counters:
 
 
 class _Run:
-    """One simulation under way."""
+    """A simulation under way."""
 
     def __init__(
         self,

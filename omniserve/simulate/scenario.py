@@ -78,7 +78,7 @@ def parse_arrivals(text: str) -> Arrivals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """A load whose LS rate can be chosen."""
+    """A load with an LS rate that can be chosen."""
 
     arrivals: Arrivals = poisson
     ls_lengths: Lengths | None = None
@@ -89,9 +89,9 @@ class Scenario:
     be_rate: float = 0.0
     """Best-effort arrivals a second, Poisson."""
     be_lengths: Lengths | None = None
-    """Of a backlog, or at a rate."""
+    """Lengths of BE requests, of a backlog or at a rate."""
     be_trace: tuple[TraceRequest, ...] = ()
-    """As it is."""
+    """A trace of BE requests, which is used as it is."""
     warm_up: float = 0.0
     """Share of the time that figures leave out, in [0, 1)."""
 

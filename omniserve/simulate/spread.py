@@ -46,7 +46,7 @@ class Spread:
         """Ratios of steps that follow one another by length; ascending."""
         self._ratios = sorted(ratios)
         self._ranks = [self._rank(predicted, measured / predicted, rng) for predicted, measured in steps]
-        """In the order in which the steps ran."""
+        """The samples in the order in which the steps ran."""
 
     def percentile(self, percent: float) -> float:
         """Return a percentile of the ratios of all steps."""

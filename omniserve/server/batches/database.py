@@ -59,7 +59,7 @@ class Database:
         except (exc.SQLAlchemyError, ImportError, ValueError) as error:
             raise StorageError(f"--database-url {self._shown}: {error}", status=500) from None
         self.file = Path(url.database or "") if is_sqlite else None
-        """Where SQLite keeps it; None for PostgreSQL."""
+        """The file of an SQLite database; None for PostgreSQL."""
         self._clock = clock if clock is not None or not is_sqlite else time.time
         self._reading = self._engine.execution_options(reading=True)
         with self.write() as connection:

@@ -105,6 +105,6 @@ def forget_files(connection: Connection, ids: Sequence[str]) -> None:
 
 
 def is_read(connection: Connection, file_id: str) -> bool:
-    """Whether a batch that is not finished reads a file."""
+    """Tell whether a batch that is not finished reads a file."""
     query = select(BATCHES.c.id).where(BATCHES.c.input_file_id == file_id, BATCHES.c.status.in_(UNFINISHED))
     return connection.execute(query.limit(1)).first() is not None

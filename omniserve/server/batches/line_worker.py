@@ -34,7 +34,7 @@ class RunningLine:
 
     @property
     def is_computed(self) -> bool:
-        """Whether it is at the engine, or on the way there."""
+        """True while the line is at the engine, or on the way there."""
         return self.task is not None and not self.task.done()
 
 
@@ -61,20 +61,20 @@ class LineWorker:
         self._concurrency = concurrency
         self._thread = OneThread("batch-lines")
         self._running: dict[LineKey, RunningLine] = {}
-        """In the order in which they began."""
+        """The lines that have a place, in the order in which they began."""
         self._results: list[LineResult] = []
         self._not_run: list[tuple[RunningLine, LineNotRun]] = []
         self._put_off: dict[str, float] = {}
         """Batches of which lines cannot be read, and till when they are put off."""
         self._urgency = Urgency(concurrency)
         self._urgent: dict[str, int] = {}
-        """How many lines of each late batch should hurry, those that expire first before others."""
+        """The number of lines of each late batch that should run as LS requests, in the order of expiry."""
         self._waiting: set[str] = set()
         """Batches of which a line could be started now."""
 
     @property
     def num_running(self) -> Counter[str]:
-        """How many lines of each batch have a place."""
+        """The number of lines of each batch that have a place."""
         return Counter(batch_id for batch_id, _ in self._running)
 
     async def work(self) -> None:

@@ -13,23 +13,23 @@ from pydantic_core import from_json
 from omniserve.server.errors import ApiError
 
 MAX_LINE_BYTES = 32 << 20
-"""As much as the body of an HTTP request may have."""
+"""Largest line in bytes: as much as the body of an HTTP request may have."""
 _MAX_FAULTS = 100
 _MAX_CUSTOM_ID = 512
 NO_TEXT = re.compile("[\0\ud800-\udfff]")
-"""What databases do not take as text: NUL, and halves of characters."""
+"""Characters that databases refuse as text: NUL, and single surrogates."""
 _FIELDS = ("custom_id", "method", "url", "body")
 
 
 @dataclass(frozen=True, slots=True)
 class LineFault:
-    """What is wrong with an input file."""
+    """An error in an input file."""
 
     message: str
     code: str
     param: str | None = None
     line: int | None = None
-    """From 1; None if it is about the file."""
+    """Line number from 1; None if the error is about the whole file."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return OpenAI's object."""
@@ -48,7 +48,7 @@ class CheckedLine:
 
 @dataclass(slots=True)
 class CheckedFile:
-    """What was found in a file; the lines count only if there are no faults."""
+    """The lines of an input file, which are valid only if there are no faults."""
 
     lines: list[CheckedLine] = field(default_factory=list)
     faults: list[LineFault] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What the work on batches is made of: loops that go on after an error, and threads for what blocks."""
+"""Loops that go on after an error, and threads for calls that block: the base of all work on batches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
 POLL_S = 1.0
-"""How soon what other servers did is seen; what clients of this one did is seen at once."""
+"""Seconds until a change by another server is seen; one by a client of this server is seen at once."""
 RETRY_S = 5.0
-"""How soon a loop goes on after an error."""
+"""Seconds until a loop goes on after an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Which loops have something to look at before their next poll."""
+    """Events that wake a loop before its next poll."""
 
     lines: asyncio.Event = field(default_factory=asyncio.Event)
     batches: asyncio.Event = field(default_factory=asyncio.Event)

@@ -40,7 +40,7 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfflineJob:
-    """What to run, and where the results go."""
+    """An input file to run, and the files for its results."""
 
     input: Path
     output: Path
@@ -50,7 +50,7 @@ class OfflineJob:
 
     @property
     def journal(self) -> Path:
-        """What is done so far; gone when all is."""
+        """The file that keeps the progress until all lines are done."""
         return self.output.with_name(self.output.name + ".journal")
 
 

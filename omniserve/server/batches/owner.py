@@ -63,7 +63,7 @@ class FileLock:
         return self.is_held()
 
     def is_held(self) -> bool:
-        """Whether this process still has the lock."""
+        """Tell whether this process still has the lock."""
         if self._file is None:
             return False
         try:
@@ -101,7 +101,7 @@ class AdvisoryLock:
             raise
 
     def is_held(self) -> bool:
-        """Whether this process still has the lock."""
+        """Tell whether this process still has the lock."""
         try:
             return self._connection is not None and self._is(
                 "select exists (select from pg_locks where locktype = 'advisory' and granted and objsubid = 2 "

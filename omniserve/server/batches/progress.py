@@ -42,9 +42,9 @@ class PendingLine:
     start: int
     length: int
     engine_stops: int
-    """How often the engine ended while it ran."""
+    """How often the engine died while this line ran."""
     escalated: bool
-    """Whether it runs as a latency-sensitive request."""
+    """The line runs as a latency-sensitive request."""
 
     @property
     def key(self) -> LineKey:
@@ -52,18 +52,18 @@ class PendingLine:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be what ends the engine."""
+        """The line may be the cause of the engine's death."""
         return self.engine_stops >= SUSPECT_STOPS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineResult:
-    """What became of a line."""
+    """The result of a line."""
 
     key: LineKey
     ok: bool
     text: str
-    """Its line of the output file, or of the error file."""
+    """The text for the output file, or for the error file."""
     num_input_tokens: int = 0
     num_output_tokens: int = 0
 

@@ -45,7 +45,7 @@ _MAX_WINDOW_S = 30 * 86400
 
 
 class ExpiresAfter(BaseModel):
-    """When a file goes, counted from when it came."""
+    """The time after its upload at which a file is removed."""
 
     model_config = _STRICT
 
@@ -54,7 +54,7 @@ class ExpiresAfter(BaseModel):
 
 
 class UploadFields(BaseModel):
-    """What a form says beside the file."""
+    """The fields of an upload's form beside the file."""
 
     model_config = _STRICT
 
@@ -63,7 +63,7 @@ class UploadFields(BaseModel):
 
 
 class FileQuery(BaseModel):
-    """Which files to list."""
+    """The query of a list of files."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -92,7 +92,7 @@ class CreateBatch(BaseModel):
 
 
 class BatchQuery(BaseModel):
-    """Which batches to list."""
+    """The query of a list of batches."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -43,7 +43,7 @@ class BatchRunner:
         self._lock_thread = OneThread("batch-lock")
         self._changes = Changes()
         self._lines: LineWorker | None = None
-        """There while this server is the owner."""
+        """The worker on lines; None while this server is not the owner."""
         self._is_waiting = False
         self._task: asyncio.Task[None] | None = None
 

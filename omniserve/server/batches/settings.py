@@ -44,7 +44,7 @@ class BatchSettings:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether the place of the data was chosen, rather than the default."""
+        """True if the place of the data was chosen; False if it is the default."""
         return self.data_dir is not None or self.database_url is not None
 
     @property

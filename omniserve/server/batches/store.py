@@ -83,7 +83,7 @@ def end_lines(connection: Connection, batch: Row) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewBatch:
-    """What a client asks for."""
+    """A batch that a client asks for."""
 
     model: str
     """The model that is to run it, by the name under which it is served."""
@@ -95,12 +95,12 @@ class NewBatch:
     outputs_expire_after_s: float | None = None
     caller: str | None = None
     may_escalate: bool = True
-    """Whether its lines may run as latency-sensitive requests."""
+    """Lines of the batch may run as latency-sensitive requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page of a list."""
+    """A page of a list."""
 
     rows: Sequence[Row]
     has_more: bool

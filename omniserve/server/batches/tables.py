@@ -28,12 +28,12 @@ UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class LineState(IntEnum):
-    """Where a line of a batch stands."""
+    """The state of a line of a batch."""
 
     PENDING = 0
     """Without a result. Which of these lines run is known to the owner alone."""
     DONE = 2
-    """With a result, or without one if the batch ended before the line was run."""
+    """The line has a result, or its batch ended before it was run."""
 
 
 METADATA = MetaData()

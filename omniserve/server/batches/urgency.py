@@ -1,4 +1,4 @@
-"""When a batch will miss its window, and how many of its lines have to hurry."""
+"""Predicts which batches miss their window, and how many of their lines have to run as LS requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pace:
 
     @property
     def line_s(self) -> float | None:
-        """What a line takes; None as long as none has run.
+        """Seconds that a line takes; None as long as none has run.
 
         As long as fewer were done than run, those that run are taken to be done by now.
         """

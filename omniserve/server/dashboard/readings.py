@@ -1,4 +1,4 @@
-"""One look at all metrics: the values that /metrics would show at that moment."""
+"""A reading of all metrics: the values that /metrics shows at one moment."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Reading:
     """The values of all metrics at one time."""
 
     clock_s: float
-    """When; of a clock that never jumps."""
+    """Time of the reading on a monotonic clock, in seconds."""
     time_s: float
-    """When; seconds since 1970."""
+    """Time of the reading in seconds since 1970."""
     engine: str
     """``up``, ``busy`` (it did not answer in time: a long step) or why it is not there."""
     values: Mapping[Key, float]
     buckets: Mapping[Key, Mapping[float, float]]
-    """Of histograms: the cumulative count by upper bound."""
+    """The cumulative counts of histograms by upper bound."""
 
     def total(self, name: str, *labels: str) -> float:
         """Return the sum of the samples of a name whose first labels have these values."""

@@ -1,4 +1,4 @@
-"""What the charts show, made of readings: quantiles and shares of a sliding window, rates, gauges."""
+"""The series of the charts, made of readings: quantiles and shares of a sliding window, rates, gauges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from omniserve.core.request import ClassSpec, ServiceClass
 from omniserve.server.dashboard.readings import Key, Reading
 
 Value = float | None
-"""None: there is nothing to show, because nothing of the kind happened or the engine is not there."""
+"""A point of a chart; None if nothing of the kind happened or the engine is not there."""
 
 
 def chart_values(
@@ -64,7 +64,7 @@ def _of_engine(classes: Sequence[ClassSpec], now: Reading, lately: _Span) -> Ite
 
 
 class _Span:
-    """What happened between two readings. A counter that is lower than before began again at 0."""
+    """The difference between two readings. A counter that is lower than before began again at 0."""
 
     def __init__(self, start: Reading | None, end: Reading) -> None:
         self._start = start
