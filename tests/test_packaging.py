@@ -52,6 +52,8 @@ PLAIN = (
     "simulate",
     "core",
     "engine/capacity.py",
+    "engine/step_log.py",
+    "engine/stepping.py",
     "sampling/grammar.py",
 )
 

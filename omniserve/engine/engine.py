@@ -182,9 +182,7 @@ class Engine:
         self._stepper = Stepper(
             scheduler=self.scheduler,
             runner=self.runner,
-            sampler=self._sampler,
             outputs=self._outputs,
-            host_tier=self.host_tier,
             log=self._log,
             clock=clock,
             overlaps=config.execution.async_steps

@@ -1,19 +1,64 @@
-"""Stepper: the order of a step's parts, one step after the other or overlapping (``async_steps``)."""
+"""Stepper: the order of a step's parts, one step after the other or overlapping (``async_steps``).
+
+What it drives are protocols, and nothing here needs torch: the engine and the simulator take the same steps, with other
+runners.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from omniserve.core.plan import HostEvent, HostEventKind, StepPlan
+from omniserve.core.plan import HostEvent, StepOutput, StepPlan
 from omniserve.core.request import RequestOutput
-from omniserve.engine.outputs import OutputCollector
-from omniserve.engine.step_log import OpenRequest, StepLog
-from omniserve.host.tier import HostTier
-from omniserve.runner.runner import LaunchedStep, ModelRunner
-from omniserve.sampling.sampler import Sampler
+from omniserve.engine.step_log import OpenRequest
 from omniserve.sched import Scheduler
+
+
+class Runner(Protocol):
+    """Runs steps. The engine's computes them (``ModelRunner``), the simulator's takes their time on a virtual clock."""
+
+    host_works: bool
+    """The host tier attended when the last step began."""
+
+    def poll_host(self) -> list[HostEvent]:
+        """Return the events of the host tier since the last call."""
+        ...
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Begin a step, which may be empty, and return what ``collect`` takes."""
+        ...
+
+    def collect(self, step: Any) -> StepOutput:
+        """Wait for a launched step and return its output."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept of a request, which has ended."""
+        ...
+
+
+class Outputs(Protocol):
+    """Makes of tokens what requests get."""
+
+    def push(self, output: RequestOutput, now_s: float) -> RequestOutput:
+        """Return an output with its text; a stop string may end the request here."""
+        ...
+
+    def close(self, request_id: str) -> None:
+        """Forget a request that was aborted."""
+        ...
+
+
+class Log(Protocol):
+    """Is told of every step that computed something; see ``StepLog.record``."""
+
+    def record(
+        self, plan: StepPlan, result: StepOutput, outputs: Sequence[RequestOutput], *, host_works: bool,
+        started_s: float, seconds: float, requests: Mapping[str, OpenRequest],
+    ) -> None: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +66,7 @@ class _Flight:
     """A step that was launched and not collected yet."""
 
     plan: StepPlan
-    launched: LaunchedStep
+    launched: Any
     scheduled_s: float
     host_works: bool
     requests: Mapping[str, OpenRequest]
@@ -34,12 +79,6 @@ class Stepper:
     """Schedules, launches, collects and books steps. Not thread-safe.
 
     Args:
-        scheduler: Plans the steps.
-        runner: Runs them.
-        sampler: Forgets requests that end.
-        outputs: Makes of tokens what requests get.
-        host_tier: Its events go to the scheduler; None: there is none.
-        log: Told of every step that computed something.
         clock: Monotonic seconds.
         overlaps: Launch a step while the one before it runs, where its plan is certain.
         keeps_names: Every step needs its requests as they were, also those that end while it runs: it is traced.
@@ -49,20 +88,16 @@ class Stepper:
         self,
         *,
         scheduler: Scheduler,
-        runner: ModelRunner,
-        sampler: Sampler,
-        outputs: OutputCollector,
-        host_tier: HostTier | None,
-        log: StepLog,
+        runner: Runner,
+        outputs: Outputs,
+        log: Log,
         clock: Callable[[], float],
-        overlaps: bool,
-        keeps_names: bool,
+        overlaps: bool = False,
+        keeps_names: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        self._sampler = sampler
         self._outputs = outputs
-        self._host_tier = host_tier
         self._log = log
         self._clock = clock
         self._overlaps = overlaps
@@ -75,7 +110,6 @@ class Stepper:
         """Called as each step that computed something is collected; see `Engine.on_step`."""
         self._in_flight: _Flight | None = None
         self._last_end_s: float | None = None
-        self._host_was_healthy = True
 
     @property
     def has_unfinished(self) -> bool:
@@ -91,7 +125,7 @@ class Stepper:
         """Run one step, or launch it and collect the one before; see `Engine.step`."""
         scheduler = self._scheduler
         scheduled_s = self._clock()
-        scheduler.notify(self._host_events())
+        scheduler.notify(self._runner.poll_host())
         plan = scheduler.schedule(scheduled_s)
         before, self._in_flight = self._in_flight, None
         self.last_plan_was_empty = plan.is_empty and before is None
@@ -118,19 +152,10 @@ class Stepper:
         """End a request now and free what it holds; False if it is unknown or has finished."""
         if self._scheduler.abort(request_id, self._clock()) is None:
             return False
-        self._forget(request_id)
+        self._runner.forget(request_id)
         self._outputs.close(request_id)
         del self.requests[request_id]
         return True
-
-    def _host_events(self) -> list[HostEvent]:
-        if self._host_tier is None:
-            return []
-        events = self._runner.take_events() + self._host_tier.poll()
-        if self._host_was_healthy and not self._host_tier.healthy:
-            self._host_was_healthy = False
-            events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
-        return events
 
     def _collect(self, flight: _Flight) -> list[RequestOutput]:
         """Wait for a step's tokens, book them, and return what requests get from it.
@@ -172,10 +197,6 @@ class Stepper:
         """Look for stop strings, and forget a request that ended."""
         output = self._outputs.push(output, now_s)
         if output.finished:
-            self._forget(output.request_id)
+            self._runner.forget(output.request_id)
             self._scheduler.abort(output.request_id, now_s)  # no-op unless a stop string ended it
         return output
-
-    def _forget(self, request_id: str) -> None:
-        self._sampler.remove(request_id)
-        self._runner.halted.forget([request_id])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from omniserve.core.plan import HostEvent, PiggybackEntry, StepOutput, StepPlan
+from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, StepOutput, StepPlan
 from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
@@ -57,6 +57,7 @@ class ModelRunner:
         """The host tier attended, or was given a task, when the last step began. Moves do not count: a copy takes a
         small part of a step, and the step would have half of the cores for all of its time."""
         self._early_events: list[HostEvent] = []
+        self._host_was_healthy = True
         self.halted = HaltedRows(keep=keep_halted)
         """Rows that left a step between two layers."""
         self._pending = PendingTokens(model.device)
@@ -124,10 +125,21 @@ class ModelRunner:
             return self.loop.run_one_by_one(plan, second)
         return self.loop.run(plan)
 
-    def take_events(self) -> list[HostEvent]:
-        """Return, once, the host tier's events that came while a step waited for other ones."""
-        events, self._early_events = self._early_events, []
+    def poll_host(self) -> list[HostEvent]:
+        """Return the host tier's events, those first that came while a step waited for other ones; once, its death."""
+        if self._tier is None:
+            return []
+        events = self._early_events + self._tier.poll()
+        self._early_events.clear()
+        if self._host_was_healthy and not self._tier.healthy:
+            self._host_was_healthy = False
+            events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
         return events
+
+    def forget(self, request_id: str) -> None:
+        """Drop what the sampler and halted rows keep of a request, which has ended."""
+        self._sampler.remove(request_id)
+        self.halted.forget([request_id])
 
     def _second_batch(self, plan: StepPlan) -> SecondBatch:
         assert self._tier is not None
