@@ -14,7 +14,7 @@ from benchmarks.common.requests import request
 from benchmarks.common.timing import median_seconds
 from benchmarks.gpu.engines import LLAMA_8B, graph_of, kv_token_bytes, open_decoding, patched_model, step_ms
 from benchmarks.gpu.script import Case, NotHere, Script
-from omniserve.sched.piggyback import seat_bucket
+from omniserve.sched.step_cost import seat_bucket
 
 _MOST_US = 10.0
 _CONTEXT, _OUTPUT = 32, 64  # of BE requests: host attention is not what is measured here

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import EngineStopped, Stalled
-from omniserve.core.limits import RequestLimits
 from omniserve.core.plan import StepPlan
-from omniserve.core.request import Completion, Request, RequestOutput, ServiceClass
+from omniserve.core.request import Completion, Request, RequestLimits, RequestOutput, ServiceClass
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.engine.capacity import max_model_len, num_blocks

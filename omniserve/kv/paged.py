@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omniserve.kv.base import KV_MANAGERS, KVManager, Tier
-from omniserve.kv.block_pool import BlockPool
+from omniserve.kv.block_pool import BlockPool, grow_table
 
 
 @KV_MANAGERS.register("paged")
@@ -43,17 +43,3 @@ class PagedKVManager(KVManager):
 
     def check_integrity(self) -> None:
         self._pool.check(block for table in self._tables.values() for block in table)
-
-
-def grow_table(table: list[int], pool: BlockPool, num_tokens: int, block_size: int, reserve_blocks: int) -> bool:
-    """Append blocks of ``pool`` to ``table`` until it holds ``num_tokens``; False, and unchanged, if it cannot."""
-    missing = -(-num_tokens // block_size) - len(table)
-    if missing <= 0:
-        return True
-    if pool.num_free - missing < reserve_blocks:
-        return False
-    taken = pool.take(missing, after=table[-1] if table else None)
-    if taken is None:
-        return False
-    table.extend(taken)
-    return True

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 
 from omniserve.core.plan import KVMove, MoveDirection
 from omniserve.kv.base import KV_MANAGERS, KVManager, MoveResult, Tier
-from omniserve.kv.block_pool import BlockPool
+from omniserve.kv.block_pool import BlockPool, RunPool, grow_table
 from omniserve.kv.checkpoints import HostCheckpoints
-from omniserve.kv.paged import grow_table
-from omniserve.kv.run_pool import RunPool
 
 _SOURCE = {MoveDirection.TO_HOST: Tier.DEVICE, MoveDirection.TO_DEVICE: Tier.HOST}
 _TARGET = {MoveDirection.TO_HOST: Tier.HOST, MoveDirection.TO_DEVICE: Tier.DEVICE}

@@ -5,9 +5,16 @@ Importing this registers the built-in models in LATENCY_MODELS; scikit-learn is 
 
 from omniserve.latency import bros, conserve, omniserve
 from omniserve.latency.accuracy import Accuracy, accuracy_of, accuracy_of_errors
-from omniserve.latency.base import LATENCY_MODELS, LatencyModel, Predictor
+from omniserve.latency.base import (
+    LATENCY_MODELS,
+    BatchFeatures,
+    LatencyModel,
+    ModelShape,
+    Predictor,
+    StepRows,
+    features_of,
+)
 from omniserve.latency.correction import CorrectedModel
-from omniserve.latency.features import BatchFeatures, ModelShape, StepRows, features_of
 from omniserve.latency.host_speed import HostSpeed
 from omniserve.latency.profile import Profile, ProfileMismatch, StepSample
 from omniserve.latency.scaled import ScaledModel

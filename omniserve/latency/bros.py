@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
-from omniserve.latency.base import LATENCY_MODELS, LatencyModel
-from omniserve.latency.features import BatchFeatures
+from omniserve.latency.base import LATENCY_MODELS, BatchFeatures, LatencyModel
 from omniserve.latency.profile import AlphaBeta, Profile, StepSample
 from omniserve.latency.regression import fit_terms
 

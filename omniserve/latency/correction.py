@@ -7,8 +7,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 
-from omniserve.latency.base import Predictor
-from omniserve.latency.features import BatchFeatures
+from omniserve.latency.base import BatchFeatures, Predictor
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,9 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Self
 
-from omniserve.latency.base import LATENCY_MODELS, LatencyModel
-from omniserve.latency.curve import Curve
-from omniserve.latency.features import BatchFeatures
+from omniserve.latency.base import LATENCY_MODELS, BatchFeatures, LatencyModel
 from omniserve.latency.host_speed import HostSpeed
-from omniserve.latency.profile import STATES, Profile, StepSample, Table
+from omniserve.latency.profile import STATES, Curve, Profile, StepSample, Table
 from omniserve.latency.regression import fit_terms
 
 # A measured module weighs as much as this many steps against what the steps say of it.

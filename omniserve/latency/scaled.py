@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Self
 
-from omniserve.latency.base import Predictor
-from omniserve.latency.features import BatchFeatures
+from omniserve.latency.base import BatchFeatures, Predictor
 from omniserve.latency.profile import StepSample
 from omniserve.latency.regression import fit_terms
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.registry import Registry
 from omniserve.core.spec import AttentionSpec, ModelSpec
-from omniserve.layers.head import project
 
 LAYER_FAMILIES: Registry[type[LayerFamily]] = Registry("layer family", package="omniserve.layers")
 """HF ``config.model_type`` -> family class."""
@@ -101,7 +101,7 @@ class LayerFamily(ABC):
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Turn rows of the last layer's output into logits ``[R, vocabulary]``, model dtype."""
-        return project(self.lm_head, self.final_norm(hidden_RD))
+        return head_product(self.lm_head, self.final_norm(hidden_RD))
 
     def attention_module(self, layer: nn.Module) -> Any:
         """Return the layer's attention module, which HF's attention functions want as their first argument."""
@@ -189,3 +189,40 @@ def family_of(model: PreTrainedModel) -> LayerFamily:
             f"omniserve/layers/llama.py, change what differs, and register it as {model_type!r}"
         )
     return LAYER_FAMILIES.get(model_type)(model)
+
+
+MAX_SKINNY_ROWS = 32
+"""With more rows arithmetic is the limit: at 64 rows the gain in bf16 was a factor of 1.1."""
+
+HAS_VECTOR_KERNEL = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+"""The portable kernel, for other CPUs, is slower than torch."""
+
+
+def head_product(head: nn.Module, hidden_RD: Tensor) -> Tensor:
+    """Return ``head(hidden_RD)``, ``[R, V]``, by ``skinny_linear`` if that is faster for this head and these rows.
+
+    A head is the largest weight of a small model. If it is tied to the embedding it cannot be prepacked, because the
+    embedding needs dense rows, and no weight is held twice. torch's ``F.linear`` is slow for it: in bf16 it reorders
+    the whole weight at every call, in fp32 it is far from the memory's bandwidth. ``skinny_linear`` reads the weight in
+    place, once for all rows (docs/performance.md has its times).
+    """
+    if hidden_RD.shape[0] <= MAX_SKINNY_ROWS and _is_plain(head, hidden_RD.dtype):
+        return torch.ops.omniserve.skinny_linear(hidden_RD, head.weight)
+    return head(hidden_RD)
+
+
+def _is_plain(head: nn.Module, dtype: torch.dtype) -> bool:
+    """Tell whether a call of the head is a product with a dense weight on the CPU, and nothing else."""
+    return (
+        HAS_VECTOR_KERNEL
+        and type(head) is nn.Linear  # not packed, quantised or adapted
+        and "forward" not in head.__dict__
+        and not (head._forward_hooks or head._forward_pre_hooks)
+        and head.bias is None
+        and type(head.weight) is nn.Parameter
+        and head.weight.device.type == "cpu"
+        and head.weight.dtype is dtype
+        and dtype in (torch.bfloat16, torch.float32)
+        and head.weight.is_contiguous()
+        and not torch.is_grad_enabled()  # the operator has no backward
+    )

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
 from omniserve.engine.fingerprint import fingerprint_of, has_constant_steps
-from omniserve.latency.features import ModelShape
+from omniserve.latency.base import ModelShape
 from omniserve.latency.profile import Profile
 from omniserve.layers.patching import PatchedModel, patch
 from omniserve.profiling.host import measure_host

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from omniserve.latency.accuracy import Accuracy, accuracy_of
 from omniserve.latency.base import LATENCY_MODELS
-from omniserve.latency.curve import Curve
-from omniserve.latency.profile import STATES, Profile
+from omniserve.latency.profile import STATES, Curve, Profile
 
 _ROWS = (1, 4, 16, 64, 256, 1024)
 _LEAST_STEPS = 20

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class LayerLoop:
             if safepoints.present is not present:
                 present = safepoints.present
                 inputs = self._inputs(present)
-                rotary = islice(self.rows.rotary_per_layer(inputs), layer, None)
+                rotary = islice(self._rotary(inputs), layer, None)
             if second is not None:
                 second.begin_layer(layer)
             hidden_TD = self._run_layers(range(layer, layer + 1), inputs, rotary, hidden_TD)
@@ -92,11 +92,17 @@ class LayerLoop:
         inputs = self._inputs(plan)
         self.pending.fill(inputs.token_ids_T, plan)
         hidden_TD = self.model.embed(inputs.token_ids_T, inputs.positions_T)
-        return inputs, self.rows.rotary_per_layer(inputs), hidden_TD
+        return inputs, self._rotary(inputs), hidden_TD
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         block_size, num_layers = self.storage.block_size, self.model.num_layers
         return make_step_inputs(plan, block_size=block_size, num_layers=num_layers, device=self.model.device)
+
+    def _rotary(self, inputs: StepInputs) -> Iterator[Rotary]:
+        """Return (cos, sin) ``[T, H]`` of each layer's pre-attention; in the seats each layer has other tokens."""
+        if inputs.num_seats:
+            return self.rows.rotary_per_layer(inputs)
+        return repeat(self.model.rotary(inputs.positions_T) or (None, None), self.model.num_layers)
 
     def _run_layers(self, layers: range, inputs: StepInputs, rotary: Iterator[Rotary], hidden_TD: Tensor) -> Tensor:
         if not inputs.num_device_rows:

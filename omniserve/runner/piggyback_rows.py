@@ -116,10 +116,7 @@ class PiggybackRows:
         return torch.full((num_seats,), -1, dtype=torch.int64, device=self._model.device)
 
     def rotary_per_layer(self, inputs: StepInputs) -> Iterator[Rotary]:
-        """Yield (cos, sin) ``[T, H]`` for each layer's pre-attention; in the seats each layer has other tokens."""
-        if not inputs.num_seats:
-            yield from repeat(self._model.rotary(inputs.positions_T) or (None, None), self._model.num_layers)
-            return
+        """Yield (cos, sin) ``[T, H]`` for each layer's pre-attention in a step with seats."""
         n = inputs.num_device_rows
         leaving = [inputs.leaving(layer) for layer in range(self._model.num_layers)]
         seat_positions = [p for seats in leaving if seats is not None for p in seats.positions]

@@ -93,25 +93,29 @@ class ModelRunner:
         This waits for the host tier only if the plan has a second sub-batch, and for the device only if rows may leave
         between two layers, or if log-probabilities of a prompt are wanted.
         """
-        self._storage.copy_slots(plan.relocations)
+        if plan.relocations:
+            self._storage.copy_slots(plan.relocations)
         self._hand_over(plan)
         if plan.is_empty:
             return LaunchedStep(StepOutput(), None)
-        self._rows.announce(plan)
-        self._rows.bring(plan)
+        if plan.entries or plan.joins:
+            self._rows.announce(plan)
+            self._rows.bring(plan)
         has_host_rows = bool(plan.entries or plan.joins or plan.pipelined)
         self.host_works = has_host_rows or (self._tier is not None and self._tier.attends)
         self._cores.apply(host_works=self.host_works)
-        self.halted.forget(chunk.request_id for chunk in plan.chunks if not chunk.from_layer)
+        if self.halted.rows:
+            self.halted.forget(chunk.request_id for chunk in plan.chunks if not chunk.from_layer)
         second = self._second_batch(plan) if plan.pipelined else None
         layers = self._run_layers(plan, second)
-        scores, unscored = score_prompts(self._model.logits, layers.hidden_TD, layers.sampled.scores)
+        wanted = layers.sampled.scores
+        scores, failed = score_prompts(self._model.logits, layers.hidden_TD, wanted) if wanted else ({}, {})
         hidden_TD = layers.hidden_TD[layers.sampled.rows]
         request_ids, lost = list(layers.sampled.request_ids), frozenset[str]()
         if second is not None:
             second_TD, second_ids, lost = second.result()
             hidden_TD, request_ids = torch.cat([hidden_TD, second_TD]), request_ids + second_ids
-        output = StepOutput(prompt_logprobs=scores, failed=unscored, halted=layers.halted, lost=lost)
+        output = StepOutput(prompt_logprobs=scores, failed=failed, halted=layers.halted, lost=lost)
         if not request_ids:
             return LaunchedStep(output, None, end=StreamEvent(self._model.device))
         sample = self._sampler.launch(self._model.logits(hidden_TD), request_ids)
@@ -139,7 +143,8 @@ class ModelRunner:
     def forget(self, request_id: str) -> None:
         """Drop what the sampler and halted rows keep of a request, which has ended."""
         self._sampler.remove(request_id)
-        self.halted.forget([request_id])
+        if self.halted.rows:
+            self.halted.forget([request_id])
 
     def _second_batch(self, plan: StepPlan) -> SecondBatch:
         assert self._tier is not None

@@ -21,13 +21,14 @@ class HaltedRows:
 
     def __init__(self, *, keep: bool) -> None:
         self._keep = keep
-        self._rows: dict[str, tuple[int, int, Tensor]] = {}
+        self.rows: dict[str, tuple[int, int, Tensor]] = {}
+        """By request: the layer at which the chunk goes on, its first token, its rows."""
 
     def halt(self, chunk: DeviceChunk, layer: int, hidden_TD: Tensor) -> int:
         """Keep the rows of a chunk that leaves before ``layer``; return the layer at which it goes on."""
         if not self._keep:
             return 0
-        self._rows[chunk.request_id] = (layer, chunk.start, hidden_TD.clone())
+        self.rows[chunk.request_id] = (layer, chunk.start, hidden_TD.clone())
         return layer
 
     def take(self, chunk: DeviceChunk) -> Tensor:
@@ -36,7 +37,7 @@ class HaltedRows:
         Raises:
             RuntimeError: No rows were kept for the chunk, or rows of other tokens.
         """
-        layer, start, hidden_TD = self._rows.pop(chunk.request_id, (0, 0, None))
+        layer, start, hidden_TD = self.rows.pop(chunk.request_id, (0, 0, None))
         if hidden_TD is None or (layer, start, len(hidden_TD)) != (chunk.from_layer, chunk.start, len(chunk.token_ids)):
             raise RuntimeError(f"chunk of {chunk.request_id} at {chunk.start} did not leave before {chunk.from_layer}")
         return hidden_TD
@@ -44,7 +45,7 @@ class HaltedRows:
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop the rows of requests that ended or started again."""
         for request_id in request_ids:
-            self._rows.pop(request_id, None)
+            self.rows.pop(request_id, None)
 
 
 class LayerThrottle:

@@ -5,13 +5,12 @@ from omniserve.sched.batch import Batch
 from omniserve.sched.bros import BROSPolicy
 from omniserve.sched.conserve import ConServePolicy
 from omniserve.sched.fcfs import FCFSPolicy
-from omniserve.sched.limits import SchedulerLimits
 from omniserve.sched.llumnix import LlumnixPolicy
 from omniserve.sched.neo import NEOPolicy
 from omniserve.sched.non_preemptive import NonPreemptivePolicy
 from omniserve.sched.omniserve import OmniServePolicy
 from omniserve.sched.online_only import OnlineOnlyPolicy
-from omniserve.sched.options import PolicyOptions
+from omniserve.sched.options import PolicyOptions, SchedulerLimits
 from omniserve.sched.policy import SCHEDULERS, Policy, policy_of
 from omniserve.sched.priority import PriorityPolicy
 from omniserve.sched.round_robin import RoundRobinPolicy

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from omniserve.core.plan import Bound, HostEvent, HostEventKind, StepPlan
 from omniserve.latency import BatchFeatures, HostSpeed
 from omniserve.sched.batch import Batch, HostRows
-from omniserve.sched.bounds import left_out
 from omniserve.sched.omniserve import OmniServePolicy
 from omniserve.sched.policy import SCHEDULERS
 from omniserve.sched.second_batch import SecondBatch
 from omniserve.sched.state import RequestState
+from omniserve.sched.step_cost import left_out
 
 MIN_HOST_PER_DEVICE = 8
 """Host requests for each device request before a hand-over pays its overhead (apex 4.2)."""
@@ -127,12 +127,12 @@ class APEXPolicy(OmniServePolicy):
         if any(state.away is not None and not state.away.ready for state in away):
             return HostRows()
         if away:
-            rows = HostRows(joins=residents.plan_joins(self.options.most_rows(self.limits), seats))
+            rows = HostRows(joins=residents.plan_joins(self._max_rows, seats))
         else:
             wanted = min(
                 residents.num_at_token_boundary,
                 seats,
-                self.options.most_rows(self.limits),
+                self._max_rows,
                 MIN_HOST_PER_DEVICE * max(1, len(batch.chunks)),
             )
             rows = HostRows(entries=residents.plan_entries(self.requests.host_blocks_for, wanted))

@@ -20,10 +20,9 @@ from omniserve.core.plan import (
 )
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import Tier
-from omniserve.sched.piggyback import seat_bucket
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
-from omniserve.sched.step_cost import StepCost
+from omniserve.sched.step_cost import StepCost, seat_bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,11 +42,10 @@ from dataclasses import dataclass
 from omniserve.core.plan import StepPlan
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
-from omniserve.sched.bounds import TimeBound, decision_of
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.state import BE, LS, Phase, RequestState
-from omniserve.sched.step_cost import Forecast, largest
+from omniserve.sched.step_cost import Forecast, TimeBound, decision_of, largest
 
 BASE_BATCH_SIZE = 128
 """B_base."""

@@ -26,12 +26,11 @@ import math
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request
 from omniserve.sched.batch import Batch
-from omniserve.sched.bounds import TimeBound, decision_of, tpot_bound
 from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.state import BE, LS, Phase
-from omniserve.sched.step_cost import Forecast
+from omniserve.sched.step_cost import Forecast, TimeBound, decision_of, tpot_bound
 
 
 @SCHEDULERS.register("conserve")

@@ -32,6 +32,7 @@ class LlumnixPolicy(Policy):
 
     def set_up(self) -> None:
         self._moves = TierMoves(self.requests, self.options, self.forecast)
+        self._max_rows = self.options.most_rows(self.limits)
 
     def schedule(self, now_s: float) -> StepPlan:
         batch, requests = Batch(self.requests, now_s), self.requests
@@ -41,7 +42,7 @@ class LlumnixPolicy(Policy):
             self._moves.run_or_offload(batch, state)
         if not requests.waiting[LS]:  # a BE prompt must not take the memory that an LS one waits for
             self._admit_be(batch)
-        seats, max_rows = self.limits.config.max_piggyback_seats, self.options.most_rows(self.limits)
+        seats, max_rows = self.limits.config.max_piggyback_seats, self._max_rows
         max_entries = min(seats, max_rows) if requests.host_is_up else 0
         entries = requests.residents.plan_entries(requests.host_blocks_for, max_entries)
         joins = requests.residents.plan_joins(max_rows - len(entries), seats)

@@ -13,25 +13,25 @@ from collections.abc import Sequence
 
 from omniserve.core.plan import Bound, LeftOut, StepPlan
 from omniserve.kv.base import Tier
-from omniserve.sched.admission import AdmissionMargin
 from omniserve.sched.batch import Batch, HostRows
-from omniserve.sched.bounds import (
+from omniserve.sched.options import CoServingOptions
+from omniserve.sched.piggyback import PiggybackPlan, choose, fill
+from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.state import BE, LS, Phase, RequestState
+from omniserve.sched.step_cost import (
     BE_HEADROOM,
     LS_HEADROOM,
+    StepCost,
     TimeBound,
     decision_of,
+    largest,
     left_out,
+    seat_bucket,
     tpot_bound,
     ttft_left_s,
 )
-from omniserve.sched.options import CoServingOptions
-from omniserve.sched.piggyback import PiggybackPlan, choose, fill, seat_bucket
-from omniserve.sched.policy import SCHEDULERS, Policy
-from omniserve.sched.prefill import MIN_LS_CHUNK, LSQueue
-from omniserve.sched.state import BE, LS, Phase, RequestState
-from omniserve.sched.step_cost import StepCost, largest
 from omniserve.sched.tier_moves import TierMoves
-from omniserve.sched.ttft import TTFTEstimator
+from omniserve.sched.ttft import MIN_LS_CHUNK, AdmissionMargin, LSQueue, TTFTEstimator
 
 # BE work that a step without LS work has at least, whatever the bound: an idle machine works.
 MIN_BE_CHUNK = 16
@@ -58,6 +58,7 @@ class OmniServePolicy(Policy):
         self._ttft = TTFTEstimator(forecast, self.limits, slack) if forecast is not None else None
         self._margin = AdmissionMargin()
         self._moves = TierMoves(self.requests, self.options, forecast)
+        self._max_rows = self.options.most_rows(self.limits)
         self._without_memory: RequestState | None = None
         """The BE prompt for which the last step had time, but no memory."""
 
@@ -199,8 +200,9 @@ class OmniServePolicy(Policy):
             return 0.0
         entries = self._num_entries()
         seats = seat_bucket(max(entries, *ready), self.limits.config.max_piggyback_seats)
-        max_rows = self.options.most_rows(self.limits)
-        with_rows_s = batch.cost.seconds_after(lambda step: fill(step, entries, ready, seats=seats, max_rows=max_rows))
+        with_rows_s = batch.cost.seconds_after(
+            lambda step: fill(step, entries, ready, seats=seats, max_rows=self._max_rows)
+        )
         return with_rows_s - batch.cost.seconds()
 
     # -- best-effort ---------------------------------------------------------------------------------------------
@@ -302,7 +304,7 @@ class OmniServePolicy(Policy):
 
     def host_rows(self, batch: Batch, bound_s: float, *, num_be_tokens: int) -> HostRows:
         """Choose entries and joins: as many seats and rows as pay beside the BE tokens, lowest layer first (3.3.6)."""
-        residents, most_rows = self.requests.residents, self.options.most_rows(self.limits)
+        residents, most_rows = self.requests.residents, self._max_rows
         ready, num_entries, most_seats = (
             residents.num_ready,
             self._num_entries(),
@@ -338,5 +340,5 @@ class OmniServePolicy(Policy):
         per_layer = [0] * self.limits.num_layers
         for join in rows.joins:
             per_layer[join.layer] += 1
-        seats, max_rows = self.limits.config.max_piggyback_seats, self.options.most_rows(self.limits)
+        seats, max_rows = self.limits.config.max_piggyback_seats, self._max_rows
         fill(cost, len(rows.entries), per_layer, seats=seats, max_rows=max_rows)

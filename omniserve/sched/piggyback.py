@@ -6,12 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omniserve.sched.step_cost import StepCost
-
-
-def seat_bucket(count: int, largest: int) -> int:
-    """Return P for ``count`` rows: 0, or the smallest power of two that holds them, at most ``largest``."""
-    return min(1 << (count - 1).bit_length(), largest) if count else 0
+from omniserve.sched.step_cost import StepCost, seat_bucket
 
 
 @dataclass(frozen=True, slots=True)

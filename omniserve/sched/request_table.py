@@ -11,7 +11,7 @@ from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection,
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import CanCheckpoint, CanEvict, CanMove, CanShare, KVManager, MoveResult, Tier
 from omniserve.sched.checkpoints import Checkpoints
-from omniserve.sched.limits import SchedulerLimits
+from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.residents import HostResidents
 from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
 

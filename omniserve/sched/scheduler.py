@@ -28,8 +28,7 @@ from omniserve.core.plan import (
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
 from omniserve.core.stats import SchedulerStats
 from omniserve.kv.base import KVManager, Tier
-from omniserve.sched.limits import SchedulerLimits
-from omniserve.sched.options import PolicyOptions
+from omniserve.sched.options import PolicyOptions, SchedulerLimits
 from omniserve.sched.policy import Policy
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import HaltedChunk, Phase, RequestState

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 from omniserve.core.plan import Bound, PiggybackEntry, PiggybackJoin
 from omniserve.sched.batch import Batch, HostRows
-from omniserve.sched.bounds import left_out
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import Phase, RequestState
-from omniserve.sched.step_cost import StepCost
+from omniserve.sched.step_cost import StepCost, left_out
 
 _MOST_FOR_HOST_ROWS = 0.5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from omniserve.core.plan import Bound, MoveDirection
@@ -9,9 +10,27 @@ from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.options import HostTierOptions
 from omniserve.sched.request_table import RequestTable
-from omniserve.sched.sliding_max import SlidingMax
 from omniserve.sched.state import BE, LS, RequestState
 from omniserve.sched.step_cost import Forecast
+
+
+class SlidingMax:
+    """Keeps the maximum over a window of time."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._falling: deque[tuple[float, int]] = deque()
+
+    def push(self, now_s: float, value: int) -> int:
+        """Add a value, and return the largest one that is not older than the window. Time does not go back."""
+        falling = self._falling
+        while falling and falling[-1][1] <= value:
+            falling.pop()
+        falling.append((now_s, value))
+        while falling[0][0] < now_s - self._window_s:
+            falling.popleft()
+        return falling[0][1]
+
 
 # BE KV comes back only into memory that LS requests have not used for so many times min_residence_s.
 _PEAK_WINDOWS = 2

@@ -6,19 +6,109 @@ LS requests are expected to put out as much of their ``max_tokens`` as those bef
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from omniserve.core.errors import RequestRejected
 from omniserve.core.request import ServiceClass
 from omniserve.sched.batch import Batch
-from omniserve.sched.bounds import LS_HEADROOM, TTFT_HEADROOM, tpot_bound, ttft_left_s
-from omniserve.sched.limits import SchedulerLimits
-from omniserve.sched.prefill import LSQueue, Prefill, prefill_time, steps_until_memory
+from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.state import Phase, RequestState
-from omniserve.sched.step_cost import Forecast, StepCost
+from omniserve.sched.step_cost import LS_HEADROOM, TTFT_HEADROOM, Forecast, StepCost, tpot_bound, ttft_left_s
+
+MIN_LS_CHUNK = 16
+"""LS prefill goes on by so many tokens a step at least, whatever the bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """What is left of a prompt."""
+
+    start: int
+    """Tokens computed already."""
+    count: int
+    """Tokens to compute, at least 1."""
+    num_logits: int = 1
+    """Rows among them that become logits: the last, and those that tell the prompt's log-probabilities."""
+
+    @classmethod
+    def of(cls, state: RequestState, start: int) -> Self:
+        """Return what is left of a request's prompt from ``start`` on."""
+        count = state.num_tokens - start
+        return cls(start, count, state.num_logits(start, count))
+
+
+def prefill_time(
+    decodes: StepCost, prompts: Sequence[Prefill], bound_s: float, first_bound_s: float, max_tokens: int
+) -> tuple[float, int]:
+    """Return how long it takes until the last of some prompts is computed, in seconds and in steps.
+
+    Each step has these decodes, at most ``max_tokens`` >= 1 tokens of prompts, and takes at most ``bound_s``; the first
+    one may have another bound.
+    """
+    together = decodes.copy()
+    for prompt in prompts:
+        together.add_chunk(prompt.start, prompt.count, samples=prompt.num_logits)
+    total_s, total = together.seconds(), sum(prompt.count for prompt in prompts)
+    if total <= max_tokens and total_s <= first_bound_s:
+        return total_s, 1
+    last = prompts[-1]
+    middle = last.start + last.count // 2
+    least = min(MIN_LS_CHUNK, max_tokens)
+
+    def num_scored(start: int, count: int) -> int:
+        return min(count, last.num_logits - 1)
+
+    chunk = max(least, decodes.largest_chunk(middle, max_tokens, bound_s, samples=num_scored))
+    first = chunk
+    if first_bound_s != bound_s:
+        first = max(least, decodes.largest_chunk(middle, max_tokens, first_bound_s, samples=num_scored))
+    num_steps = 1 + -(-max(total - first, 1) // chunk)
+    # What all of it costs in one step, and what each further step costs again: its decodes and its overhead.
+    again = decodes.copy()
+    again.add_chunk(middle, 1, samples=False)
+    return total_s + (num_steps - 1) * again.seconds(), num_steps
+
+
+def steps_until_memory(
+    running: Iterable[tuple[int, int]], waiting: Iterable[tuple[int, int]], num_needed: int, num_free: int
+) -> int:
+    """Return after how many steps there will be memory for an LS request; 0 if there is now.
+
+    Args:
+        running: LS requests with KV on the device: (steps until they end, blocks).
+        waiting: Those before it that have none yet, in order: (steps that they decode, blocks).
+        num_needed: Blocks that it needs.
+        num_free: Blocks that are free, or can be taken from BE requests.
+    """
+    ends = list(running)
+    heapq.heapify(ends)
+    step = 0
+    for num_steps, blocks in (*waiting, (0, num_needed)):
+        while num_free < blocks and ends:
+            step, given_back = heapq.heappop(ends)
+            num_free += given_back
+        num_free -= blocks
+        heapq.heappush(ends, (step + num_steps, blocks))
+    return step
+
+
+@dataclass(frozen=True, slots=True)
+class LSQueue:
+    """LS requests at a moment, and the device blocks that they have or can have."""
+
+    decoding: Sequence[RequestState]
+    prompts: Sequence[RequestState]
+    """Those with prefill left, in the order in which it goes on; some may still wait for memory."""
+    blocks: Mapping[str, int]
+    """What each request on the device holds, by id."""
+    num_free: int
+    """Free, or to be taken from BE requests."""
+
 
 _RECENT = 64  # LS requests that say what the next one may be like
 _NEWCOMER_FLOOR = 0.25  # share of the TTFT objective that a step without LS work may always take
@@ -203,3 +293,36 @@ class TTFTEstimator:
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._limits.config.block_size)
+
+
+FIRST_MARGIN, LEAST_MARGIN, LARGEST_MARGIN = 0.2, 0.1, 0.5
+MISSES_AIMED_AT = 0.03
+"""Share of the admitted requests that may miss their TTFT."""
+_GAIN = 0.08
+_CLOSE = 0.5  # requests predicted to take less of their TTFT than this say nothing of the margin
+
+
+class AdmissionMargin:
+    """The share of a TTFT that admission control leaves; it learns from those that were admitted.
+
+    No model knows which requests arrive next, or how a busy machine slows down. So errors are measured:
+    a miss raises the margin, a kept objective lowers it a little, and the two balance where ``MISSES_AIMED_AT`` of the
+    admitted miss (adaptive conformal inference, Gibbs and Candes 2021, equation 2).
+    """
+
+    def __init__(self) -> None:
+        self.share = FIRST_MARGIN
+
+    def learn(self, *, predicted_s: float, actual_s: float, required_s: float) -> None:
+        """Take note of one admitted request's first token.
+
+        Args:
+            predicted_s: Soonest TTFT that was predicted when it was admitted, seconds.
+            actual_s: What it was.
+            required_s: Its objective.
+        """
+        if predicted_s < _CLOSE * (1 - self.share) * required_s:
+            return
+        missed = float(actual_s > required_s)
+        share = self.share + _GAIN * (missed - MISSES_AIMED_AT)
+        self.share = min(max(share, LEAST_MARGIN), LARGEST_MARGIN)

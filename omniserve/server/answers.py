@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omniserve.core.request import TokenLogprob
-from omniserve.server.choice import Delta
+from omniserve.server.output_stream import Delta
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.service import Service
 from omniserve.server.text import TextCodec

@@ -21,11 +21,11 @@ from starlette.types import ASGIApp
 from omniserve import __version__
 from omniserve.core.errors import EngineStopped
 from omniserve.server import answer_models, generate, tokenize
-from omniserve.server.access import Gate, is_free
+from omniserve.server.connections import RequestLog
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.keys import KeyRing
+from omniserve.server.limits import Gate, is_free
 from omniserve.server.openapi import answers, document
-from omniserve.server.request_log import RequestLog
 from omniserve.server.service import Service
 from omniserve.server.traces import Traces
 

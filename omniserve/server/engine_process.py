@@ -20,12 +20,11 @@ import zmq
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import OmniServeError, RequestRejected
-from omniserve.core.limits import RequestLimits
-from omniserve.core.request import SLO, Request, RequestOutput, SamplingParams
+from omniserve.core.request import SLO, Request, RequestLimits, RequestOutput, SamplingParams
 from omniserve.core.stats import EngineStats
 from omniserve.server import wire
-from omniserve.server.garbage import Collector
-from omniserve.server.logs import RequestNames, set_up_logs
+from omniserve.server.garbage import GarbageCollector
+from omniserve.server.logs import set_up_logs
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +64,32 @@ class EngineLike(Protocol):
 Progress = Callable[[str], None]
 EngineMaker = Callable[[Progress], EngineLike]
 """Makes the engine in its process; has to be picklable. Tells its progress in short sentences."""
+
+
+class RequestNames(logging.Filter):
+    """Gives lines with an ``engine_request_id`` the ``request_id`` of the call that it belongs to.
+
+    The engine knows its own requests only, of which a call may have several.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: dict[str, str] = {}
+
+    def add(self, engine_request_id: str, name: str) -> None:
+        """Note the HTTP request to which an engine request belongs."""
+        self._names[engine_request_id] = name
+
+    def forget(self, engine_request_id: str) -> None:
+        """Note that an engine request has ended; one that is not known is no error."""
+        self._names.pop(engine_request_id, None)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Name the line's request; every line passes."""
+        name = self._names.get(getattr(record, "engine_request_id", ""))
+        if name is not None:
+            record.request_id = name
+        return True
 
 
 def run_engine_process(
@@ -144,12 +169,12 @@ class _Link:
         return new
 
 
-def _start(make_engine: EngineMaker, link: _Link) -> tuple[EngineLike, Collector] | None:
+def _start(make_engine: EngineMaker, link: _Link) -> tuple[EngineLike, GarbageCollector] | None:
     try:
         engine = make_engine(lambda text: link.send(wire.Progress(text)))
         link.send(wire.Progress("warming up"))
         _warm_up(engine)
-        collector = Collector()
+        collector = GarbageCollector()
     except Exception as error:
         logger.debug("the engine could not start", exc_info=True)
         expected = isinstance(error, (ValueError, OSError, OmniServeError, ImportError))
@@ -179,7 +204,7 @@ def _warm_up(engine: EngineLike) -> None:
             engine.wait(_HOST_WAIT_S)
 
 
-def _serve(engine: EngineLike, link: _Link, names: RequestNames, collector: Collector) -> None:
+def _serve(engine: EngineLike, link: _Link, names: RequestNames, collector: GarbageCollector) -> None:
     engine.on_safepoint = functools.partial(_announce, engine, link)
     step_s = 0.0
     while True:

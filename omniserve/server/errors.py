@@ -72,8 +72,8 @@ def from_engine(error: Exception) -> ApiError:
         # A client that knows nothing better waits a second.
         retry_after_s = 1.0 if error.retry_after_s is None else error.retry_after_s
         details = {
-            "predicted_ttft_ms": milliseconds(error.predicted_ttft_s),
-            "required_ttft_ms": milliseconds(error.required_ttft_s),
+            "predicted_ttft_ms": _milliseconds(error.predicted_ttft_s),
+            "required_ttft_ms": _milliseconds(error.required_ttft_s),
         }
         return ApiError(
             str(error), status=429, code="rate_limit_exceeded", retry_after_s=retry_after_s, details=details
@@ -85,8 +85,7 @@ def from_engine(error: Exception) -> ApiError:
     raise error
 
 
-def milliseconds(seconds: float | None) -> float | None:
-    """Return a time as answers tell it."""
+def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 3)
 
 

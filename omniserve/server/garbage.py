@@ -15,7 +15,7 @@ _LEAST_S = 10.0
 _SHARE = 0.01
 
 
-class Collector:
+class GarbageCollector:
     """Collects a process's garbage, from now on, as it serves: the old objects when there is nothing else to do.
 
     What there is now is left out for good. torch and transformers are half a million objects: a full collection of them

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from omniserve.server import answer_models
-from omniserve.server.access import caller_of, take_body
 from omniserve.server.answers import ENDPOINTS, AnswerShape, Endpoint
-from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError, milliseconds
+from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
+from omniserve.server.limits import caller_of, take_body
 from omniserve.server.openapi import GENERATION_ERRORS, answers, takes
 from omniserve.server.output_stream import OutputStream
 from omniserve.server.protocol import ChatRequest, CompletionRequest, parse
@@ -87,8 +87,8 @@ async def _generate(service: Service, http: Request, endpoint: Endpoint) -> Resp
     try:
         await or_disconnect(http.receive, outputs.start())
         caller.use_tokens(outputs.usage.num_prompt_tokens)
-        predicted_ms = milliseconds(outputs.predicted_ttft_s)
-        headers = {} if predicted_ms is None else {_PREDICTED_TTFT_HEADER: str(predicted_ms)}
+        predicted_s = outputs.predicted_ttft_s
+        headers = {} if predicted_s is None else {_PREDICTED_TTFT_HEADER: str(round(predicted_s * 1e3, 3))}
         if call.stream:
             handed_over = True
             return EventStream(

@@ -18,32 +18,6 @@ request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request
 """The id of the request that the running code works for."""
 
 
-class RequestNames(logging.Filter):
-    """Gives lines with an ``engine_request_id`` the ``request_id`` of the call that it belongs to.
-
-    The engine knows its own requests only, of which a call may have several.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._names: dict[str, str] = {}
-
-    def add(self, engine_request_id: str, name: str) -> None:
-        """Note the HTTP request to which an engine request belongs."""
-        self._names[engine_request_id] = name
-
-    def forget(self, engine_request_id: str) -> None:
-        """Note that an engine request has ended; one that is not known is no error."""
-        self._names.pop(engine_request_id, None)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Name the line's request; every line passes."""
-        name = self._names.get(getattr(record, "engine_request_id", ""))
-        if name is not None:
-            record.request_id = name
-        return True
-
-
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, logger, message, and what is known of the request."""
 
@@ -63,7 +37,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(
-    level: str, log_format: str, *, text: str = "%(levelname)s %(message)s", names: RequestNames | None = None
+    level: str, log_format: str, *, text: str = "%(levelname)s %(message)s", names: logging.Filter | None = None
 ) -> None:
     """Log to standard error.
 

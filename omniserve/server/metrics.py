@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,8 +12,10 @@ from prometheus_client.registry import Collector
 
 from omniserve.core.request import SLO, FinishReason
 from omniserve.core.stats import EngineStats
-from omniserve.server.choice import Choice
 from omniserve.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from omniserve.server.output_stream import Choice
 
 _TTFT_BUCKETS_S = (
     0.01, 0.015, 0.025, 0.035, 0.05, 0.07, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64

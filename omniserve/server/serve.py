@@ -23,7 +23,7 @@ from omniserve.server.batches.serving import BatchServing
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
-from omniserve.server.garbage import Collector
+from omniserve.server.garbage import GarbageCollector
 from omniserve.server.logs import set_up_logs
 from omniserve.server.server_flags import ServerOptions
 from omniserve.server.service import Service
@@ -149,7 +149,7 @@ class _Main:
             timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
             backlog=ACCEPTED_AT_ONCE,  # asyncio accepts as many in a row
         )
-        server = _UvicornServer(config, self._connections, Collector(), service)
+        server = _UvicornServer(config, self._connections, GarbageCollector(), service)
         listener.listen(_BACKLOG)  # now, so that a program that reads the next line can connect
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()[:2]
@@ -182,7 +182,7 @@ class _UvicornServer(uvicorn.Server):
     """Leaves signals to us: uvicorn would cut connections where we finish what runs."""
 
     def __init__(
-        self, config: uvicorn.Config, connections: Connections, collector: Collector, service: Service
+        self, config: uvicorn.Config, connections: Connections, collector: GarbageCollector, service: Service
     ) -> None:
         super().__init__(config)
         self._connections = connections

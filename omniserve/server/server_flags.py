@@ -12,10 +12,10 @@ from omniserve.core.options import make_options
 from omniserve.core.request import ClassSpec
 from omniserve.launch.dataclass_flags import add_field_flags, add_former_flags, add_options_flag
 from omniserve.server.batches.settings import BatchSettings
-from omniserve.server.classes import class_of_tier
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
 from omniserve.server.limits import MIB, Limits
+from omniserve.server.protocol import class_of_tier
 from omniserve.server.traces import checked_endpoint
 
 

@@ -7,13 +7,12 @@ import uuid
 from collections.abc import Collection, Sequence
 
 from omniserve.core.request import SamplingParams
-from omniserve.server.classes import class_of_tier
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
 from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Job, OutputStream
-from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest
+from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, class_of_tier
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
 from omniserve.server.wire import EngineInfo

@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
-from omniserve.server.access import take_body
 from omniserve.server.answer_models import Text, Tokens
-from omniserve.server.fields import read_fields, validate
+from omniserve.server.limits import take_body
 from omniserve.server.messages import MAX_MESSAGES, Message
 from omniserve.server.openapi import answers, takes
+from omniserve.server.protocol import read_fields, validate
 from omniserve.server.service import Service
 
 _ERRORS = (400, 404, 408, 413, 429, 503)

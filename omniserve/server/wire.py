@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from msgspec import Struct, msgpack
 
 from omniserve.core.errors import RequestRejected
-from omniserve.core.limits import RequestLimits
-from omniserve.core.request import ClassSpec, Request, RequestOutput
+from omniserve.core.request import ClassSpec, Request, RequestLimits, RequestOutput
 from omniserve.core.stats import EngineStats
 
 

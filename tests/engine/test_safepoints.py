@@ -54,7 +54,7 @@ def test_rows_go_on_at_their_layer_or_begin_anew(make_engine: MakeEngine, keep: 
     assert engine.stats().layer_preemptions == 1
     assert tokens_of(engine, request_id) == expected
     assert plans[1].chunks[0].from_layer == (1 if keep else 0)
-    assert not engine.runner.halted._rows
+    assert not engine.runner.halted.rows
 
 
 def test_ls_rows_stay_and_finish_their_step(make_engine: MakeEngine) -> None:
@@ -88,9 +88,9 @@ def test_what_an_aborted_request_left_is_forgotten(make_engine: MakeEngine) -> N
     engine.on_safepoint = lambda: engine.arriving(request("LS"))
     request_id = engine.add(request("BE"))
     engine.step()
-    assert engine.runner.halted._rows
+    assert engine.runner.halted.rows
     engine.abort(request_id)
-    assert not engine.runner.halted._rows
+    assert not engine.runner.halted.rows
 
 
 @pytest.mark.parametrize("scheduler", ["sarathi", "omniserve"])

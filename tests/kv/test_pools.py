@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from omniserve.kv.block_pool import BlockPool
-from omniserve.kv.run_pool import RunPool
+from omniserve.kv.block_pool import BlockPool, RunPool
 
 
 def runs(blocks: list[int]) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from omniserve.layers.head import MAX_ROWS, project
+from omniserve.layers.base import MAX_SKINNY_ROWS, head_product
 from omniserve.layers.patching import patch
 from tests.parity.models import tiny_model
 
@@ -28,14 +28,14 @@ def _calls_of_the_module(linear: nn.Module, num_rows: int) -> int:
     hidden_RD = torch.randn(num_rows, 40).to(dtype)
     expected = linear(hidden_RD)
     with mock.patch.object(nn.Linear, "forward", autospec=True, side_effect=nn.Linear.forward) as forward:
-        got = project(linear, hidden_RD)
+        got = head_product(linear, hidden_RD)
     # Sums of 40 products in fp32 in another order: in half precision at most one step of 8 bits apart.
     torch.testing.assert_close(got, expected, rtol=1e-5 if dtype is torch.float32 else 2**-7, atol=1e-5)
     return forward.call_count
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("num_rows", [0, 1, 16, MAX_ROWS])
+@pytest.mark.parametrize("num_rows", [0, 1, 16, MAX_SKINNY_ROWS])
 @torch.inference_mode()
 def test_few_rows_of_a_plain_head_do_not_call_the_module(num_rows: int, dtype: torch.dtype) -> None:
     assert _calls_of_the_module(_head(dtype), num_rows) == 0
@@ -80,12 +80,12 @@ def test_any_other_head_is_called(make: Callable[[], nn.Linear]) -> None:
 
 @torch.inference_mode()
 def test_many_rows_call_the_module() -> None:
-    assert _calls_of_the_module(_head(), MAX_ROWS + 1) == 1
+    assert _calls_of_the_module(_head(), MAX_SKINNY_ROWS + 1) == 1
 
 
 def test_gradients_flow() -> None:
     linear = _head()
-    project(linear, torch.ones(2, 40, dtype=torch.bfloat16)).sum().backward()
+    head_product(linear, torch.ones(2, 40, dtype=torch.bfloat16)).sum().backward()
     assert linear.weight.grad is not None
 
 

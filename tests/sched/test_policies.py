@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omniserve.core.plan import HostEvent, HostEventKind, MoveDirection
-from omniserve.sched.piggyback import seat_bucket
+from omniserve.sched.step_cost import seat_bucket
 from tests.sched.benches import Bench, names
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omniserve.sched.sliding_max import SlidingMax
+from omniserve.sched.tier_moves import SlidingMax
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 9)), min_size=1, max_size=60), st.floats(0.1, 5.0))

@@ -13,8 +13,8 @@ from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import Bound
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.kv import Tier
-from omniserve.sched.prefill import steps_until_memory
 from omniserve.sched.step_cost import largest
+from omniserve.sched.ttft import steps_until_memory
 from tests.sched.benches import Clock
 from tests.sched.predictor import LinearPredictor
 

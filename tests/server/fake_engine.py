@@ -12,8 +12,7 @@ from typing import Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
-from omniserve.core.limits import RequestLimits
-from omniserve.core.request import FinishReason, Request, RequestOutput, RequestTimes, TokenLogprob
+from omniserve.core.request import FinishReason, Request, RequestLimits, RequestOutput, RequestTimes, TokenLogprob
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.core.stats import EngineStats
 

@@ -109,6 +109,8 @@ def receiving() -> Iterator[OtlpReceiver]:
         receiver = OtlpReceiver(f"http://127.0.0.1:{server.server_address[1]}")
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        yield receiver
-        server.shutdown()
-        thread.join()
+        try:
+            yield receiver
+        finally:
+            server.shutdown()
+            thread.join()

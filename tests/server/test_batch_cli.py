@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,15 @@ def offline(tmp_path, tokenizer_folder):
         return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
     return start
+
+
+def wait_until(run: subprocess.Popen, is_so: Callable[[], bool]) -> None:
+    """Wait for something that happens while a run goes on."""
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert run.poll() is None, run.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def num_done(folder: Path) -> int:
@@ -71,10 +81,7 @@ def test_run_that_was_stopped_goes_on_where_it_was(tmp_path, offline, how):
     lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=6) for i in range(24)]
     (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
     run = offline()
-    deadline = time.monotonic() + 60
-    while num_done(tmp_path) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(run, lambda: num_done(tmp_path) >= 4)
     os.killpg(run.pid, how)
     log = run.communicate(timeout=60)[1]
     if how == signal.SIGINT:
@@ -93,8 +100,7 @@ def test_journal_of_another_input_is_not_touched(tmp_path, offline):
     lines = [completion_line(i, prompt=[SLOW, *ABC], max_tokens=100) for i in range(9)]
     (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
     run = offline()
-    while not num_done(tmp_path) and not (tmp_path / "work").exists():
-        time.sleep(0.05)
+    wait_until(run, lambda: num_done(tmp_path) > 0 or (tmp_path / "work").exists())
     second = offline()
     assert "another process works with" in second.communicate(timeout=60)[1] and second.returncode == 2
     os.killpg(run.pid, signal.SIGKILL)

@@ -10,7 +10,6 @@ from fake_engine import FakeEngine
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import Request, RequestOutput, SamplingParams
 from omniserve.server import engine_process, wire
-from omniserve.server.logs import RequestNames
 
 
 class Idle:
@@ -67,7 +66,7 @@ def add(number: int, max_tokens: int = 3) -> wire.Add:
 
 def serve(engine: FakeEngine, link: Link) -> Idle:
     collector = Idle()
-    engine_process._serve(engine, link, RequestNames(), collector)  # type: ignore[arg-type]
+    engine_process._serve(engine, link, engine_process.RequestNames(), collector)  # type: ignore[arg-type]
     return collector
 
 

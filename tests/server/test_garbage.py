@@ -8,14 +8,14 @@ import sys
 
 CODE = """
 import gc, weakref
-from omniserve.server.garbage import Collector
+from omniserve.server.garbage import GarbageCollector
 
 class Node:
     def __init__(self):
         self.me = self
 
 old, stays = weakref.ref(Node()), Node()
-collector = Collector()
+collector = GarbageCollector()
 new = weakref.ref(Node())
 collected = gc.collect()
 print(old() is None, new() is None, collected, len(gc.get_objects()) < gc.get_freeze_count())
@@ -23,14 +23,14 @@ print(old() is None, new() is None, collected, len(gc.get_objects()) < gc.get_fr
 
 FLOOD = """
 import gc
-from omniserve.server.garbage import Collector
+from omniserve.server.garbage import GarbageCollector
 
 class Node:
     def __init__(self):
         self.me = self
 
 now_s, held, full = 0.0, [], []
-collector = Collector(lambda: now_s)
+collector = GarbageCollector(lambda: now_s)
 gc.callbacks.append(lambda phase, info: full.append(now_s) if (phase, info["generation"]) == ("start", 2) else None)
 for number in range(400_000):
     held.append(Node())  # grows by more than a quarter again and again
@@ -45,10 +45,10 @@ print(*told, before - len(gc.get_objects()) > 399_000)
 """
 
 SHARE = """
-from omniserve.server.garbage import Collector
+from omniserve.server.garbage import GarbageCollector
 
 ticks = iter([0.0, *(t for now in (10.0,) for t in (now, now + 2.0)), 211.0, *(212.0, 212.5), 222.4, 222.6, 222.7])
-collector = Collector(lambda: next(ticks))
+collector = GarbageCollector(lambda: next(ticks))
 print(*(collector.collect(is_idle=is_idle) for is_idle in (False, False, False, True, True)))
 """
 

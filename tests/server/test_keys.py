@@ -10,10 +10,10 @@ import openai
 import pytest
 
 from omniserve.core.request import ClassSpec
-from omniserve.server.access import Caller
 from omniserve.server.cli import parse_args
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
+from omniserve.server.limits import Caller
 
 KEYS = [
     {"name": "owner", "key": "owner-key"},

@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
+from omniserve.server.connections import RequestLog
 from omniserve.server.logs import JsonFormatter
-from omniserve.server.request_log import RequestLog
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,8 @@ from omniserve.server.batches.lines import body_of
 from omniserve.server.batches.progress import LineResult, PendingLine
 from omniserve.server.batches.store import new_id
 from omniserve.server.batches.tables import SUSPECT_STOPS
-from omniserve.server.classes import class_of_tier
 from omniserve.server.errors import ApiError
-from omniserve.server.protocol import GenerationRequest, SloFields, parse
+from omniserve.server.protocol import GenerationRequest, SloFields, class_of_tier, parse
 from omniserve.server.service import Service, new_call_id
 
 MAX_ENGINE_STOPS = SUSPECT_STOPS + 1

@@ -19,7 +19,6 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import Message
 
 from omniserve.server import answer_models
-from omniserve.server.access import caller_of
 from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import told
@@ -31,8 +30,9 @@ from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.settings import BatchSettings
 from omniserve.server.batches.store import NewBatch, Storage
 from omniserve.server.errors import ApiError
-from omniserve.server.fields import read_fields
+from omniserve.server.limits import caller_of
 from omniserve.server.openapi import STORAGE_ERRORS, answers, asks, takes
+from omniserve.server.protocol import read_fields
 from omniserve.server.service import Service
 
 _STRICT = ConfigDict(extra="forbid", strict=True)

@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 from hypothesis import strategies as st
 
-from omniserve.server.fields import REFUSED
-from omniserve.server.protocol import ChatRequest, CompletionRequest
+from omniserve.server.protocol import REFUSED, ChatRequest, CompletionRequest
 from omniserve.server.tokenize import DetokenizeRequest, TokenizeRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
