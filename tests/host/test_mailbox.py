@@ -359,12 +359,12 @@ def test_the_watcher_sleeps_while_nothing_is_expected_and_rests_while_nothing_co
     driver.start(0, 30)
     (thread,) = host_threads(WATCHER)
     before = cpu_ticks(thread)
-    time.sleep(0.3)  # 30 ticks for a thread that spins
+    time.sleep(0.3)  # twice: 60 ticks for a thread that spins; time that the hypervisor steals counts, too
     driver.new_step()
     driver.submit(0, [0])
     driver.expect_all()
     time.sleep(0.3)
-    assert cpu_ticks(thread) - before < 5
+    assert cpu_ticks(thread) - before < 20
     driver.send_all()
     driver.check(collect(driver.tier, 1)[0])
 
