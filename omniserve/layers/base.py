@@ -1,5 +1,7 @@
 """LayerFamily: how one architecture's decoder layer splits around its attention, built from its own HF submodules.
 
+``head_product`` is the product with the modelling head, for the few rows that need logits.
+
 Tensor legend: T packed tokens, R rows that need logits, D hidden, N query heads, K KV heads, H head size, L layers.
 """
 

@@ -33,7 +33,8 @@ def draw(logits_RV: Tensor, params: Sequence[SamplingParams], numbers: Sequence[
     """Return a token for each row, int64 ``[R]``, by the temperature and the filters of its parameters.
 
     A row's token is the one at which the cumulative sum of the kept probabilities, in the order of the tokens, passes
-    the row's number, in [0, 1 - 2^-52], times their total.
+    the row's number, in [0, 1 - 2^-52], times their total. So it depends on the row's own logits, parameters and number
+    alone, not on other rows, even where probabilities are equal. The host does not wait for a GPU.
     """
     numbers_R1 = upload(torch.tensor(numbers, dtype=torch.float64), logits_RV.device)[:, None]
     tokens: list[Tensor] = []
@@ -276,7 +277,7 @@ class Sampler:
         if unchanged:
             is_all = len(unchanged) == len(logits_RV)
             index = slice(None) if is_all else upload(torch.tensor([row for row, _ in unchanged]), self._device)
-            picked.append(_draw(logits_RV[index], unchanged))
+            picked.append(_draw_next(logits_RV[index], unchanged))
         changed: list[tuple[int, _RequestSampling]] = []
         changed_logits: list[Tensor] = []
         for row, request in others:
@@ -293,10 +294,10 @@ class Sampler:
             changed.append((row, request))
             changed_logits.append(adjusted_V)
             if len(changed) == _MOST_CHANGED:
-                picked.append(_draw(torch.stack(changed_logits), changed))
+                picked.append(_draw_next(torch.stack(changed_logits), changed))
                 changed, changed_logits = [], []
         if changed:
-            picked.append(_draw(torch.stack(changed_logits), changed))
+            picked.append(_draw_next(torch.stack(changed_logits), changed))
         if picked:
             rows = [row for some, _ in picked for row in some]
             tokens_R.index_copy_(0, upload(torch.tensor(rows), self._device), torch.cat([some for _, some in picked]))
@@ -323,7 +324,7 @@ class Sampler:
         return logits_V
 
 
-def _draw(logits_DV: Tensor, drawn: Sequence[tuple[int, _RequestSampling]]) -> tuple[list[int], Tensor]:
+def _draw_next(logits_DV: Tensor, drawn: Sequence[tuple[int, _RequestSampling]]) -> tuple[list[int], Tensor]:
     """Return the rows of requests with a temperature, and a token drawn for each, int64."""
     params, numbers = [request.params for _, request in drawn], [request.next_number() for _, request in drawn]
     return [row for row, _ in drawn], draw(logits_DV, params, numbers)

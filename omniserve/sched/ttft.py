@@ -1,6 +1,11 @@
 """Time to first token, predicted: for admission, for what BE work must leave, for a newcomer. Paper: omniserve 3.3.3.
 
 LS requests are expected to put out as much of their ``max_tokens`` as those before them did.
+
+The paper's condition compares one batch of all waiting prompts with the objective. Here the prompts are chunked under
+the decoding objective as they will be, so every further step repeats the decodes and the step's own overhead.
+Nor does the paper speak of memory: here prompts that wait for it take it in their order, as other requests end.
+(Erratum: n(t) of 3.3.3 means the remaining prompt tokens p_j - l_j.)
 """
 
 from __future__ import annotations

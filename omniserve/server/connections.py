@@ -195,7 +195,7 @@ class _Connection(H11Protocol):
         self._all.note(self, is_idle=cycle is None or cycle.response_complete)
 
 
-HEADER = "x-request-id"
+_REQUEST_ID_HEADER = "x-request-id"
 # What may stand in a header and in a log line without harm; anything else is replaced.
 _GIVEN = re.compile(rb"[\w.:/+=-]{1,128}", re.ASCII)
 
@@ -217,7 +217,7 @@ class RequestLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"  # the server has neither websockets nor a lifespan
         began_s = time.monotonic()
-        given = dict(scope["headers"]).get(HEADER.encode(), b"")
+        given = dict(scope["headers"]).get(_REQUEST_ID_HEADER.encode(), b"")
         name = given.decode() if _GIVEN.fullmatch(given) else f"req_{uuid.uuid4().hex}"
         request_id.set(name)  # for good: this task is the request's, and what goes wrong is logged last
         status = None
@@ -226,7 +226,7 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = name
+                MutableHeaders(scope=message)[_REQUEST_ID_HEADER] = name
             await send(message)
 
         try:

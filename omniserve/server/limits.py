@@ -284,7 +284,7 @@ async def take_body(http: Request, bodies: BodyReader) -> AsyncIterator[bytes]:
 
 
 class Gate:
-    """ASGI middleware that lets in only requests with a known key, and notes their callers.
+    """ASGI middleware that lets in only requests with a known key, and notes their callers, before all else.
 
     Args:
         app: What is behind it.
