@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 # Where torch comes from when not from pip's own index; https://download.pytorch.org/whl/cpu has builds without CUDA.
 TORCH_INDEX ?=
 ARGS ?=
-# One process of tests for each core; XDIST= runs all in one, as a debugger needs it.
+# A process of tests for each core and one more; XDIST= runs all in one, as a debugger needs it.
 XDIST ?= -n logical --dist worksteal
 
 BIN := $(abspath $(VENV))/bin

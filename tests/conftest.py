@@ -7,16 +7,21 @@ import os
 import pytest
 import torch
 
+from omniserve.host.cores import available_cores
 from tests.stub_server import stub  # noqa: F401 (a fixture)
 from tests.triton_interpreter import interpret_triton
 
 if not torch.cuda.is_available():
     interpret_triton()
 
-if workers := int(
-    os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")
-):  # share the cores with the other processes of tests
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):  # the cores are shared with them
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the number of processes of tests: one more than there are cores, as tests of servers wait for them."""
+    return available_cores() + 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -31,6 +31,7 @@ def run_python(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_patch_and_generate_changes_no_token() -> None:
     output = run("patch_and_generate")
     assert "patched generates the same tokens: True" in output

@@ -6,8 +6,7 @@ one sample of many points and not all samples of one; times are lower quartiles,
 """
 
 from omniserve.engine.fingerprint import fingerprint_of
-from omniserve.profiling.find import find_or_make_profile
-from omniserve.profiling.measure import profile_model
+from omniserve.profiling.measure import find_or_make_profile, profile_model
 from omniserve.profiling.steps import Arrival, measure_steps, mixed_load
 
 __all__ = ["Arrival", "find_or_make_profile", "fingerprint_of", "measure_steps", "mixed_load", "profile_model"]

@@ -1,19 +1,25 @@
-"""profile_model: the whole measurement, within a time limit."""
+"""The latency profile of a model: read from a file or the cache folder, or measured now, within a time limit."""
 
 from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
 from omniserve.engine.fingerprint import fingerprint_of, has_constant_steps
+from omniserve.host.cores import cores_allowed, lines_of, read_core_seconds
 from omniserve.latency.base import ModelShape
-from omniserve.latency.profile import Profile
+from omniserve.latency.profile import Conditions, Profile, default_folder, load_matching, path_in
 from omniserve.layers.patching import PatchedModel, patch
 from omniserve.profiling.host import measure_host
 from omniserve.profiling.modules import measure_modules
 from omniserve.profiling.steps import measure_mixed_steps
-from omniserve.profiling.surroundings import Surroundings
 from omniserve.profiling.timer import Progress, Timer
 
 
@@ -76,3 +82,113 @@ def profile_model(
         steps=steps,
         conditions=surroundings.conditions(timer.spread()),
     )
+
+
+class Surroundings:
+    """Looks at the machine from its construction on; ``conditions`` says what it saw. For the measuring thread.
+
+    What the operating system does not tell (this is Linux's ``/proc``) counts as nothing.
+
+    Args:
+        num_threads: Threads that measure at a time, at most.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_cores = len(cores_allowed())
+        self._num_threads = num_threads
+        self._began_s = time.perf_counter()
+        self._busy_s, self._own_s, self._waited_s = self._read()
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """See nothing of what goes on in here: compiling in other processes, say."""
+        before = (time.perf_counter(), *self._read())
+        try:
+            yield
+        finally:
+            now = (time.perf_counter(), *self._read())
+            began = (self._began_s, self._busy_s, self._own_s, self._waited_s)
+            moved = (start + end - first for start, first, end in zip(began, before, now, strict=True))
+            self._began_s, self._busy_s, self._own_s, self._waited_s = moved
+
+    def conditions(self, spread: float) -> Conditions:
+        """Return what the machine was like since the construction.
+
+        Args:
+            spread: See ``Conditions``.
+        """
+        seconds = time.perf_counter() - self._began_s
+        busy_s, own_s, waited_s = self._read()
+        others_s = (busy_s - self._busy_s) - (own_s - self._own_s)
+        return Conditions(
+            spread=spread,
+            waited=max(0.0, waited_s - self._waited_s) / seconds,
+            others_cores=max(0.0, others_s) / seconds,
+            spare_cores=max(0, self._num_cores - self._num_threads),
+        )
+
+    def _read(self) -> tuple[float, float, float]:
+        """Return seconds that our cores were busy or stolen, those of this process, those that this thread waited."""
+        ready = next(iter(lines_of("/proc/thread-self/schedstat")), "0 0 0").split()
+        return *read_core_seconds(), 1e-9 * int(ready[1])
+
+
+logger = logging.getLogger(__name__)
+
+
+def find_or_make_profile(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    *,
+    path: Path | None = None,
+    folder: Path | None = None,
+    time_limit_s: float = 60.0,
+    progress: Progress = lambda what, spent: None,
+) -> Profile:
+    """Return a profile that holds for this model, these settings and this machine.
+
+    One that is measured is kept for the next time, unless others kept the machine busy meanwhile.
+
+    Args:
+        model: A Hugging Face causal language model; measuring patches it in place if it is not yet.
+        config: The settings it will be served with.
+        path: Read this file and nothing else; None looks into the folder, and measures if nothing there fits.
+        folder: Where profiles are kept; None: ``default_folder()``.
+        time_limit_s: Of measuring.
+        progress: Told what is measured.
+
+    Raises:
+        OSError: ``path`` cannot be read.
+        ProfileMismatch: ``path`` holds a profile of something else.
+        ValueError: ``path`` holds no profile; or the settings do not fit the model; or the limit is not positive.
+        UnsupportedModelError: No layer family fits the model.
+    """
+    fingerprint = fingerprint_of(model, config)
+    if path is not None:
+        return Profile.read(path).require(fingerprint)
+    kept_at = path_in(default_folder() if folder is None else folder, fingerprint)
+    found = load_matching(kept_at.parent, fingerprint)
+    if found is not None:
+        logger.info("latency profile %s", kept_at)
+        return found
+    profile = profile_model(model, config, time_limit_s=time_limit_s, progress=progress)
+    if profile.disturbances:
+        logger.warning(
+            "the machine was busy while latencies were measured (%s), so predictions are too long when it is not: the "
+            "profile is used for this start only, and the next one measures again; stop what else runs here first, or "
+            "give a profile that was made with `python -m omniserve.profile --output FILE`",
+            "; ".join(profile.disturbances),
+        )
+        return profile
+    try:
+        profile.write(kept_at)
+    except OSError as error:
+        # A home that cannot be written to is no reason not to serve.
+        logger.warning(
+            "the latency profile is used but not kept, so the next start measures again: %s; "
+            "set XDG_CACHE_HOME to a folder that can be written to",
+            error,
+        )
+    else:
+        logger.info("measured in %.0f s: latency profile %s", profile.seconds, kept_at)
+    return profile

@@ -60,6 +60,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return list(results["steps"])
 
 
+@pytest.mark.slow
 def test_a_tiny_model_by_hand(steps: list[dict[str, Any]]) -> None:
     pytest.importorskip("triton")
 

@@ -106,6 +106,7 @@ def test_there_are_tables_for_the_oldest_and_the_newest_torch() -> None:
     assert '"torch>=2.11,<2.14"' in required, "other versions of torch: look up their triton, and write the tables"
 
 
+@pytest.mark.slow
 def test_every_quick_case_compiles_within_what_is_written(
     kernels: dict[tuple[str, int], list[dict[str, Any]]],
 ) -> None:
@@ -124,6 +125,7 @@ def test_every_case_compiles_within_what_is_written(tmp_path: Path) -> None:
                 check(label, int(device.removeprefix("sm_")), stack, shared)
 
 
+@pytest.mark.slow
 def test_attention_loads_ahead_and_multiplies_on_the_tensor_cores_that_a_device_has(
     kernels: dict[tuple[str, int], list[dict[str, Any]]],
 ) -> None:
@@ -136,11 +138,13 @@ def test_attention_loads_ahead_and_multiplies_on_the_tensor_cores_that_a_device_
     assert any(set(ALL) <= set(name.split(", ")) for name, _ in attends)
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_anew_for_another_step_or_move(lines: list[Any]) -> None:
     # Fetching and concatenating differ in nothing that a kernel is compiled for; attention is two kernels.
     assert lines[-1] == [1, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["store_kv", "piggyback_concat", "residual_fetch", "gather_rows"])
 def test_rows_are_moved_in_16_bytes_a_thread(name: str, kernels: dict[tuple[str, int], list[dict[str, Any]]]) -> None:
     ((kernel,),) = [found for (case, _), found in kernels.items() if case == f"{name} bf16"]
@@ -148,6 +152,7 @@ def test_rows_are_moved_in_16_bytes_a_thread(name: str, kernels: dict[tuple[str,
     assert set(moved) == {"ld.global.v4.b32", "st.global.v4.b32"}
 
 
+@pytest.mark.slow
 def test_a_copy_crosses_the_bus_in_16_bytes_a_thread(kernels: dict[tuple[str, int], list[dict[str, Any]]]) -> None:
     for suffix in ("", ", reversed"):
         # To the host K and V are written wide, V is read in halves of pairs; from it they are read wide.
@@ -157,6 +162,7 @@ def test_a_copy_crosses_the_bus_in_16_bytes_a_thread(kernels: dict[tuple[str, in
         assert kernel["ptx"].count("ld.global.v4.b32") == 2 and "ld.global.v2.b32" not in kernel["ptx"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", DEVICES)
 def test_the_flag_is_released_to_the_system_behind_everything_by_one_thread(
     capability: int, kernels: dict[tuple[str, int], list[dict[str, Any]]]

@@ -17,6 +17,8 @@ from tests.quick import slow_except
 from tests.sched import preemptible
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# The others decide only in which order requests run.
+_HOST_TIER_USERS = ("omniserve", "neo", "apex", "conserve", "bros", "llumnix", preemptible.NAME)
 
 
 @functools.cache
@@ -37,7 +39,7 @@ def test_piggybacked_tokens_equal_hugging_face(family: str, device: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scheduler", SCHEDULERS.names())
+@pytest.mark.parametrize("scheduler", slow_except(_HOST_TIER_USERS, SCHEDULERS.names()))
 def test_every_scheduler_with_every_kv_manager_over_random_histories(scheduler: str, device: str) -> None:
     """The fuzzer goes on where this ends."""
     model, reference = model_and_reference("llama", device)
@@ -48,7 +50,7 @@ def test_every_scheduler_with_every_kv_manager_over_random_histories(scheduler: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scheduler", [*SCHEDULERS.names(), preemptible.NAME])
+@pytest.mark.parametrize("scheduler", slow_except(_HOST_TIER_USERS, [*SCHEDULERS.names(), preemptible.NAME]))
 def test_steps_that_overlap_change_no_token(scheduler: str, device: str) -> None:
     model, reference = model_and_reference("llama", device)
     tally, managers = Tally(), KV_MANAGERS.names()
@@ -78,7 +80,7 @@ def test_preempted_requests_resume_from_their_checkpoints(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("attention", slow_except(("auto",), ["auto", "sdpa"]))
 @pytest.mark.parametrize("scheduler", slow_except(("omniserve",), ["bros", "omniserve", "sarathi"]))
 def test_blocks_of_two_requests_change_no_token(scheduler: str, attention: str, device: str) -> None:
     model, reference = model_and_reference("llama", device)
@@ -116,7 +118,7 @@ def test_faults_change_no_token_of_other_users_of_the_host_tier(scheduler: str, 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scheduler", ["omniserve", "neo", "apex"])
+@pytest.mark.parametrize("scheduler", slow_except(("omniserve",), ["omniserve", "neo", "apex"]))
 def test_dying_host_threads_change_no_token(scheduler: str, device: str) -> None:
     model, reference = model_and_reference("llama", device)
     run_histories(

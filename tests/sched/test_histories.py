@@ -360,14 +360,14 @@ def test_rows_that_leave_a_step_between_layers_lose_nothing(scheduler: str) -> N
 
 
 @pytest.mark.parametrize("scheduler", REACHED)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", slow_except(range(12), range(40)))
 def test_failing_host_tasks_and_moves_lose_nothing(scheduler: str, seed: int) -> None:
     kv = ("incremental", "bidirectional", "tiered")[seed % 3]
     run_history(scheduler, 1000 + seed, kv=kv, failure_rate=0.1, has_forecast=seed % 2 == 0)
 
 
 @pytest.mark.parametrize("scheduler", REACHED)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", slow_except(range(12), range(40)))
 def test_a_dead_host_tier_loses_nothing(scheduler: str, seed: int) -> None:
     kv = ("incremental", "bidirectional", "tiered")[seed % 3]
     run_history(scheduler, 2000 + seed, kv=kv, tier_down=True, has_forecast=seed % 2 == 0)

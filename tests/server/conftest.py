@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -107,8 +108,10 @@ def tokenizer_folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def start_server(tokenizer_folder, tmp_path_factory) -> Iterator[Callable[..., RunningServer]]:
+@contextmanager
+def starting(
+    tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., RunningServer]]:
     """Start servers with the fake engine; what still runs at the end is killed."""
     started: list[RunningServer] = []
 
@@ -127,17 +130,34 @@ def start_server(tokenizer_folder, tmp_path_factory) -> Iterator[Callable[..., R
         started.append(RunningServer(command, own_group=own_group, XDG_DATA_HOME=home, **environment))
         return started[-1]
 
-    yield start
-    for server in started:
-        if server.process.poll() is None:
-            server.process.kill()
-            server.wait()
+    try:
+        yield start
+    finally:
+        for server in started:
+            if server.process.poll() is None:
+                server.process.kill()
+                server.wait()
+
+
+@pytest.fixture
+def start_server(tokenizer_folder, tmp_path_factory) -> Iterator[Callable[..., RunningServer]]:
+    """Start servers that end with the test: dozens of idle ones would take half a core from the others."""
+    with starting(tokenizer_folder, tmp_path_factory) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_module_server(tokenizer_folder, tmp_path_factory) -> Iterator[Callable[..., RunningServer]]:
+    """Start servers that end with the module's tests."""
+    with starting(tokenizer_folder, tmp_path_factory) as start:
+        yield start
 
 
 @pytest.fixture(scope="session")
-def server(start_server) -> RunningServer:
+def server(tokenizer_folder, tmp_path_factory) -> Iterator[RunningServer]:
     """The server that most tests share: nothing a test does may stop it."""
-    return start_server().wait_until_ready()
+    with starting(tokenizer_folder, tmp_path_factory) as start:
+        yield start().wait_until_ready()
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,9 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def harmless(start_server):
+def harmless(start_module_server):
     """A server to which any prompt may be sent."""
-    server = start_server("--no-faults").wait_until_ready()
+    server = start_module_server("--no-faults").wait_until_ready()
     with server.http() as server.session:
         yield server
     server.wait_until_free()

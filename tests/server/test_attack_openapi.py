@@ -27,8 +27,8 @@ CHECKS = [
 
 
 @pytest.fixture(scope="module")
-def harmless(start_server):
-    server = start_server("--no-faults").wait_until_ready()
+def harmless(start_module_server):
+    server = start_module_server("--no-faults").wait_until_ready()
     yield server
     server.wait_until_free()
     assert server.stop() == 0

@@ -90,6 +90,7 @@ def test_any_body_is_answered(server, request):
         bodies.check_answer(http.post(path, content=body, headers={"content-type": "application/json"}))
 
 
+@pytest.mark.slow
 def test_ten_times_too_much_work(server):
     report = asyncio.run(overload(server, factor=10, seconds=6, capacity_s=2))
     assert report.tally.outcomes["200"] > 0

@@ -16,9 +16,9 @@ CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
-def impatient(start_server):
+def impatient(start_module_server):
     """A server that waits half a second for anybody."""
-    server = start_server("--limit", "stall_timeout_s=0.5", "--limit", "max_body_mib=0.25").wait_until_ready()
+    server = start_module_server("--limit", "stall_timeout_s=0.5", "--limit", "max_body_mib=0.25").wait_until_ready()
     yield server
     server.wait_until_free()
     assert not [line for line in server.log if "Traceback" in line], "".join(server.log)

@@ -23,6 +23,7 @@ from tokenizers_for_tests import byte_level_tokenizer
 from omniserve.server.batches import remote
 from omniserve.server.batches.cli import main
 from omniserve.server.batches.remote import RemoteBatches, RemoteError
+from tests.quick import slow_except
 
 ABC = byte_level_tokenizer()("abc").input_ids
 
@@ -76,7 +77,7 @@ def test_run_writes_answers_and_errors_in_order(tmp_path, offline):
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.errors.jsonl", "out.jsonl", "work"], "no journal is left"
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", slow_except((signal.SIGKILL,), [signal.SIGINT, signal.SIGKILL]))
 def test_run_that_was_stopped_goes_on_where_it_was(tmp_path, offline, how):
     lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=6) for i in range(24)]
     (tmp_path / "in.jsonl").write_bytes(jsonl(lines))

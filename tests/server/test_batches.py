@@ -14,6 +14,8 @@ from batch_inputs import PATIENCE_S, completion_line, jsonl, line, prompt_of, re
 from fake_engine import BAD_OUTPUT, DIE, SLOW
 from tokenizers_for_tests import byte_level_tokenizer
 
+from tests.quick import slow_except
+
 ABC = byte_level_tokenizer()("abc").input_ids
 SLOW_LINE = {"prompt": [SLOW, *ABC], "max_tokens": 400, "ignore_eos": True}
 
@@ -390,6 +392,7 @@ def test_stop_gives_lines_back_at_once(start_server, tmp_path):
     assert wait_for(client, batch.id).request_counts.completed == 4
 
 
+@pytest.mark.slow
 def test_two_servers_take_batches_and_one_of_them_runs_the_lines(start_server, tmp_path):
     log, place = tmp_path / "work", ("--data-dir", str(tmp_path / "data"), "--limit", "batch_concurrency=4")
     servers = [start_server(*place, "--work-log", str(log)).wait_until_ready() for _ in range(2)]
@@ -416,7 +419,7 @@ def test_two_servers_take_batches_and_one_of_them_runs_the_lines(start_server, t
     servers[0].wait_for_metric('omniserve_requests_running{service_class="BE"}', 0)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", slow_except((signal.SIGKILL,), [signal.SIGTERM, signal.SIGKILL]))
 def test_server_takes_over_from_one_that_ends(start_server, tmp_path, how):
     place = ("--data-dir", str(tmp_path), "--limit", "batch_concurrency=4")
     servers = [start_server(*place, own_group=True).wait_until_ready() for _ in range(2)]
@@ -465,6 +468,7 @@ def test_default_place_that_cannot_be_used_leaves_the_rest_of_the_server(start_s
         assert caught.value.status_code == 503
 
 
+@pytest.mark.slow
 def test_damaged_files_are_told_and_a_batch_goes_on_when_they_are_back(start_server, tmp_path):
     server = start_server("--data-dir", str(tmp_path)).wait_until_ready()
     client = server.client()

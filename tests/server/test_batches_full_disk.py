@@ -44,6 +44,7 @@ def used_kib(folder: Path) -> int:
     return int(done.stdout.split()[-1])
 
 
+@pytest.mark.slow
 def test_full_disk_is_told_and_batches_go_on_when_there_is_room(start_server, small_disk):
     folder, resize = small_disk
     server = start_server("--data-dir", str(folder), "--limit", "batch_concurrency=8").wait_until_ready()

@@ -18,6 +18,7 @@ from batch_inputs import completion_line, prompt_of, results, submit, wait_for
 from sqlalchemy import create_engine, text
 
 from omniserve.server.batches.tables import LineState
+from tests.quick import slow_except
 
 NUM_BATCHES = 3
 LINES = 150
@@ -157,6 +158,7 @@ def test_one_of_two_servers_runs_all_lines_once(fleet):
     fleet.servers.clear()
 
 
+@pytest.mark.slow
 def test_death_of_servers_repeats_only_what_they_had_not_done(fleet):
     rng = random.Random(1)
     submit_all(fleet, [fleet.start().client(), fleet.start().client()])
@@ -190,6 +192,7 @@ def test_connections_that_break_lose_and_repeat_nothing(fleet):
     assert len(runs) == NUM_BATCHES * LINES and all(len(who) == 1 for who in runs.values())
 
 
+@pytest.mark.slow
 def test_connections_that_break_while_another_server_waits_lose_nothing(fleet):
     rng = random.Random(3)
     clients = [fleet.start().client(), fleet.start().client()]
@@ -201,7 +204,7 @@ def test_connections_that_break_while_another_server_waits_lose_nothing(fleet):
     assert len(fleet.runs()) == NUM_BATCHES * LINES
 
 
-@pytest.mark.parametrize("lock_is", ["cut", "left to the database"])
+@pytest.mark.parametrize("lock_is", slow_except(("cut",), ["cut", "left to the database"]))
 def test_owner_that_was_frozen_changes_nothing_when_it_wakes(fleet, lock_is):
     frozen, other = fleet.start(), fleet.start()
     submit_all(fleet, [frozen.client(), other.client()])

@@ -45,9 +45,9 @@ def test_unknown_tier_is_refused_with_the_list(tier):
 
 
 @pytest.fixture(scope="module")
-def server(start_server):
+def server(start_module_server):
     flags = "--class gold:LS:0.5:0.05 --class silver:LS --class batch:BE:100:".split()
-    return start_server(*flags).wait_until_ready()
+    return start_module_server(*flags).wait_until_ready()
 
 
 @pytest.mark.parametrize(

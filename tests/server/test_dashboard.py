@@ -20,9 +20,9 @@ _SAMPLE = re.compile(r"(\w+)(?:\{(.*)\})? \S+")
 
 
 @pytest.fixture(scope="module")
-def labels(start_server):
+def labels(start_module_server):
     """Return the labels of each metric of a server that has served nothing yet, but for one call to a wrong path."""
-    server = start_server().wait_until_ready()
+    server = start_module_server().wait_until_ready()
     httpx.get(f"{server.url}/v1/nothing")
     names = defaultdict(set)
     for line in httpx.get(f"{server.url}/metrics").text.splitlines():

@@ -11,8 +11,7 @@ import pytest
 from omniserve.core.request import SLO, ClassSpec, FinishReason
 from omniserve.core.stats import EngineStats
 from omniserve.server.dashboard.history import History
-from omniserve.server.dashboard.readings import Reading, read
-from omniserve.server.dashboard.series import chart_values, quantile
+from omniserve.server.dashboard.series import Reading, chart_values, quantile, read
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Times
 

@@ -25,11 +25,11 @@ KEYS = [
 
 
 @pytest.fixture(scope="module")
-def guarded(start_server, tmp_path_factory):
+def guarded(start_module_server, tmp_path_factory):
     file = tmp_path_factory.mktemp("keys") / "keys.json"
     file.write_text(json.dumps(KEYS))
     flags = "--api-key other-key --cors-origin https://a.example --limit max_body_mib=0.0625".split()
-    return start_server("--api-key-file", str(file), *flags).wait_until_ready()
+    return start_module_server("--api-key-file", str(file), *flags).wait_until_ready()
 
 
 def client_of(server, key):

@@ -17,8 +17,8 @@ from omniserve.server.logs import JsonFormatter
 
 
 @pytest.fixture(scope="module")
-def logging_server(start_server):
-    return start_server("--log-format", "json", "--api-key", "k").wait_until_ready()
+def logging_server(start_module_server):
+    return start_module_server("--log-format", "json", "--api-key", "k").wait_until_ready()
 
 
 def get(server, path, **headers):

@@ -174,6 +174,7 @@ def test_batches_show_progress_and_cancel_after_a_second_press(start_server, ope
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_first_press_alone_cancels_nothing(start_server, open_page):
     server = start_server().wait_until_ready()
     endless = submit(server.client(), ENDLESS_LINES)
@@ -202,6 +203,7 @@ def test_unreachable_server_is_told_and_charts_go_on_afterwards(server, open_pag
     live(page)
 
 
+@pytest.mark.slow
 def test_page_survives_a_restart_of_the_server(start_server, open_page):
     server = start_server().wait_until_ready()
     page = live(open_page(server.url, problems_expected=True))

@@ -233,6 +233,7 @@ def test_trace_is_explained(server, cache_folder):
         assert line in result.stdout, result.stdout
 
 
+@pytest.mark.slow
 def test_stays_on_the_host_tier_are_in_the_trace(model_folder, cache_folder):
     """Requests that outgrow the device's memory leave it, decode on the host tier, and may come back."""
     flags = "--dtype float32 --profile none --device-kv-gib 0.0002 "
@@ -261,6 +262,7 @@ def test_stays_on_the_host_tier_are_in_the_trace(model_folder, cache_folder):
     assert stays > 0
 
 
+@pytest.mark.slow
 def test_profile_of_something_else_ends_the_start(model_folder, cache_folder, tmp_path):
     path = tmp_path / "profile.json"
     make_profile().write(path)

@@ -73,11 +73,11 @@ def test_text_is_held_back_no_longer_than_needed():
 
 
 @pytest.fixture(scope="module")
-def client(start_server, tmp_path_factory):
+def client(start_module_server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tools")
     byte_level_tokenizer().save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(TOOL_CHAT_TEMPLATE)
-    return start_server("--tokenizer", str(folder)).wait_until_ready().client()
+    return start_module_server("--tokenizer", str(folder)).wait_until_ready().client()
 
 
 [ASSISTANT] = TOKENIZER("<|assistant|>").input_ids

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omniserve.core.request import ClassSpec
-from omniserve.server.dashboard.readings import Reading
-from omniserve.server.dashboard.series import Value, chart_values
+from omniserve.server.dashboard.series import Reading, Value, chart_values
 
 INTERVAL_S = 1.0
 _NUM_SAMPLES = 900

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from omniserve.core.errors import EngineStopped
 from omniserve.server.dashboard.history import History
 from omniserve.server.dashboard.pages import router
-from omniserve.server.dashboard.readings import Reading, read
+from omniserve.server.dashboard.series import Reading, read
 from omniserve.server.service import Service
 
 logger = logging.getLogger(__name__)
