@@ -15,7 +15,7 @@ from omniserve.latency.base import (
     features_of,
 )
 from omniserve.latency.correction import CorrectedModel
-from omniserve.latency.omniserve import HostSpeed
+from omniserve.latency.host_speed import HostSpeed
 from omniserve.latency.profile import Profile, ProfileMismatch, StepSample
 from omniserve.latency.scaled import ScaledModel
 

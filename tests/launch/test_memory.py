@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from omniserve.launch.model_dtype import available_bytes
+from omniserve.launch.memory import available_bytes
 
 MIB = 1 << 20
 

@@ -17,7 +17,7 @@ from tests.quick import slow_except
 from tests.sched import preemptible
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# The others decide only in which order requests run.
+# Policies that move, park, checkpoint or attend on the host; the others order the requests on the device.
 _HOST_TIER_USERS = ("omniserve", "neo", "apex", "conserve", "bros", "llumnix", preemptible.NAME)
 
 

@@ -14,8 +14,9 @@ from omniserve import Engine, EngineConfig, ExecutionConfig
 from omniserve.core.config import GIB
 from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.runner.cuda_graphs import graph_runner
+from omniserve.runner.cuda_graphs.budget import Budget
 from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
-from omniserve.runner.cuda_graphs.shapes import Budget, StepShape
+from omniserve.runner.cuda_graphs.shapes import StepShape
 from tests.parity.test_engine import model_and_reference
 
 ROWS = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64)

@@ -11,7 +11,7 @@ from omniserve import Engine, EngineConfig, ExecutionConfig
 from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.layers.merged import MergedLinear
 from omniserve.runner.cuda_graphs import graph_runner
-from omniserve.runner.cuda_graphs.shapes import Budget
+from omniserve.runner.cuda_graphs.budget import Budget
 from omniserve.sched import SCHEDULERS
 from tests.parity.engine_histories import Tally, run_histories, run_history
 from tests.parity.test_engine import DEVICES, model_and_reference

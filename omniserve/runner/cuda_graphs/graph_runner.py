@@ -20,13 +20,13 @@ from omniserve.core.plan import StepPlan
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops.attention import DeviceAttention, is_graph_safe
+from omniserve.runner.cuda_graphs.budget import Budget
 from omniserve.runner.cuda_graphs.capture import Capture, CudaGraphCapture, FullStep, NoCapture, PiecewiseStep
 from omniserve.runner.cuda_graphs.inputs import InputMemory, StaticInputs
 from omniserve.runner.cuda_graphs.layers import PaddedLayers
 from omniserve.runner.cuda_graphs.shapes import (
     CHUNK_ROWS,
     DECODE_ROWS,
-    Budget,
     ShapeTable,
     StepShape,
     capture_order,
