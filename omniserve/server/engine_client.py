@@ -192,7 +192,9 @@ class EngineClient:
         if self._stats is None:  # in a long step another question would only make the queue longer
             self._stats = asyncio.get_running_loop().create_future()
             self._send(wire.AskStats())
-        return await asyncio.wait_for(asyncio.shield(self._stats), timeout_s)
+        # Not wait_for, which before Python 3.12 forgets that it was cancelled if the answer comes at the same time.
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.shield(self._stats)
 
     async def close(self) -> None:
         """End the process; requests that still run get EngineStopped."""

@@ -74,6 +74,17 @@ def test_polls_share_one_question():
     with_client(scenario)
 
 
+def test_poll_that_is_cancelled_as_the_answer_comes_is_cancelled():
+    async def scenario(client):
+        polling = asyncio.create_task(client.stats())
+        await asyncio.sleep(0)
+        client._stats.add_done_callback(lambda _: polling.cancel())
+        await asyncio.wait([polling])
+        assert polling.cancelled()  # else the dashboard, which is cancelled once, goes on, and the server does not end
+
+    with_client(scenario)
+
+
 def test_poll_that_nobody_waits_for_any_more_ends_with_the_engine():
     async def scenario(client):
         stuck(client)
