@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,10 @@ LAYER_FAMILIES: Registry[type[LayerFamily]] = Registry("layer family", package="
 # The frequencies of these rope types are the same for every sequence, so one table serves a packed batch.
 _STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
+# Major compute capabilities on which torch's grouped product of bf16 does not make the host wait. On others, and in
+# other dtypes, the host reads how many rows each expert has.
+_GROUPED_ON_DEVICE = (9, 10)
+
 
 class LayerFamily(ABC):
     """One architecture, without state apart from its model.
@@ -43,6 +48,8 @@ class LayerFamily(ABC):
     """Attribute of a decoder layer that holds its attention module."""
     cache_argument = "past_key_values"
     """The keyword with which HF passes the cache to a decoder layer."""
+    replaces_forward = True
+    """``model.generate()`` uses the halves, too."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -52,7 +59,7 @@ class LayerFamily(ABC):
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no language modelling head; load it with AutoModelForCausalLM"
             )
-        self.layers: list[nn.Module] = list(self.backbone.layers)
+        self.layers: list[Any] = list(self.backbone.layers)
         # The layer's own modeling file: rotary and eager attention differ between architectures.
         self.modeling: ModuleType = sys.modules[type(self.layers[0]).__module__]
         self._probe = torch.empty(0, dtype=model.dtype, device=model.device)  # rotary_emb reads its dtype and device
@@ -80,6 +87,10 @@ class LayerFamily(ABC):
     def why_not_captured(self) -> str:
         """Return why a CUDA graph cannot hold the halves, and what to do about it; empty if it can."""
         return ""
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Return a context in which the halves are traced."""
+        return nullcontext()
 
     # --- methods that most families share --------------------------------------------------------------------------
 
@@ -122,13 +133,7 @@ class LayerFamily(ABC):
     def check(self) -> None:
         """Raise UnsupportedModelError for features of the config that are not supported."""
         name = type(self.model).__name__
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        rope_type = rope.get("rope_type", "default")
-        if rope_type not in _STATIC_ROPE_TYPES:
-            raise UnsupportedModelError(
-                f"{name}: rope type {rope_type!r} changes its frequencies with the length of the longest sequence in "
-                f"the batch, which has no meaning for packed requests; supported: {', '.join(_STATIC_ROPE_TYPES)}"
-            )
+        refuse_dynamic_rope(self.model)
         sizes = {self.head_size(layer) for layer in self.layers}
         if len(sizes) != 1:
             raise UnsupportedModelError(
@@ -172,6 +177,34 @@ class LayerFamily(ABC):
         )
 
 
+def refuse_dynamic_rope(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if rotary frequencies depend on the length of the longest sequence of a batch."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    kinds = [each for each in rope.values() if isinstance(each, dict)] or [rope]  # one for each type of layer
+    for rope_type in (kind.get("rope_type", "default") for kind in kinds):
+        if rope_type not in _STATIC_ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: rope type {rope_type!r} changes its frequencies with the length of the "
+                "longest sequence in the batch, which has no meaning for packed requests; supported: "
+                f"{', '.join(_STATIC_ROPE_TYPES)}"
+            )
+
+
+def why_grouped_mm_waits(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why torch's grouped product of experts makes the host wait for a device, and what to do; empty if not."""
+    if device.type != "cuda":
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    if dtype is torch.bfloat16 and major in _GROUPED_ON_DEVICE:
+        return ""
+    capabilities = " or ".join(f"{one}.x" for one in _GROUPED_ON_DEVICE)
+    return (
+        f"experts implementation 'grouped_mm' waits for the device in {dtype} on compute capability {major}.{minor}; "
+        f"load the model in bfloat16 on a GPU of capability {capabilities}, or set step_graphs='off' (for a small "
+        "model, set_experts_implementation('batched_mm') does as well, which copies an expert's weights for every row)"
+    )
+
+
 def split_heads(rows: Tensor, head_size: int) -> Tensor:
     """View ``[T, heads * H]`` as ``[T, heads, H]``."""
     return rows.view(rows.shape[0], -1, head_size)
@@ -184,13 +217,11 @@ def family_of(model: PreTrainedModel) -> LayerFamily:
         UnsupportedModelError: No family is registered for its ``config.model_type``, or the family refuses its config.
     """
     model_type = model.config.model_type
-    known = LAYER_FAMILIES.names()
-    if model_type not in known:
-        raise UnsupportedModelError(
-            f"no layer family for model type {model_type!r}; known: {', '.join(known)}. To add it, copy "
-            f"omniserve/layers/llama.py, change what differs, and register it as {model_type!r}"
-        )
-    return LAYER_FAMILIES.get(model_type)(model)
+    if model_type in LAYER_FAMILIES.names():
+        return LAYER_FAMILIES.get(model_type)(model)
+    from omniserve.layers.traced import TracedFamily  # it imports this module
+
+    return TracedFamily(model)
 
 
 MAX_SKINNY_ROWS = 32

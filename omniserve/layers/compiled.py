@@ -14,14 +14,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.decorators import mark_dynamic, mark_unbacked
+from torch._dynamo.decorators import mark_dynamic, mark_static, mark_unbacked
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx.experimental import _config as fx_config
 
 logger = logging.getLogger(__name__)
+
+GROUP_PRODUCTS: set[Any] = set()
+"""Operators that compute the products of a group of linears (``groups.py``)."""
 
 Half = Callable[..., Any]
 
@@ -81,6 +86,22 @@ def needs_example(on_gpu: bool) -> bool:
     return on_gpu and version < _HEEDS_HINTS
 
 
+class _ShareProducts(CustomGraphPass):
+    """Computes once the product of a group of linears, which each of its members asks for."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        found: dict[Any, torch.fx.Node] = {}
+        for node in list(graph.nodes):
+            if node.op == "call_function" and node.target in GROUP_PRODUCTS:
+                key = (node.target, node.args, tuple(sorted(node.kwargs.items())))
+                if (first := found.setdefault(key, node)) is not node:
+                    node.replace_all_uses_with(first)
+                    graph.erase_node(node)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,))
+
+
 class CompiledHalf:
     """One half, ``half(*layers, *tensors)``, compiled at its first call.
 
@@ -88,8 +109,8 @@ class CompiledHalf:
     numbers agree; None is passed on. ``name`` is for the log.
     """
 
-    def __init__(self, half: Half, name: str) -> None:
-        self._half, self._name = half, name
+    def __init__(self, half: Half, name: str, tracing: Callable[[], AbstractContextManager[None]]) -> None:
+        self._half, self._name, self._tracing = half, name, tracing
         self._compiled: Half | None = None
 
     def __call__(self, *arguments: nn.Module | Tensor | None) -> Any:
@@ -111,29 +132,42 @@ class CompiledHalf:
                 for each in arguments
             ]
             for tensor in (each for each in examples if isinstance(each, Tensor)):
+                mark_static(tensor, list(range(1, tensor.dim())))  # or a size that differed last time were dynamic
                 # One graph for every count, 1 included, where dynamic=True makes two.
                 if is_backed:
                     mark_dynamic(tensor, 0)
                 else:
                     mark_unbacked(tensor, 0, hint_override=USUAL_TOKENS)
             # No half has 2^31 elements, but without a known size a GPU's kernels would index with 64 bits.
-            options: dict[str, Any] = {"guard_filter_fn": _no_guards, "assume_32bit_indexing": on_gpu}
+            options: dict[str, Any] = {
+                "guard_filter_fn": _no_guards,
+                "assume_32bit_indexing": on_gpu,
+                "post_grad_custom_pre_pass": _ShareProducts(),
+            }
             lazy: Any = torch.compile(self._half, fullgraph=True, options=options)
             # The graph must hold for 1 token, too, although the example has 512.
-            with fx_config.patch(backed_size_oblivious=is_backed):  # type: ignore[attr-defined]
+            with self._tracing(), fx_config.patch(backed_size_oblivious=is_backed):  # type: ignore[attr-defined]
                 compiled = lazy.aot_compile((tuple(examples), {}))
         compiled.disable_guard_check()
         logger.info("compiled %s in %.1f s", self._name, time.perf_counter() - started_s)
         return compiled
 
 
-def compile_halves(half: Half, entries: Sequence[tuple[nn.Module, ...]], name: str) -> list[Half]:
-    """Return one callable per entry, a layer or a pair of layers; entries of the same structure share one graph."""
+def compile_halves(
+    half: Half,
+    entries: Sequence[tuple[nn.Module, ...]],
+    name: str,
+    tracing: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> list[Half]:
+    """Return one callable per entry, a layer or a pair of layers; entries of the same structure share one graph.
+
+    ``tracing`` makes the context in which the halves are traced.
+    """
     by_structure: dict[tuple[Any, ...], CompiledHalf] = {}
     halves: list[Half] = []
     for layers in entries:
         key = tuple(map(structure, layers))
         if key not in by_structure:
-            by_structure[key] = CompiledHalf(half, f"{name} (structure {len(by_structure)})")
+            by_structure[key] = CompiledHalf(half, f"{name} (structure {len(by_structure)})", tracing)
         halves.append(by_structure[key])
     return halves

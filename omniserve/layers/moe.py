@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from omniserve.core.errors import UnsupportedModelError
-from omniserve.layers.base import LAYER_FAMILIES
+from omniserve.layers.base import LAYER_FAMILIES, why_grouped_mm_waits
 from omniserve.layers.llama import LlamaFamily
 from omniserve.layers.qwen3 import Qwen3Family
 
 # HF's eager experts loop over the experts that were chosen, which no single graph can hold.
 _GRAPH_EXPERTS = ("grouped_mm", "batched_mm")
-# Major compute capabilities on which torch's grouped product of bf16 does not make the host wait. On others, and in
-# other dtypes, the host reads how many rows each expert has.
-_GROUPED_ON_DEVICE = (9, 10)
 
 
 class _SparseFeedForward(LlamaFamily):
@@ -33,17 +29,9 @@ class _SparseFeedForward(LlamaFamily):
             )
 
     def why_not_captured(self) -> str:
-        if self._probe.device.type != "cuda" or self.config._experts_implementation != "grouped_mm":
+        if self.config._experts_implementation != "grouped_mm":
             return ""
-        major, minor = torch.cuda.get_device_capability(self._probe.device)
-        if self._probe.dtype is torch.bfloat16 and major in _GROUPED_ON_DEVICE:
-            return ""
-        return (
-            f"experts implementation 'grouped_mm' waits for the device in {self._probe.dtype} on compute capability "
-            f"{major}.{minor}; load the model in bfloat16 on a GPU of capability "
-            f"{' or '.join(f'{one}.x' for one in _GROUPED_ON_DEVICE)}, or set step_graphs='off' (for a small model, "
-            "set_experts_implementation('batched_mm') does as well, which copies an expert's weights for every row)"
-        )
+        return why_grouped_mm_waits(self._probe.device, self._probe.dtype)
 
 
 @LAYER_FAMILIES.register("mixtral")

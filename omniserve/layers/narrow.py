@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from omniserve.layers.base import HAS_VECTOR_KERNEL
+from omniserve.layers.compiled import GROUP_PRODUCTS
 from omniserve.layers.groups import HeldLinear, hide, join, part, plain_linears
 from omniserve.ops.isa import has_products
 
@@ -55,6 +56,7 @@ def _narrow_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 _library.impl("narrow_linear", _narrow_linear_cpu, "CPU")
 torch.library.register_fake("omniserve::narrow_linear", _narrow_linear_fake, lib=_library)
+GROUP_PRODUCTS.add(torch.ops.omniserve.narrow_linear.default)
 
 
 def _scratch(num_floats: int) -> Tensor:

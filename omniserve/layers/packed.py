@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from omniserve.layers.compiled import GROUP_PRODUCTS
 from omniserve.layers.groups import HeldLinear, hide, join, part, plain_linears
 
 _TABLE: dict[int, Tensor] = {}
@@ -35,6 +36,7 @@ def _packed_linear_fake(x: Tensor, handle: Tensor, bias: Tensor | None, out_feat
 
 _library.impl("packed_linear", _packed_linear_cpu, "CPU")
 torch.library.register_fake("omniserve::packed_linear", _packed_linear_fake, lib=_library)
+GROUP_PRODUCTS.add(torch.ops.omniserve.packed_linear.default)
 
 
 class _Owner:

@@ -83,9 +83,11 @@ class PatchedModel:
         self._post: list[Half] = [post] * len(alone)
         self._post_pre: list[Half] = [post_pre] * len(pairs)
         if compile:
-            self._pre = compile_halves(pre, alone, "pre-attention")
-            self._post = compile_halves(post, alone, "post-attention")
-            self._post_pre = compile_halves(post_pre, pairs, "post-attention with the next pre-attention")
+            self._pre = compile_halves(pre, alone, "pre-attention", family.compiling)
+            self._post = compile_halves(post, alone, "post-attention", family.compiling)
+            self._post_pre = compile_halves(
+                post_pre, pairs, "post-attention with the next pre-attention", family.compiling
+            )
 
     def pre_attention(
         self, layer: int, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
@@ -219,7 +221,7 @@ class _Patch:
             self._prepack(family, is_required=options[1] is True)
         patched = PatchedModel(family, compile=options[0])
         self._replaced: list[tuple[nn.Module, Any]] = []  # (layer, its own "forward" entry or None)
-        for index, layer in enumerate(family.layers):
+        for index, layer in enumerate(family.layers if family.replaces_forward else ()):
             self._replaced.append((layer, layer.__dict__.get("forward")))
             layer.__dict__["forward"] = functools.partial(_layer_forward, patched, index, layer.forward)
         model.__dict__["omniserve"] = patched  # __setattr__ would register it as a submodule

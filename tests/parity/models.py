@@ -26,6 +26,9 @@ _OPT: dict[str, Any] = {**_COMMON, "ffn_dim": 80, "tie_word_embeddings": True}
 _NEOX: dict[str, Any] = {**_COMMON, "intermediate_size": 80, "hidden_size": 96}
 _QUARTER_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
+_WINDOW_LAST = ["full_attention", "sliding_attention", "sliding_attention"]
+_ALL_FULL = ["full_attention"] * 3
+
 # Name -> (model_type, config). Windows are short enough that the tests' prompts outgrow them.
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _GQA),
@@ -80,6 +83,15 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         {**_MOE, "num_local_experts": 4, "sliding_window": None, "experts_implementation": "batched_mm"},
     ),
+    # Types without a layer family of their own.
+    "cohere2": (
+        "cohere2",
+        {**_GQA, "head_dim": 8, "sliding_window": 9, "layer_types": _WINDOW_LAST, "logit_scale": 0.5},
+    ),
+    "gemma3": ("gemma3_text", {**_GQA, "head_dim": 16, "sliding_window": 9, "layer_types": _WINDOW_LAST}),
+    "gpt2": ("gpt2", {**_COMMON, "n_inner": 80}),
+    "granitemoe": ("granitemoe", {**_MOE, "num_local_experts": 4, "attention_multiplier": 0.3, "logits_scaling": 2.0}),
+    "smollm3": ("smollm3", {**_GQA, "no_rope_layers": [1, 0, 1], "layer_types": _ALL_FULL}),
 }
 
 
@@ -119,6 +131,9 @@ def blank_model(family: str, dtype: torch.dtype, *, num_layers: int = 3, **overr
     """Build a model with whatever parameters Hugging Face gives it, on the default device; see ``tiny_model``."""
     model_type, settings = MODELS[family]
     fields = {**settings, "num_hidden_layers": num_layers, **overrides}
+    for name in ("layer_types", "no_rope_layers"):  # patterns, repeated as often as is needed
+        if name in fields:
+            fields[name] = [fields[name][index % len(fields[name])] for index in range(num_layers)]
     experts = {name: fields.pop(name) for name in ("experts_implementation",) if name in fields}
     config = AutoConfig.for_model(model_type, **fields)
     # Older transformers give Gemma-2 SDPA by default, which leaves the soft-cap out.

@@ -181,7 +181,7 @@ def test_halves_trace_as_one_graph_and_no_layer_recompiles(name: str) -> None:
     counters.clear()
     pre = torch.compile(family.pre_attention, fullgraph=True, dynamic=True, backend="eager")
     post = torch.compile(family.post_attention, fullgraph=True, dynamic=True, backend="eager")
-    with torch.inference_mode():
+    with torch.inference_mode(), family.compiling():
         positions = torch.arange(6)
         hidden = family.embed(positions, positions)
         cos, sin = family.rotary(positions) or (None, None)
@@ -189,7 +189,7 @@ def test_halves_trace_as_one_graph_and_no_layer_recompiles(name: str) -> None:
             q, _, _ = pre(layer, hidden, cos, sin)
             hidden = post(layer, q.flatten(1), hidden)
     structures = len({structure(layer) for layer in family.layers})
-    assert structures == (2 if name == "qwen3_moe" else 1)
+    assert structures == (2 if name in ("qwen3_moe", "cohere2", "gemma3", "smollm3") else 1)
     assert counters["stats"]["unique_graphs"] <= 2 * structures
 
 

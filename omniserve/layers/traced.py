@@ -1,0 +1,702 @@
+"""TracedFamily: the halves of any decoder whose layers call Hugging Face's attention interface once.
+
+Nothing is written for an architecture. A half is the layer's own forward with another attention function: in
+pre-attention that function hands out q, k and v, in post-attention it returns the attention rows. What the other half
+needs is dead code in the traced graph, so the compiler drops it; without the compiler pre-attention ends at the
+attention, and post-attention computes what comes before it once more. The embedding, the position tables and the head
+are the model's own forward with its layers replaced.
+
+What a layer is given beside its input (rotary tables, positions) is recorded from one run of the model. It must follow
+from the positions alone. Tensor legend: T packed tokens, R rows that need logits, D hidden, W values of all tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from omniserve.core.errors import UnsupportedModelError
+from omniserve.core.spec import AttentionSpec, ModelSpec
+from omniserve.layers.base import LayerFamily, head_product, refuse_dynamic_rope, why_grouped_mm_waits
+
+_NAME = "omniserve_halves"
+"""Of the attention function, in Hugging Face's registry; a model's config names it while a half runs."""
+_FAR = 1 << 24
+"""A position behind every window."""
+# Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
+_KNOWN_ARGUMENTS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids"})
+
+AttentionFunction = Callable[..., Tensor]
+"""(module, query, key, value, mask, keywords) -> attention rows ``[1, T, N, H]``; q, k, v are ``[1, heads, T, H]``."""
+
+
+class _Running:
+    """What the functions that are registered below do."""
+
+    attend: AttentionFunction | None = None
+    """The attention function of the half that runs."""
+    describes_masks = False
+    """The making of a mask describes it; a half needs none."""
+
+
+_running = _Running()
+
+
+class _Cut(Exception):
+    """Ends a layer or a model where everything that is wanted has been computed."""
+
+
+def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **keywords: Any) -> Any:
+    assert _running.attend is not None
+    return _running.attend(module, query, key, value, mask, keywords), None
+
+
+def _mask(*args: Any, mask_function: Callable[..., Any], device: Any, **keywords: Any) -> Tensor | None:
+    """Stand in for the making of an attention mask: the result tells which tokens the mask function lets through."""
+    if not _running.describes_masks:
+        return None
+    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+    mask.omniserve_window = _window_of(mask_function)  # type: ignore[attr-defined]
+    return mask
+
+
+def _window_of(mask_function: Callable[..., Any]) -> int | None:
+    """Return the sliding window of a mask function, 0 without one; None if it is no causal mask of one of these."""
+    zero = torch.tensor(0)
+
+    def sees(query: int, key: int) -> bool:
+        return bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
+
+    def width(query: int) -> int | None:
+        """Return how many positions up to its own a query sees; None unless they are the nearest."""
+        if not sees(query, query) or sees(query, query + 1):
+            return None
+        if sees(query, 0):
+            return query + 1
+        hidden, seen = 0, query
+        while seen - hidden > 1:
+            middle = (hidden + seen) // 2
+            hidden, seen = (hidden, middle) if sees(query, middle) else (middle, seen)
+        return query + 1 - seen
+
+    queries = (_FAR, _FAR + 1, _FAR + 4099)
+    try:
+        widths = [width(query) for query in queries]
+    except (IndexError, RuntimeError):  # it looks into tensors of the batch: packed sequences, blocks of images
+        return None
+    if widths == [query + 1 for query in queries]:
+        return 0
+    return widths[0] if len(set(widths)) == 1 else None
+
+
+AttentionInterface.register(_NAME, _attend)
+AttentionMaskInterface.register(_NAME, _mask)
+
+
+class _Table(NamedTuple):
+    """Stands for a tensor that follows from the positions, in the arguments of a layer."""
+
+    number: int
+    """Of the model's tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TableForm:
+    """How a tensor of a layer's arguments lies in rows ``[T, W]``."""
+
+    row_dim: int
+    """The dimension of the tokens."""
+    shape: tuple[int, ...]
+    """Sizes of the other dimensions."""
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.shape) * (2 if self.dtype.is_complex else 1)
+
+    def to_rows(self, tensor: Tensor) -> Tensor:
+        rows = tensor.movedim(self.row_dim, 0)
+        return (torch.view_as_real(rows) if self.dtype.is_complex else rows).reshape(rows.shape[0], -1)
+
+    def from_rows(self, rows_TW: Tensor) -> Tensor:
+        if self.dtype.is_complex:
+            pairs = rows_TW.reshape(rows_TW.shape[0], *self.shape, 2).to(self.dtype.to_real())
+            return torch.view_as_complex(pairs.contiguous()).movedim(0, self.row_dim)
+        return rows_TW.reshape(rows_TW.shape[0], *self.shape).to(self.dtype).movedim(0, self.row_dim)
+
+
+class TracedLayer(nn.Module):
+    """A decoder layer with the arguments that the model gives it.
+
+    Its strings and those of its modules are part of what ``compiled.structure`` compares.
+    """
+
+    def __init__(self, layer: nn.Module, index: int) -> None:
+        super().__init__()
+        self.eval()
+        self.layer = layer
+        self.layer_idx = index
+        self.returns_tuple = False
+        self.arguments: tuple[Any, ...] = ()
+        """Positional and keyword arguments behind the layer's input, with tables in the place of tensors."""
+        self.computes = ""
+        """A digest of the arguments, and of the operators that the layer calls with all their constants and shapes."""
+
+
+class _Run(NamedTuple):
+    """What one run of the model gave to its layers."""
+
+    inputs: list[Tensor]
+    """The input of each layer, ``[1, T, D]``."""
+    arguments: list[tuple[Any, ...]]
+    """The other arguments of each layer: positional ones, and those with a name."""
+
+
+class TracedFamily(LayerFamily):
+    """Any Hugging Face decoder, by its own code."""
+
+    replaces_forward = False
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config = model.config
+        self.lm_head = model.get_output_embeddings()
+        if self.lm_head is None:
+            raise self._unsupported("has no language modelling head; load it with AutoModelForCausalLM")
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            raise self._unsupported("takes no position_ids, so rows of several requests cannot be one batch")
+        devices = set(getattr(model, "hf_device_map", {}).values())
+        if len(devices) > 1:
+            raise self._unsupported(
+                f"is spread over {sorted(map(str, devices))}; load it on one device (device_map={{'': device}})"
+            )
+        refuse_dynamic_rope(model)
+        self._probe = torch.empty(0, dtype=model.dtype, device=model.device)
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        self._configs = list({id(config): config for config in configs if config is not None}.values())
+        self._rotary_module: Any = None
+        """Makes cos and sin, if these are all that the layers are given."""
+        with torch.inference_mode():
+            self._find_layers()
+            self._record_arguments()
+            self._record_layers()
+            self._find_shortcuts()
+
+    def _unsupported(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{type(self.model).__name__} {what}")
+
+    # --- what the model is made of ----------------------------------------------------------------------------------
+
+    def _find_layers(self) -> None:
+        """Find the modules that call attention once each: the members of one ModuleList, in order."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        called: list[str] = []
+
+        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
+            called.append(names[id(module)])
+            return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+        with self._attention(attend):
+            self._call_model(self._int64([1, 1]), self._int64([0, 1]))
+        if not called:
+            raise self._unsupported("does not use Hugging Face's attention interface, where its layers could be cut")
+        lists = [name for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList)]
+        list_name = next((name for name in lists if called[0].startswith(f"{name}.")), None)
+        if list_name is None:
+            raise self._unsupported(f"attends in {called[0]}, which is in no list of layers")
+        layers = self.model.get_submodule(list_name)
+        assert isinstance(layers, nn.ModuleList)
+        of_layer = [re.match(rf"{re.escape(list_name)}\.(\d+)(\.|$)", name) for name in called]
+        indices = [int(match[1]) if match else -1 for match in of_layer]
+        if indices != list(range(len(layers))):
+            wrong = next(i for i in [*range(len(layers)), -1] if indices.count(i) != (i >= 0))
+            where = f"{list_name}.{wrong}" if wrong >= 0 else f"modules outside of {list_name}"
+            raise self._unsupported(
+                f"attends {indices.count(wrong)} times in {where}; each layer must attend once, and nothing else"
+            )
+        self.layers: list[Any] = [TracedLayer(layer, index) for index, layer in enumerate(layers)]
+        self._attentions = [self.model.get_submodule(name) for name in called]
+        self._backbone = self.model.get_submodule(list_name.rpartition(".")[0])
+
+    def _record_arguments(self) -> None:
+        """Find out which arguments of the layers follow from the positions, and which are always the same."""
+        _running.describes_masks = True
+        try:
+            first, same = self._run([1, 2, 3], [0, 1, 2]), self._run([4, 2, 5], [0, 1, 2])
+            other = self._run([1, 2, 3, 4, 5], [3, 4, 5, 6, 7])
+        finally:
+            _running.describes_masks = False
+        self._hidden_size = int(first.inputs[0].shape[-1])
+        self._forms: list[_TableForm] = []
+        self._windows: list[Any] = []
+        """The window of each layer's mask; None: no mask, so that the attention's own argument tells it."""
+        tables: list[Tensor] = []
+        for index, layer in enumerate(self.layers):
+            self._windows.append(None)
+            given = [run.arguments[index] for run in (first, same, other)]
+            layer.arguments = self._template(index, given[0], given[1], given[2], tables)
+        self._keep_tables([*range(len(tables))])
+
+    def _keep_tables(self, kept: Sequence[int]) -> None:
+        """Choose the tables that ``rotary`` makes; the others are zeros."""
+        self._kept = list(kept)
+        dtypes = [self._forms[number].dtype for number in kept]
+        real = {dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes}
+        # One dtype holds them all: an integer below 2^24 is a float32, and bf16 and back is exact.
+        self._table_dtype = real.pop() if len(real) == 1 else torch.float32
+
+    def _template(self, index: int, first: Any, same: Any, other: Any, tables: list[Tensor]) -> Any:
+        """Return what stands for an argument of a layer in three runs: itself, or its table."""
+        if isinstance(first, dict):
+            return {key: self._template(index, first[key], same[key], other[key], tables) for key in first}
+        if type(first) in (tuple, list):
+            parts = zip(first, same, other, strict=True)
+            return type(first)(self._template(index, one, two, three, tables) for one, two, three in parts)
+        if not isinstance(first, Tensor):
+            return first
+        if hasattr(first, "omniserve_window"):
+            self._windows[index] = first.omniserve_window
+            if first.omniserve_window is None:
+                raise self._unsupported(f"gives layer {index} a mask that is neither causal nor a sliding window")
+            return None
+        name = f"gives layer {index} a tensor {tuple(first.shape)} beside its input that depends on"
+        if first.shape != same.shape or not torch.equal(first, same):
+            raise self._unsupported(f"{name} the tokens")
+        if first.shape == other.shape and torch.equal(first, other):
+            return first
+        row_dims = [d for d in range(first.dim()) if (first.shape[d], other.shape[d]) == (3, 5)]
+        if len(row_dims) != 1:
+            raise self._unsupported(f"{name} how many tokens there are")
+        for number, table in enumerate(tables):
+            if table is first:
+                return _Table(number)
+        tables.append(first)
+        shape = tuple(size for d, size in enumerate(first.shape) if d != row_dims[0])
+        self._forms.append(_TableForm(row_dims[0], shape, first.dtype))
+        return _Table(len(tables) - 1)
+
+    def _record_layers(self) -> None:
+        """Run each layer: its attention, its linears that read the same rows, and what it computes."""
+        rows = 3
+        cos, sin = self.rotary(torch.arange(rows, device=self.model.device)) or (None, None)
+        hidden_TD = self._run([1, 2, 3], [0, 1, 2]).inputs[0][0]
+        inputs: list[Tensor] = []
+        self._specs: list[AttentionSpec] = []
+        self._groups: list[list[tuple[nn.Module, ...]]] = []
+        self._operators: set[str] = set()
+        sizes: set[tuple[int, ...]] = set()
+        for layer in self.layers:
+
+            def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
+                heads = (query, key, value)
+                sizes.add((*(each.shape[1] for each in heads), *(each.shape[3] for each in heads)))
+                self._specs.append(self._spec_of(len(self._specs), query, mask, keywords))
+                # Anything but zeros will do, as wide as the values.
+                return functional.pad(query.transpose(1, 2), (0, value.shape[3] - query.shape[3]))
+
+            inputs.append(hidden_TD)
+            try:
+                with _LinearWatch(layer) as linears, _OperatorLog() as operators:
+                    hidden_TD = self._call_layer(layer, hidden_TD, cos, sin, attend)
+            except _DataDependent as error:
+                raise self._unsupported(
+                    f"calls {error} in layer {layer.layer_idx}, whose result has a shape that depends on values; for a "
+                    "mixture of experts call model.set_experts_implementation('grouped_mm') first"
+                ) from None
+            self._groups.append(linears.groups())
+            layer.computes = operators.digest(repr(layer.arguments))
+            self._operators |= operators.names
+        if len(sizes) != 1:
+            raise self._unsupported(
+                f"has layers with attention of different sizes, {sorted(sizes)}; the KV cache has one"
+            )
+        ((self._num_heads, self._num_kv_heads, num_values, self._head_size, *others),) = sizes
+        if num_values != self._num_kv_heads or set(others) != {self._head_size}:
+            raise self._unsupported(
+                f"has keys of {self._num_kv_heads} x {others[0]} and values of {num_values} x {others[1]}; the KV "
+                f"cache needs both alike, and as wide as the queries, {self._head_size}"
+            )
+        self._check_halves(inputs, (cos, sin))
+
+    def _check_halves(self, inputs: list[Tensor], tables: tuple[Tensor | None, Tensor | None]) -> None:
+        """See that rows do not depend on each other, that outputs need no table, and which tables matter."""
+        order = torch.tensor([1, 0, 2], device=self.model.device)  # not a rotation, which a shift of rows survives
+        used: set[int] = set()
+        for layer, hidden_TD in zip(self.layers, inputs, strict=True):
+            heads = self.pre_attention(layer, hidden_TD, *tables)
+            attn = heads[0].flatten(1).contiguous()
+            output_TD = self.post_attention(layer, attn, hidden_TD)
+            permuted = self.pre_attention(layer, hidden_TD[order], *(None if t is None else t[order] for t in tables))
+            again_TD = self.post_attention(layer, attn[order], hidden_TD[order])
+            for one, two in zip((*heads, output_TD), (*permuted, again_TD), strict=True):
+                if not torch.allclose(one[order].float(), two.float(), rtol=1e-2, atol=1e-3 * float(one.abs().max())):
+                    raise self._unsupported(f"mixes the rows of layer {layer.layer_idx} outside of its attention")
+
+            def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
+                return attn.reshape(1, attn.shape[0], -1, self._head_size)  # noqa: B023 (called here)
+
+            if not torch.equal(output_TD, self._call_layer(layer, hidden_TD, *tables, attend)):
+                raise self._unsupported(f"uses positions in layer {layer.layer_idx} after its attention")
+            for number in set(self._kept) - used:
+                kept = self._kept
+                self._keep_tables([other for other in kept if other != number])
+                without = self.pre_attention(layer, hidden_TD, *self._drop_table(tables, kept, number))
+                self._keep_tables(kept)
+                if not all(map(torch.equal, heads, without)):
+                    used.add(number)
+        self._keep_tables(sorted(used))
+
+    def _spec_of(self, index: int, query: Tensor, mask: Any, keywords: dict[str, Any]) -> AttentionSpec:
+        for name, value in keywords.items():
+            if not (name in _KNOWN_ARGUMENTS or value is None or isinstance(value, (bool, str))):
+                raise self._unsupported(f"gives the attention of layer {index} {name!r}, which no kernel here has")
+        if keywords.get("is_causal") is False:
+            raise self._unsupported(f"attends to later tokens in layer {index}; only causal layers work")
+        if mask is not None:
+            raise self._unsupported(f"makes a mask of its own in layer {index}")
+        scale, window = keywords.get("scaling"), self._windows[index]
+        return AttentionSpec(
+            scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+            window=int(keywords.get("sliding_window") or 0) if window is None else window,
+            softcap=float(keywords.get("softcap") or 0.0),
+        )
+
+    def _find_shortcuts(self) -> None:
+        """See which modules alone compute what the model's forward does around its layers."""
+        ids_T, positions_T = self._int64([1, 2, 3]), self._int64([0, 1, 2])
+        run = self._run([1, 2, 3], [0, 1, 2])
+        hidden_TD = run.inputs[0][0]
+        embedded_TD = self.model.get_input_embeddings()(ids_T)
+        self._embeds_alone = embedded_TD.shape == hidden_TD.shape and torch.equal(embedded_TD, hidden_TD)
+        rotary = getattr(self._backbone, "rotary_emb", None)
+        if isinstance(rotary, nn.Module) and len(self._kept) == 2:
+            wanted = self.rotary(positions_T)
+            try:
+                made = rotary(self._probe, position_ids=positions_T[None])
+            except TypeError:  # it takes more than positions
+                made = None
+            if isinstance(made, tuple) and len(made) == 2 and wanted is not None:
+                rows = torch.cat([table[0] for table in made], dim=-1)
+                if rows.dtype is wanted[0].dtype and torch.equal(rows, wanted[0]):
+                    self._rotary_module = rotary
+        logits_RV = self._own_logits(hidden_TD)
+        self._last_norm: Any = None
+        for module in self._backbone.children():
+            if "norm" in type(module).__name__.lower() and torch.equal(self.lm_head(module(hidden_TD)), logits_RV):
+                self._last_norm = module
+
+    # --- a half: the layer's own forward ----------------------------------------------------------------------------
+
+    def pre_attention(
+        self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads: list[Tensor] = []
+
+        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
+            heads.extend(each[0].transpose(0, 1) for each in (query, key, value))
+            if not torch.compiler.is_compiling():
+                raise _Cut
+            return query.transpose(1, 2).contiguous()
+
+        try:
+            self._call_layer(layer, hidden_TD, cos, sin, attend)
+        except _Cut:
+            pass
+        q_TNH, k_TKH, v_TKH = heads
+        return q_TNH, k_TKH, v_TKH
+
+    def post_attention(self, layer: Any, attn: Tensor, hidden_TD: Tensor) -> Tensor:
+        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
+            return attn.reshape(1, attn.shape[0], -1, self._head_size)
+
+        return self._call_layer(layer, hidden_TD, None, None, attend)
+
+    def _call_layer(
+        self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None, attend: AttentionFunction
+    ) -> Tensor:
+        args, kwargs = _filled(layer.arguments, self._tables(hidden_TD, cos, sin))
+        with self._attention(attend):
+            output = layer.layer(hidden_TD[None], *args, **kwargs)
+        return (output if isinstance(output, Tensor) else output[0])[0]
+
+    def _tables(self, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
+        """Return all tables as the layers want them; those that were not kept, or not given, are zeros."""
+        tables = [form.from_rows(hidden_TD.new_zeros(hidden_TD.shape[0], form.width)) for form in self._forms]
+        if cos is None:
+            return tables
+        kept = [self._forms[number] for number in self._kept]
+        rows = [cos, sin] if self._rotary_module is not None else cos.split([form.width for form in kept], dim=-1)
+        for number, form, rows_TW in zip(self._kept, kept, rows, strict=True):
+            tables[number] = form.from_rows(rows_TW)
+        return tables
+
+    def _drop_table(self, tables: Any, kept: Sequence[int], number: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rows of all tables without those of one."""
+        rows = list(tables[0].split([self._forms[each].width for each in kept], dim=-1))
+        del rows[list(kept).index(number)]
+        left = torch.cat(rows, dim=-1) if rows else None
+        return left, left
+
+    # --- around the layers ------------------------------------------------------------------------------------------
+
+    def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        if self._embeds_alone:
+            return self.model.get_input_embeddings()(token_ids_T)
+        return self._run_to_first_layer(token_ids_T, positions_T)[0][0]
+
+    def rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return what the layers are given beside their input, as rows ``[T, W]``: cos and sin, or all twice."""
+        if not self._kept:
+            return None
+        if self._rotary_module is not None:
+            cos, sin = self._rotary_module(self._probe, position_ids=positions_T[None])
+            return cos[0], sin[0]
+        found: dict[int, Tensor] = {}
+        arguments = self._run(torch.ones_like(positions_T), positions_T).arguments
+        for layer, given in zip(self.layers, arguments, strict=True):
+            _collect(layer.arguments, given, found)
+        rows = [self._forms[number].to_rows(found[number]).to(self._table_dtype) for number in self._kept]
+        all_TW = torch.cat(rows, dim=-1)
+        return all_TW, all_TW
+
+    def final_norm(self, hidden_RD: Tensor) -> Tensor:
+        assert self._last_norm is not None
+        return self._last_norm(hidden_RD)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        if self._last_norm is not None:
+            return head_product(self.lm_head, self._last_norm(hidden_RD))
+        return self._own_logits(hidden_RD)
+
+    def _own_logits(self, hidden_RD: Tensor) -> Tensor:
+        """Run the model's forward with rows in the place of the last layer's output."""
+        ids_R = torch.ones(hidden_RD.shape[0], dtype=torch.int64, device=hidden_RD.device)
+
+        def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
+            return hidden_RD[None]
+
+        with self._layers_replaced(replace):
+            return self._call_model(ids_R, torch.zeros_like(ids_R)).logits[0]
+
+    def _run(self, token_ids: Any, positions: Any) -> _Run:
+        """Run the model without its layers."""
+        run = _Run([], [])
+
+        def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
+            run.inputs.append(hidden)
+            run.arguments.append((args, kwargs))
+            return hidden
+
+        with self._layers_replaced(replace):
+            self._call_model(self._int64(token_ids), self._int64(positions))
+        return run
+
+    def _run_to_first_layer(self, token_ids_T: Tensor, positions_T: Tensor) -> list[Tensor]:
+        inputs: list[Tensor] = []
+
+        def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
+            inputs.append(hidden)
+            raise _Cut
+
+        with self._layers_replaced(replace):
+            try:
+                self._call_model(token_ids_T, positions_T)
+            except _Cut:
+                pass
+        return inputs
+
+    def _call_model(self, token_ids_T: Tensor, positions_T: Tensor) -> Any:
+        return self.model(input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False)
+
+    @contextmanager
+    def _layers_replaced(self, replace: Callable[[TracedLayer, Tensor, Any, Any], Tensor]) -> Iterator[None]:
+        """Call a function in the place of each layer's forward."""
+
+        def forward_of(layer: TracedLayer) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                hidden = args[0] if args else kwargs.pop("hidden_states")
+                output = replace(layer, hidden, args[1:], kwargs)
+                return (output,) if layer.returns_tuple else output
+
+            return forward
+
+        before = [layer.layer.__dict__.get("forward") for layer in self.layers]
+        for layer in self.layers:
+            layer.layer.__dict__["forward"] = forward_of(layer)
+        try:
+            with self._attention(_no_attention):
+                yield
+        finally:
+            for layer, forward in zip(self.layers, before, strict=True):
+                del layer.layer.__dict__["forward"]
+                if forward is not None:
+                    layer.layer.__dict__["forward"] = forward
+
+    @contextmanager
+    def _attention(self, attend: AttentionFunction) -> Iterator[None]:
+        """Have the model call this attention function."""
+        if torch.compiler.is_compiling():  # in ``compiling``
+            _running.attend = attend
+            yield
+            _running.attend = None
+            return
+        names = [config._attn_implementation_internal for config in self._configs]
+        before, _running.attend = _running.attend, attend
+        for config in self._configs:
+            config._attn_implementation_internal = _NAME
+        try:
+            yield
+        finally:
+            for config, name in zip(self._configs, names, strict=True):
+                config._attn_implementation_internal = name
+            _running.attend = before
+
+    # --- for the engine ---------------------------------------------------------------------------------------------
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Enter this while halves are traced: the compiler cannot change a model's config."""
+        return self._attention(_no_attention)
+
+    def why_not_captured(self) -> str:
+        if not any("grouped_mm" in name for name in self._operators):
+            return ""
+        return why_grouped_mm_waits(self._probe.device, self._probe.dtype)
+
+    def linear_groups(self, layer: Any) -> list[tuple[nn.Module, ...]]:
+        return self._groups[layer.layer_idx]
+
+    def attention_module(self, layer: Any) -> Any:
+        return self._attentions[layer.layer_idx]
+
+    def attention_spec(self, layer: Any) -> AttentionSpec:
+        return self._specs[layer.layer_idx]
+
+    def head_size(self, layer: nn.Module) -> int:
+        return self._head_size
+
+    def spec(self, max_model_len: int | None = None) -> ModelSpec:
+        return dataclasses.replace(
+            super().spec(max_model_len),
+            hidden_size=self._hidden_size,
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+        )
+
+    def _int64(self, values: Any) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=self.model.device)
+
+
+def _no_attention(*args: Any) -> NoReturn:
+    raise RuntimeError("the model attends outside of its decoder layers")
+
+
+def _filled(arguments: Any, tables: Sequence[Tensor]) -> Any:
+    """Put tables into a layer's arguments, in the place of what stands for them."""
+    if isinstance(arguments, _Table):
+        return tables[arguments.number]
+    if isinstance(arguments, dict):
+        return {key: _filled(value, tables) for key, value in arguments.items()}
+    if isinstance(arguments, (tuple, list)):
+        return type(arguments)([_filled(value, tables) for value in arguments])
+    return arguments
+
+
+def _collect(arguments: Any, given: Any, found: dict[int, Tensor]) -> None:
+    """Find the tables among the arguments that a layer was given; None among them was a mask."""
+    if isinstance(arguments, _Table):
+        found.setdefault(arguments.number, given)
+    elif isinstance(arguments, dict):
+        for key in arguments:
+            _collect(arguments[key], given[key], found)
+    elif isinstance(arguments, (tuple, list)):
+        for argument, value in zip(arguments, given, strict=True):
+            _collect(argument, value, found)
+
+
+class _LinearWatch:
+    """Notes which linears of a layer are called with the same rows."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._calls: list[tuple[Tensor, list[nn.Module]]] = []
+
+    def __enter__(self) -> _LinearWatch:
+        def note(linear: nn.Module, args: tuple[Any, ...]) -> None:
+            for rows, linears in self._calls:
+                if rows is args[0]:
+                    linears.append(linear)
+                    return
+            self._calls.append((args[0], [linear]))
+
+        linears = [module for module in self._layer.modules() if isinstance(module, nn.Linear)]
+        self._hooks = [linear.register_forward_pre_hook(note) for linear in linears]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def groups(self) -> list[tuple[nn.Module, ...]]:
+        """Return the linears that share their input, in the order called; none is in two groups."""
+        called = Counter(id(linear) for _, linears in self._calls for linear in linears)
+        groups = [tuple(each for each in linears if called[id(each)] == 1) for _, linears in self._calls]
+        return [group for group in groups if len(group) > 1]
+
+
+class _OperatorLog(TorchDispatchMode):
+    """Notes the operators that are called, with the shapes of tensors and the values of everything else.
+
+    Raises:
+        UnsupportedModelError: An operator's result has a shape that depends on values of tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._digest = hashlib.sha256()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in function.tags or (
+            torch.Tag.dynamic_output_shape in function.tags
+            and (function is not torch.ops.aten.index.Tensor or _has_mask(args[1]))
+        ):
+            raise _DataDependent(str(function))
+        self.names.add(str(function))
+        self._digest.update(repr((str(function), *map(_described, (args, kwargs or {})))).encode())
+        return function(*args, **(kwargs or {}))
+
+    def digest(self, arguments: str) -> str:
+        self._digest.update(arguments.encode())
+        return self._digest.hexdigest()
+
+
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+class _DataDependent(Exception):
+    """An operator that no single graph can hold."""
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype, value.stride())
+    if isinstance(value, dict):
+        return {key: _described(each) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_described(each) for each in value]
+    return value
