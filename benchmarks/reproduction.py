@@ -38,12 +38,12 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.sched.policy import known_options
 from omniserve.simulate.analytic import HostEfficiency, analytic_machine, engine_config_for
-from omniserve.simulate.engine import StepRecord
 from omniserve.simulate.hardware import GB, find_devices, find_hosts
 from omniserve.simulate.machine import Machine
 from omniserve.simulate.models import find_model
 from omniserve.simulate.results import Result
 from omniserve.simulate.run import SimulationConfig, simulate
+from omniserve.simulate.runner import StepRecord
 
 EXPERIMENTS: dict[str, Experiment] = {
     each.name: each for part in (omniserve_paper, apex, conserve, bros) for each in part.EXPERIMENTS

@@ -27,6 +27,23 @@ class TraceRequest:
     output_tokens: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """The arrivals of both classes, by the names of the engine's configuration."""
+
+    latency_sensitive: Sequence[TraceRequest] = ()
+    """LS requests by arrival."""
+    best_effort: Sequence[TraceRequest] = ()
+    """BE requests by arrival; with a backlog only their lengths count."""
+    backlog: int = 0
+    """Keep so many best-effort requests unfinished until the load ends, of ``best_effort`` over and over: a pile of
+    batch work that has no end. 0: they arrive."""
+    duration_s: float | None = None
+    """Seconds of the load; None: up to the last arrival."""
+    warm_up_s: float = 0.0
+    """Seconds at the start that are left out of all figures, with their requests: pools and queues fill first."""
+
+
 # -- arrivals ----------------------------------------------------------------------------------------------------------
 
 

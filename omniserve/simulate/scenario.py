@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omniserve.simulate.load import (
     Lengths,
+    Load,
     TraceRequest,
     fixed_lengths,
     gamma,
@@ -19,7 +20,6 @@ from omniserve.simulate.load import (
     sampled_lengths,
     square_wave,
 )
-from omniserve.simulate.run import Load
 
 Arrivals = Callable[[float, float, random.Random], list[float]]
 """(rate, duration_s, rng) -> times."""
