@@ -74,7 +74,7 @@ class SimulatedRunner:
         self.features = features_of(plan, self._shape, host_works=self.host_works)
         self.seconds, halted = self._take(plan)
         if self._tier is not None:
-            self._tier.submit(plan, start_s, self.seconds, during_step=self._machine.sends_during_step)
+            self._tier.submit(plan, start_s, self.seconds, during_step=not self._machine.host_has_own_cores)
         self.now_s = start_s + self.seconds
         last_layer = self._machine.spec.num_layers - 1
         tokens = {c.request_id: _TOKEN for c in plan.chunks if c.samples and c.request_id not in halted}
