@@ -202,8 +202,8 @@ class _Program:
             variants.append(("one more CPU host", larger, slots))
         if self._machine.hosts:
             variants.append((f"P = {2 * slots} instead of {slots}", self._machine, 2 * slots))
-        for variant, machine, slots in variants:
-            result = self._simulate(name, best, minutes, machine=machine, slots=slots)
+        for variant, machine, seats in variants:
+            result = self._simulate(name, best, minutes, machine=machine, slots=seats)
             be = result.classes[ServiceClass.BE].output_tokens_per_s
             change = f"{be / base - 1:+.0%}" if base else f"{be:.0f} tokens/s"
             print(f"  {variant}: {be:.0f} tokens/s ({change}), LS {result.classes[ServiceClass.LS].attainment:.1%}")
