@@ -64,7 +64,7 @@ class Served:
         return self.constant and num_rows <= self._most_rows
 
     def launched(self, run: Callable[[], Tensor], *, num_rows: int = 0) -> Callable[[], Tensor]:
-        """Return what does a pass's device work as an engine does: a replay where such rows are captured.
+        """Return a function that does the device work of a pass as an engine does it, replaying a graph where possible.
 
         Args:
             run: The pass, over tensors that stay where they are. It runs at least once if it is captured.

@@ -83,10 +83,10 @@ class _HostBench:
         return torch.arange(num_requests)
 
     def wait_for(self, count: int, kind: HostEventKind) -> None:
-        """Wait until so much has been done.
+        """Wait for so many events of a kind.
 
         Raises:
-            RuntimeError: Something failed, or nothing happens any more.
+            RuntimeError: A task or a move failed, or no event has come for too long.
         """
         deadline_s = time.monotonic() + _PATIENCE_S
         while count > 0:
@@ -170,8 +170,9 @@ class _HostBench:
 
         def run() -> None:
             ops = torch.ops.omniserve
-            ops.piggyback_concat.default(attn_TD, self.tier.results_SD, seats_P)
-            ops.residual_fetch.default(store_SD, seats_P, hidden_TD)
+            rows_P = seats_P if num_rows else torch.full((num_seats,), -1, dtype=torch.int64)
+            ops.piggyback_concat.default(attn_TD, self.tier.results_SD, rows_P)
+            ops.residual_fetch.default(store_SD, rows_P, hidden_TD)
             if num_rows:
                 ops.residual_store.default(hidden_TD, store_SD, seats_P)
                 self.tier.submit(0, seats_P, q, k, v)

@@ -86,7 +86,7 @@ def find_or_make_profile(
 ) -> Profile:
     """Return a profile that holds for this model, these settings and this machine, as ``profile_model`` would make.
 
-    One that is measured is kept for the next time, unless others kept the machine busy meanwhile.
+    A profile that is measured now is kept for the next time, unless other processes kept the machine busy meanwhile.
 
     Args:
         path: Read this file and nothing else; None looks into the folder, and measures if nothing there fits.

@@ -27,7 +27,7 @@ class Timer:
         device: A GPU is waited for before and after each call.
         limit_s: The time limit of the whole measurement, which begins now.
         counts_preparing: What runs under ``preparing`` counts against the limit.
-        while_preparing: Entered for what does not.
+        while_preparing: Entered around what does not count.
     """
 
     def __init__(
@@ -125,32 +125,30 @@ class Surroundings:
     def __init__(self, num_threads: int) -> None:
         self._num_cores = len(cores_allowed())
         self._num_threads = num_threads
-        self._began_s = time.perf_counter()
-        self._busy_s, self._own_s, self._waited_s = self._read()
+        self._began = self._look()
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """See nothing of what goes on in here: compiling in other processes, say."""
-        before = (time.perf_counter(), *self._read())
+        """Leave out what goes on in here, such as compiling in other processes."""
+        before = self._look()
         try:
             yield
         finally:
-            now = (time.perf_counter(), *self._read())
-            began = (self._began_s, self._busy_s, self._own_s, self._waited_s)
-            moved = (start + end - first for start, first, end in zip(began, before, now, strict=True))
-            self._began_s, self._busy_s, self._own_s, self._waited_s = moved
+            self._began = [a + end - first for a, first, end in zip(self._began, before, self._look(), strict=True)]
 
     def conditions(self, spread: float) -> Conditions:
         """Return what the machine was like since the construction; ``spread`` is the timer's."""
-        seconds = time.perf_counter() - self._began_s
-        busy_s, own_s, waited_s = self._read()
-        others_s = (busy_s - self._busy_s) - (own_s - self._own_s)
+        seconds, busy_s, own_s, waited_s = (now - a for now, a in zip(self._look(), self._began, strict=True))
         return Conditions(
             spread=spread,
-            waited=max(0.0, waited_s - self._waited_s) / seconds,
-            others_cores=max(0.0, others_s) / seconds,
+            waited=max(0.0, waited_s) / seconds,
+            others_cores=max(0.0, busy_s - own_s) / seconds,
             spare_cores=max(0, self._num_cores - self._num_threads),
         )
+
+    def _look(self) -> list[float]:
+        """Return the time, and the seconds of ``_read``."""
+        return [time.perf_counter(), *self._read()]
 
     def _read(self) -> tuple[float, float, float]:
         """Return seconds that our cores were busy or stolen, those of this process, those that this thread waited."""

@@ -134,7 +134,7 @@ class SimulatedHostTier:
             self._submit(row, layer, start_s + (layer * layer_s if during_step else step_s))
 
     def forget(self, request_id: str) -> None:
-        """A request ended: its host has one less."""
+        """Forget a request that has ended, so that its host counts one fewer."""
         node = self._node_of.pop(request_id, None)
         if node is not None:
             self._residents[node] -= 1

@@ -36,11 +36,6 @@ class Machine:
     """The same for the hosts."""
 
     @property
-    def host_speed(self) -> HostSpeed | None:
-        """Times of a layer's attention if all hosts share it; None without hosts."""
-        return host_speed_of(self.hosts)
-
-    @property
     def shape(self) -> ModelShape:
         return ModelShape.of(self.spec)
 

@@ -26,7 +26,7 @@ from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.simulate.host_tier import SimulatedHostTier
 from omniserve.simulate.load import Load, TraceRequest
-from omniserve.simulate.machine import Machine
+from omniserve.simulate.machine import Machine, host_speed_of
 from omniserve.simulate.results import RequestResult, Result, summarise
 from omniserve.simulate.runner import SimulatedRunner, StepRecord
 
@@ -125,7 +125,7 @@ class _Run:
         self._corrected = None if is_exact else CorrectedModel(machine.forecast)
         forecast = Forecast(
             self._corrected or machine.forecast, machine.shape, host_has_own_cores=machine.host_has_own_cores,
-            host=machine.host_speed,
+            host=host_speed_of(machine.hosts),
         )  # fmt: skip
         self._scheduler = Scheduler(policy, options, limits=limits, kv=kv, forecast=forecast)
         self._runner = SimulatedRunner(

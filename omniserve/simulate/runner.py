@@ -54,9 +54,9 @@ class SimulatedRunner:
         """The virtual clock."""
         self.host_works = False
         self.features = BatchFeatures()
-        """Those of the last step that computed something."""
+        """The features of the last step that computed something."""
         self.seconds = 0.0
-        """What that step took."""
+        """The seconds that this step took."""
 
     def poll_host(self) -> list[HostEvent]:
         """Return the events of the host tier up to now."""
@@ -102,7 +102,7 @@ class SimulatedRunner:
         return factor * step_s, {}
 
     def _layer_by_layer(self, plan: StepPlan, factor: float) -> tuple[float, dict[str, int]]:
-        """Do the same for a step that rows leave or enter between two layers (conserve 4.3).
+        """Return the same of a step that rows leave or enter between two layers (conserve 4.3).
 
         Each layer takes its share of a step that consists of the rows that are there.
         """
