@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -305,32 +305,22 @@ def _slo(text: str) -> SLO:
     return SLO(ttft_s=_positive(ttft), tpot_s=_positive(tpot))
 
 
-def _positive(text: str) -> float:
-    value = _not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"must be a number > 0, got {text!r}")
-    return value
+def _number(said: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return an argparse type for finite numbers that ``accepts`` takes; ``said`` names them in errors."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+        if not (math.isfinite(value) and accepts(value)):
+            raise argparse.ArgumentTypeError(f"must be a {said}, got {text!r}")
+        return value
+
+    return read
 
 
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
-    return value
-
-
-def _share_below_one(text: str) -> float:
-    value = _not_negative(text)
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"must be a share in [0, 1), got {text!r}")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _positive(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"must be a share in (0, 1], got {text!r}")
-    return value
+_not_negative = _number("number >= 0", lambda value: value >= 0)
+_positive = _number("number > 0", lambda value: value > 0)
+_share = _number("share in (0, 1]", lambda value: 0 < value <= 1)
+_share_below_one = _number("share in [0, 1)", lambda value: 0 <= value < 1)
