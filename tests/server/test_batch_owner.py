@@ -10,15 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import URL, Engine, event, make_url
 
-from omniserve.server.batches.batch_worker import finish
 from omniserve.server.batches.database import Database, StorageError
-from omniserve.server.batches.files import FileFolder
-from omniserve.server.batches.leftovers import Leftovers, NewFile
-from omniserve.server.batches.lines import CheckedLine, LineFault
-from omniserve.server.batches.owner import Lock, NotOwner, Owner, make_lock, refuse_network_folder, take
-from omniserve.server.batches.progress import LineResult, Progress
-from omniserve.server.batches.settings import BatchSettings
-from omniserve.server.batches.store import NewBatch, Storage, Store, new_id
+from omniserve.server.batches.files import BatchSettings, FileFolder, refuse_network_folder
+from omniserve.server.batches.lines import CheckedLine, LineFault, LineResult
+from omniserve.server.batches.owner import Lock, NotOwner, Owner, make_lock, take
+from omniserve.server.batches.progress import Progress
+from omniserve.server.batches.runner import finish
+from omniserve.server.batches.store import NewBatch, NewFile, Store, make_known
 from omniserve.server.errors import ApiError
 
 
@@ -75,15 +73,35 @@ def progress(database) -> Iterator[Progress]:
     held.lock.release()
 
 
+class NoDisk:
+    """In place of a folder of files: nothing is written, and what is removed is noted."""
+
+    def __init__(self) -> None:
+        self.removed: list[str] = []
+        self.is_broken = False
+
+    def write(self, file_id: str, parts) -> int:
+        return sum(map(len, parts))
+
+    def remove(self, file_id: str) -> None:
+        if self.is_broken:
+            raise StorageError("the disk is broken")
+        self.removed.append(file_id)
+
+    def remove_abandoned(self) -> None:
+        pass
+
+
+def store_of(database: Database, disk: NoDisk | None = None) -> Store:
+    return Store(database, disk or NoDisk())  # type: ignore[arg-type]
+
+
 def make_file(database: Database, **fields) -> str:
-    file_id = new_id("file-")
-    Leftovers(database).announce(file_id)
-    fields = {"filename": "f", "purpose": "batch", "num_bytes": 1} | fields
-    return Store(database).add_file(NewFile(id=file_id, **fields))["id"]
+    return store_of(database).add_file(NewFile(filename="f", purpose="batch", **fields), [b"x"])["id"]
 
 
 def new_batch(database: Database, *, window_s: float = 3600.0, model: str = "m") -> str:
-    return Store(database).create_batch(
+    return store_of(database).create_batch(
         NewBatch(
             model=model,
             endpoint="/v1/completions",
@@ -136,7 +154,7 @@ def test_former_owner_changes_nothing(url, database, clock):
     former.lock.release()
     now = Held(database)
     clock.now_s += 200
-    before = dict(Store(database).batch(batch))
+    before = dict(store_of(database).batch(batch))
     for write in (
         lambda: former.progress.save([result(key)]),
         lambda: former.progress.escalate([key]),
@@ -149,8 +167,8 @@ def test_former_owner_changes_nothing(url, database, clock):
     ):
         with pytest.raises(NotOwner, match="taken over"):
             write()
-    assert dict(Store(database).batch(batch)) == before
-    assert Store(database).batch(unchecked)["status"] == "validating"
+    assert dict(store_of(database).batch(batch)) == before
+    assert store_of(database).batch(unchecked)["status"] == "validating"
     assert len(now.progress.pending_lines(9)) == 3 and not any(
         line.engine_stops for line in now.progress.pending_lines(9)
     )
@@ -212,13 +230,13 @@ def test_network_file_systems_are_refused_for_sqlite(tmp_path, monkeypatch, kind
         "1 0 8:1 / / rw shared:1 - ext4 /dev/sda1 rw\n"
         f"2 1 0:50 / {str(tmp_path / 'a share').replace(' ', chr(92) + '040')} rw shared:2 - {kind} server:/x rw\n"
     )
-    monkeypatch.setattr("omniserve.server.batches.owner._MOUNTS", mounts)
+    monkeypatch.setattr("omniserve.server.batches.files._MOUNTS", mounts)
     refuse_network_folder(tmp_path)
     if kind == "ext4":
-        Storage.open(BatchSettings(data_dir=folder)).close()
+        Store.open(BatchSettings(data_dir=folder)).close()
     else:
         with pytest.raises(StorageError, match=rf"network file system \({kind}\).*local disk.*--database-url"):
-            Storage.open(BatchSettings(data_dir=folder))
+            Store.open(BatchSettings(data_dir=folder))
 
 
 def version_2(database: Database) -> None:
@@ -259,7 +277,7 @@ def test_half_done_batch_of_version_2_is_taken_over(url, database):
     assert [line.number for line in lines] == [3, 2, 4, 5] and lines[0].is_suspect
     assert now.progress.save([result((batch, n), "new") for n in range(1, 6)]) == [(batch, 1)]
     assert [line["result"] for line in now.progress.results(batch, 0, 9)] == ["old"] + ["new"] * 4
-    row = Store(database).batch(batch)
+    row = store_of(database).batch(batch)
     assert (row["status"], row["completed"]) == ("finalizing", 5)
     now.lock.release()
 
@@ -335,7 +353,7 @@ def test_lines_that_may_end_the_engine_run_one_at_a_time(progress):
 
 
 def test_result_is_written_once_and_the_last_one_closes_the_batch(database, progress):
-    store = Store(database)
+    store = store_of(database)
     batch = make_batch(progress, 2)
     first, second = keys_of(progress.pending_lines(2))
     assert progress.save([result(first, "one")]) == []
@@ -356,17 +374,17 @@ def test_escalation_and_ends_of_the_engine_survive_a_take_over(database):
         before.progress.note_engine_stops((batch, 2), 1)
     before.lock.release()
     now = Held(database)
-    assert Store(database).batch(batch)["escalated"] == 1
+    assert store_of(database).batch(batch)["escalated"] == 1
     found = [(line.escalated, line.engine_stops) for line in now.progress.pending_lines(2)]
     assert found == [(True, 0), (False, 1)]
     now.progress.escalate([(batch, 1), (batch, 2)])
-    assert Store(database).batch(batch)["escalated"] == 2
+    assert store_of(database).batch(batch)["escalated"] == 2
     now.lock.release()
 
 
 @pytest.mark.parametrize("end", ["cancel", "expire"])
 def test_end_of_a_batch_takes_its_lines_from_the_owner(database, progress, clock, end):
-    store = Store(database)
+    store = store_of(database)
     batch = make_batch(progress, 4, window_s=100)
     keys = keys_of(progress.pending_lines(3))
     progress.save([result(keys[0])])
@@ -384,13 +402,12 @@ def test_end_of_a_batch_takes_its_lines_from_the_owner(database, progress, clock
 
 
 def test_cancelling_while_results_are_written_keeps_them_all(database, progress):
-    store, leftovers = Store(database), Leftovers(database)
+    store = store_of(database)
     batch = make_batch(progress, 1)
     progress.save([result((batch, 1))])
     assert progress.next_batch(())["id"] == batch and progress.next_batch([batch]) is None
     assert store.cancel_batch(batch)["status"] == "cancelling"
-    leftovers.announce("file-out")
-    file = NewFile(id="file-out", filename="o", purpose="batch_output", num_bytes=5)
+    file = store.write_file(NewFile(id="file-out", filename="o", purpose="batch_output"), [b"x"])
     assert progress.finish_batch(batch, file, None)
     row = store.batch(batch)
     assert (row["status"], row["output_file_id"], row["completed"]) == ("cancelled", "file-out", 1)
@@ -402,7 +419,7 @@ def test_batch_without_a_server_of_its_model_is_finalized_by_another_one(databas
     expired, cancelled = new_batch(database, window_s=10), new_batch(database)
     clock.now_s += 10
     other.progress.expire_batches()
-    Store(database).cancel_batch(cancelled)
+    store_of(database).cancel_batch(cancelled)
     assert other.progress.next_batch(()) is None, "it is left to the server of its model"
     clock.now_s += 60
     for _ in range(2):
@@ -413,7 +430,7 @@ def test_batch_without_a_server_of_its_model_is_finalized_by_another_one(databas
 
 
 def test_cancelled_while_it_is_checked(database, progress):
-    store = Store(database)
+    store = store_of(database)
     file_id = make_file(database)
     new = NewBatch(model="m", endpoint="e", input_file_id=file_id, completion_window="1h", window_s=9, metadata=None)
     batch = store.create_batch(new)["id"]
@@ -426,7 +443,8 @@ def test_cancelled_while_it_is_checked(database, progress):
 
 
 def test_input_file_that_has_expired_is_not_taken_and_one_that_is_read_stays(database, clock):
-    store, leftovers = Store(database), Leftovers(database)
+    disk = NoDisk()
+    store = store_of(database, disk)
 
     def new(file_id: str) -> NewBatch:
         return NewBatch(
@@ -438,51 +456,65 @@ def test_input_file_that_has_expired_is_not_taken_and_one_that_is_read_stays(dat
     clock.now_s += 100
     with pytest.raises(ApiError, match="has expired"):
         store.create_batch(new(unused))
-    leftovers.forget_expired()
-    page = store.list_files(limit=9, after=None, newest_first=False, purpose=None)
-    assert {row["id"] for row in page.rows} == {used, lasting}
-    removed: list[str] = []
-    leftovers.sweep(removed.append)
-    assert removed == [unused]
+    store.sweep()
+    assert {row["id"] for row in store.list_files(limit=9).rows} == {used, lasting}
+    assert disk.removed == [unused]
     for row_id in ("file-\0", "file-\ud800", "file-é"):
         with pytest.raises(ApiError, match="there is no file"):
             store.file(row_id)
 
 
 def test_files_of_who_died_while_writing_are_swept_up_and_no_others(database, clock):
-    store, leftovers = Store(database), Leftovers(database)
+    disk = NoDisk()
+    store = store_of(database, disk)
     known = make_file(database)
-    for file_id in ("file-dead", "file-discarded"):
-        leftovers.announce(file_id)
-    removed: list[str] = []
-    leftovers.discard(known)
-    leftovers.sweep(removed.append)
-    assert removed == [], "nobody is dead yet"
-    leftovers.discard("file-discarded")
-    leftovers.sweep(removed.append)
-    assert removed == ["file-discarded"]
-
-    def fail(_: str) -> None:
-        raise StorageError("the disk is broken")
-
+    dead, discarded = (
+        store.write_file(NewFile(id=f"file-{name}", filename="f", purpose="batch"), [b"x"])
+        for name in ("dead", "discarded")
+    )
+    store.discard(known)
+    store.sweep()
+    assert disk.removed == [], "nobody is dead yet"
+    store.discard(discarded.id)
+    assert disk.removed == ["file-discarded"]
     clock.now_s += 3600
+    disk.is_broken = True
     with pytest.raises(StorageError, match="broken"):
-        leftovers.sweep(fail)
-    leftovers.sweep(removed.append)
-    leftovers.sweep(removed.append)
-    assert removed == ["file-discarded", "file-dead"]
-    with pytest.raises(StorageError, match="send it again"):
-        store.add_file(NewFile(id="file-dead", filename="f", purpose="batch", num_bytes=1))
+        store.sweep()
+    disk.is_broken = False
+    store.sweep()
+    store.sweep()
+    assert disk.removed == ["file-discarded", "file-dead"]
+    with pytest.raises(StorageError, match="send it again"), database.write() as connection:
+        make_known(connection, dead, clock.now_s)
     with pytest.raises(ApiError, match="there is no file"):
         store.file("file-dead")
+    disk.is_broken = True
     store.delete_file(known)
-    leftovers.sweep(removed.append)
-    assert removed[2:] == [known]
+    with pytest.raises(ApiError, match="there is no file"):
+        store.file(known)
+    disk.is_broken = False
+    store.sweep()
+    assert disk.removed[2:] == [known]
+
+
+def test_file_that_took_too_long_to_write_is_not_known_and_not_kept(database, clock):
+    disk = NoDisk()
+    store = store_of(database, disk)
+
+    def slow():
+        yield b"x"
+        clock.now_s += 3600
+        store.sweep()
+
+    with pytest.raises(StorageError, match="send it again"):
+        store.add_file(NewFile(id="file-slow", filename="f", purpose="batch"), slow())
+    assert disk.removed == ["file-slow"] and not store.list_files(limit=9).rows
 
 
 def test_who_ends_a_batch_too_late_touches_nothing_of_what_was_given_out(database, clock, tmp_path, monkeypatch):
-    monkeypatch.setattr("omniserve.server.batches.batch_worker._LINES_PER_READ", 2)
-    storage = Storage(database, FileFolder(tmp_path / "files"))
+    monkeypatch.setattr("omniserve.server.batches.runner._LINES_PER_READ", 2)
+    store = Store(database, FileFolder(tmp_path / "files"))
     late = Held(database)
     batch_id = make_batch(late.progress, 6)
     late.progress.save([result((batch_id, n), f"line {n}", ok=n % 2 == 0) for n in range(1, 7)])
@@ -495,28 +527,28 @@ def test_who_ends_a_batch_too_late_touches_nothing_of_what_was_given_out(databas
             frozen.append(True)
             late.lock.release()
             now = Held(database)
-            assert finish(storage, now.progress, batch)
+            assert finish(store, now.progress, batch)
             now.lock.release()
         return read(*args)
 
     monkeypatch.setattr(late.progress, "results", freeze_at_the_second_page)
     with pytest.raises(StorageError, match="another server has ended it"):
-        finish(storage, late.progress, batch)
+        finish(store, late.progress, batch)
     assert frozen
-    row = storage.store.batch(batch_id)
+    row = store.batch(batch_id)
     assert row["status"] == "completed"
     contents = {}
     for column in ("output_file_id", "error_file_id"):
-        file = storage.store.file(row[column])
-        contents[column] = storage.files.path(file["id"], file["num_bytes"]).read_bytes()
+        file = store.file(row[column])
+        contents[column] = store.files.path(file["id"], file["num_bytes"]).read_bytes()
     assert contents == {"output_file_id": b"line 2\nline 4\nline 6\n", "error_file_id": b"line 1\nline 3\nline 5\n"}
     clock.now_s += 3600
-    storage.sweep()
+    store.sweep()
     assert {path.name for path in (tmp_path / "files").iterdir()} == {row["output_file_id"], row["error_file_id"]}
 
 
 def test_who_loses_a_batch_while_its_files_are_written_leaves_none(database, tmp_path):
-    storage = Storage(database, FileFolder(tmp_path / "files"))
+    store = Store(database, FileFolder(tmp_path / "files"))
     late = Held(database)
     batch_id = make_batch(late.progress, 2)
     late.progress.save([result((batch_id, 1)), result((batch_id, 2))])
@@ -524,7 +556,7 @@ def test_who_loses_a_batch_while_its_files_are_written_leaves_none(database, tmp
     late.lock.release()
     now = Held(database)
     with pytest.raises(NotOwner):
-        finish(storage, late.progress, batch)
+        finish(store, late.progress, batch)
     assert list((tmp_path / "files").iterdir()) == []
     now.lock.release()
 
@@ -543,7 +575,7 @@ def test_nobody_waits_in_a_circle(postgres, call):
     calls: dict[str, Callable[[], object]] = {
         "save": lambda: held.progress.save([result(key) for key in keys]),
         "escalate": lambda: held.progress.escalate(keys),
-        "cancel": lambda: Store(database).cancel_batch(batch),
+        "cancel": lambda: store_of(database).cancel_batch(batch),
         "expire": held.progress.expire_batches,
     }
     with ThreadPoolExecutor(1) as thread:
@@ -572,8 +604,8 @@ def test_owner_that_is_frozen_within_a_transaction_does_not_hold_up_the_others(p
         connection.exec_driver_sql("update omniserve_batches set problem = 'frozen'")
         held.lock.release()
         now = Held(other)
-        assert Store(other).cancel_batch(batch)["problem"] is None
-    assert Store(frozen).batch(batch)["status"] == "cancelling", "and it can go on"
+        assert store_of(other).cancel_batch(batch)["problem"] is None
+    assert store_of(frozen).batch(batch)["status"] == "cancelling", "and it can go on"
     with pytest.raises(NotOwner):
         held.progress.report(batch, "late")
     now.lock.release()
@@ -600,7 +632,7 @@ def test_there_is_no_new_owner_while_the_former_one_writes(url, database):
             order.append("written")
         taking.result()
     assert order == ["written", "taken over"]
-    assert Store(database).batch(batch)["problem"] == "written"
+    assert store_of(database).batch(batch)["problem"] == "written"
 
 
 def test_opening_at_once_makes_the_tables_once(url):
@@ -634,14 +666,14 @@ def test_database_that_is_locked(tmp_path, monkeypatch):
         with pytest.raises(StorageError, match="locked by another process") as caught:
             held.progress.expire_batches()
         assert caught.value.status == 503 and caught.value.retry_after_s is not None
-        assert Store(second).list_batches(limit=9, after=None).rows == [], "reading goes on"
+        assert store_of(second).list_batches(limit=9).rows == [], "reading goes on"
     held.progress.expire_batches()
     held.lock.release()
 
 
 def test_database_that_is_full_keeps_what_it_had(tmp_path):
     database = Database(make_url(f"sqlite:///{tmp_path}/db"))
-    store = Store(database)
+    store = store_of(database)
     held = Held(database)
     batch = make_batch(held.progress, 50)
     keys = keys_of(held.progress.pending_lines(50))

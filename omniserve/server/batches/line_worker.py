@@ -6,21 +6,43 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar, TypeVarTuple
 
-from omniserve.server.batches.database import StorageError
+from omniserve.server.batches.database import Row, StorageError
 from omniserve.server.batches.files import FileFolder
-from omniserve.server.batches.line_run import LineNotRun, refused, run_line
-from omniserve.server.batches.loops import RETRY_S, Changes, OneThread, set_or_polled
-from omniserve.server.batches.progress import LineKey, LineResult, PendingLine, Progress
-from omniserve.server.batches.store import Row, new_id
+from omniserve.server.batches.lines import LineKey, LineResult, PendingLine, RunAgain, refused, run_line
+from omniserve.server.batches.progress import Progress
+from omniserve.server.batches.store import new_id
 from omniserve.server.batches.urgency import Urgency
 from omniserve.server.errors import ApiError
 from omniserve.server.service import Service
 
 logger = logging.getLogger(__name__)
+
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
+
+PUT_OFF_S = 10.0
+"""Seconds until a batch is tried again that could not be read or written."""
+
+
+class OneThread:
+    """A thread for what blocks: one call after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def run(self, function: Callable[[*Args], T], *args: *Args) -> T:
+        """Call a function there. A cancelled caller does not wait for it, but it is called all the same."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    async def stop(self) -> None:
+        """Wait for the calls that are under way; take no more."""
+        await asyncio.to_thread(self._executor.shutdown)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,87 +63,61 @@ class RunningLine:
 class LineWorker:
     """Keeps lines running.
 
-    All that is here may be lost at any moment: what counts is in the database.
+    All that is here may be lost at any moment: what counts is in the database. What works with it raises StorageError
+    when it does not work, and NotOwner when there is a new owner.
 
     Args:
-        service: Runs the lines.
+        service: Runs the lines; its limits say how many at a time.
         files: Where they lie.
         progress: Knows them, and takes their results.
-        changes: Says when to look again; told of lines that are done, and of results that are in the database.
-        concurrency: Lines that run at a time.
+        done: Set as results are in the database.
     """
 
-    def __init__(
-        self, service: Service, files: FileFolder, progress: Progress, changes: Changes, *, concurrency: int
-    ) -> None:
+    def __init__(self, service: Service, files: FileFolder, progress: Progress, done: asyncio.Event) -> None:
         self._service = service
         self._files = files
         self._progress = progress
-        self._changes = changes
-        self._concurrency = concurrency
+        self._done = done
+        self.changed = asyncio.Event()
+        """Set when there may be lines to start or results to hand in: time to ``work``."""
+        self._concurrency = service.limits.batch_concurrency
         self._thread = OneThread("batch-lines")
         self._running: dict[LineKey, RunningLine] = {}
         """The lines that have a place, in the order in which they began."""
         self._results: list[LineResult] = []
-        self._not_run: list[tuple[RunningLine, LineNotRun]] = []
+        self._not_run: list[tuple[RunningLine, RunAgain]] = []
         self._put_off: dict[str, float] = {}
         """Batches of which lines cannot be read, and till when they are put off."""
-        self._urgency = Urgency(concurrency)
+        self._urgency = Urgency(self._concurrency)
         self._urgent: dict[str, int] = {}
         """The number of lines of each late batch that should run as LS requests, in the order of expiry."""
         self._waiting: set[str] = set()
         """Batches of which a line could be started now."""
 
-    @property
-    def num_running(self) -> Counter[str]:
-        """The number of lines of each batch that have a place."""
-        return Counter(batch_id for batch_id, _ in self._running)
-
     async def work(self) -> None:
-        """Hand in what is done, start what there is room for, and wait until there may be more.
-
-        Raises:
-            StorageError: The database does not work.
-            NotOwner: There is a new owner.
-        """
-        self._changes.lines.clear()
+        """Hand in what is done, and start what there is room for."""
         await self._hand_in()
         if len(self._running) < self._concurrency and self._is_open():
             await self._begin()
-        await set_or_polled(self._changes.lines)
 
     async def watch(self) -> None:
-        """Stop the lines of batches that have ended, and look for batches that are late.
-
-        Raises:
-            StorageError: The database does not work.
-            NotOwner: There is a new owner.
-        """
+        """Stop the lines of batches that have ended, and look for batches that are late."""
         await self._thread.run(self._progress.expire_batches)
         before = list(self._running.values())
         now, batches = await self._thread.run(self._progress.running_batches)
         ids = {batch["id"] for batch in batches}
         await self._drop([entry for entry in before if entry.line.batch_id not in ids])
-        self._urgent = self._urgency.judge(now, batches, self.num_running)
+        self._urgent = self._urgency.judge(now, batches, Counter(batch_id for batch_id, _ in self._running))
         self._waiting = {batch["id"] for batch in batches if self._has_waiting(batch)}
         await self._make_way()
 
-    async def drop_batch(self, batch_id: str) -> None:
-        """Stop the lines of a batch that was ended."""
-        await self._drop([entry for entry in self._running.values() if entry.line.batch_id == batch_id])
-
-    async def drop_all(self) -> None:
-        """Stop all lines."""
-        await self._drop(list(self._running.values()))
+    async def drop(self, batch_id: str | None = None) -> None:
+        """Stop the lines of a batch that was ended, or all lines."""
+        await self._drop([entry for entry in self._running.values() if batch_id in (None, entry.line.batch_id)])
 
     async def stop(self) -> None:
-        """Stop all lines, and hand in what is done.
-
-        Raises:
-            StorageError: The database does not work; what was done is lost.
-            NotOwner: There is a new owner; what was done is lost.
-        """
-        await self.drop_all()
+        """Stop all lines, and hand in what is done; it is lost if that fails."""
+        await self.drop()
         try:
             await self._hand_in()
         finally:
@@ -154,7 +150,7 @@ class LineWorker:
                 self._start(entry)
         for batch_id, error in unreadable.items():
             logger.warning("batches: %s is held up: %s", batch_id, error)
-            self._put_off[batch_id] = time.monotonic() + 2 * RETRY_S
+            self._put_off[batch_id] = time.monotonic() + PUT_OFF_S
             await self._thread.run(self._progress.report, batch_id, error.message)
 
     def _read(self, find: partial[list[PendingLine]]) -> tuple[list[RunningLine], dict[str, StorageError]]:
@@ -176,15 +172,15 @@ class LineWorker:
         line = entry.line
         try:
             result = await run_line(self._service, line, entry.raw, escalated=entry.escalated)
-        except LineNotRun as reason:
-            self._not_run.append((entry, reason))
         except Exception as error:
             logger.exception("batches: line %d of %s failed", line.number, line.batch_id)
             message = f"internal error ({type(error).__name__}); see the server's log"
-            self._results.append(refused(line, ApiError(message, status=500), new_id("req_")))
-        else:
+            result = refused(line, ApiError(message, status=500), new_id("req_"))
+        if isinstance(result, LineResult):
             self._results.append(result)
-        self._changes.lines.set()
+        else:
+            self._not_run.append((entry, result))
+        self.changed.set()
 
     async def _hand_in(self) -> None:
         """Bring results to the database, together; they stay here until they are there."""
@@ -193,20 +189,20 @@ class LineWorker:
             del self._results[: len(results)]
             for result in results:
                 self._running.pop(result.key, None)
-            self._changes.batches.set()
+            self._done.set()
         while self._not_run:
-            entry, reason = self._not_run[0]
-            if reason.engine_stopped:
+            entry, again = self._not_run[0]
+            if again.engine_stopped:
                 number = entry.line.engine_stops + 1
                 await self._thread.run(self._progress.note_engine_stops, entry.line.key, number)
             del self._not_run[0]
-            asyncio.get_running_loop().call_later(reason.delay_s, self._free, entry)
+            asyncio.get_running_loop().call_later(again.delay_s, self._free, entry)
 
     def _free(self, entry: RunningLine) -> None:
         """Let another line have the place; this one is pending again."""
         if self._running.get(entry.line.key) is entry:
             del self._running[entry.line.key]
-        self._changes.lines.set()
+        self.changed.set()
 
     async def _drop(self, entries: Iterable[RunningLine]) -> None:
         """Stop lines that are computed; those that have a result stay until it is in the database."""

@@ -4,6 +4,7 @@ A server becomes the owner when it gets the lock, which its death frees: for SQL
 database, for PostgreSQL an advisory lock of a connection. Each owner then gets a fencing number that is higher than all
 before it, and every write of an owner checks, in its transaction, that there is no higher one. A lock may be lost
 without notice (a connection that broke, a machine that was frozen); the fence keeps a former owner from writing.
+Everything here blocks: call it in a thread.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,13 +20,8 @@ from typing import BinaryIO
 from sqlalchemy import Connection, func, insert, select, text, update
 from sqlalchemy.exc import SQLAlchemyError
 
-from omniserve.server.batches.database import Database, StorageError
-from omniserve.server.batches.tables import OWNERS
+from omniserve.server.batches.database import OWNERS, Database, StorageError
 
-_NETWORK_FILE_SYSTEMS = re.compile(
-    r"nfs\d?|cifs|smb\d?|smbfs|afs|ceph|lustre|beegfs|gpfs|fuse\.(sshfs|ceph|glusterfs|rclone|s3fs)|glusterfs"
-)
-_MOUNTS = Path("/proc/self/mountinfo")
 # PostgreSQL ends a session that shows no sign of life for so long: the lock of a frozen owner, or of a lost machine.
 _PG_GONE_AFTER_S = 20
 
@@ -127,9 +122,10 @@ class AdvisoryLock:
             "tcp_keepalives_interval": str(_PG_GONE_AFTER_S // 6),
             "tcp_keepalives_count": "3",
         }
+        # Not every version of PostgreSQL has each.
+        query = text("select set_config(name, :value, false) from pg_settings where name = :name")
         with self._database.told():
-            for name, value in settings.items():  # not every version has each
-                query = text("select set_config(name, :value, false) from pg_settings where name = :name")
+            for name, value in settings.items():
                 connection.execute(query, {"name": name, "value": value})
         return connection
 
@@ -143,14 +139,7 @@ Lock = FileLock | AdvisoryLock
 
 
 class Owner:
-    """The batches of one model in the hands of this server, until it loses them.
-
-    Every function blocks: call it in a thread.
-
-    Args:
-        model: The name under which it is served.
-        fence: The owner's fencing number.
-    """
+    """The batches of one model in the hands of this server, until it loses them; ``fence`` is its fencing number."""
 
     def __init__(self, database: Database, lock: Lock, model: str, fence: int) -> None:
         self.database = database
@@ -209,30 +198,12 @@ def take(database: Database, lock: Lock, model: str) -> Owner | None:
     try:
         with database.write() as connection:
             is_model = OWNERS.c.model == model
-            before = connection.execute(select(OWNERS.c.fence).where(is_model).with_for_update()).scalar()
-            if before is None:
+            fence = connection.execute(select(OWNERS.c.fence).where(is_model).with_for_update()).scalar()
+            if fence is None:
                 connection.execute(insert(OWNERS).values(model=model, fence=1))
-                return Owner(database, lock, model, 1)
-            connection.execute(update(OWNERS).where(is_model).values(fence=before + 1))
-            return Owner(database, lock, model, before + 1)
+            else:
+                connection.execute(update(OWNERS).where(is_model).values(fence=fence + 1))
+            return Owner(database, lock, model, (fence or 0) + 1)
     except StorageError:
         lock.release()
         raise
-
-
-def refuse_network_folder(folder: Path) -> None:
-    """Raise StorageError if a folder is on a network file system: SQLite and ``flock`` cannot be relied on there."""
-    if not _MOUNTS.exists():
-        return  # not Linux
-    found, kind = Path("/"), ""
-    for line in _MOUNTS.read_text(errors="surrogateescape").splitlines():
-        fields, _, source = line.partition(" - ")
-        mounted = Path(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields.split()[4]))
-        if folder.resolve().is_relative_to(mounted) and mounted.is_relative_to(found):
-            found, kind = mounted, source.split()[0]
-    if _NETWORK_FILE_SYSTEMS.fullmatch(kind):
-        raise StorageError(
-            f"{folder} is on a network file system ({kind}), where an SQLite database is not safe; choose a --data-dir "
-            "on a local disk, or PostgreSQL with --database-url (then --data-dir may stay where it is)",
-            status=500,
-        )

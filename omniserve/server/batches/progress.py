@@ -11,61 +11,20 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, or_, select, update
 
-from omniserve.server.batches.leftovers import NewFile, make_known
-from omniserve.server.batches.lines import CheckedLine, LineFault
+from omniserve.server.batches.database import BATCHES, IS_SUSPECT, LINES, UNFINISHED, LineState, Row
+from omniserve.server.batches.lines import CheckedLine, LineFault, LineKey, LineResult, PendingLine
 from omniserve.server.batches.owner import Owner
-from omniserve.server.batches.store import Row, end_lines, get_row, set_batch
-from omniserve.server.batches.tables import BATCHES, IS_SUSPECT, LINES, SUSPECT_STOPS, UNFINISHED, LineState
+from omniserve.server.batches.store import NewFile, end_lines, get_row, make_known, set_batch
 
 _ROWS_PER_INSERT = 1000
 # A batch that waits for so long to be finalized has no server of its model; any owner finalizes it.
 _ABANDONED_AFTER_S = 30.0
-
-LineKey = tuple[str, int]
-"""Batch and number of a line."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PendingLine:
-    """A line to be run."""
-
-    batch_id: str
-    number: int
-    custom_id: str
-    endpoint: str
-    input_file_id: str
-    start: int
-    length: int
-    engine_stops: int
-    """How often the engine died while this line ran."""
-    escalated: bool
-    """The line runs as a latency-sensitive request."""
-
-    @property
-    def key(self) -> LineKey:
-        return self.batch_id, self.number
-
-    @property
-    def is_suspect(self) -> bool:
-        """The line may be the cause of the engine's death."""
-        return self.engine_stops >= SUSPECT_STOPS
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LineResult:
-    """The result of a line."""
-
-    key: LineKey
-    ok: bool
-    text: str
-    """The text for the output file, or for the error file."""
-    num_input_tokens: int = 0
-    num_output_tokens: int = 0
+_PENDING_COLUMNS = LINES.c["batch_id", "number", "custom_id", "start", "length", "engine_stops", "escalated"]
 
 
 class Progress:
@@ -85,18 +44,10 @@ class Progress:
             abandoned = self._database.now(connection) - _ABANDONED_AFTER_S
             its_own = BATCHES.c.model == self._owner.model
             ended_at = func.coalesce(BATCHES.c.cancelling_at, BATCHES.c.finalizing_at)
-            query = (
-                select(BATCHES)
-                .where(
-                    or_(
-                        and_(BATCHES.c.status == "validating", its_own),
-                        and_(BATCHES.c.status.in_(("finalizing", "cancelling")), or_(its_own, ended_at < abandoned)),
-                    )
-                )
-                .where(BATCHES.c.id.not_in(put_off))
-                .order_by(BATCHES.c.created_at)
-            )
-            return connection.execute(query.limit(1)).mappings().first()
+            to_validate = and_(BATCHES.c.status == "validating", its_own)
+            to_finalize = and_(BATCHES.c.status.in_(("finalizing", "cancelling")), or_(its_own, ended_at < abandoned))
+            query = select(BATCHES).where(or_(to_validate, to_finalize), BATCHES.c.id.not_in(put_off))
+            return connection.execute(query.order_by(BATCHES.c.created_at).limit(1)).mappings().first()
 
     def accept_lines(self, batch_id: str, lines: Sequence[CheckedLine]) -> bool:
         """Enter the lines of a batch that was found right; False if it was cancelled meanwhile."""
@@ -104,16 +55,7 @@ class Progress:
             if _locked(connection, batch_id, "validating") is None:
                 return False
             for i in range(0, len(lines), _ROWS_PER_INSERT):
-                rows = [
-                    {
-                        "batch_id": batch_id,
-                        "number": line.number,
-                        "custom_id": line.custom_id,
-                        "start": line.start,
-                        "length": line.length,
-                    }
-                    for line in lines[i : i + _ROWS_PER_INSERT]
-                ]
+                rows = [line._asdict() | {"batch_id": batch_id} for line in lines[i : i + _ROWS_PER_INSERT]]
                 # With RETURNING it is one statement. Many small ones psycopg would send in a pipeline, whose end
                 # PostgreSQL awaits for ever if this process is frozen.
                 connection.execute(insert(LINES).returning(LINES.c.number), rows)
@@ -126,7 +68,7 @@ class Progress:
         with self._owner.write() as connection:
             if _locked(connection, batch_id, "validating") is None:
                 return False
-            values = {"status": "failed", "errors": json.dumps([fault.as_dict() for fault in faults]), "problem": None}
+            values = {"status": "failed", "errors": json.dumps([asdict(fault) for fault in faults]), "problem": None}
             set_batch(connection, batch_id, values | {"failed_at": self._database.now(connection)})
             return True
 
@@ -229,22 +171,17 @@ class Progress:
                 if not connection.execute(update(LINES).where(_pending(*result.key)).values(done)).rowcount:
                     lost.append(result.key)
                     continue
-                added[result.key[0]].update(
-                    {
-                        "completed": int(result.ok),
-                        "failed": int(not result.ok),
-                        "input_tokens": result.num_input_tokens,
-                        "output_tokens": result.num_output_tokens,
-                    }
-                )
+                counts = added[result.key[0]]
+                counts["completed" if result.ok else "failed"] += 1
+                counts["input_tokens"] += result.num_input_tokens
+                counts["output_tokens"] += result.num_output_tokens
             for batch in batches:
-                counts = added[batch["id"]]
-                if not counts:
-                    continue
-                values: dict[str, Any] = {name: batch[name] + number for name, number in counts.items()}
-                if values["completed"] + values["failed"] == batch["total"] and batch["status"] == "in_progress":
-                    values |= {"status": "finalizing", "finalizing_at": self._database.now(connection)}
-                set_batch(connection, batch["id"], {**values, "problem": None})
+                if counts := added[batch["id"]]:
+                    values = {**{name: batch[name] + number for name, number in counts.items()}, "problem": None}
+                    num_done = batch["completed"] + batch["failed"] + counts["completed"] + counts["failed"]
+                    if num_done == batch["total"] and batch["status"] == "in_progress":
+                        values |= {"status": "finalizing", "finalizing_at": self._database.now(connection)}
+                    set_batch(connection, batch["id"], values)
             return lost
 
     def escalate(self, keys: Sequence[LineKey]) -> None:
@@ -273,22 +210,10 @@ def _pending_of(
     num_held = sum(batch_id == batch["id"] for batch_id, _ in held)
 
     def found(is_suspect: ColumnElement[bool], most: int) -> list[PendingLine]:
-        query = select(LINES).where(_pending(batch["id"]), is_suspect).order_by(LINES.c.number)
+        query = select(*_PENDING_COLUMNS).where(_pending(batch["id"]), is_suspect).order_by(LINES.c.number)
         rows = connection.execute(query.limit(most + num_held)).mappings()
-        lines = [
-            PendingLine(
-                batch_id=batch["id"],
-                number=row["number"],
-                custom_id=row["custom_id"],
-                endpoint=batch["endpoint"],
-                input_file_id=batch["input_file_id"],
-                start=row["start"],
-                length=row["length"],
-                engine_stops=row["engine_stops"],
-                escalated=row["escalated"],
-            )
-            for row in rows
-        ]
+        files = {"endpoint": batch["endpoint"], "input_file_id": batch["input_file_id"]}
+        lines = [PendingLine(**row, **files) for row in rows]
         return [line for line in lines if line.key not in held][:most]
 
     lines = found(IS_SUSPECT, 1) if with_suspect else []
