@@ -12,8 +12,8 @@ import pytest
 
 from omniserve.server.batches.files import BatchSettings
 from omniserve.server.batches.lines import CheckedLine, LineKey, LineResult, PendingLine
-from omniserve.server.batches.owner import Owner, make_lock, take
-from omniserve.server.batches.progress import Progress
+from omniserve.server.batches.locks import make_lock
+from omniserve.server.batches.owner import Owner
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.store import NewBatch, NewFile, Store
 from omniserve.server.limits import Limits
@@ -73,10 +73,10 @@ class Bench:
         """Validate a batch."""
         model = self.store.batch(batch_id)["model"]
         lock = make_lock(self.store.database, model)
-        owner = take(self.store.database, lock, model)
+        owner = Owner.take(self.store.database, lock, model)
         assert owner is not None
         lines = [CheckedLine(i + 1, f"{i}", 0, 10) for i in range(num_lines)]
-        assert Progress(owner).accept_lines(batch_id, lines)
+        assert owner.accept_lines(batch_id, lines)
         lock.release()
 
 
@@ -188,7 +188,7 @@ def test_former_owner_stops_its_lines_and_writes_nothing(tmp_path, monkeypatch):
         (place,) = tmp_path.glob("*.lock")
         place.unlink()  # as if it had lost the lock without notice
         lock = make_lock(bench.store.database, "m")
-        assert take(bench.store.database, lock, "m") is not None
+        assert Owner.take(bench.store.database, lock, "m") is not None
         await asyncio.sleep(0.5)
         assert bench.num_done(batch_id) == 0 and bench.starts.total() == 2
         lock.release()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from typing import TypeVar, TypeVarTuple
 from omniserve.server.batches.database import Row, StorageError
 from omniserve.server.batches.files import FileFolder
 from omniserve.server.batches.lines import LineKey, LineResult, PendingLine, RunAgain, refused, run_line
-from omniserve.server.batches.progress import Progress
+from omniserve.server.batches.owner import Owner
 from omniserve.server.batches.store import new_id
 from omniserve.server.batches.urgency import Urgency
 from omniserve.server.errors import ApiError
@@ -25,9 +24,6 @@ logger = logging.getLogger(__name__)
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
-
-PUT_OFF_S = 10.0
-"""Seconds until a batch is tried again that could not be read or written."""
 
 
 class OneThread:
@@ -64,19 +60,13 @@ class LineWorker:
     """Keeps lines running.
 
     All that is here may be lost at any moment: what counts is in the database. What works with it raises StorageError
-    when it does not work, and NotOwner when there is a new owner.
-
-    Args:
-        service: Runs the lines; its limits say how many at a time.
-        files: Where they lie.
-        progress: Knows them, and takes their results.
-        done: Set as results are in the database.
+    when it does not work, and NotOwner when there is a new owner. ``done`` is set as results are in the database.
     """
 
-    def __init__(self, service: Service, files: FileFolder, progress: Progress, done: asyncio.Event) -> None:
+    def __init__(self, service: Service, files: FileFolder, owner: Owner, done: asyncio.Event) -> None:
         self._service = service
         self._files = files
-        self._progress = progress
+        self._owner = owner
         self._done = done
         self.changed = asyncio.Event()
         """Set when there may be lines to start or results to hand in: time to ``work``."""
@@ -86,30 +76,29 @@ class LineWorker:
         """The lines that have a place, in the order in which they began."""
         self._results: list[LineResult] = []
         self._not_run: list[tuple[RunningLine, RunAgain]] = []
-        self._put_off: dict[str, float] = {}
-        """Batches of which lines cannot be read, and till when they are put off."""
         self._urgency = Urgency(self._concurrency)
         self._urgent: dict[str, int] = {}
         """The number of lines of each late batch that should run as LS requests, in the order of expiry."""
-        self._waiting: set[str] = set()
-        """Batches of which a line could be started now."""
 
     async def work(self) -> None:
         """Hand in what is done, and start what there is room for."""
         await self._hand_in()
-        if len(self._running) < self._concurrency and self._is_open():
+        if len(self._running) < self._concurrency:
+            try:
+                self._service.check_open()
+            except ApiError:
+                return
             await self._begin()
 
     async def watch(self) -> None:
         """Stop the lines of batches that have ended, and look for batches that are late."""
-        await self._thread.run(self._progress.expire_batches)
+        await self._thread.run(self._owner.expire_batches)
         before = list(self._running.values())
-        now, batches = await self._thread.run(self._progress.running_batches)
+        now, batches = await self._thread.run(self._owner.running_batches)
         ids = {batch["id"] for batch in batches}
         await self._drop([entry for entry in before if entry.line.batch_id not in ids])
         self._urgent = self._urgency.judge(now, batches, Counter(batch_id for batch_id, _ in self._running))
-        self._waiting = {batch["id"] for batch in batches if self._has_waiting(batch)}
-        await self._make_way()
+        await self._make_way({batch["id"] for batch in batches if self._has_waiting(batch)})
 
     async def drop(self, batch_id: str | None = None) -> None:
         """Stop the lines of a batch that was ended, or all lines."""
@@ -123,21 +112,11 @@ class LineWorker:
         finally:
             await self._thread.stop()
 
-    def _is_open(self) -> bool:
-        try:
-            self._service.check_open()
-        except ApiError:
-            return False
-        return True
-
     async def _begin(self) -> None:
-        now_s = time.monotonic()
-        self._put_off = {batch_id: until_s for batch_id, until_s in self._put_off.items() if until_s > now_s}
         find = partial(
-            self._progress.pending_lines,
+            self._owner.pending_lines,
             self._concurrency - len(self._running),
             held=set(self._running),
-            put_off=set(self._put_off),
             with_suspect=not any(entry.line.is_suspect for entry in self._running.values()),
             first=self._lacking(),
         )
@@ -150,8 +129,7 @@ class LineWorker:
                 self._start(entry)
         for batch_id, error in unreadable.items():
             logger.warning("batches: %s is held up: %s", batch_id, error)
-            self._put_off[batch_id] = time.monotonic() + PUT_OFF_S
-            await self._thread.run(self._progress.report, batch_id, error.message)
+            await self._thread.run(self._owner.put_off, batch_id, error.message)
 
     def _read(self, find: partial[list[PendingLine]]) -> tuple[list[RunningLine], dict[str, StorageError]]:
         """Return lines that are to be started, and the batches of which a line cannot be read."""
@@ -185,7 +163,7 @@ class LineWorker:
     async def _hand_in(self) -> None:
         """Bring results to the database, together; they stay here until they are there."""
         if results := list(self._results):
-            await self._thread.run(self._progress.save, results)
+            await self._thread.run(self._owner.save, results)
             del self._results[: len(results)]
             for result in results:
                 self._running.pop(result.key, None)
@@ -194,7 +172,7 @@ class LineWorker:
             entry, again = self._not_run[0]
             if again.engine_stopped:
                 number = entry.line.engine_stops + 1
-                await self._thread.run(self._progress.note_engine_stops, entry.line.key, number)
+                await self._thread.run(self._owner.note_engine_stops, entry.line.key, number)
             del self._not_run[0]
             asyncio.get_running_loop().call_later(again.delay_s, self._free, entry)
 
@@ -218,7 +196,7 @@ class LineWorker:
         """Whether a line of a batch could be started; not one that may be what ends the engine, which has to wait."""
         held = [entry for entry in self._running.values() if entry.line.batch_id == batch["id"]]
         num_open = batch["total"] - batch["completed"] - batch["failed"] - batch["num_suspects"]
-        return batch["id"] not in self._put_off and num_open > sum(not entry.line.is_suspect for entry in held)
+        return not self._owner.is_put_off(batch["id"]) and num_open > sum(not entry.line.is_suspect for entry in held)
 
     def _lacking(self) -> Mapping[str, int]:
         """Return how many more lines of late batches should hurry than do, if any."""
@@ -236,15 +214,16 @@ class LineWorker:
                 room[batch_id] -= 1
                 chosen.append(entry)
         if chosen:
-            await self._thread.run(self._progress.escalate, [entry.line.key for entry in chosen])
+            await self._thread.run(self._owner.escalate, [entry.line.key for entry in chosen])
             for entry in chosen:
                 entry.escalated = True
 
-    async def _make_way(self) -> None:
+    async def _make_way(self, waiting: set[str]) -> None:
         """Where a late batch has too few lines that hurry, let one that runs begin again as one that does.
 
-        It is the oldest of the batch. If none of its lines run, one of another batch gives way to one that could be
-        started: that will be the next to be. What was computed is lost, so it is one at a time.
+        It is the oldest of the batch. If none of its lines run, and it is among those of which one is ``waiting`` for a
+        place, one of another batch gives way: the next to start is of this one. What was computed is lost, so it is one
+        at a time.
         """
         for batch_id in self._lacking():
             calm = [entry for entry in self._running.values() if entry.is_computed and not entry.escalated]
@@ -259,5 +238,5 @@ class LineWorker:
                         await self._escalate([again])
                     finally:
                         self._start(again)
-            elif calm and batch_id in self._waiting and len(self._running) >= self._concurrency:
+            elif calm and batch_id in waiting and len(self._running) >= self._concurrency:
                 await self._drop(calm[-1:])

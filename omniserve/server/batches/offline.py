@@ -17,9 +17,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from omniserve.core.errors import EngineStopped
-from omniserve.server.batches.database import UNFINISHED, Row, StorageError
+from omniserve.server.batches.database import BATCHES, UNFINISHED, Row, StorageError
 from omniserve.server.batches.files import BatchSettings, FileFolder, read_parts
-from omniserve.server.batches.owner import FileLock
+from omniserve.server.batches.locks import FileLock
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.store import NewBatch, NewFile, Store
 from omniserve.server.engine_process import EngineMaker
@@ -91,7 +91,7 @@ def _find_or_create(store: Store, job: OfflineJob, model: str) -> Row:
     with job.input.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     wanted = {"input": digest, "endpoint": job.endpoint, "model": model}
-    found = store.list_batches(limit=1).rows
+    found = store.page(BATCHES, limit=1).rows
     if found:
         if json.loads(found[0]["user_metadata"]) != wanted:
             raise StorageError(

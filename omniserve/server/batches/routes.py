@@ -22,7 +22,7 @@ from starlette.types import Message
 
 from omniserve.server import answer_models
 from omniserve.server.answers import ENDPOINTS
-from omniserve.server.batches.database import TIMED_STATUSES, Row, StorageError
+from omniserve.server.batches.database import BATCHES, FILES, TIMED_STATUSES, Row, StorageError
 from omniserve.server.batches.files import BatchSettings, read_parts, told
 from omniserve.server.batches.lines import ESCALATED_TIER, NO_TEXT
 from omniserve.server.batches.runner import BatchRunner
@@ -169,7 +169,8 @@ def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
     @api.get("/files", openapi_extra=asks(FileQuery), responses=answers(answer_models.FilePage, *STORAGE_ERRORS))
     def list_files(request: Request) -> Response:
         query = validate(FileQuery, dict(request.query_params))
-        page = store.list_files(
+        page = store.page(
+            FILES,
             limit=query.limit,
             after=query.after,
             newest_first=query.order == "desc",
@@ -227,7 +228,7 @@ def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
     @api.get("/batches", openapi_extra=asks(BatchQuery), responses=answers(answer_models.BatchPage, *STORAGE_ERRORS))
     def list_batches(request: Request) -> Response:
         query = validate(BatchQuery, dict(request.query_params))
-        page = store.list_batches(limit=query.limit, after=query.after, caller=caller_of(request).name)
+        page = store.page(BATCHES, limit=query.limit, after=query.after, caller=caller_of(request).name)
         return JSONResponse(_page_object(page, batch_object))
 
     @api.get("/batches/{batch_id}", responses=answers(answer_models.Batch, *STORAGE_ERRORS))

@@ -13,10 +13,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn
 
 from omniserve.server.batches.database import Row, StorageError
-from omniserve.server.batches.line_worker import PUT_OFF_S, LineWorker, OneThread
+from omniserve.server.batches.line_worker import LineWorker, OneThread
 from omniserve.server.batches.lines import check_file, not_run_text
-from omniserve.server.batches.owner import NotOwner, Owner, make_lock, take
-from omniserve.server.batches.progress import Progress
+from omniserve.server.batches.locks import make_lock
+from omniserve.server.batches.owner import NotOwner, Owner
 from omniserve.server.batches.store import NewFile, Store
 from omniserve.server.service import Service
 
@@ -33,13 +33,13 @@ _LINES_PER_READ = 500
 
 
 class BatchRunner:
-    """Works on the batches of a store until stopped, whenever this server is their owner; ``stop`` closes the store."""
+    """Works on the batches of a store until stopped, whenever this server is their owner."""
 
     def __init__(self, service: Service, store: Store) -> None:
         self._service = service
         self._store = store
         self._lock = make_lock(store.database, service.model_name)
-        self._lock_thread = OneThread("batch-lock")
+        self._lock_thread, self._files_thread = OneThread("batch-lock"), OneThread("batch-files")
         self._changed = asyncio.Event()
         """Set when there may be batches to validate or finalize."""
         self._lines: LineWorker | None = None
@@ -52,13 +52,14 @@ class BatchRunner:
         self._task = asyncio.create_task(_forever(self._take_and_work))
 
     async def stop(self) -> None:
-        """Stop what is not done, for this server's next start or another server."""
+        """Stop what is not done, for this server's next start or another server, and close the database."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._lock_thread.run(self._lock.release)
         await self._lock_thread.stop()
-        self._store.close()
+        await self._files_thread.stop()
+        self._store.database.close()
 
     def notice(self) -> None:
         """Look at the batches now: one was created or cancelled."""
@@ -72,7 +73,7 @@ class BatchRunner:
 
     async def _take_and_work(self) -> None:
         model = self._service.model_name
-        owner = await self._lock_thread.run(take, self._store.database, self._lock, model)
+        owner = await self._lock_thread.run(Owner.take, self._store.database, self._lock, model)
         if owner is None:
             if not self._is_waiting:
                 logger.info("batches: another server runs the lines for %r; this one takes over when it ends", model)
@@ -91,9 +92,7 @@ class BatchRunner:
 
     async def _work(self, owner: Owner) -> None:
         """Work until there is an error that says that this server is not the owner."""
-        progress = Progress(owner)
-        lines = LineWorker(self._service, self._store.files, progress, self._changed)
-        batches = BatchWorker(self._service, self._store, progress, lines.changed)
+        lines = LineWorker(self._service, self._store.files, owner, self._changed)
         swept_s = -_SWEEP_EVERY_S
 
         async def work_on_lines() -> None:
@@ -103,7 +102,9 @@ class BatchRunner:
 
         async def work_on_batches() -> None:
             self._changed.clear()
-            if not await batches.work():
+            if await self._work_on_batch(owner):
+                lines.changed.set()
+            else:
                 await _set_or_polled(self._changed)
 
         async def watch() -> None:
@@ -111,7 +112,7 @@ class BatchRunner:
             await lines.watch()
             if time.monotonic() - swept_s > _SWEEP_EVERY_S:
                 swept_s = time.monotonic()
-                await batches.sweep()
+                await self._files_thread.run(self._store.sweep)
             await asyncio.sleep(_POLL_S)
 
         self._lines = lines
@@ -131,7 +132,7 @@ class BatchRunner:
                 await lines.stop()
             except (StorageError, NotOwner) as error:
                 logger.warning("batches: %s; lines that were done now are run again", error)
-            await batches.stop()
+            await self._files_thread.run(lambda: None)  # after a file that is just read or written: seconds at most
 
     async def _prove(self, owner: Owner) -> None:
         """Prove again and again that this server is the owner.
@@ -155,40 +156,13 @@ class BatchRunner:
                 raise NotOwner(f"the lock could not be proved for {_PROOF_S:g} s ({reason})")
             await asyncio.sleep(_POLL_S)
 
-
-class BatchWorker:
-    """Validates and finalizes batches, one at a time, and removes files that no row names.
-
-    Args:
-        service: Knows the model that is served, and the largest number of lines.
-        store: Holds the batches' files.
-        progress: Knows what there is to do.
-        lines_changed: Set when there are lines that may be run.
-    """
-
-    def __init__(self, service: Service, store: Store, progress: Progress, lines_changed: asyncio.Event) -> None:
-        self._service = service
-        self._store = store
-        self._progress = progress
-        self._lines_changed = lines_changed
-        self._thread = OneThread("batch-files")
-        self._put_off: dict[str, float] = {}
-        """Batches that could not be worked on, and till when they are put off."""
-
-    async def work(self) -> bool:
-        """Work on a batch; False if there is none.
-
-        Raises:
-            StorageError: The database does not work.
-            NotOwner: There is a new owner.
-        """
-        now_s = time.monotonic()
-        self._put_off = {batch_id: until_s for batch_id, until_s in self._put_off.items() if until_s > now_s}
-        batch = await self._thread.run(self._progress.next_batch, list(self._put_off))
+    async def _work_on_batch(self, owner: Owner) -> bool:
+        """Validate or finalize a batch; False if there is none."""
+        batch = await self._files_thread.run(owner.next_batch)
         if batch is None:
             return False
         try:
-            await self._thread.run(self._work_on, batch)
+            await self._files_thread.run(self._validate_or_finish, owner, batch)
         except NotOwner:
             raise
         except Exception as error:
@@ -198,34 +172,24 @@ class BatchWorker:
             else:
                 problem = f"internal error ({type(error).__name__}); see the server's log"
                 logger.exception("batches: %s is held up", batch["id"])
-            self._put_off[batch["id"]] = time.monotonic() + PUT_OFF_S
-            await self._thread.run(self._progress.report, batch["id"], problem)
-        self._lines_changed.set()
+            await self._files_thread.run(owner.put_off, batch["id"], problem)
         return True
 
-    async def sweep(self) -> None:
-        """Remove files; see ``Store.sweep``."""
-        await self._thread.run(self._store.sweep)
-
-    async def stop(self) -> None:
-        """Wait for a file that is just read or written: seconds at most."""
-        await self._thread.stop()
-
-    def _work_on(self, batch: Row) -> None:
+    def _validate_or_finish(self, owner: Owner, batch: Row) -> None:
         if batch["status"] != "validating":
-            finish(self._store, self._progress, batch)
+            finish(self._store, owner, batch)
             return
         input_file = self._store.file(batch["input_file_id"])
         max_lines = self._service.limits.batch_max_lines
         with self._store.files.path(input_file["id"], input_file["num_bytes"]).open("rb") as file:
             found = check_file(file, batch["endpoint"], self._service.check_model, max_lines)
         if found.faults:
-            self._progress.fail_batch(batch["id"], found.faults)
+            owner.fail_batch(batch["id"], found.faults)
         else:
-            self._progress.accept_lines(batch["id"], found.lines)
+            owner.accept_lines(batch["id"], found.lines)
 
 
-def finish(store: Store, progress: Progress, batch: Row) -> bool:
+def finish(store: Store, owner: Owner, batch: Row) -> bool:
     """Write a batch's answers and errors, each in the order of the input, and end it. There is no file without lines.
 
     The files are new ones each time: an owner that comes too late, or does it again after a crash, cannot touch what
@@ -249,17 +213,17 @@ def finish(store: Store, progress: Progress, batch: Row) -> bool:
                     expires_after_s=batch["outputs_expire_after_s"],
                     caller=batch["caller"],
                 )
-                written[ok] = store.write_file(new, _texts(progress, batch, ok))
-        finished = progress.finish_batch(batch["id"], written.get(True), written.get(False))
+                written[ok] = store.write_file(new, _texts(owner, batch, ok))
+        finished = owner.finish_batch(batch["id"], written.get(True), written.get(False))
     finally:
         if not finished:
             store.discard(*(file.id for file in written.values()))
     return finished
 
 
-def _texts(progress: Progress, batch: Row, ok: bool) -> Iterator[bytes]:
+def _texts(owner: Owner, batch: Row, ok: bool) -> Iterator[bytes]:
     after, num_lines = 0, 0
-    while rows := progress.results(batch["id"], after, _LINES_PER_READ):
+    while rows := owner.results(batch["id"], after, _LINES_PER_READ):
         for row in rows:
             if row["ok"] is ok:
                 num_lines += 1

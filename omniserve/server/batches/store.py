@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Table, and_, delete, insert, select, tuple_, update
+from sqlalchemy import Connection, Select, Table, and_, delete, insert, select, tuple_, update
 
 from omniserve.server.batches.database import (
     BATCHES,
@@ -83,8 +83,8 @@ class Page:
 class Store:
     """The files and batches of clients, which outlive the process.
 
-    Every function blocks: call it in a thread. All raise StorageError when database or disk do not work. For a
-    ``caller`` there is only what belongs to that API key; for None, everything.
+    Every function blocks: call it in a thread. All raise StorageError when database or disk do not work, and ApiError
+    for an id that does not exist. For a ``caller`` there is only what belongs to that API key; for None, everything.
     """
 
     def __init__(self, database: Database, files: FileFolder) -> None:
@@ -104,10 +104,6 @@ class Store:
         if url.get_backend_name() == "sqlite":
             refuse_network_folder(Path(url.database or ".").absolute().parent)
         return cls(Database(url), files)
-
-    def close(self) -> None:
-        """Close the database."""
-        self.database.close()
 
     def add_file(self, new: NewFile, parts: Iterable[bytes]) -> Row:
         """Write a file and make it known."""
@@ -154,36 +150,15 @@ class Store:
         self.files.remove_abandoned()
 
     def file(self, file_id: str, caller: str | None = None) -> Row:
-        """Return a file.
-
-        Raises:
-            ApiError: There is none.
-        """
+        """Return a file."""
         with self.database.read() as connection:
             return get_row(connection, FILES, file_id, caller=caller)
-
-    def list_files(
-        self,
-        *,
-        limit: int,
-        after: str | None = None,
-        newest_first: bool = True,
-        purpose: str | None = None,
-        caller: str | None = None,
-    ) -> Page:
-        """Return a page of the files; ``after`` is the last id of the page before.
-
-        Raises:
-            ApiError: There is no file ``after``.
-        """
-        with self.database.read() as connection:
-            return _page(connection, FILES, limit, after, newest_first, caller, purpose)
 
     def delete_file(self, file_id: str, caller: str | None = None) -> None:
         """Forget a file, and remove its bytes soon.
 
         Raises:
-            ApiError: There is none, or a batch still reads it.
+            ApiError: A batch still reads it.
         """
         with self.database.write() as connection:
             get_row(connection, FILES, file_id, lock=True, caller=caller)
@@ -200,7 +175,7 @@ class Store:
         """Accept a batch; it is checked in the background.
 
         Raises:
-            ApiError: There is no such input file, or it is for something else.
+            ApiError: The input file is for something else, or has expired.
         """
         param = "input_file_id"
         with self.database.write() as connection:
@@ -223,28 +198,15 @@ class Store:
             return get_row(connection, BATCHES, values["id"])
 
     def batch(self, batch_id: str, caller: str | None = None) -> Row:
-        """Return a batch.
-
-        Raises:
-            ApiError: There is none.
-        """
+        """Return a batch."""
         with self.database.read() as connection:
             return get_row(connection, BATCHES, batch_id, caller=caller)
-
-    def list_batches(self, *, limit: int, after: str | None = None, caller: str | None = None) -> Page:
-        """Return a page of the batches, newest first.
-
-        Raises:
-            ApiError: There is no batch ``after``.
-        """
-        with self.database.read() as connection:
-            return _page(connection, BATCHES, limit, after, True, caller)
 
     def cancel_batch(self, batch_id: str, caller: str | None = None) -> Row:
         """End a batch: what has a result keeps it, no other line is run. Cancelling twice is the same as once.
 
         Raises:
-            ApiError: There is none, or it has come to another end.
+            ApiError: It has come to another end.
         """
         with self.database.write() as connection:
             batch = get_row(connection, BATCHES, batch_id, lock=True, caller=caller)
@@ -261,6 +223,30 @@ class Store:
                 values |= {"outcome": "cancelled"} | end_lines(connection, batch)
             set_batch(connection, batch_id, values)
             return get_row(connection, BATCHES, batch_id)
+
+    def page(
+        self,
+        table: Table,
+        *,
+        limit: int,
+        after: str | None = None,
+        newest_first: bool = True,
+        purpose: str | None = None,
+        caller: str | None = None,
+    ) -> Page:
+        """Return a page of the files or the batches; ``after`` is the last id of the page before."""
+        at, row_id = table.c.created_at, table.c.id
+        query = _rows_of(table, caller)
+        if purpose is not None:
+            query = query.where(table.c.purpose == purpose)
+        with self.database.read() as connection:
+            if after is not None:
+                last = get_row(connection, table, after, param="after", caller=caller)
+                place, last_place = tuple_(at, row_id), tuple_(last["created_at"], last["id"])
+                query = query.where(place < last_place if newest_first else place > last_place)
+            order = (at.desc(), row_id.desc()) if newest_first else (at, row_id)
+            rows = connection.execute(query.order_by(*order).limit(limit + 1)).mappings().all()
+        return Page(rows[:limit], len(rows) > limit)
 
     def _remove_leftovers(self) -> None:
         with self.database.write() as connection:
@@ -284,9 +270,7 @@ def get_row(
     Raises:
         ApiError: There is none that belongs to the caller; the error names the request's field ``param``.
     """
-    query = select(table).where(table.c.id == row_id)
-    if caller is not None:
-        query = query.where(table.c.caller == caller)
+    query = _rows_of(table, caller).where(table.c.id == row_id)
     row = None
     if row_id.isascii() and row_id.isprintable():  # as ids are; not every database takes every other text
         row = connection.execute(query.with_for_update() if lock else query).mappings().first()
@@ -294,6 +278,11 @@ def get_row(
         kind = "file" if table is FILES else "batch"
         raise ApiError(f"there is no {kind} {row_id!r}", status=404, param=param, code=f"{kind}_not_found")
     return row
+
+
+def _rows_of(table: Table, caller: str | None) -> Select[Any]:
+    query = select(table)
+    return query if caller is None else query.where(table.c.caller == caller)
 
 
 def set_batch(connection: Connection, batch_id: str, values: Mapping[str, Any]) -> None:
@@ -336,27 +325,3 @@ def _is_read(connection: Connection, file_id: str) -> bool:
     """Tell whether a batch that is not finished reads a file."""
     query = select(BATCHES.c.id).where(BATCHES.c.input_file_id == file_id, BATCHES.c.status.in_(UNFINISHED))
     return connection.execute(query.limit(1)).first() is not None
-
-
-def _page(
-    connection: Connection,
-    table: Table,
-    limit: int,
-    after: str | None,
-    newest_first: bool,
-    caller: str | None,
-    purpose: str | None = None,
-) -> Page:
-    at, row_id = table.c.created_at, table.c.id
-    query = select(table)
-    if caller is not None:
-        query = query.where(table.c.caller == caller)
-    if purpose is not None:
-        query = query.where(table.c.purpose == purpose)
-    if after is not None:
-        last = get_row(connection, table, after, param="after", caller=caller)
-        place, last_place = tuple_(at, row_id), tuple_(last["created_at"], last["id"])
-        query = query.where(place < last_place if newest_first else place > last_place)
-    order = (at.desc(), row_id.desc()) if newest_first else (at, row_id)
-    rows = connection.execute(query.order_by(*order).limit(limit + 1)).mappings().all()
-    return Page(rows[:limit], len(rows) > limit)

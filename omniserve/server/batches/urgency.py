@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from omniserve.server.batches.store import Row
+from omniserve.server.batches.database import Row
 
 # What a line takes is the mean over so many seconds and lines at least.
 _MIN_SPAN_S = 60.0
@@ -69,14 +69,10 @@ def predict(open_lines: Sequence[tuple[int, float | None]], num_slots: int) -> l
 
 
 def num_urgent(remaining_s: float, left_s: float, concurrency: int) -> int:
-    """Return how many lines of a batch are to run as latency-sensitive requests at a time.
+    """Return how many lines of a batch, of ``concurrency`` lines at a time, are to run as latency-sensitive requests.
 
-    The share of the concurrency that is missing: none if the prediction is within the window, all if that is over.
-
-    Args:
-        remaining_s: What was predicted.
-        left_s: Of the window.
-        concurrency: Lines that run at a time.
+    It is the share of the speed that is missing: none if the predicted ``remaining_s`` is within what is left of the
+    window, all if that is over.
     """
     usable_s = _USABLE * left_s
     if remaining_s <= usable_s:
@@ -85,11 +81,7 @@ def num_urgent(remaining_s: float, left_s: float, concurrency: int) -> int:
 
 
 class Urgency:
-    """Says which batches are late, and by how much.
-
-    Args:
-        concurrency: Lines that run at a time.
-    """
+    """Says which batches are late, and by how much; ``concurrency`` lines run at a time."""
 
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency
@@ -99,10 +91,7 @@ class Urgency:
     def judge(self, now: float, batches: Sequence[Row], num_running: Mapping[str, int]) -> dict[str, int]:
         """Return how many lines of each late batch should hurry, if each batch waits for those that expire before it.
 
-        Args:
-            now: The database's time.
-            batches: All that are in progress, in the order in which their lines run.
-            num_running: Lines of each batch that run.
+        ``now`` is the database's time; the batches are all that are in progress, in the order in which their lines run.
         """
         self._paces = {batch["id"]: self._paces.get(batch["id"]) or Pace() for batch in batches}
         self._num_running.append(sum(num_running.get(batch["id"], 0) for batch in batches))
