@@ -141,11 +141,10 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 class RemoteError(Exception):
-    """The server did not do what it was asked to; the message is its own."""
+    """The server did not do what it was asked to; the message is its own.
 
-
-class RemoteNotReady(RemoteError):
-    """The server is not there, or says that it cannot answer now, but in ``retry_after_s`` if that is known."""
+    ``retry_after_s`` is for errors that may pass: when the server asks to be asked again, or 0.
+    """
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -180,11 +179,11 @@ class RemoteBatches:
             pause_s = _POLL_S
             try:
                 batch = self.ask("GET", f"/batches/{batch_id}")
-            except RemoteNotReady as error:
-                if answered_s is None or time.monotonic() - answered_s > _PATIENCE_S:
+            except RemoteError as error:
+                is_away = answered_s is not None and time.monotonic() - answered_s <= _PATIENCE_S
+                if error.retry_after_s is None or not is_away:
                     raise
-                if error.retry_after_s is not None:
-                    pause_s = min(max(error.retry_after_s, _POLL_S), _LONGEST_PAUSE_S)
+                pause_s = min(max(error.retry_after_s, _POLL_S), _LONGEST_PAUSE_S)
             else:
                 answered_s = time.monotonic()
                 on_progress(batch)
@@ -213,11 +212,10 @@ class RemoteBatches:
             response = self._http.request(method, path, **content)
         except httpx.HTTPError as error:
             message = f"{self._http.base_url}: {error}; is the server there? see --url"
-            raise (RemoteNotReady if isinstance(error, httpx.TransportError) else RemoteError)(message) from None
+            raise RemoteError(message, 0.0 if isinstance(error, httpx.TransportError) else None) from None
         if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-            after = response.headers.get("retry-after", "")
-            # A date is not understood.
-            raise RemoteNotReady(_message(response), float(after) if after.isascii() and after.isdigit() else None)
+            after = response.headers.get("retry-after", "")  # of which a date is not understood
+            raise RemoteError(_message(response), float(after) if after.isascii() and after.isdigit() else 0.0)
         if not response.is_success:
             raise RemoteError(_message(response))
         found: dict[str, Any] = response.json()

@@ -1,4 +1,4 @@
-"""The database: its tables, transactions, whose clock counts, and what its errors mean to a client.
+"""The database: its tables, its transactions and its clock, and what its errors mean to a client.
 
 Times are seconds since 1970, JSON is text: the same on every database.
 """
@@ -33,9 +33,9 @@ _MIGRATED_VERSION = 2
 SCHEMA_VERSION = 3
 
 TIMED_STATUSES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-"""States of a batch whose begin is kept, in the order in which clients see them."""
-# States of a batch in which it is still worked on; the others are final.
+"""States of a batch of which the table has the time at which they began."""
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
+"""States of a batch that has not ended; the others are final."""
 
 
 class LineState(IntEnum):
@@ -142,7 +142,7 @@ SQLite takes the younger one. It came after the tables did, and a database witho
 
 
 class StorageError(ApiError):
-    """Database or disk do not do what they should; nothing of the failed operation was kept."""
+    """Database or disk have failed; nothing of the failed operation was kept."""
 
 
 def storage_full(reason: object) -> StorageError:
@@ -186,13 +186,13 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
         """Open a transaction that changes something: all of it is kept, or nothing."""
-        with self.told(), self._engine.begin() as connection:
+        with self.storage_errors(), self._engine.begin() as connection:
             yield connection
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
         """Open a transaction that changes nothing."""
-        with self.told(), self._reading.begin() as connection:
+        with self.storage_errors(), self._reading.begin() as connection:
             yield connection
 
     def now(self, connection: sa.Connection) -> float:
@@ -206,15 +206,15 @@ class Database:
         self._engine.dispose()
 
     def connect(self) -> sa.Connection:
-        """Return a connection of its own, without transactions, that is closed and not given to others after use."""
-        with self.told():
+        """Return a connection outside of the pool, without transactions."""
+        with self.storage_errors():
             connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
             connection.detach()
             return connection
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Let errors of the database be StorageErrors."""
+    def storage_errors(self) -> Iterator[None]:
+        """Raise StorageError for errors of the database."""
         try:
             yield
         except exc.SQLAlchemyError as error:

@@ -1,4 +1,4 @@
-"""Where batches and files lie; files on the disk: complete or not there, whatever happens while they are written."""
+"""The data folder, and files in it: complete or not there, whatever happens while they are written."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class FileFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with told(folder):
+        with storage_errors(folder):
             new = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             for path in new:
@@ -104,7 +104,7 @@ class FileFolder:
     def write(self, file_id: str, parts: Iterable[bytes]) -> int:
         """Write a file; return its size. It is under its name only when all of it is on the disk."""
         unfinished = self._unfinished()
-        with told(self._folder):
+        with storage_errors(self._folder):
             try:
                 with unfinished.open("wb") as file:
                     for part in parts:
@@ -119,7 +119,7 @@ class FileFolder:
         return num_bytes
 
     def path(self, file_id: str, num_bytes: int) -> Path:
-        """Return where a file lies that was written with so many bytes."""
+        """Return the path of a file; ``num_bytes`` is its size as it was written."""
         path = self._folder / file_id
         with _undamaged(path):
             found = path.stat().st_size
@@ -145,12 +145,12 @@ class FileFolder:
 
     def remove(self, file_id: str) -> None:
         """Remove a file that no row names any more; it may be gone already."""
-        with told(self._folder):
+        with storage_errors(self._folder):
             (self._folder / file_id).unlink(missing_ok=True)
 
     def remove_abandoned(self) -> None:
-        """Remove what processes left behind that died while they wrote."""
-        with told(self._folder):
+        """Remove half-written files of processes that died."""
+        with storage_errors(self._folder):
             for path in self._folder.glob(f"{_UNFINISHED}*"):
                 with suppress(FileNotFoundError):  # another server was faster
                     if path.stat().st_mtime < time.time() - _ABANDONED_AFTER_S:
@@ -176,8 +176,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def told(folder: Path) -> Iterator[None]:
-    """Let errors of writing below a folder be StorageErrors that say what to do."""
+def storage_errors(folder: Path) -> Iterator[None]:
+    """Raise StorageError, which says what to do, for errors of writing below a folder."""
     try:
         yield
     except OSError as error:
@@ -194,7 +194,7 @@ def told(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _undamaged(path: Path) -> Iterator[None]:
-    """Let errors of reading a file say that it is damaged."""
+    """Raise StorageError for errors of reading a file."""
     try:
         yield
     except OSError as error:

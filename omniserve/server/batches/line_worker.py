@@ -1,4 +1,7 @@
-"""The work on lines: start as many as there is room for, hand in what is done, and let those of late batches hurry."""
+"""Runs lines: as many as there is room for; saves their results, and escalates lines of late batches.
+
+An escalated line runs as a latency-sensitive request.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ T = TypeVar("T")
 
 
 class OneThread:
-    """A thread for what blocks: one call after the other."""
+    """A thread that runs blocking calls, one after the other."""
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -43,7 +46,7 @@ class OneThread:
 
 @dataclass(slots=True, eq=False)
 class RunningLine:
-    """A line that takes a place, until its result is in the database or it may be tried again."""
+    """A line that is counted as running, until its result is in the database or it may be tried again."""
 
     line: PendingLine
     raw: bytes
@@ -69,11 +72,11 @@ class LineWorker:
         self._owner = owner
         self._done = done
         self.changed = asyncio.Event()
-        """Set when there may be lines to start or results to hand in: time to ``work``."""
+        """Set when there may be lines to start or results to save: time to ``work``."""
         self._concurrency = service.limits.batch_concurrency
         self._thread = OneThread("batch-lines")
         self._running: dict[LineKey, RunningLine] = {}
-        """The lines that have a place, in the order in which they began."""
+        """In the order in which they began."""
         self._results: list[LineResult] = []
         self._not_run: list[tuple[RunningLine, RunAgain]] = []
         self._urgency = Urgency(self._concurrency)
@@ -81,8 +84,8 @@ class LineWorker:
         """The number of lines of each late batch that should run as LS requests, in the order of expiry."""
 
     async def work(self) -> None:
-        """Hand in what is done, and start what there is room for."""
-        await self._hand_in()
+        """Save results, and start as many lines as there is room for."""
+        await self._save_results()
         if len(self._running) < self._concurrency:
             try:
                 self._service.check_open()
@@ -105,10 +108,10 @@ class LineWorker:
         await self._drop([entry for entry in self._running.values() if batch_id in (None, entry.line.batch_id)])
 
     async def stop(self) -> None:
-        """Stop all lines, and hand in what is done; it is lost if that fails."""
+        """Stop all lines, and save results, which are lost if that fails."""
         await self.drop()
         try:
-            await self._hand_in()
+            await self._save_results()
         finally:
             await self._thread.stop()
 
@@ -124,7 +127,7 @@ class LineWorker:
         self._running |= {entry.line.key: entry for entry in entries}
         try:
             await self._escalate(entries)
-        finally:  # at any rate: they have their places
+        finally:  # at any rate: they are counted as running
             for entry in entries:
                 self._start(entry)
         for batch_id, error in unreadable.items():
@@ -160,8 +163,8 @@ class LineWorker:
             self._not_run.append((entry, result))
         self.changed.set()
 
-    async def _hand_in(self) -> None:
-        """Bring results to the database, together; they stay here until they are there."""
+    async def _save_results(self) -> None:
+        """Save results, all in one transaction; they are kept here until it has succeeded."""
         if results := list(self._results):
             await self._thread.run(self._owner.save, results)
             del self._results[: len(results)]
@@ -177,7 +180,7 @@ class LineWorker:
             asyncio.get_running_loop().call_later(again.delay_s, self._free, entry)
 
     def _free(self, entry: RunningLine) -> None:
-        """Let another line have the place; this one is pending again."""
+        """Make room for another line; this one is pending again."""
         if self._running.get(entry.line.key) is entry:
             del self._running[entry.line.key]
         self.changed.set()
@@ -193,19 +196,19 @@ class LineWorker:
                 self._free(entry)
 
     def _has_waiting(self, batch: Row) -> bool:
-        """Whether a line of a batch could be started; not one that may be what ends the engine, which has to wait."""
+        """Tell whether a batch has a line that could be started; suspects, which have to wait, do not count."""
         held = [entry for entry in self._running.values() if entry.line.batch_id == batch["id"]]
         num_open = batch["total"] - batch["completed"] - batch["failed"] - batch["num_suspects"]
         return not self._owner.is_put_off(batch["id"]) and num_open > sum(not entry.line.is_suspect for entry in held)
 
     def _lacking(self) -> Mapping[str, int]:
-        """Return how many more lines of late batches should hurry than do, if any."""
-        hurrying = Counter(entry.line.batch_id for entry in self._running.values() if entry.escalated)
-        lacking = {batch_id: number - hurrying[batch_id] for batch_id, number in self._urgent.items()}
+        """Return, for each late batch with too few escalated lines, how many more there should be."""
+        num_escalated = Counter(entry.line.batch_id for entry in self._running.values() if entry.escalated)
+        lacking = {batch_id: number - num_escalated[batch_id] for batch_id, number in self._urgent.items()}
         return {batch_id: number for batch_id, number in lacking.items() if number > 0}
 
     async def _escalate(self, entries: Sequence[RunningLine]) -> None:
-        """Let the first of these lines, not started yet, run as latency-sensitive requests as far as is urgent."""
+        """Escalate the first of these lines, not started yet, as far as their batches lack escalated lines."""
         chosen: list[RunningLine] = []
         room = dict(self._lacking())
         for entry in entries:
@@ -219,11 +222,10 @@ class LineWorker:
                 entry.escalated = True
 
     async def _make_way(self, waiting: set[str]) -> None:
-        """Where a late batch has too few lines that hurry, let one that runs begin again as one that does.
+        """For each late batch with too few escalated lines, start its oldest running line again, escalated.
 
-        It is the oldest of the batch. If none of its lines run, and it is among those of which one is ``waiting`` for a
-        place, one of another batch gives way: the next to start is of this one. What was computed is lost, so it is one
-        at a time.
+        If none of its lines run, and the batch is among those ``waiting`` for room, a line of another batch is stopped:
+        the next one to start is of the late batch. What was computed is lost, so it is one line at a time.
         """
         for batch_id in self._lacking():
             calm = [entry for entry in self._running.values() if entry.is_computed and not entry.escalated]

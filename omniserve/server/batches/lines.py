@@ -28,12 +28,12 @@ NO_TEXT = re.compile("[\0\ud800-\udfff]")
 """Characters that databases refuse as text: NUL, and single surrogates."""
 _FIELDS = ("custom_id", "method", "url", "body")
 MAX_ENGINE_STOPS = SUSPECT_STOPS + 1
-"""As often may the engine end while a line runs; then the line is what ends it, as far as one can know.
+"""After so many ends of the engine while a line ran, the line is taken for their cause.
 
-Not more often than the engine is started again in a row.
+At most as many as the engine is started again in a row.
 """
 ESCALATED_TIER = "default"
-"""The tier of a line that hurries."""
+"""The service tier of an escalated line."""
 _RETRY_S = 1.0
 
 LineKey = tuple[str, int]

@@ -116,14 +116,14 @@ class AdvisoryLock:
         }
         # Not every version of PostgreSQL has each.
         query = text("select set_config(name, :value, false) from pg_settings where name = :name")
-        with self._database.told():
+        with self._database.storage_errors():
             for name, value in settings.items():
                 connection.execute(query, {"name": name, "value": value})
         return connection
 
     def _is(self, query: str) -> bool:
         assert self._connection is not None
-        with self._database.told():
+        with self._database.storage_errors():
             return bool(self._connection.execute(text(query), self._key).scalar_one())
 
 

@@ -123,7 +123,7 @@ class Owner:
             return connection.execute(query.order_by(BATCHES.c.created_at).limit(1)).mappings().first()
 
     def accept_lines(self, batch_id: str, lines: Sequence[CheckedLine]) -> bool:
-        """Enter the lines of a batch that was found right; False if it was cancelled meanwhile."""
+        """Add the lines of a batch whose input is valid; False if it was cancelled meanwhile."""
         with self.write() as connection:
             if _locked(connection, batch_id, "validating") is None:
                 return False

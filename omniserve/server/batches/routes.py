@@ -23,7 +23,7 @@ from starlette.types import Message
 from omniserve.server import answer_models
 from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.database import BATCHES, FILES, TIMED_STATUSES, Row, StorageError
-from omniserve.server.batches.files import BatchSettings, read_parts, told
+from omniserve.server.batches.files import BatchSettings, read_parts, storage_errors
 from omniserve.server.batches.lines import ESCALATED_TIER, NO_TEXT
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.store import NewBatch, NewFile, Page, Store
@@ -326,7 +326,7 @@ async def _form(request: Request, limits: Limits) -> AsyncIterator[FormData]:
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":
         raise ApiError(f"the body must be multipart/form-data with the file in its field 'file'; got {kind!r}")
     try:
-        with told(Path(tempfile.gettempdir())):
+        with storage_errors(Path(tempfile.gettempdir())):
             form = await _limited(request, limits).form(max_files=1, max_fields=8)
     except HTTPException as error:
         raise ApiError(f"the form cannot be read: {error.detail}", status=error.status_code) from None

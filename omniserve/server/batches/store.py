@@ -1,4 +1,4 @@
-"""What lasts, and what clients do with it: files and batches that they create, list, read, cancel and delete.
+"""Files and batches, which outlive the process, and what clients do with them: create, list, read, cancel, delete.
 
 A file on the disk has one row: among the files that are known, or among the *leftovers*, which clients do not see: not
 yet, or not any more. A sweep removes leftovers.

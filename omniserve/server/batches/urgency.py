@@ -1,4 +1,4 @@
-"""Predicts which batches miss their window, and how many of their lines have to run as LS requests."""
+"""Predicts which batches will miss their window, and how many of their lines have to run as LS requests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MIN_SPAN_S = 60.0
 _MIN_LINES = 20
 # Share of the time that is left within which all lines are to be done.
 _USABLE = 0.9
-# So many looks back (one a second) it is seen how many lines run at a time: between two looks there may be a gap.
+# The number of lines that run at a time is the largest of the last so many looks, one a second.
 _LOOKS = 5
 
 
 class Pace:
-    """How long a line of one batch takes; while none of them runs, nothing is learned."""
+    """Measures how long a line of one batch takes; while none of them runs, it learns nothing."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float, int]] = deque()
@@ -29,7 +29,7 @@ class Pace:
         self._num_running = 0
 
     def add(self, now_s: float, num_done: int, num_running: int) -> None:
-        """Take note of how many lines are done now, and how many run."""
+        """Note how many lines are done now, and how many run."""
         samples = self._samples
         if samples:
             self._busy_s += max(num_running, self._num_running) * (now_s - self._now_s)
@@ -51,20 +51,18 @@ class Pace:
         return (self._busy_s - busy_before_s) / num_done if num_done and self._busy_s > busy_before_s else None
 
 
-def predict(open_lines: Sequence[tuple[int, float | None]], num_slots: int) -> list[float]:
-    """Return how many seconds it takes until each of some batches is done, one after the other.
+def predict(open_lines: Sequence[tuple[int, float | None]], concurrency: int) -> list[float]:
+    """Return how many seconds it takes until each batch is done, if they run one after the other.
 
-    Args:
-        open_lines: Of each batch, in their order: how many lines are not done, and what one takes. Where that is not
-            known, the others' is taken; if that of none is known, nothing is predicted: 0.
-        num_slots: Lines that run at a time.
+    ``open_lines`` has, for each batch, the number of its lines that are not done, and the seconds that one takes. Where
+    these are not known, the mean of the other batches is taken; without any, the prediction is 0.
     """
     known = [line_s for _, line_s in open_lines if line_s is not None]
     usual_s, work_s, predicted = fmean(known) if known else 0.0, 0.0, []
     for number, line_s in open_lines:
         each_s = usual_s if line_s is None else line_s
         work_s += number * each_s
-        predicted.append(max(work_s / max(num_slots, 1), each_s))
+        predicted.append(max(work_s / max(concurrency, 1), each_s))
     return predicted
 
 
@@ -89,7 +87,7 @@ class Urgency:
         self._num_running: deque[int] = deque(maxlen=_LOOKS)
 
     def judge(self, now: float, batches: Sequence[Row], num_running: Mapping[str, int]) -> dict[str, int]:
-        """Return how many lines of each late batch should hurry, if each batch waits for those that expire before it.
+        """Return how many lines of each late batch to escalate, if each batch waits for those that expire before.
 
         ``now`` is the database's time; the batches are all that are in progress, in the order in which their lines run.
         """
