@@ -19,7 +19,7 @@ import uvicorn
 from omniserve.core.errors import EngineStopped
 from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
-from omniserve.server.batches.serving import BatchServing
+from omniserve.server.batches.routes import BatchServing
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker

@@ -11,10 +11,10 @@ from typing import Literal
 from omniserve.core.options import make_options
 from omniserve.core.request import ClassSpec
 from omniserve.launch.dataclass_flags import add_field_flags, add_former_flags, add_options_flag
-from omniserve.server.batches.settings import BatchSettings
+from omniserve.server.batches.files import BatchSettings
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
-from omniserve.server.limits import MIB, Limits
+from omniserve.server.limits import Limits
 from omniserve.server.protocol import class_of_tier
 from omniserve.server.traces import checked_endpoint
 
@@ -43,7 +43,7 @@ class ServerOptions:
     """Send an OpenTelemetry trace of each request to this collector, such as http://127.0.0.1:4318 (default:
     OTEL_EXPORTER_OTLP_ENDPOINT, if set)."""
     batches: BatchSettings = field(default_factory=BatchSettings)
-    """How batches are kept and run."""
+    """Where batches are kept."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least level of what is logged."""
     log_format: Literal["text", "json"] = "text"
@@ -124,20 +124,13 @@ def options_from(
     Raises:
         ValueError: A flag's value does not fit; the message names it.
     """
-    limits = limits_from(args)
-    batches = BatchSettings(
-        **{name: getattr(args, name) for name in _BATCH_FIELDS},
-        concurrency=limits.batch_concurrency,
-        max_lines=limits.batch_max_lines,
-        max_file_bytes=int(limits.max_file_mib * MIB),
-    )
     return ServerOptions(
         tokenizer=tokenizer,
         model_name=model_name,
         keys=_keys(args.api_key or (), args.api_key_file or (), classes),
-        limits=limits,
+        limits=limits_from(args),
         cors_origins=tuple(args.cors_origin or ()),
-        batches=batches,
+        batches=BatchSettings(**{name: getattr(args, name) for name in _BATCH_FIELDS}),
         **{name: getattr(args, name) for name in _FIELDS},
     )
 
