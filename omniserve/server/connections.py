@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from omniserve.server.errors import ApiError
-from omniserve.server.logs import access_logger, request_id
+from omniserve.server.process import access_logger, request_id
 from omniserve.server.traces import TRACED_PATHS, FinishedCall, Traces
 
 logger = logging.getLogger(__name__)

@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,9 +18,11 @@ import zmq
 from omniserve.core.errors import EngineStopped
 from omniserve.core.request import Request, RequestOutput
 from omniserve.core.stats import EngineStats
-from omniserve.server import logs, wire
-from omniserve.server.engine_process import EngineMaker, run_engine_process
+from omniserve.server import engine_process
+from omniserve.server.engine_process import EngineInfo, EngineMaker
 from omniserve.server.errors import ApiError
+from omniserve.server.process import request_id as http_request_id
+from omniserve.server.process import set_engine_environment
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class EngineClient:
         """Why the engine stopped; None while it is well."""
         self.stopped = asyncio.Event()
 
-    async def start(self, on_progress: Callable[[str], None]) -> wire.EngineInfo:
+    async def start(self, on_progress: Callable[[str], None]) -> EngineInfo:
         """Start the process; return when the engine is ready.
 
         Raises:
@@ -101,7 +102,7 @@ class EngineClient:
             self.stopped.set()
             raise EngineStopped(self.failure) from error
         loop = asyncio.get_running_loop()
-        ready: asyncio.Future[wire.EngineInfo] = loop.create_future()
+        ready: asyncio.Future[EngineInfo] = loop.create_future()
         # Not zmq.asyncio, whose futures cost more than all the rest of a token's way through this process.
         self._outputs_fd = int(self._outputs.getsockopt(zmq.FD))
         loop.add_reader(self._outputs_fd, self._read, ready, on_progress)
@@ -128,7 +129,7 @@ class EngineClient:
             self._commands.setsockopt(zmq.SNDHWM, 0)
             self._commands.bind(f"ipc://{directory}/commands")
             self._process = multiprocessing.get_context("spawn").Process(
-                target=run_engine_process,
+                target=engine_process.run_engine_process,
                 args=(
                     self._make_engine,
                     f"ipc://{directory}/commands",
@@ -139,7 +140,7 @@ class EngineClient:
                 name="omniserve-engine",
                 daemon=True,
             )
-            set_engine_environment(os.environ)
+            set_engine_environment()
             self._process.start()
             self._launched = made.pop_all()
 
@@ -158,7 +159,7 @@ class EngineClient:
             raise EngineStopped(self.failure or "the engine has stopped")
         assert request.request_id is not None
         self._queues[request.request_id] = queue
-        num_bytes = self._send(wire.Add(request, arrival_s, logs.request_id.get())) + _BYTES_BESIDE
+        num_bytes = self._send(engine_process.Add(request, arrival_s, http_request_id.get())) + _BYTES_BESIDE
         self._untaken[request.request_id] = num_bytes
         self._num_untaken_bytes += num_bytes
 
@@ -178,7 +179,7 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         """End a request; nothing more is heard of it. Unknown and finished ones are ignored."""
         if self._queues.pop(request_id, None) is not None and not self.stopped.is_set():
-            self._send(wire.Abort(request_id))
+            self._send(engine_process.Abort(request_id))
 
     async def stats(self, timeout_s: float = 5.0) -> EngineStats:
         """Ask the engine for its statistics; it answers between two steps, all callers at once.
@@ -191,7 +192,7 @@ class EngineClient:
             raise EngineStopped(self.failure or "the engine has stopped")
         if self._stats is None:  # in a long step another question would only make the queue longer
             self._stats = asyncio.get_running_loop().create_future()
-            self._send(wire.AskStats())
+            self._send(engine_process.AskStats())
         return await asyncio.wait_for(asyncio.shield(self._stats), timeout_s)
 
     async def close(self) -> None:
@@ -202,7 +203,7 @@ class EngineClient:
         if not self._ready:
             self._process.kill()  # it loads a model and hears nothing
         elif self._process.is_alive() and not self.stopped.is_set():
-            self._send(wire.Close())
+            self._send(engine_process.Close())
         await asyncio.to_thread(self._process.join, _CLOSE_S)
         if self._process.is_alive():
             self._process.kill()
@@ -245,9 +246,9 @@ class EngineClient:
                 self.kill()
                 return
 
-    def _send(self, message: wire.Command) -> int:
+    def _send(self, message: engine_process.Command) -> int:
         """Return how many bytes were sent."""
-        data = wire.encode(message)
+        data = engine_process.encode(message)
         try:
             self._commands.send(data, zmq.NOBLOCK)
         except zmq.Again:
@@ -259,32 +260,32 @@ class EngineClient:
     def _taken(self, request_id: str) -> None:
         self._num_untaken_bytes -= self._untaken.pop(request_id)
 
-    def _read(self, ready: asyncio.Future[wire.EngineInfo], on_progress: Callable[[str], None]) -> None:
+    def _read(self, ready: asyncio.Future[EngineInfo], on_progress: Callable[[str], None]) -> None:
         """Handle every message that is there: the descriptor tells of new ones only once all were taken."""
         while True:
             try:
-                report = wire.decode_report(self._outputs.recv(zmq.NOBLOCK))
+                report = engine_process.decode_report(self._outputs.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
             match report:
-                case wire.Step(accepted, outputs):
+                case engine_process.Step(accepted, outputs):
                     for request_id, predicted_ttft_s in accepted:
                         self._taken(request_id)
                         self._deliver(request_id, Accepted(predicted_ttft_s))
                     for output in outputs:
                         self._deliver(output.request_id, output)
-                case wire.Refused(request_id):
+                case engine_process.Refused(request_id):
                     self._taken(request_id)
                     self._deliver(request_id, report.error)
-                case wire.Stats(stats):
+                case engine_process.Stats(stats):
                     assert self._stats is not None
                     self._stats.set_result(stats)
                     self._stats = None
-                case wire.Progress(text):
+                case engine_process.Progress(text):
                     on_progress(text)
-                case wire.Ready(info):
-                    ready.set_result(info)
-                case wire.Failed(reason):
+                case EngineInfo():
+                    ready.set_result(report)
+                case engine_process.Failed(reason):
                     self._fail(reason)
 
     def _deliver(self, request_id: str, item: Accepted | RequestOutput | Exception) -> None:
@@ -319,22 +320,6 @@ class EngineClient:
             self._stats.set_exception(EngineStopped(reason))
             self._stats.exception()  # the caller may have given up
             self._stats = None
-
-
-def set_engine_environment(environment: Any) -> None:
-    """Set what torch reads when it is imported; a spawned process inherits it. What is set already stays.
-
-    OpenMP threads spin for a few microseconds between the many short loops of a step, then sleep. Sleeping at once
-    costs a wake-up per loop and doubles a small step; spinning for long (the default) takes cores that others need.
-    Compiled code is kept between runs, so that only the first start compiles.
-    """
-    defaults: Mapping[str, str] = {
-        "GOMP_SPINCOUNT": "10000",
-        "TORCHINDUCTOR_CACHE_DIR": str(Path.home() / ".cache" / "omniserve" / "inductor"),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    for name, value in defaults.items():
-        environment.setdefault(name, value)
 
 
 @contextlib.contextmanager

@@ -23,8 +23,7 @@ from omniserve.server.batches.serving import BatchServing
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
-from omniserve.server.garbage import GarbageCollector
-from omniserve.server.logs import set_up_logs
+from omniserve.server.process import GarbageCollector, set_up_logs
 from omniserve.server.server_flags import ServerOptions
 from omniserve.server.service import Service
 from omniserve.server.supervisor import EngineSupervisor

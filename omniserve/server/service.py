@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 from omniserve.core.request import SamplingParams
 from omniserve.server.engine_client import EngineClient
+from omniserve.server.engine_process import EngineInfo
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
 from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.metrics import ServerMetrics
@@ -15,7 +16,6 @@ from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, class_of_tier
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
-from omniserve.server.wire import EngineInfo
 
 # As many tokens as /v1/completions of OpenAI gives when the request does not say.
 _DEFAULT_COMPLETION_TOKENS = 16

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from omniserve.core.errors import EngineStopped
 from omniserve.server.engine_client import EngineClient
-from omniserve.server.engine_process import EngineMaker
-from omniserve.server.wire import EngineInfo
+from omniserve.server.engine_process import EngineInfo, EngineMaker
 
 logger = logging.getLogger(__name__)
 

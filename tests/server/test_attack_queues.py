@@ -13,8 +13,8 @@ from fake_engine import FakeLoader
 from omniserve.core.request import Request, SamplingParams
 from omniserve.server import engine_client
 from omniserve.server.engine_client import EngineClient
+from omniserve.server.engine_process import AskStats
 from omniserve.server.errors import ApiError
-from omniserve.server.wire import AskStats
 
 
 class CountingClient(EngineClient):
