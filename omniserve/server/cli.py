@@ -1,19 +1,86 @@
-"""The command line of ``python -m omniserve.server``."""
+"""The command line of ``python -m omniserve.server``: its flags, and what they say how to serve."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
+from omniserve.core.options import make_options
+from omniserve.core.request import ClassSpec
+from omniserve.launch.dataclass_flags import add_field_flags, add_former_flags, add_options_flag
 from omniserve.launch.flags import add_engine_flags, config_from, flag_text
 from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader, builtin_model_path
-from omniserve.server.server_flags import ServerOptions, add_server_flags, options_from
+from omniserve.server.batches.settings import BatchSettings
+from omniserve.server.errors import ApiError
+from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
+from omniserve.server.limits import MIB, Limits
+from omniserve.server.protocol import class_of_tier
 from omniserve.server.settings import settings_parser, settings_text
+from omniserve.server.traces import checked_endpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOptions:
+    """Options of a server that do not concern its engine."""
+
+    tokenizer: str
+    """Folder or hub id of the tokenizer."""
+    model_name: str
+    """The name that the model is served under."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    keys: KeyRing | None = None
+    """Keys of those that may call; None: calls need no key."""
+    guard_all: bool = False
+    """Ask for a key for /health and /metrics, too."""
+    limits: Limits = field(default_factory=Limits)
+    """Upper bounds."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of pages that may call from a browser."""
+    otlp_endpoint: str | None = None
+    """Send an OpenTelemetry trace of each request to this collector, such as http://127.0.0.1:4318 (default:
+    OTEL_EXPORTER_OTLP_ENDPOINT, if set)."""
+    batches: BatchSettings = field(default_factory=BatchSettings)
+    """How batches are kept and run."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level of what is logged."""
+    log_format: Literal["text", "json"] = "text"
+    """json: an object a line, and a line for each request."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port must be in 0..65535, got {self.port}")
+        if self.guard_all and self.keys is None:
+            raise ValueError("--guard-all needs keys; give --api-key or --api-key-file")
+        if self.otlp_endpoint is not None:
+            checked_endpoint(self.otlp_endpoint)
+
+
+_FIELDS = ("host", "port", "guard_all", "otlp_endpoint", "log_level", "log_format")
+_BATCH_FIELDS = ("data_dir", "database_url")
+
+FORMER_FLAGS = {
+    "--no-profile": "--profile none",
+    "--shutdown-timeout": "--limit shutdown_timeout_s=...",
+    "--profile-time-limit": "--limit profile_time_limit_s=...",
+    "--stall-timeout": "--limit stall_timeout_s=...",
+} | {
+    f"--{name.replace('_', '-')}": f"--limit {name}=..."
+    for name in (
+        "max_body_mib", "max_queued_requests", "max_unread_tokens", "max_connections", "engine_restarts",
+        "batch_concurrency", "batch_max_lines", "max_file_mib",
+    )
+}  # fmt: skip
+"""Flags that are gone, and what to give instead."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; its defaults for the engine are EngineConfig's."""
+    """Return the parser; its defaults are those of EngineConfig and ServerOptions."""
     parser = settings_parser(
         prog="python -m omniserve.server", description="Serve a model behind OpenAI's API, for classes of requests."
     )
@@ -25,8 +92,73 @@ def build_parser() -> argparse.ArgumentParser:
         help="latency profile (default: the cached one, or made now); none: no latency is predicted, and no objective "
         "enforced",
     )
-    add_server_flags(parser)
+    add_field_flags(parser, ServerOptions, _FIELDS)
+    add_field_flags(parser, BatchSettings, _BATCH_FIELDS)
+    parser.add_argument(
+        "--api-key", action="append", metavar="KEY", help="ask every caller for this key, or another; repeat it"
+    )
+    parser.add_argument(
+        "--api-key-file",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="YAML or JSON: a list of keys with name, key or its sha256, and if wanted tier (the highest "
+        "service_tier), requests_per_minute and tokens_per_minute; repeat it",
+    )
+    parser.add_argument(
+        "--cors-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="pages of this origin may call from a browser, * for all; repeat it (default: none)",
+    )
+    add_options_flag(parser, "--limit", [Limits], "an upper bound, such as max_connections=100")
+    add_former_flags(parser, FORMER_FLAGS)
     return parser
+
+
+def options_from(
+    args: argparse.Namespace, *, tokenizer: str, model_name: str, classes: Sequence[ClassSpec]
+) -> ServerOptions:
+    """Return the options that the parsed flags ask for; the classes are the engine's, highest priority first.
+
+    Raises:
+        ValueError: A flag's value does not fit; the message names it.
+    """
+    limits = make_options(Limits, dict(args.limit or ()), owner="--limit")
+    batches = BatchSettings(
+        **{name: getattr(args, name) for name in _BATCH_FIELDS},
+        concurrency=limits.batch_concurrency,
+        max_lines=limits.batch_max_lines,
+        max_file_bytes=int(limits.max_file_mib * MIB),
+    )
+    return ServerOptions(
+        tokenizer=tokenizer,
+        model_name=model_name,
+        keys=_keys(args.api_key or (), args.api_key_file or (), classes),
+        limits=limits,
+        cors_origins=tuple(args.cors_origin or ()),
+        batches=batches,
+        **{name: getattr(args, name) for name in _FIELDS},
+    )
+
+
+def _keys(given: Sequence[str], files: Sequence[Path], classes: Sequence[ClassSpec]) -> KeyRing | None:
+    if not given and not files:
+        return None
+    if any(not key.strip() for key in given):
+        raise ValueError("--api-key is empty; give a key, or leave the flag away")
+    keys = [ApiKey(name=f"--api-key {i}", sha256=digest_of(key.strip())) for i, key in enumerate(given, 1)]
+    for file in files:
+        keys += read_key_file(file)
+    for key in keys:
+        if key.tier is not None:
+            try:
+                class_of_tier(key.tier, classes)
+            except ApiError as error:
+                raise ValueError(f"--api-key-file: key {key.name!r}: {error}") from None
+    if not keys:
+        raise ValueError("--api-key-file: there is no key in it, so nobody could call; add one")
+    return KeyRing(keys)
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, EngineLoader]:

@@ -13,11 +13,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from omniserve.server import answer_models
 from omniserve.server.answers import ENDPOINTS, AnswerShape, Endpoint
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.limits import caller_of, take_body
-from omniserve.server.openapi import GENERATION_ERRORS, answers, takes
+from omniserve.server.openapi import GENERATION_ERRORS, ChatCompletion, Completion, answers, takes
 from omniserve.server.output_stream import OutputStream
 from omniserve.server.protocol import ChatRequest, CompletionRequest, parse
 from omniserve.server.service import Service, new_call_id
@@ -36,7 +35,7 @@ def router(service: Service) -> APIRouter:
     @routes.post(
         "/v1/completions",
         openapi_extra=takes(CompletionRequest),
-        responses=answers(answer_models.Completion, *GENERATION_ERRORS, streams=True),
+        responses=answers(Completion, *GENERATION_ERRORS, streams=True),
     )
     async def completions(request: Request) -> Response:
         return await _generate(service, request, ENDPOINTS["/v1/completions"])
@@ -44,7 +43,7 @@ def router(service: Service) -> APIRouter:
     @routes.post(
         "/v1/chat/completions",
         openapi_extra=takes(ChatRequest),
-        responses=answers(answer_models.ChatCompletion, *GENERATION_ERRORS, streams=True),
+        responses=answers(ChatCompletion, *GENERATION_ERRORS, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
         return await _generate(service, request, ENDPOINTS["/v1/chat/completions"])

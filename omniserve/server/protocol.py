@@ -6,13 +6,13 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.sampling.grammar import json_grammar
 from omniserve.server.errors import ApiError
-from omniserve.server.messages import MAX_MESSAGES, Message, NamedTool, Tool, ToolChoice
+from omniserve.server.messages import MAX_MESSAGES, Message, NamedTool, StrictModel, Tool, ToolChoice
 from omniserve.server.tool_calls import CALL_END, calls_grammar
 
 M = TypeVar("M", bound=BaseModel)
@@ -154,9 +154,6 @@ MAX_STOP_TOKENS = 1024
 MAX_BIASED_TOKENS = 1024
 MAX_GRAMMAR_CHARACTERS = 128 << 10
 
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
 # For /openapi.json: what clients may send where a validator makes one form of several.
 _Text = Annotated[str, Field(min_length=1)]
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -198,10 +195,8 @@ def _token_bias(value: Any) -> Any:
     return [(int(key), bias) for key, bias in value.items()]
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(StrictModel):
     """The schema of a ``json_schema`` format."""
-
-    model_config = _STRICT
 
     name: str
     """A note for people, which the model does not see."""
@@ -212,10 +207,8 @@ class JsonSchemaFormat(BaseModel):
     """Accepted and without effect: the schema is kept in any case."""
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(StrictModel):
     """OpenAI's field."""
-
-    model_config = _STRICT
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -234,29 +227,23 @@ class ResponseFormat(BaseModel):
         return json_grammar({"type": "object"} if self.json_schema is None else self.json_schema.schema_)
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(StrictModel):
     """Options of a stream."""
-
-    model_config = _STRICT
 
     include_usage: bool = False
     include_obfuscation: bool = False
     """Accepted and without effect: it only pads events."""
 
 
-class SloFields(BaseModel):
+class SloFields(StrictModel):
     """The request's own latency objectives, in seconds."""
-
-    model_config = _STRICT
 
     ttft_s: float | None = Field(None, gt=0)
     tpot_s: float | None = Field(None, gt=0)
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(StrictModel):
     """Fields that both endpoints have."""
-
-    model_config = _STRICT
 
     model: str | None = None
     stream: bool = False
@@ -275,7 +262,7 @@ class GenerationRequest(BaseModel):
             _stop_strings,
             json_schema_input_type=_StopString | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)],
         ),
-    ] = []
+    ] = Field([])
     logit_bias: Annotated[
         list[tuple[int, Annotated[float, Field(ge=-100, le=100)]]],
         BeforeValidator(
@@ -285,7 +272,7 @@ class GenerationRequest(BaseModel):
                 Field(max_length=MAX_BIASED_TOKENS),
             ],
         ),
-    ] = []  # fmt: skip
+    ] = Field([])  # fmt: skip
     response_format: ResponseFormat | None = None
     service_tier: str = "auto"
     """Names a class of requests (see ``class_of_tier``)."""

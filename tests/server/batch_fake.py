@@ -21,7 +21,7 @@ def main() -> int:
     from omniserve.core.config import EngineConfig
     from omniserve.server.batches.offline import OfflineJob, run_offline
     from omniserve.server.batches.settings import BatchSettings
-    from omniserve.server.server_flags import ServerOptions
+    from omniserve.server.cli import ServerOptions
 
     parser = argparse.ArgumentParser()
     parser.add_argument("input", type=Path)

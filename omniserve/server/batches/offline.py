@@ -25,9 +25,9 @@ from omniserve.server.batches.owner import FileLock
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.store import NewBatch, Row, Storage
 from omniserve.server.batches.tables import UNFINISHED
+from omniserve.server.cli import ServerOptions
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.serve import start_service
-from omniserve.server.server_flags import ServerOptions
 from omniserve.server.supervisor import EngineSupervisor
 
 logger = logging.getLogger("omniserve.batch")

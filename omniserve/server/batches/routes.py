@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import Message
 
-from omniserve.server import answer_models
+from omniserve.server import openapi
 from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import told
@@ -113,8 +113,8 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, servi
 
     @api.post(
         "/files",
-        openapi_extra=takes(answer_models.Upload, "multipart/form-data"),
-        responses=answers(answer_models.File, 408, 413, 429, *STORAGE_ERRORS),
+        openapi_extra=takes(openapi.Upload, "multipart/form-data"),
+        responses=answers(openapi.File, 408, 413, 429, *STORAGE_ERRORS),
     )
     async def upload(request: Request) -> Response:
         caller = caller_of(request)
@@ -146,7 +146,7 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, servi
             await run_in_threadpool(storage.discard, file_id)
             raise
 
-    @api.get("/files", openapi_extra=asks(FileQuery), responses=answers(answer_models.FilePage, *STORAGE_ERRORS))
+    @api.get("/files", openapi_extra=asks(FileQuery), responses=answers(openapi.FilePage, *STORAGE_ERRORS))
     async def list_files(request: Request) -> Response:
         query = _checked(FileQuery, dict(request.query_params))
         page = await run_in_threadpool(
@@ -160,7 +160,7 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, servi
         )
         return JSONResponse(page_object(page, file_object))
 
-    @api.get("/files/{file_id}", responses=answers(answer_models.File, *STORAGE_ERRORS))
+    @api.get("/files/{file_id}", responses=answers(openapi.File, *STORAGE_ERRORS))
     async def one_file(request: Request, file_id: str) -> Response:
         return JSONResponse(file_object(await run_in_threadpool(store.file, file_id, caller_of(request).name)))
 
@@ -174,7 +174,7 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, servi
         path = await run_in_threadpool(files.path, row["id"], row["num_bytes"])
         return FileResponse(path, media_type="application/octet-stream", filename=row["filename"])
 
-    @api.delete("/files/{file_id}", responses=answers(answer_models.DeletedFile, 409, *STORAGE_ERRORS))
+    @api.delete("/files/{file_id}", responses=answers(openapi.DeletedFile, 409, *STORAGE_ERRORS))
     async def delete_file(request: Request, file_id: str) -> Response:
         await run_in_threadpool(store.delete_file, file_id, caller_of(request).name)
         await run_in_threadpool(storage.discard)
@@ -183,7 +183,7 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, servi
     @api.post(
         "/batches",
         openapi_extra=takes(CreateBatch),
-        responses=answers(answer_models.Batch, 408, 413, 429, *STORAGE_ERRORS),
+        responses=answers(openapi.Batch, 408, 413, 429, *STORAGE_ERRORS),
     )
     async def create(request: Request) -> Response:
         caller = caller_of(request)
@@ -209,7 +209,7 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, servi
         runner.notice()
         return JSONResponse(batch_object(batch))
 
-    @api.get("/batches", openapi_extra=asks(BatchQuery), responses=answers(answer_models.BatchPage, *STORAGE_ERRORS))
+    @api.get("/batches", openapi_extra=asks(BatchQuery), responses=answers(openapi.BatchPage, *STORAGE_ERRORS))
     async def list_batches(request: Request) -> Response:
         query = _checked(BatchQuery, dict(request.query_params))
         page = await run_in_threadpool(
@@ -217,11 +217,11 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, servi
         )
         return JSONResponse(page_object(page, batch_object))
 
-    @api.get("/batches/{batch_id}", responses=answers(answer_models.Batch, *STORAGE_ERRORS))
+    @api.get("/batches/{batch_id}", responses=answers(openapi.Batch, *STORAGE_ERRORS))
     async def one_batch(request: Request, batch_id: str) -> Response:
         return JSONResponse(batch_object(await run_in_threadpool(store.batch, batch_id, caller_of(request).name)))
 
-    @api.post("/batches/{batch_id}/cancel", responses=answers(answer_models.Batch, 409, *STORAGE_ERRORS))
+    @api.post("/batches/{batch_id}/cancel", responses=answers(openapi.Batch, 409, *STORAGE_ERRORS))
     async def cancel(request: Request, batch_id: str) -> Response:
         batch = await run_in_threadpool(store.cancel_batch, batch_id, caller_of(request).name)
         await runner.drop_batch(batch_id)
