@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -31,7 +31,9 @@ from omniserve.server.messages import MAX_MESSAGES, Message, StrictModel
 from omniserve.server.openapi import answers, takes
 from omniserve.server.protocol import read_fields, validate
 from omniserve.server.service import Service
-from omniserve.server.traces import Traces
+
+if TYPE_CHECKING:
+    from omniserve.server.otlp import OtlpTraces
 
 
 def create_app(
@@ -41,17 +43,13 @@ def create_app(
     keys: KeyRing | None = None,
     guard_all: bool = False,
     cors_origins: Sequence[str] = (),
-    traces: Traces | None = None,
+    traces: OtlpTraces | None = None,
 ) -> ASGIApp:
-    """Return the ASGI application of a service.
+    """Return the ASGI application of a service; the options are those of ``ServerOptions``.
 
     Args:
-        service: What is behind the routes.
         routers: More routes, behind the same keys.
-        keys: Keys of which each call needs one; None: it needs none.
-        guard_all: Ask for a key for health and metrics, too.
-        cors_origins: Origins whose pages may call from a browser; ``*`` for all.
-        traces: Told of completions and chats when they are over.
+        traces: It is told of completions and chats when they are over.
     """
     app = FastAPI(title="OmniServe", openapi_url=None)
     for router in (generate.router(service), _tokenizer(service), _state(service), *routers):

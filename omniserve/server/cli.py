@@ -1,12 +1,19 @@
-"""The command line of ``python -m omniserve.server``: its flags, and what they say how to serve."""
+"""The command line of ``python -m omniserve.server``: its flags, and what they say how to serve.
+
+A flag wins over the environment, that over a YAML file, and that over the default.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import configargparse
+import yaml
 
 from omniserve.core.options import make_options
 from omniserve.core.request import ClassSpec
@@ -18,8 +25,12 @@ from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
 from omniserve.server.limits import MIB, Limits
 from omniserve.server.protocol import class_of_tier
-from omniserve.server.settings import settings_parser, settings_text
 from omniserve.server.traces import checked_endpoint
+
+ENVIRONMENT_PREFIX = "OMNISERVE_"
+# Not settings, but what to do with them.
+_NO_SETTINGS = ("help", "config", "print_config")
+_SECRETS = ("api_key", "database_url")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +92,7 @@ FORMER_FLAGS = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; its defaults are those of EngineConfig and ServerOptions."""
-    parser = settings_parser(
+    parser = _settings_parser(
         prog="python -m omniserve.server", description="Serve a model behind OpenAI's API, for classes of requests."
     )
     add_engine_flags(parser)
@@ -176,7 +187,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
     except ValueError as error:
         parser.error(str(error))
     if args.print_config:
-        print(settings_text(parser, args, flag_text), end="")
+        print(_settings_text(parser, args), end="")
         parser.exit()
     loader = EngineLoader(
         model=model,
@@ -188,3 +199,63 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
         with_profile=args.profile != "none",
     )
     return options, loader
+
+
+def _settings_parser(*, prog: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser of flags whose values may also come from the environment or a file.
+
+    ``--block-size 16`` is ``OMNISERVE_BLOCK_SIZE=16`` and the line ``block-size: 16`` of the file. A flag without value
+    is ``true`` there, and one that may be repeated a list (in the environment as JSON).
+    """
+    parser: argparse.ArgumentParser = configargparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=f"Every flag can be set in the environment, too ({ENVIRONMENT_PREFIX}BLOCK_SIZE for --block-size), and "
+        "in the file of --config (block-size: 16). A flag wins over the environment, and that over the file.",
+        auto_env_var_prefix=ENVIRONMENT_PREFIX,
+        config_file_parser_class=configargparse.YAMLConfigFileParser,
+        config_file_open_func=functools.partial(open, encoding="utf-8"),
+        add_env_var_help=False,
+        add_config_file_help=False,
+    )
+    add: Callable[..., Any] = parser.add_argument
+    add(
+        "--config",
+        metavar="FILE",
+        is_config_file_arg=True,
+        env_var=f"{ENVIRONMENT_PREFIX}CONFIG",
+        help="YAML file of settings, named as the flags",
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print all settings, as a file for --config, and end"
+    )
+    return parser
+
+
+def _settings_text(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """Return all settings that have a value as YAML, each with its source; of secrets only that they are there."""
+    assert isinstance(parser, configargparse.ArgumentParser)
+    sources = {
+        action: "environment" if source == "environment_variables" else source.partition("|")[2]
+        for source, settings in parser.get_source_to_settings_dict().items()
+        if source not in ("command_line", "defaults")
+        for action, _ in settings.values()
+    }
+    lines = []
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        if action.dest in _NO_SETTINGS or value is None:
+            continue
+        values = value if isinstance(value, list) else [value]
+        texts = [str(text) if isinstance(text, Path) else text for text in (flag_text(action, item) for item in values)]
+        name = action.option_strings[-1].removeprefix("--")
+        line = f"{name}: {_yaml(texts if isinstance(value, list) else texts[0])}"
+        if action.dest in _SECRETS:  # a comment: whatever stood here instead would be one when the text is read again
+            line = f"# {name}: not shown"
+        lines.append(f"{line}  # {sources.get(action, 'default' if value == action.default else 'flag')}\n")
+    return "".join(lines)
+
+
+def _yaml(value: Any) -> str:
+    """Return a value on one line; in a list, because a document of its own ends with more than itself."""
+    return yaml.safe_dump([value], default_flow_style=True, width=10_000).strip()[1:-1]

@@ -13,7 +13,7 @@ import re
 import resource
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h11
 from starlette.datastructures import MutableHeaders
@@ -22,7 +22,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from omniserve.server.errors import ApiError
 from omniserve.server.process import access_logger, request_id
-from omniserve.server.traces import TRACED_PATHS, FinishedCall, Traces
+from omniserve.server.traces import TRACED_PATHS, FinishedCall
+
+if TYPE_CHECKING:
+    from omniserve.server.otlp import OtlpTraces
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +44,9 @@ _RETRY_S = 1.0
 
 
 def allow_connections(wanted: int | None) -> int:
-    """Raise this process's limit of open files as far as it may be (often it is 1024), and return how many
-    connections there may be.
+    """Raise this process's limit of open files as far as it may be (often it is 1024); return how many connections fit.
 
-    Args:
-        wanted: Connections; None: as many as fit, up to 10,000.
+    That is the number that is wanted, or up to 10,000 if that is None.
 
     Raises:
         ValueError: So many do not fit.
@@ -71,8 +72,8 @@ class Connections:
     new one is refused; if many are refused at a time, without an answer.
 
     Args:
-        most: At a time.
-        patience_s: How long one may stay without a request; the head of a request has as long to arrive.
+        most: Most connections at a time.
+        patience_s: How long a connection may stay without a request; the head of a request has as long to arrive.
     """
 
     def __init__(self, most: int, patience_s: float) -> None:
@@ -203,14 +204,11 @@ _GIVEN = re.compile(rb"[\w.:/+=-]{1,128}", re.ASCII)
 class RequestLog:
     """ASGI middleware: takes a request's ``x-request-id`` or makes one, and records the request when it is answered.
 
-    What is behind it leaves ``caller``, ``refusal`` and ``outputs`` in the request's state.
-
-    Args:
-        app: What is behind it.
-        traces: Told of each completion and chat that is over.
+    The application leaves ``caller``, ``refusal`` and ``outputs`` in the request's state. ``traces`` is told of each
+    completion and chat that is over.
     """
 
-    def __init__(self, app: ASGIApp, traces: Traces | None = None) -> None:
+    def __init__(self, app: ASGIApp, traces: OtlpTraces | None = None) -> None:
         self._app = app
         self._traces = traces
 

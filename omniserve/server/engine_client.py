@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
@@ -62,13 +60,7 @@ _BYTES_BESIDE = 1024
 
 
 class EngineClient:
-    """An engine process.
-
-    Args:
-        make_engine: Makes the engine, in its process.
-        log_level: The process's log level.
-        log_format: Of its logs, ``text`` or ``json``.
-    """
+    """An engine process, and the requests that it has."""
 
     def __init__(self, make_engine: EngineMaker, *, log_level: str = "warning", log_format: str = "text") -> None:
         self._make_engine = make_engine
@@ -119,7 +111,7 @@ class EngineClient:
 
     def _launch(self) -> None:
         with contextlib.ExitStack() as made:
-            directory = made.enter_context(_directory_of_sockets())
+            directory = made.enter_context(tempfile.TemporaryDirectory(prefix="omniserve-"))
             context = zmq.Context()
             made.callback(context.destroy, linger=0)
             self._outputs = context.socket(zmq.PULL)
@@ -148,8 +140,8 @@ class EngineClient:
         """Send a request; its events go into ``queue``: that it was accepted, then outputs, or one exception.
 
         Args:
-            request: With an id.
-            arrival_s: When it came; ``time.monotonic``, which is one clock for all processes of a machine.
+            request: A request with an id.
+            arrival_s: Its arrival by ``time.monotonic``, which is one clock for all processes of a machine.
             queue: Gets the events.
 
         Raises:
@@ -320,13 +312,3 @@ class EngineClient:
             self._stats.set_exception(EngineStopped(reason))
             self._stats.exception()  # the caller may have given up
             self._stats = None
-
-
-@contextlib.contextmanager
-def _directory_of_sockets() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="omniserve-"))
-    try:
-        yield directory
-    finally:
-        with contextlib.suppress(FileNotFoundError):  # cleaners of /tmp take what looks old
-            shutil.rmtree(directory)

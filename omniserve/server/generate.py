@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from omniserve.server.answers import ENDPOINTS, AnswerShape, Endpoint
+from omniserve.server.answers import AnswerShape, ChatShape, CompletionShape
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.limits import caller_of, take_body
 from omniserve.server.openapi import GENERATION_ERRORS, ChatCompletion, Completion, answers, takes
@@ -38,7 +38,7 @@ def router(service: Service) -> APIRouter:
         responses=answers(Completion, *GENERATION_ERRORS, streams=True),
     )
     async def completions(request: Request) -> Response:
-        return await _generate(service, request, ENDPOINTS["/v1/completions"])
+        return await _generate(service, request, CompletionShape)
 
     @routes.post(
         "/v1/chat/completions",
@@ -46,7 +46,7 @@ def router(service: Service) -> APIRouter:
         responses=answers(ChatCompletion, *GENERATION_ERRORS, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
-        return await _generate(service, request, ENDPOINTS["/v1/chat/completions"])
+        return await _generate(service, request, ChatShape)
 
     return routes
 
@@ -61,7 +61,7 @@ class _Call:
     include_usage: bool
 
 
-async def _begin(service: Service, http: Request, endpoint: Endpoint) -> _Call:
+async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -> _Call:
     arrival_s = time.monotonic()
     service.check_open()
     async with take_body(http, service.bodies) as body:
@@ -69,12 +69,12 @@ async def _begin(service: Service, http: Request, endpoint: Endpoint) -> _Call:
         request = caller_of(http).limited(request, service.info.classes)
         service.check_model(request.model)
         call_id = new_call_id(endpoint.id_prefix)
-        shape = endpoint.shape(service, request, call_id)
+        shape = endpoint(service, request, call_id)
         outputs = http.state.outputs = await service.begin(request, call_id, arrival_s)
         return _Call(outputs, shape, request.stream, request.include_usage)
 
 
-async def _generate(service: Service, http: Request, endpoint: Endpoint) -> Response:
+async def _generate(service: Service, http: Request, endpoint: type[AnswerShape]) -> Response:
     call = await _begin(service, http, endpoint)
     outputs, caller = call.outputs, caller_of(http)
 
@@ -154,9 +154,9 @@ class EventStream(Response):
     """A streamed answer: every step's chunks go out in one write.
 
     Args:
-        outputs: Started already, so that a refusal had its own status.
+        outputs: Outputs that were started, so that a refusal had its own status.
         shape: Makes the chunks.
-        headers: More of the answer's headers.
+        headers: More headers of the answer.
         include_usage: Send a last chunk with the token counts.
         stall_timeout_s: A client that takes nothing for so long is taken for gone.
         on_close: Called when the stream is over, however it ended.

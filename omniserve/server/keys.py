@@ -37,10 +37,6 @@ class ApiKey:
     def limited_tier(self, asked: str, classes: Sequence[ClassSpec]) -> str:
         """Return the tier to use: the one asked for, or the key's own where that is of lower priority.
 
-        Args:
-            asked: ``service_tier`` of the request.
-            classes: The engine's, highest priority first.
-
         Raises:
             ApiError: There is no such tier.
         """

@@ -203,7 +203,7 @@ _ERRORS = {
     401: "There is no key, or a wrong one.",
     404: "There is no such model, file or batch.",
     408: "The body, or the reader of the answer, is too slow.",
-    409: "Not while it is used, or not any more.",
+    409: "The file is in use, or the batch has already ended.",
     413: "The body is too large.",
     429: "Too much work, or too many calls; see Retry-After.",
     500: "The server or its engine failed.",
@@ -230,10 +230,10 @@ def answers(
     """Return a route's ``responses``.
 
     Args:
-        kind: Of a success; None: bytes.
+        kind: Model of a success; None: bytes.
         errors: Statuses of errors.
-        media_type: Of a success.
-        streams: It may be server-sent events, too.
+        media_type: Media type of a success.
+        streams: A success may be server-sent events, too.
     """
     content: dict[str, Any] = {media_type: {"schema": {"type": "string"} if kind is None else _schema(kind)}}
     if streams:
@@ -245,13 +245,7 @@ def answers(
 
 
 def document(routes: Iterable[BaseRoute], *, version: str, is_guarded: Callable[[str], bool]) -> dict[str, Any]:
-    """Return the document.
-
-    Args:
-        routes: The application's.
-        version: Of the server.
-        is_guarded: Whether a key is asked for a path.
-    """
+    """Return the document of an application's routes; ``is_guarded`` tells the paths that ask for a key."""
     found = get_openapi(title="OmniServe", version=version, routes=list(routes))
     schemas: dict[str, Any] = {}
     for path, operations in found["paths"].items():

@@ -37,11 +37,9 @@ _FLUSH_S = 5.0
 
 
 class OtlpTraces:
-    """Sends a trace of each call. A collector that is slow or gone costs spans, with a warning, and never a call.
+    """Sends a trace of each call to a collector: to its base URL, or where OpenTelemetry's environment variables say.
 
-    Args:
-        endpoint: A collector's base URL; None: as OpenTelemetry's environment variables say.
-        model_name: The name that the model is served under.
+    A collector that is slow or gone costs spans, with a warning, and never a call.
     """
 
     def __init__(self, endpoint: str | None, *, model_name: str) -> None:

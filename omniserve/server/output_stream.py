@@ -103,22 +103,14 @@ class Choice:
     """Follows one engine request.
 
     Args:
-        index: Its place in the answer.
         request: The request as the engine gets it, so without stop strings.
-        stop: The stop strings.
-        arrival_s: When the HTTP request came.
         echo: Text of the prompt, which the answer begins with; None: it does not.
-        parser: Tells tool calls from the text; None: it is all text.
-        at_once: The text is read when it is complete, so it may come in large parts.
     """
 
-    def __init__(
-        self, index: int, request: Request, codec: TextCodec, stop: Sequence[str], arrival_s: float,
-        *, echo: str | None = None, parser: ToolCallParser | None = None, at_once: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, index: int, request: Request, job: Job, codec: TextCodec, *, echo: str | None = None) -> None:
         self.index = index
         self.request = request
-        self.times = Times(arrival_s)
+        self.times = Times(job.arrival_s)
         self.finish_reason: str | None = None
         self.predicted_ttft_s: float | None = None
         """The TTFT that the engine predicted when it accepted the request, in seconds from its arrival."""
@@ -128,13 +120,13 @@ class Choice:
         """Stays on the host tier that are over; see ``add_stay``."""
         self.num_host_tokens = 0
         """Number of output tokens with attention computed on the host tier."""
-        self._detokenizer = codec.detokenizer(stop)
+        self._detokenizer = codec.detokenizer(job.stop)
         self._logprobs: list[TokenLogprob] = []
         self._echo = echo
-        self._parser = parser
+        self._parser = ToolCallParser() if job.calls_tools else None
         self._total_logprob, self._num_logprobs = 0.0, 0
         # A stop string has to be found when it is there.
-        self._in_large_parts = at_once and not stop
+        self._in_large_parts = job.at_once and not job.stop
         self._token_ids: list[int] = []
 
     @property
@@ -266,10 +258,7 @@ class OutputStream:
                     slo=job.slo,
                 )
                 echo = None if job.echoes is None else job.echoes[i]
-                parser = ToolCallParser() if job.calls_tools else None
-                self._choices[f"{job.call_id}-{index}"] = Choice(
-                    index, request, codec, job.stop, job.arrival_s, echo=echo, parser=parser, at_once=job.at_once
-                )  # fmt: skip
+                self._choices[f"{job.call_id}-{index}"] = Choice(index, request, job, codec, echo=echo)
         self._num_unaccepted = self._num_running = len(self._choices)
         try:
             backlog.enter(job.service_class, len(self._choices))

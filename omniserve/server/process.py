@@ -53,13 +53,9 @@ class JsonFormatter(logging.Formatter):
 def set_up_logs(
     level: str, log_format: str, *, text: str = "%(levelname)s %(message)s", names: Mapping[str, str] | None = None
 ) -> None:
-    """Log to standard error.
+    """Log to standard error, as lines for people in the format ``text``, or as JSON.
 
-    Args:
-        level: Of all loggers.
-        log_format: ``text``, or ``json``: then each request has a line when it is answered, too.
-        text: Format of the lines for people.
-        names: As ``JsonFormatter`` takes them.
+    With JSON each request has a line when it is answered, too.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(names) if log_format == "json" else logging.Formatter(text))
@@ -84,9 +80,6 @@ class GarbageCollector:
 
     Of the rest, Python would look at all of it each time that it grew by a quarter: in a flood, with thousands of
     connections, again and again.
-
-    Args:
-        clock: Seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -100,8 +93,7 @@ class GarbageCollector:
     def collect(self, *, is_idle: bool) -> bool:
         """Collect what is old, if it is time to; return whether it was. To be called often.
 
-        Args:
-            is_idle: No request waits for this process.
+        A process is idle while no request waits for it.
         """
         now_s = self._clock()
         if now_s < (self._due_s if is_idle else self._overdue_s):

@@ -123,9 +123,7 @@ def class_of_tier(tier: str, classes: Sequence[ClassSpec]) -> ClassSpec:
     class, ``default`` and ``auto`` the one named LS or else the last such class, ``flex`` the one named BE or else the
     first best-effort class.
 
-    Args:
-        tier: From the request.
-        classes: The engine's, highest priority first; at least one of each kind.
+    The classes are the engine's, highest priority first, and at least one of each kind.
 
     Raises:
         ApiError: There is no such tier; the message lists them all.
@@ -411,12 +409,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def parse(kind: type[R], body: bytes, *, default_tier: str | None = None) -> R:
-    """Check a request's body.
-
-    Args:
-        kind: What it has to be.
-        body: JSON.
-        default_tier: The ``service_tier`` of a request that brings none; None: ``auto``.
+    """Return what a request's body asks for; ``default_tier`` is the ``service_tier`` of one that brings none.
 
     Raises:
         ApiError: It is no JSON object, or a field is unknown, missing, ill-typed, out of range or unsupported; the

@@ -25,24 +25,10 @@ _GOODBYE_S = 2.0
 
 
 class Service:
-    """A model behind the API.
-
-    Args:
-        engine: Started.
-        info: What it said about the engine.
-        codec: The model's tokenizer.
-        model_name: The name that the model is served under.
-        limits: What it takes at most.
-    """
+    """A model behind the API; its engine has been started."""
 
     def __init__(
-        self,
-        *,
-        engine: EngineSupervisor,
-        info: EngineInfo,
-        codec: TextCodec,
-        model_name: str,
-        limits: Limits,
+        self, *, engine: EngineSupervisor, info: EngineInfo, codec: TextCodec, model_name: str, limits: Limits
     ) -> None:
         self.engine = engine
         self.info = info

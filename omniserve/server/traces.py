@@ -7,12 +7,15 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from omniserve.core.request import FinishReason
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.output_stream import OutputStream
+
+if TYPE_CHECKING:
+    from omniserve.server.otlp import OtlpTraces
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +60,6 @@ class FinishedCall:
         return self.error is None and (cut or self.status in (None, CLIENT_CLOSED_REQUEST))
 
 
-class Traces(Protocol):
-    """Is told of calls that are over."""
-
-    def record(self, call: FinishedCall) -> None:
-        """Take a call. Must not wait."""
-
-    def close(self) -> None:
-        """Send what was not sent yet."""
-
-
 def checked_endpoint(url: str) -> str:
     """Return where to send traces, after making sure that they can be sent.
 
@@ -83,14 +76,10 @@ def checked_endpoint(url: str) -> str:
     return url
 
 
-def open_traces(endpoint: str | None, *, model_name: str) -> Traces | None:
+def open_traces(endpoint: str | None, *, model_name: str) -> OtlpTraces | None:
     """Return what sends traces, to ``endpoint`` or where the environment says; None if neither asks for traces.
 
     That the environment asks for what is not installed is a warning: it may mean other programs.
-
-    Args:
-        endpoint: A collector's base URL, checked.
-        model_name: The name that the model is served under.
     """
     if endpoint is None and not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):
         return None

@@ -65,12 +65,7 @@ class _File:
 
 
 def router(history: History, about: Mapping[str, Any]) -> APIRouter:
-    """Return the routes.
-
-    Args:
-        history: What the charts show.
-        about: What the page is told about the server, as plain data.
-    """
+    """Return the routes; ``about`` is what the page is told about the server, as plain data."""
     routes, files = APIRouter(), _read_files()
 
     @routes.get(PAGE, include_in_schema=False)
