@@ -34,6 +34,9 @@ class AnswerShape(abc.ABC):
             "model": service.model_name,
             "service_tier": request.answered_tier,
         }
+        self.is_streamed = request.stream
+        self.include_usage = request.include_usage
+        """A stream ends with the token counts."""
         self._codec = service.codec
         self._with_logprobs = request.num_logprobs is not None
 

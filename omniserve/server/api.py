@@ -1,7 +1,7 @@
 """The HTTP application: its routes, what errors are answered with, what is around it all.
 
 Routes that generate are in ``generate``, those of files and batches in ``batches.routes``, of the page in
-``dashboard.pages``; all others are here.
+``dashboard.serving``; all others are here.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import multiprocessing
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -35,13 +35,8 @@ class Accepted:
 
 Event = tuple[str, Accepted | RequestOutput | Exception]
 """Request id and that it was accepted, an output, or the error that ended it."""
-
-
-class Events(Protocol):
-    """Takes what happens to a request; must not wait. An ``asyncio.Queue`` is one."""
-
-    def put_nowait(self, event: Event, /) -> None:
-        """Take an event."""
+Listener = Callable[[Event], object]
+"""Takes the events of a request; must not wait. An ``asyncio.Queue``'s ``put_nowait`` is one."""
 
 
 # How long a message that a dying engine sent may still be on its way.
@@ -66,7 +61,7 @@ class EngineClient:
         self._make_engine = make_engine
         self._log_level = log_level
         self._log_format = log_format
-        self._queues: dict[str, Events] = {}
+        self._listeners: dict[str, Listener] = {}
         self._stats: asyncio.Future[EngineStats] | None = None
         """Requests for stats that the engine has not answered yet."""
         self._untaken: dict[str, int] = {}
@@ -136,13 +131,12 @@ class EngineClient:
             self._process.start()
             self._launched = made.pop_all()
 
-    def submit(self, request: Request, arrival_s: float, queue: Events) -> None:
-        """Send a request; its events go into ``queue``: that it was accepted, then outputs, or one exception.
+    def submit(self, request: Request, arrival_s: float, listener: Listener) -> None:
+        """Send a request; its events go to ``listener``: that it was accepted, then outputs, or one exception.
 
         Args:
             request: A request with an id.
             arrival_s: Its arrival by ``time.monotonic``, which is one clock for all processes of a machine.
-            queue: Gets the events.
 
         Raises:
             EngineStopped: The engine is gone.
@@ -150,7 +144,7 @@ class EngineClient:
         if self.stopped.is_set():
             raise EngineStopped(self.failure or "the engine has stopped")
         assert request.request_id is not None
-        self._queues[request.request_id] = queue
+        self._listeners[request.request_id] = listener
         num_bytes = self._send(engine_process.Add(request, arrival_s, http_request_id.get())) + _BYTES_BESIDE
         self._untaken[request.request_id] = num_bytes
         self._num_untaken_bytes += num_bytes
@@ -170,7 +164,7 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """End a request; nothing more is heard of it. Unknown and finished ones are ignored."""
-        if self._queues.pop(request_id, None) is not None and not self.stopped.is_set():
+        if self._listeners.pop(request_id, None) is not None and not self.stopped.is_set():
             self._send(engine_process.Abort(request_id))
 
     async def stats(self, timeout_s: float = 5.0) -> EngineStats:
@@ -225,7 +219,7 @@ class EngineClient:
         """Kill an engine that hangs: its requests would wait for ever."""
         while True:
             await asyncio.sleep(_ASK_EVERY_S)
-            if not self._queues:
+            if not self._listeners:
                 continue
             try:
                 await self.stats(_SILENCE_S)
@@ -281,12 +275,12 @@ class EngineClient:
                     self._fail(reason)
 
     def _deliver(self, request_id: str, item: Accepted | RequestOutput | Exception) -> None:
-        queue = self._queues.get(request_id)
-        if queue is None:
+        listener = self._listeners.get(request_id)
+        if listener is None:
             return  # aborted meanwhile
         if isinstance(item, Exception) or (isinstance(item, RequestOutput) and item.finished):
-            del self._queues[request_id]
-        queue.put_nowait((request_id, item))
+            del self._listeners[request_id]
+        listener((request_id, item))
 
     def _on_death(self) -> None:
         loop = asyncio.get_running_loop()
@@ -305,9 +299,9 @@ class EngineClient:
     def _fail(self, reason: str) -> None:
         self.failure = reason
         self.stopped.set()
-        queues, self._queues = self._queues, {}
-        for request_id, queue in queues.items():
-            queue.put_nowait((request_id, EngineStopped(reason)))
+        listeners, self._listeners = self._listeners, {}
+        for request_id, listener in listeners.items():
+            listener((request_id, EngineStopped(reason)))
         if self._stats is not None:
             self._stats.set_exception(EngineStopped(reason))
             self._stats.exception()  # the caller may have given up

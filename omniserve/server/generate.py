@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -51,17 +50,8 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What is left of a request once its prompt is token ids: its texts need not wait in memory with them."""
-
-    outputs: OutputStream
-    shape: AnswerShape
-    stream: bool
-    include_usage: bool
-
-
-async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -> _Call:
+async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -> tuple[OutputStream, AnswerShape]:
+    """Return a call's outputs and what shapes them: the request's texts need not wait in memory with its token ids."""
     arrival_s = time.monotonic()
     service.check_open()
     async with take_body(http, service.bodies) as body:
@@ -71,12 +61,12 @@ async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -
         call_id = new_call_id(endpoint.id_prefix)
         shape = endpoint(service, request, call_id)
         outputs = http.state.outputs = await service.begin(request, call_id, arrival_s)
-        return _Call(outputs, shape, request.stream, request.include_usage)
+        return outputs, shape
 
 
 async def _generate(service: Service, http: Request, endpoint: type[AnswerShape]) -> Response:
-    call = await _begin(service, http, endpoint)
-    outputs, caller = call.outputs, caller_of(http)
+    outputs, shape = await _begin(service, http, endpoint)
+    caller = caller_of(http)
 
     def end() -> None:
         service.end(outputs)
@@ -88,18 +78,17 @@ async def _generate(service: Service, http: Request, endpoint: type[AnswerShape]
         caller.use_tokens(outputs.usage.num_prompt_tokens)
         predicted_s = outputs.predicted_ttft_s
         headers = {} if predicted_s is None else {_PREDICTED_TTFT_HEADER: str(round(predicted_s * 1e3, 3))}
-        if call.stream:
+        if shape.is_streamed:
             handed_over = True
             return EventStream(
                 outputs,
-                call.shape,
+                shape,
                 headers=headers,
-                include_usage=call.include_usage,
                 stall_timeout_s=service.limits.stall_timeout_s,
                 on_close=end,
             )
         deltas = await or_disconnect(http.receive, outputs.collect())
-        answer = call.shape.answer(deltas, outputs.usage.as_dict())
+        answer = shape.answer(deltas, outputs.usage.as_dict())
         return Response(answer, headers=headers, media_type="application/json")
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -157,7 +146,6 @@ class EventStream(Response):
         outputs: Outputs that were started, so that a refusal had its own status.
         shape: Makes the chunks.
         headers: More headers of the answer.
-        include_usage: Send a last chunk with the token counts.
         stall_timeout_s: A client that takes nothing for so long is taken for gone.
         on_close: Called when the stream is over, however it ended.
     """
@@ -170,7 +158,6 @@ class EventStream(Response):
         shape: AnswerShape,
         *,
         headers: Mapping[str, str],
-        include_usage: bool,
         stall_timeout_s: float,
         on_close: Callable[[], None],
     ) -> None:
@@ -178,7 +165,6 @@ class EventStream(Response):
         del self.headers["content-length"]  # of the empty body that Response was made with
         self._outputs = outputs
         self._shape = shape
-        self._include_usage = include_usage
         self._stall_timeout_s = stall_timeout_s
         self._on_close = on_close
         self._sending_since_s: float | None = None
@@ -195,7 +181,7 @@ class EventStream(Response):
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         head = self._shape.chunk_head()
         # OpenAI sends a null usage in the other chunks, if usage was asked for.
-        tail = ',"usage":null}\n\n' if self._include_usage else "}\n\n"
+        tail = ',"usage":null}\n\n' if self._shape.include_usage else "}\n\n"
         dumps, pieces = json.dumps, self._shape.pieces
         try:
             async for deltas in self._outputs.deltas():
@@ -203,7 +189,7 @@ class EventStream(Response):
                 data = "".join([f'data: {head},"choices":[{dumps(choice)}]{tail}' for choice in choices])
                 await self._send(send, {"type": "http.response.body", "body": data.encode(), "more_body": True})
             last = ""
-            if self._include_usage:
+            if self._shape.include_usage:
                 last = f'data: {head},"choices":[],"usage":{dumps(self._outputs.usage.as_dict())}}}\n\n'
         except ApiError as error:
             last = f"data: {dumps(error.body())}\n\n"

@@ -246,7 +246,7 @@ class Caller:
         return request if tier == request.service_tier else request.model_copy(update={"service_tier": tier})
 
     def reaches(self, tier: str, classes: Sequence[ClassSpec]) -> bool:
-        """Return whether a request of theirs that asks for a tier gets it."""
+        """Return whether a request with this key that asks for a tier gets it."""
         return self._key is None or self._key.limited_tier(tier, classes) == tier
 
 

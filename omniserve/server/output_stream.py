@@ -131,7 +131,7 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """Sum of the output's log-probabilities so far, a stop token included; 0 if none were asked for."""
+        """Mean log-probability of the tokens so far, a stop token included; 0 if none were asked for."""
         return self._total_logprob / max(1, self._num_logprobs)
 
     def advance(self, output: RequestOutput) -> Delta | None:
@@ -275,7 +275,7 @@ class OutputStream:
         """
         try:
             for choice in self._choices.values():
-                self._client.submit(choice.request, self.job.arrival_s, self)
+                self._client.submit(choice.request, self.job.arrival_s, self.put_nowait)
         except EngineStopped as error:
             raise engine_gone(str(error), retry_after_s=1.0) from None
         while self._num_unaccepted:

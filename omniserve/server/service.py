@@ -58,8 +58,8 @@ class Service:
         """Raise ApiError unless new calls are taken."""
         if self._draining:
             raise shutting_down()
-        if self.engine.failure is not None:
-            raise engine_gone(self.engine.failure, self.engine.retry_after_s)
+        if (death := self.client.failure) is not None:
+            raise engine_gone(self.engine.failure or death, self.engine.retry_after_s)
         self.client.check_room()
 
     def check_model(self, name: str | None) -> None:

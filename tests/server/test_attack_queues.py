@@ -93,7 +93,8 @@ def test_requests_that_come_and_go_while_the_engine_hears_nothing(monkeypatch):
             if i % 3 == 0:
                 prompt[0] = 392  # the fake engine refuses it
             sampling = SamplingParams(max_tokens=2)
-            client.submit(Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling), 0.0, asyncio.Queue())
+            request = Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling)
+            client.submit(request, 0.0, asyncio.Queue().put_nowait)
             client.abort(str(i))
 
         stuck(client)
