@@ -1,4 +1,4 @@
-"""Connections, bounded in number and in how long one may stay without a request; and what is logged of each request.
+"""Connections, limited in number and in how long one may be without a request; and the log line of each request.
 
 uvicorn does not limit the time in which the head of a request arrives. Once its limit of connections is reached, it
 answers no request, although most of the connections may be idle.
@@ -85,11 +85,11 @@ class Connections:
         self._num_refused = 0
 
     def protocol(self, **uvicorns: Any) -> asyncio.Protocol:
-        """Return what talks to a new connection; for uvicorn's setting ``http``."""
+        """Return the protocol of a new connection; for uvicorn's setting ``http``."""
         return _Connection(self, **uvicorns)
 
     def close_idle(self) -> None:
-        """Close those that have been idle for too long; call it now and then."""
+        """Close connections that have been idle for too long; call it now and then."""
         before_s = time.monotonic() - self._patience_s
         while self._idle and next(iter(self._idle.values())) <= before_s:
             connection = next(iter(self._idle))
@@ -105,7 +105,7 @@ class Connections:
         return True
 
     def note(self, connection: _Connection, *, is_idle: bool) -> None:
-        """Take down whether a connection is idle; one that is stays so since when it became so."""
+        """Note whether a connection is idle; one that is already keeps the time at which it became idle."""
         if is_idle and connection in self._open:
             self._idle.setdefault(connection, time.monotonic())
         else:
@@ -118,7 +118,7 @@ class Connections:
         self._idle.pop(connection, None)
 
     def refuse(self, connection: _Connection) -> ApiError | None:
-        """Return what a connection for which there is no room is told; None: nothing, so many are being told it."""
+        """Return the answer for a connection without room; None if too many are being answered already."""
         self._num_refused += 1
         if self._num_refused & (self._num_refused - 1) == 0:  # 1, 2, 4, 8 and so on: no flood of lines
             logger.warning(

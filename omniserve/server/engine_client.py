@@ -168,7 +168,7 @@ class EngineClient:
             self._send(engine_process.Abort(request_id))
 
     async def stats(self, timeout_s: float = 5.0) -> EngineStats:
-        """Ask the engine for its statistics; it answers between two steps, all callers at once.
+        """Ask the engine for its statistics; it answers between two steps, and one answer goes to all callers.
 
         Raises:
             EngineStopped: The engine is gone.
@@ -233,7 +233,7 @@ class EngineClient:
                 return
 
     def _send(self, message: engine_process.Command) -> int:
-        """Return how many bytes were sent."""
+        """Send a message; return its number of bytes."""
         data = engine_process.encode(message)
         try:
             self._commands.send(data, zmq.NOBLOCK)
@@ -289,7 +289,7 @@ class EngineClient:
             self._death = loop.create_task(self._die("", _LAST_WORDS_S))
 
     async def _die(self, reason: str, patience_s: float = 0.0) -> None:
-        """Give the engine's last words a moment to arrive, then speak for it."""
+        """Give a last report of the engine a moment to arrive; without one, fail all requests."""
         try:
             await asyncio.wait_for(self.stopped.wait(), patience_s)
         except TimeoutError:

@@ -152,7 +152,7 @@ EngineMaker = Callable[[Callable[[str], None]], EngineLike]
 def run_engine_process(
     make_engine: EngineMaker, command_address: str, output_address: str, log_level: str, log_format: str
 ) -> None:
-    """Be the engine process until told to close, or until the API process is gone."""
+    """Run the engine process until it is told to close, or until the API process is gone."""
     # Ctrl-C reaches the whole process group; the API process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -171,7 +171,7 @@ def run_engine_process(
 
 
 def _run(make_engine: EngineMaker, command_address: str, output_address: str, names: dict[str, str]) -> int:
-    """Return the exit status."""
+    """Start the engine and serve; return the exit status."""
     context = zmq.Context()
     commands, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     commands.connect(command_address)
@@ -217,7 +217,7 @@ class _Link:
             return None
 
     def look_ahead(self) -> list[Command]:
-        """Return what has come since the last look; ``receive`` returns it, too."""
+        """Return the commands that came since the last call; ``receive`` returns them, too."""
         new: list[Command] = []
         early, self._early = self._early, deque()
         while (command := self.receive(block=False)) is not None:

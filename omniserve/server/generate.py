@@ -51,7 +51,7 @@ def router(service: Service) -> APIRouter:
 
 
 async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -> tuple[OutputStream, AnswerShape]:
-    """Return a call's outputs and what shapes them: the request's texts need not wait in memory with its token ids."""
+    """Return a call's outputs and the shape of its answer; the request itself, with its texts, is not kept."""
     arrival_s = time.monotonic()
     service.check_open()
     async with take_body(http, service.bodies) as body:
@@ -202,6 +202,6 @@ class EventStream(Response):
         self._sending_since_s = None
 
     def _patience_s(self) -> float:
-        """Return the seconds until the client will have stalled, or could have at the soonest."""
+        """Return the seconds until the client has stalled, or could have stalled at the earliest."""
         since_s = self._sending_since_s
         return self._stall_timeout_s - (0.0 if since_s is None else time.monotonic() - since_s)

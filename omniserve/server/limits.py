@@ -1,4 +1,4 @@
-"""Limits: what one server takes at most, in all and from each key, so that no client can make it grow without bound."""
+"""Upper bounds on what one server accepts, in all and from each key: no client can make it grow without bound."""
 
 from __future__ import annotations
 
@@ -177,12 +177,12 @@ class _Allowance:
         self._at_s = now_s
 
     def wait_s(self, now_s: float) -> float:
-        """Return in how many seconds at least 1 will be there; 0 if it is."""
+        """Return the seconds until at least 1 is left; 0 if it is now."""
         self._refill(now_s)
         return max(0.0, (1 - self._left) / self._per_s)
 
     def use(self, amount: float, now_s: float) -> None:
-        """Take an amount, also one that is not there: the debt is waited for."""
+        """Take an amount; it may exceed what is left, and the debt has to refill first."""
         self._refill(now_s)
         self._left -= amount
 
@@ -192,7 +192,7 @@ class _Allowance:
 
 
 class Caller:
-    """The holder of a key, as calls are made with it.
+    """Counts the calls and tokens of one key.
 
     A call is admitted while requests and tokens are left. Its prompt counts when it begins and its output when it has
     ended, so that calls which run at the same time may use more than is left; what follows waits for that. The
@@ -235,7 +235,7 @@ class Caller:
             self._allowances["tokens"].use(num_tokens, self._clock())
 
     def limited(self, request: R, classes: Sequence[ClassSpec]) -> R:
-        """Return the request with the tier that they get.
+        """Return the request with the tier that this key gets.
 
         Raises:
             ApiError: There is no such tier.

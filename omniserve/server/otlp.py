@@ -1,4 +1,4 @@
-"""OpenTelemetry: the spans of a call, sent to a collector by OTLP over HTTP, beside the calls.
+"""OpenTelemetry: the spans of a call, sent to a collector by OTLP over HTTP in the background.
 
 A call's spans are made when it is over, from the times that it was answered with anyway: until then it costs nothing.
 ``omniserve.request`` is the call as HTTP saw it; below it, for each of its choices, ``queue`` (from arrival to the

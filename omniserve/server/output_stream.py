@@ -287,7 +287,7 @@ class OutputStream:
 
     @property
     def choices(self) -> Sequence[Choice]:
-        """Every choice, those included that the answer may leave away."""
+        """Every choice, also those that are not in the answer."""
         return list(self._choices.values())
 
     @property
@@ -297,7 +297,7 @@ class OutputStream:
         return max((seconds for seconds in predictions if seconds is not None), default=None)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Yield new text until every choice has finished; what is there at one time comes together.
+        """Yield new text until every choice has finished; all text that is there comes as one list.
 
         Raises:
             ApiError: The engine died, the server ended the call, or it was read too slowly.
@@ -374,12 +374,12 @@ class OutputStream:
         await self._news.wait()
 
     def _end(self, error: Exception) -> None:
-        """End the call with an error. What it holds is free now, however long its reader takes to hear of it."""
+        """End the call with an error. What it holds is freed now, not when its reader takes the error."""
         self.error = error
         self.close()
 
     def _advance(self, request_id: str, output: RequestOutput) -> bool:
-        """Take an output; return whether the reader has something to hear."""
+        """Take an output; return whether there is something to read."""
         choice = self._choices[request_id]
         if choice.finish_reason is not None:
             return False  # steps go on for a moment after a stop string was found here
@@ -410,7 +410,7 @@ class OutputStream:
         return bool(self._unread)  # as of the last output of each choice
 
     def _keep(self, delta: Delta) -> None:
-        """Put a delta with those that wait for a reader."""
+        """Add a delta to the unread ones."""
         last = self._last_unread.get(delta.index)
         if last is not None and len(self._unread) >= _MAX_UNREAD_DELTAS:
             last.append(delta)

@@ -53,7 +53,7 @@ def read_fields(body: bytes) -> dict[str, Any]:
 
 
 def refuse_unsupported(fields: dict[str, Any]) -> None:
-    """Take fields that ask for nothing out of a request's body, in place.
+    """Remove unsupported fields that ask for nothing from a request's body, in place.
 
     Raises:
         ApiError: A field asks for something that is not supported.
@@ -66,7 +66,7 @@ def refuse_unsupported(fields: dict[str, Any]) -> None:
 
 
 def validate(kind: type[M], fields: dict[str, Any]) -> M:
-    """Return the fields as a model.
+    """Return the fields as a model of this kind.
 
     Raises:
         ApiError: One is unknown, missing, ill-typed or out of range.
@@ -206,7 +206,7 @@ class JsonSchemaFormat(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """OpenAI's field."""
+    """OpenAI's ``response_format``."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -330,7 +330,7 @@ class GenerationRequest(StrictModel):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """Tools that the model is told of."""
+        """Tools that are shown to the model."""
         return []
 
     @property
@@ -383,7 +383,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """Tools that the model is told of."""
+        """Tools that are shown to the model."""
         return [] if self.tool_choice == "none" else self.tools
 
     @property

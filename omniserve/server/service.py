@@ -1,4 +1,4 @@
-"""Service: from a checked request to the stream of its outputs. What all calls share lives here."""
+"""Makes the stream of outputs of a checked request, and holds what all calls share."""
 
 from __future__ import annotations
 

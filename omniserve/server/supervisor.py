@@ -1,4 +1,4 @@
-"""Keeps an engine process running: when it dies, another one is started, with growing pauses, up to a limit."""
+"""Keeps an engine process running: after a death another one is started, with growing pauses, up to a limit."""
 
 from __future__ import annotations
 

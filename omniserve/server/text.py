@@ -87,7 +87,7 @@ class TextCodec:
         return Detokenizer(self._tokenizer, tuple(stop))
 
     async def _run(self, size: int, work: Callable[..., T], *args: Any) -> T:
-        """Do ``work`` on ``size`` characters or tokens: here if it is short."""
+        """Do ``work`` on ``size`` characters or tokens: in this thread if they are few, else in the tokenizer's."""
         if size <= _MAX_INLINE:
             return work(*args)
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)

@@ -1,4 +1,4 @@
-"""Traces: what is known of a call when it is over, and what sends it to a collector, if one is named."""
+"""What traces tell of a finished call, and the sender of traces, if a collector is named."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FinishedCall:
 
     @property
     def error(self) -> Exception | None:
-        """What it ended with instead of an answer, or with a part of one; None: there is nothing to say of that."""
+        """The error that the call ended with, instead of an answer or after a part of one; None without one."""
         return self.refusal or (self.outputs.error if self.outputs is not None else None)
 
     @property
@@ -61,7 +61,7 @@ class FinishedCall:
 
 
 def checked_endpoint(url: str) -> str:
-    """Return where to send traces, after making sure that they can be sent.
+    """Return the URL after making sure that traces can be sent to it.
 
     Raises:
         ValueError: It is no URL of a collector, or the packages for it are not installed.
@@ -77,7 +77,7 @@ def checked_endpoint(url: str) -> str:
 
 
 def open_traces(endpoint: str | None, *, model_name: str) -> OtlpTraces | None:
-    """Return what sends traces, to ``endpoint`` or where the environment says; None if neither asks for traces.
+    """Return the sender of traces to ``endpoint``, or to where the environment says; None if neither names a place.
 
     That the environment asks for what is not installed is a warning: it may mean other programs.
     """

@@ -95,7 +95,7 @@ class History:
 
 
 def _latest(reading: Reading) -> Mapping[str, Any]:
-    """Return what is shown as of now only."""
+    """Return the values that have no history."""
     total = reading.total
     return {
         "engine": reading.engine,
