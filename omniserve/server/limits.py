@@ -68,7 +68,7 @@ class Limits:
 
 
 class Backlog:
-    """Counts requests from the moment they are sent to the engine until their first token, at most ``most`` a class."""
+    """Counts requests from being sent to the engine until their first token, at most ``most`` of a class."""
 
     def __init__(self, class_names: Iterable[str], most: int) -> None:
         self._most = most
