@@ -20,8 +20,8 @@ def main() -> int:
 
     from omniserve.core.config import EngineConfig
     from omniserve.server.batches.offline import OfflineJob, run_offline
+    from omniserve.server.cli import ServerOptions
     from omniserve.server.limits import Limits
-    from omniserve.server.server_flags import ServerOptions
 
     parser = argparse.ArgumentParser()
     parser.add_argument("input", type=Path)

@@ -121,7 +121,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
     from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader, builtin_model_path
     from omniserve.server.batches.offline import OfflineJob, run_offline
-    from omniserve.server.server_flags import ServerOptions
+    from omniserve.server.cli import ServerOptions
 
     try:
         config = config_from(args)

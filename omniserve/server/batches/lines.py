@@ -224,7 +224,7 @@ async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated
         outputs = await service.begin(request, call_id, time.monotonic())
         try:
             await outputs.start()
-            shape = endpoint.shape(service, request, call_id)
+            shape = endpoint(service, request, call_id)
             answer = shape.answer(await outputs.collect(), outputs.usage.as_dict())
         finally:
             service.end(outputs)

@@ -22,9 +22,9 @@ from omniserve.server.batches.files import BatchSettings, FileFolder, read_parts
 from omniserve.server.batches.locks import FileLock
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.store import NewBatch, NewFile, Store
+from omniserve.server.cli import ServerOptions
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.serve import start_service
-from omniserve.server.server_flags import ServerOptions
 from omniserve.server.supervisor import EngineSupervisor
 
 logger = logging.getLogger("omniserve.batch")

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import Message
 
-from omniserve.server import answer_models
+from omniserve.server import openapi
 from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.database import BATCHES, FILES, TIMED_STATUSES, Row, StorageError
 from omniserve.server.batches.files import BatchSettings, read_parts, storage_errors
@@ -141,8 +141,8 @@ def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
 
     @api.post(
         "/files",
-        openapi_extra=takes(answer_models.Upload, "multipart/form-data"),
-        responses=answers(answer_models.File, 408, 413, 429, *STORAGE_ERRORS),
+        openapi_extra=takes(openapi.Upload, "multipart/form-data"),
+        responses=answers(openapi.File, 408, 413, 429, *STORAGE_ERRORS),
     )
     async def upload(request: Request) -> Response:
         caller = caller_of(request)
@@ -166,7 +166,7 @@ def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
             await file.seek(0)
             return JSONResponse(file_object(await run_in_threadpool(store.add_file, new, read_parts(file.file))))
 
-    @api.get("/files", openapi_extra=asks(FileQuery), responses=answers(answer_models.FilePage, *STORAGE_ERRORS))
+    @api.get("/files", openapi_extra=asks(FileQuery), responses=answers(openapi.FilePage, *STORAGE_ERRORS))
     def list_files(request: Request) -> Response:
         query = validate(FileQuery, dict(request.query_params))
         page = store.page(
@@ -179,7 +179,7 @@ def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
         )
         return JSONResponse(_page_object(page, file_object))
 
-    @api.get("/files/{file_id}", responses=answers(answer_models.File, *STORAGE_ERRORS))
+    @api.get("/files/{file_id}", responses=answers(openapi.File, *STORAGE_ERRORS))
     def one_file(request: Request, file_id: str) -> Response:
         return JSONResponse(file_object(store.file(file_id, caller_of(request).name)))
 
@@ -193,7 +193,7 @@ def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
         path = store.files.path(row["id"], row["num_bytes"])
         return FileResponse(path, media_type="application/octet-stream", filename=row["filename"])
 
-    @api.delete("/files/{file_id}", responses=answers(answer_models.DeletedFile, 409, *STORAGE_ERRORS))
+    @api.delete("/files/{file_id}", responses=answers(openapi.DeletedFile, 409, *STORAGE_ERRORS))
     def delete_file(request: Request, file_id: str) -> Response:
         store.delete_file(file_id, caller_of(request).name)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
@@ -201,7 +201,7 @@ def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
     @api.post(
         "/batches",
         openapi_extra=takes(CreateBatch),
-        responses=answers(answer_models.Batch, 408, 413, 429, *STORAGE_ERRORS),
+        responses=answers(openapi.Batch, 408, 413, 429, *STORAGE_ERRORS),
     )
     async def create(request: Request) -> Response:
         async with take_body(request, service.bodies) as body:
@@ -225,17 +225,17 @@ def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
         runner.notice()
         return JSONResponse(batch_object(batch))
 
-    @api.get("/batches", openapi_extra=asks(BatchQuery), responses=answers(answer_models.BatchPage, *STORAGE_ERRORS))
+    @api.get("/batches", openapi_extra=asks(BatchQuery), responses=answers(openapi.BatchPage, *STORAGE_ERRORS))
     def list_batches(request: Request) -> Response:
         query = validate(BatchQuery, dict(request.query_params))
         page = store.page(BATCHES, limit=query.limit, after=query.after, caller=caller_of(request).name)
         return JSONResponse(_page_object(page, batch_object))
 
-    @api.get("/batches/{batch_id}", responses=answers(answer_models.Batch, *STORAGE_ERRORS))
+    @api.get("/batches/{batch_id}", responses=answers(openapi.Batch, *STORAGE_ERRORS))
     def one_batch(request: Request, batch_id: str) -> Response:
         return JSONResponse(batch_object(store.batch(batch_id, caller_of(request).name)))
 
-    @api.post("/batches/{batch_id}/cancel", responses=answers(answer_models.Batch, 409, *STORAGE_ERRORS))
+    @api.post("/batches/{batch_id}/cancel", responses=answers(openapi.Batch, 409, *STORAGE_ERRORS))
     async def cancel(request: Request, batch_id: str) -> Response:
         batch = await run_in_threadpool(store.cancel_batch, batch_id, caller_of(request).name)
         await runner.drop_batch(batch_id)
