@@ -25,10 +25,9 @@ import time
 from typing import Any
 
 from benchmarks.common.arguments import argument_parser
-from benchmarks.common.engine_run import EngineRun
+from benchmarks.common.engine_run import EngineRun, request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.requests import request
 from benchmarks.common.summary import medians
 from omniserve import SLO, Engine, EngineConfig, Request
 from omniserve.core.plan import StepPlan

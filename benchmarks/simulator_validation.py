@@ -31,10 +31,9 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.common.arguments import argument_parser
-from benchmarks.common.engine_run import EngineRun
+from benchmarks.common.engine_run import EngineRun, request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.requests import request
 from benchmarks.common.tables import table
 from omniserve import SLO, ClassSpec, Engine, EngineConfig
 from omniserve.core.plan import StepPlan

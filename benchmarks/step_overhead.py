@@ -15,9 +15,9 @@ from typing import Any
 
 import omniserve.runner.layer_loop
 from benchmarks.common.arguments import argument_parser
+from benchmarks.common.engine_run import request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.requests import request
 from omniserve import Engine, EngineConfig
 
 NARROW = SMOLLM_135M | {

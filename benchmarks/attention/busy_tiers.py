@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.attention.bandwidth import ReadLimit, Sample, fill, normal_tile
 from benchmarks.common.models import SMOLLM_135M
-from benchmarks.common.other_load import OtherLoad
+from benchmarks.common.timing import OtherLoad
 from omniserve.core.plan import HostEventKind
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host.tier import HostTier

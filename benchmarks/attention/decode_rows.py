@@ -21,7 +21,7 @@ from benchmarks.attention.decode_attention import (
     Work,
     check,
 )
-from benchmarks.common.other_load import OtherLoad
+from benchmarks.common.timing import OtherLoad
 
 # Query heads, KV heads and head size: of Llama 3 8B, Yi 34B, Llama 2 7B and SmolLM 135M.
 HEADS = {"L8": (32, 8, 128), "Yi": (56, 8, 128), "L7": (32, 32, 128), "SmolLM": (9, 3, 64)}

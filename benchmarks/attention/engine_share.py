@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from benchmarks.attention.bandwidth import ReadLimit
+from benchmarks.common.engine_run import request
 from benchmarks.common.models import random_llama
-from benchmarks.common.other_load import OtherLoad
-from benchmarks.common.requests import request
+from benchmarks.common.timing import OtherLoad
 from omniserve import Engine, EngineConfig, ExecutionConfig
 
 MODEL: dict[str, Any] = {

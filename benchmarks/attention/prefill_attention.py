@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from benchmarks.attention.bandwidth import ReadLimit
 from benchmarks.attention.decode_attention import BLOCK_SIZE, reference, rms_error
 from benchmarks.attention.decode_rows import HEADS
-from benchmarks.common.other_load import OtherLoad
-from benchmarks.common.timing import median_ratio
+from benchmarks.common.timing import OtherLoad, median_ratio
 from omniserve.ops.attention import gather_keys
 
 OURS = "ours"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,54 +79,6 @@ class RequestRecord:
         return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
 
 
-async def run_load(
-    base_url: str,
-    requests: Sequence[LoadRequest],
-    *,
-    must_finish: Callable[[LoadRequest], bool],
-    cutoff_s: float,
-    watch: Callable[[float, Sequence[RequestRecord]], Awaitable[None]],
-    wire: Wire = OMNISERVE_WIRE,
-) -> tuple[list[RequestRecord], float]:
-    """Send ``requests`` through ``/v1/completions`` and stream the answers.
-
-    Ends when every request that ``must_finish`` selects has ended, or at ``cutoff_s``; what still runs then is
-    disconnected, which the server takes as an abort. ``watch`` is called about ten times a second with the time and the
-    records; an exception from it ends the load.
-
-    Returns:
-        One record per request, in the order of ``requests``, and the time at which the load ended.
-    """
-    records = [
-        RequestRecord(
-            service_tier=request.service_tier, send_at_s=request.send_at_s,
-            num_prompt_tokens=0 if isinstance(request.prompt, str) else len(request.prompt),
-        )
-        for request in requests
-    ]  # fmt: skip
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=base_url, timeout=None, limits=limits) as client:
-        began_s = time.perf_counter()
-        tasks = [
-            asyncio.create_task(_send(client, request, record, began_s, wire))
-            for request, record in zip(requests, records, strict=True)
-        ]
-        awaited = [task for task, request in zip(tasks, requests, strict=True) if must_finish(request)]
-        try:
-            while (now_s := time.perf_counter() - began_s) < cutoff_s and not all(task.done() for task in awaited):
-                await watch(now_s, records)
-                await asyncio.sleep(0.1)
-        finally:
-            end_s = time.perf_counter() - began_s
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return records, end_s
-
-
 def body_of(request: LoadRequest, wire: Wire) -> dict[str, Any]:
     """Return the JSON body that asks for ``request``: greedy, of exactly its length, streamed, with usage."""
     body: dict[str, Any] = {
@@ -193,9 +145,11 @@ def drive(
     wire: Wire = OMNISERVE_WIRE,
     show: Callable[[float, Sequence[RequestRecord]], object] = lambda now_s, records: None,
 ) -> tuple[list[RequestRecord], float]:
-    """Send ``requests`` and wait for those that ``must_finish`` selects, but no longer than ``cutoff_s``.
+    """Send ``requests`` through ``/v1/completions`` and stream the answers.
 
-    ``show`` is called about ten times a second with the time and the records.
+    Ends when every request that ``must_finish`` selects has ended, or at ``cutoff_s``; what still runs then is
+    disconnected, which the server takes as an abort. ``show`` is called about ten times a second with the time and the
+    records.
 
     Returns:
         One record per request, in their order, and the seconds after which the load ended.
@@ -204,21 +158,43 @@ def drive(
         ServerFailed: The server ended; or a request ended with another error than a rejection; or, unless it may, was
             cut off.
     """
+    records = [
+        RequestRecord(
+            service_tier=request.service_tier, send_at_s=request.send_at_s,
+            num_prompt_tokens=0 if isinstance(request.prompt, str) else len(request.prompt),
+        )
+        for request in requests
+    ]  # fmt: skip
 
-    async def watch(now_s: float, records: Sequence[RequestRecord]) -> None:
+    def check(now_s: float) -> None:
         server.check_alive()
         if error := next((record.error for record in records if record.error and not record.rejected), None):
             raise ServerFailed(f"a request failed: {error}\n{server.log_tail()}")
         show(now_s, records)
 
-    async def run() -> tuple[list[RequestRecord], float]:
-        records, end_s = await run_load(
-            server.base_url, requests, must_finish=must_finish, cutoff_s=cutoff_s, watch=watch, wire=wire
-        )
-        await watch(end_s, records)
-        return records, end_s
+    async def send_all() -> float:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with httpx.AsyncClient(base_url=server.base_url, timeout=None, limits=limits) as client:
+            began_s = time.perf_counter()
+            pairs = list(zip(requests, records, strict=True))
+            tasks = [asyncio.create_task(_send(client, *pair, began_s, wire)) for pair in pairs]
+            awaited = [task for task, (request, _) in zip(tasks, pairs, strict=True) if must_finish(request)]
+            try:
+                while (now_s := time.perf_counter() - began_s) < cutoff_s and not all(task.done() for task in awaited):
+                    check(now_s)
+                    await asyncio.sleep(0.1)
+            finally:
+                end_s = time.perf_counter() - began_s
+                for task in tasks:
+                    task.cancel()
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return end_s
 
-    records, end_s = asyncio.run(run())
+    end_s = asyncio.run(send_all())
+    check(end_s)
     cut_off = [not record.finished and not record.rejected for record in records]
     if not may_be_cut_off and any(cut and must_finish(one) for cut, one in zip(cut_off, requests, strict=True)):
         raise ServerFailed(f"a request did not finish in {cutoff_s:g} s\n{server.log_tail()}")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.client import Wire, drive, warm_server
-from benchmarks.common.other_load import OtherLoad
 from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, Server
 from benchmarks.common.summary import medians, summarize_co_serving
+from benchmarks.common.timing import OtherLoad
 from benchmarks.coserving.load import CoServingLoad
 
 PREEMPTED, RESUMED = "omniserve_preempted_tokens_total", "omniserve_resumed_tokens_total"

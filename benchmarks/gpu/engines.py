@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.common.requests import request
+from benchmarks.common.engine_run import request
 from benchmarks.common.timing import seconds, wait_for
 from benchmarks.gpu.script import Script
 from omniserve import Engine, EngineConfig, ExecutionConfig

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from benchmarks.attention.bandwidth import available_bytes
-from benchmarks.common.requests import request
+from benchmarks.common.engine_run import request
 from benchmarks.gpu.engines import (
     LLAMA_8B,
     drain,

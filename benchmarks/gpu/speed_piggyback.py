@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common.requests import request
+from benchmarks.common.engine_run import request
 from benchmarks.common.timing import median_seconds
 from benchmarks.gpu.engines import LLAMA_8B, graph_of, kv_token_bytes, open_decoding, patched_model, step_ms
 from benchmarks.gpu.script import Case, NotHere, Script

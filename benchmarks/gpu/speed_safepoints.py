@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.common.requests import request
+from benchmarks.common.engine_run import request
 from benchmarks.common.timing import wait_for
 from benchmarks.gpu.engines import (
     LLAMA_8B,

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common.requests import request
+from benchmarks.common.engine_run import request
 from benchmarks.common.timing import seconds, wait_for
 from benchmarks.gpu.engines import (
     LLAMA_8B,

@@ -19,8 +19,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.common.engine_run import request
 from benchmarks.common.record import ROOT
-from benchmarks.common.requests import request
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import check_machine, check_steps, check_tests, report
 from benchmarks.gpu import script as script_module
