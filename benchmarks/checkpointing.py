@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.engine_run import EngineRun, request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
+from benchmarks.common.terminal import argument_parser
 from omniserve import Engine, EngineConfig, RequestOutput
 from omniserve.core.plan import MoveDirection, StepPlan
 from omniserve.host.cores import available_cores

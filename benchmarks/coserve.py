@@ -43,13 +43,12 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.client import OMNISERVE_WIRE, Wire
-from benchmarks.common.loads import PROCESSES, Arrivals, TraceSlice
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
 from benchmarks.common.record import read_record, stale_reason, write_record
 from benchmarks.common.server import ServerFailed
-from benchmarks.coserving.load import CoServingLoad
+from benchmarks.common.terminal import argument_parser
+from benchmarks.coserving.load import PROCESSES, Arrivals, CoServingLoad, TraceSlice
 from benchmarks.coserving.report import markdown_table, plot
 from benchmarks.coserving.runs import Servers, joined_records, measure, plan_runs, rows_of, scheduler_of
 from omniserve.sched import SCHEDULERS

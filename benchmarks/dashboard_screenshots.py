@@ -16,9 +16,9 @@ from pydoc_data import topics
 import httpx
 from playwright.sync_api import Browser
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.browser import chromium
 from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, drive, warm_server
+from benchmarks.common.terminal import argument_parser
 from omniserve.simulate.load import poisson
 
 TEXT = "\n".join(topics.topics.values())

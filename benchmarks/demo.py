@@ -18,12 +18,11 @@ from pydoc_data import topics
 
 from tqdm import tqdm
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecord, drive, warm_server
 from benchmarks.common.record import write_record
 from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, ServerFailed, ServerProcess
 from benchmarks.common.summary import LatencySummary, summarize
-from benchmarks.common.tables import table_of
+from benchmarks.common.terminal import argument_parser, table_of
 from omniserve.sched.policy import known_options
 from omniserve.simulate.load import poisson
 

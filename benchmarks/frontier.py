@@ -18,13 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common.arguments import argument_parser
-from benchmarks.common.client import LS_TIER, LoadRequest, drive, warm_server
-from benchmarks.common.loads import backlog, poisson_stream
+from benchmarks.common.client import LS_TIER, LoadRequest, backlog, drive, poisson_stream, warm_server
 from benchmarks.common.models import SMOLLM_135M, saved_random_llama
 from benchmarks.common.record import write_record
 from benchmarks.common.summary import cells, medians, summarize_co_serving
-from benchmarks.common.tables import table_of
+from benchmarks.common.terminal import argument_parser, table_of
 
 OBJECTIVES = {"tight": (0.3, 0.06), "loose": (1.0, 0.25)}
 BUDGETS = {"tight": 48, "loose": 256}

@@ -23,9 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import ROOT, write_record
-from benchmarks.common.tables import table_of
+from benchmarks.common.terminal import argument_parser, table_of
 from benchmarks.forecast.compiled import pretend_to_have_a_gpu
 from benchmarks.forecast.steps import Chunk, Decode, StepCounter
 from benchmarks.forecast.work import Work, bound_s, expected_s

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, builtin_model, random_llama
 from benchmarks.common.record import write_record
+from benchmarks.common.terminal import argument_parser
 from omniserve import Engine, EngineConfig, Request, SamplingParams
 from omniserve.core.request import ServiceClass
 from omniserve.latency import (

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import ROOT, environment, read_record, stale_reason
+from benchmarks.common.terminal import argument_parser
 
 RESULTS = ROOT / "benchmarks" / "results"
 COMMANDS = {

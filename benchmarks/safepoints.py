@@ -24,11 +24,11 @@ import statistics
 import time
 from typing import Any
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.engine_run import EngineRun, request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from benchmarks.common.summary import medians
+from benchmarks.common.terminal import argument_parser
 from omniserve import SLO, Engine, EngineConfig, Request
 from omniserve.core.plan import StepPlan
 from omniserve.profiling import find_or_make_profile

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import omniserve.runner.layer_loop
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.engine_run import request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
+from benchmarks.common.terminal import argument_parser
 from omniserve import Engine, EngineConfig
 
 NARROW = SMOLLM_135M | {

@@ -1,9 +1,10 @@
-"""An open-loop client: requests leave at their own times, whatever the server does with those before them."""
+"""Requests for random tokens, and an open-loop client: they leave at their own times, whatever became of others."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import httpx
 
 from benchmarks.common.record import ROOT
 from benchmarks.common.server import Server, ServerFailed, ServerProcess
+from omniserve.simulate.load import TraceRequest, fixed_lengths, poisson
+from omniserve.simulate.load import requests as requests_of
 
 LS_TIER, BE_TIER = "priority", "flex"
 """OpenAI's names of the two kinds of service class."""
@@ -199,6 +202,35 @@ def drive(
     if not may_be_cut_off and any(cut and must_finish(one) for cut, one in zip(cut_off, requests, strict=True)):
         raise ServerFailed(f"a request did not finish in {cutoff_s:g} s\n{server.log_tail()}")
     return records, end_s
+
+
+def random_tokens(
+    rows: Sequence[TraceRequest], rng: random.Random, *, tier: str, vocab_size: int,
+    slo: tuple[float, float] | None = None,
+) -> list[LoadRequest]:  # fmt: skip
+    """Return requests of these times and lengths for random tokens from ``[1, vocab_size)``."""
+    return [
+        LoadRequest(
+            send_at_s=row.arrival_s, prompt=[rng.randrange(1, vocab_size) for _ in range(row.input_tokens)],
+            max_tokens=row.output_tokens, service_tier=tier, slo=slo,
+        )
+        for row in rows
+    ]  # fmt: skip
+
+
+def poisson_stream(
+    rng: random.Random, *, rate: float, seconds: float, prompt: int, output: int, tier: str, vocab_size: int,
+    slo: tuple[float, float] | None = None,
+) -> list[LoadRequest]:  # fmt: skip
+    """Return a Poisson stream of requests of one size."""
+    rows = requests_of(poisson(rate, seconds, rng), fixed_lengths(prompt, output), rng)
+    return random_tokens(rows, rng, tier=tier, vocab_size=vocab_size, slo=slo)
+
+
+def backlog(rng: random.Random, *, count: int, prompt: int, output: int, vocab_size: int) -> list[LoadRequest]:
+    """Return BE requests of one size that are all there from the start."""
+    rows = requests_of([0.0] * count, fixed_lengths(prompt, output), rng)
+    return random_tokens(rows, rng, tier=BE_TIER, vocab_size=vocab_size)
 
 
 @contextmanager

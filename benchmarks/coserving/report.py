@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.summary import cells
-from benchmarks.common.tables import table_of
+from benchmarks.common.terminal import table_of
 from omniserve.simulate.report import require_matplotlib
 
 Row = Mapping[str, Any]

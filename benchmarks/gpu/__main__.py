@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import ROOT, write_record
+from benchmarks.common.terminal import argument_parser
 from benchmarks.gpu.report import write_report
 from benchmarks.gpu.script import Script, run_program, scrubbed
 

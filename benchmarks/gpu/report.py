@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.record import ROOT
-from benchmarks.common.tables import table
+from benchmarks.common.terminal import table
 from benchmarks.gpu.script import short
 
 FORECAST = ROOT / "benchmarks" / "results" / "gpu_forecast.json"
