@@ -62,7 +62,7 @@ def make_engine(size: Size, seed: int, host_threads: int) -> Engine:
         scheduler_options={"ls_reserve_fraction": 0.0, "swap_in_delay_s": 1 << 30},
     ))  # fmt: skip
     for i in range(num_requests):
-        engine.add(request(f"be{i}", prompt_tokens, max_tokens, MODEL["vocab_size"]))
+        engine.add(request(f"be{i}", prompt_tokens, max_tokens))
     return engine
 
 

@@ -14,14 +14,14 @@ from omniserve.simulate.load import TraceRequest
 from omniserve.simulate.results import ClassResult, RequestResult, summarise
 
 
-def request(name: str, prompt: int, output: int, vocab_size: int = 1000, **more: Any) -> Request:
+def request(name: str, prompt: int, output: int, **more: Any) -> Request:
     """Return a request for exactly so many tokens; names that begin with ``ls`` are latency-sensitive.
 
-    Its name is its id; prompts of different names differ, and have ids from ``[1, vocab_size)``.
+    Its name is its id; prompts of different names differ, and have ids from ``[1, 500)``, which every model knows.
     """
     first = sum(name.encode())
     return Request(
-        prompt_token_ids=[1 + (first + 7 * i) % (vocab_size - 1) for i in range(prompt)],
+        prompt_token_ids=[1 + (first + 7 * i) % 499 for i in range(prompt)],
         sampling=SamplingParams(max_tokens=output, ignore_eos=True),
         service_class="LS" if name.startswith("ls") else "BE", request_id=name, **more,
     )  # fmt: skip

@@ -40,7 +40,7 @@ PARTS: dict[str, tuple[str, float, str]] = {
     "attention": ("speed-1", 60, "speed_attention"),
     "piggyback": ("speed-1", 120, "speed_piggyback"),
     "moves": ("speed-1", 60, "speed_moves"),
-    "safepoints": ("speed-1", 60, "speed_safepoints"),
+    "safepoints": ("speed-1", 120, "speed_safepoints"),
     "host": ("speed-2", 150, "speed_host"),
     "policies": ("speed-2", 190, "speed_policies"),
     "qwen": ("speed-2", 110, "speed_steps"),

@@ -91,9 +91,9 @@ def time_steps(script: Script, case: Case, model: Any, batch: int, *, residents:
         max_model_len=max(context + output, be_tokens), max_num_seqs=batch + more,
     ) as engine:  # fmt: skip
         for i in range(residents):
-            engine.add(request(f"be{i}", _CONTEXT, _OUTPUT, engine.spec.vocab_size))
+            engine.add(request(f"be{i}", _CONTEXT, _OUTPUT))
         for i in range(more):
-            engine.add(request(f"ls_more{i}", 1, output, engine.spec.vocab_size))
+            engine.add(request(f"ls_more{i}", 1, output))
         for _ in range(before):
             engine.step()
         engine.on_step = lambda plan, host_works, taken_s: seats.append(plan.num_piggyback_seats)
