@@ -51,9 +51,7 @@ def policies(script: Script) -> None:
         kept = [rate for rate in rates if attained.get((ours, rate), 0.0) >= KEPT and be_rates.get((other, rate))]
         with script.case(f"BE tokens/s of {ours} over {other}, at the highest rate kept") as case:
             if not kept:
-                raise NotHere(
-                    f"no rate with {KEPT:.0%} of the LS requests within their objectives, and BE tokens of both"
-                )
+                raise NotHere(f"no rate at which {ours} kept {KEPT:.0%}, and {other} brought BE tokens")
             mine, theirs = (ours, kept[-1]), (other, kept[-1])
             note = f"{kept[-1]:g} LS/s; attained {attained[mine]:.0%}, {other} {attained[theirs]:.0%}"
             case.figure(be_rates[mine] / be_rates[theirs], "x", at_least=1.0, note=note)
