@@ -38,7 +38,6 @@ from benchmarks.gpu.engines import (
     weight_bytes,
 )
 from benchmarks.gpu.script import NotHere, Script, run_program, short
-from benchmarks.gpu.speed_transformers import token_s
 from omniserve.layers.patching import patch
 from tests.host.helpers import wait_until
 from tests.parity.engine_histories import Reference
@@ -361,14 +360,3 @@ def test_primed_requests_decode_at_once_where_they_should() -> None:
         renew(engine, 1, 70, 4)
         with pytest.raises(RuntimeError, match="a request ended"):
             step_ms(engine, 10, warm_up=1)
-
-
-def test_gaps_between_tokens_count_while_all_requests_decode() -> None:
-    def output(stamps: list[float]) -> SimpleNamespace:
-        return SimpleNamespace(timestamps=stamps, generated_tokens=list(range(len(stamps))))
-
-    early = output([0.0, *(10.0 + 2.0 * i for i in range(31))])  # waits for the other's prompt at first
-    late = output([11.0 + 2.0 * i for i in range(32)])
-    assert token_s([early, late], 2) == 2.0
-    with pytest.raises(RuntimeError, match="1 of 2 requests did not get their 32 tokens"):
-        token_s([late, output([1.0, 2.0])], 2)
