@@ -44,7 +44,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common.client import OMNISERVE_WIRE, Wire
-from benchmarks.common.models import SMOLLM_135M, saved_random_llama
+from benchmarks.common.models import saved_smollm
 from benchmarks.common.record import read_record, stale_reason, write_record
 from benchmarks.common.server import ServerFailed
 from benchmarks.common.summary import cells
@@ -242,7 +242,7 @@ def servers_of(args: argparse.Namespace) -> Servers:
         return Servers(url=args.url, wire=wire, arguments=())
     model = args.model
     if model == "smollm":
-        model = str(saved_random_llama("smollm-135m-shape", **SMOLLM_135M))
+        model = str(saved_smollm())
     arguments = [] if model == "builtin" else ["--model", model]
     arguments += ["--device-kv-gib", str(args.device_kv_gib), *args.server_args]
     return Servers(url=None, wire=OMNISERVE_WIRE, arguments=tuple(arguments))

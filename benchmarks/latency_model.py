@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.models import SMOLLM_135M, builtin_model, random_llama
+from benchmarks.common.models import MODELS
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser
 from omniserve import Engine, EngineConfig, Request, SamplingParams
@@ -39,7 +39,6 @@ from omniserve.profiling import Arrival, measure_steps, mixed_load, profile_mode
 from omniserve.profiling.summary import summarise
 from omniserve.simulate.load import read_trace
 
-MODELS = {"built-in": builtin_model, "SmolLM-135M": lambda: random_llama(**SMOLLM_135M)}
 FIT_SEED, TEST_SEED = 11, 5
 BLOCKS = {"device": (160, 0), "tiers": (32, 256)}
 NUM_FIT = 100

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pydoc_data import topics
 from typing import Any
 
 import httpx
@@ -20,6 +21,8 @@ from omniserve.simulate.load import requests as requests_of
 
 LS_TIER, BE_TIER = "priority", "flex"
 """OpenAI's names of the two kinds of service class."""
+TEXT = "\n".join(topics.topics.values())
+"""Python's own help: English that every machine has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +205,12 @@ def drive(
     if not may_be_cut_off and any(cut and must_finish(one) for cut, one in zip(cut_off, requests, strict=True)):
         raise ServerFailed(f"a request did not finish in {cutoff_s:g} s\n{server.log_tail()}")
     return records, end_s
+
+
+def text_request(rng: random.Random, at_s: float, chars: int, max_tokens: int, tier: str) -> LoadRequest:
+    """Return a request for a random piece of TEXT."""
+    start = rng.randrange(len(TEXT) - chars)
+    return LoadRequest(send_at_s=at_s, prompt=TEXT[start : start + chars], max_tokens=max_tokens, service_tier=tier)
 
 
 def random_tokens(
