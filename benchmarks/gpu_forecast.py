@@ -2,7 +2,7 @@
 
 python -m benchmarks.gpu_forecast
 
-The layers' kernels are those that the compiler makes for an H200 (``forecast/compiled.py``), with the bytes of their
+The layers' kernels are those that the compiler makes for an H200 (``forecast/kernels.py``), with the bytes of their
 inputs and outputs; attention and the operators that move rows go by formula (``forecast/steps.py``). Four times:
 
 * floor: weights and KV read once at the data sheet's bandwidth, or the step's arithmetic at its peak, whichever takes
@@ -25,9 +25,8 @@ from typing import Any
 
 from benchmarks.common.record import ROOT, write_record
 from benchmarks.common.terminal import argument_parser, table_of
-from benchmarks.forecast.compiled import pretend_to_have_a_gpu
+from benchmarks.forecast.kernels import Work, bound_s, expected_s, pretend_to_have_a_gpu
 from benchmarks.forecast.steps import Chunk, Decode, StepCounter
-from benchmarks.forecast.work import Work, bound_s, expected_s
 from benchmarks.gpu.engines import LLAMA_8B, QWEN_32B, TINY, Shape
 from omniserve.simulate.analytic import Efficiency
 from omniserve.simulate.hardware import find_devices

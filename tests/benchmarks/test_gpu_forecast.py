@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common.record import ROOT
-from benchmarks.forecast.work import Work, bound_s, eager_work, expected_s, fake_mode
+from benchmarks.forecast.kernels import Work, bound_s, eager_work, expected_s, fake_mode
 from benchmarks.gpu.engines import TINY
 from omniserve.simulate.analytic import Efficiency
 from omniserve.simulate.hardware import find_devices
