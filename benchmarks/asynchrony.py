@@ -11,10 +11,10 @@ import functools
 import statistics
 import time
 
-from benchmarks.common.arguments import argument_parser
+from benchmarks.common.engine_run import request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.requests import request
+from benchmarks.common.terminal import argument_parser
 from benchmarks.common.timing import in_turn, median_ratio
 from omniserve import Engine, EngineConfig
 

@@ -27,8 +27,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import environment, write_record
+from benchmarks.common.terminal import argument_parser
 from benchmarks.paper import apex, bros, conserve
 from benchmarks.paper import omniserve as omniserve_paper
 from benchmarks.paper.cases import Case, Experiment, MachineSpec

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import omniserve.runner.layer_loop
-from benchmarks.common.arguments import argument_parser
+from benchmarks.common.engine_run import request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.requests import request
+from benchmarks.common.terminal import argument_parser
 from omniserve import Engine, EngineConfig
 
 NARROW = SMOLLM_135M | {
@@ -46,7 +46,7 @@ def measure(num_requests: int, num_steps: int) -> dict[str, float]:
     samples: dict[str, list[float]] = defaultdict(list)
     with Engine(model, config) as engine:
         for i in range(num_requests):
-            engine.add(request(f"ls{i}", 16, num_steps + 20, NARROW["vocab_size"]))
+            engine.add(request(f"ls{i}", 16, num_steps + 20))
         for _ in range(10):  # prefill, compilation
             engine.step()
         original = omniserve.runner.layer_loop.make_step_inputs
