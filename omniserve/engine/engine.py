@@ -23,8 +23,7 @@ from omniserve.core.stats import EngineStats
 from omniserve.engine.capacity import max_model_len, num_blocks
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.outputs import OutputCollector
-from omniserve.engine.step_log import OpenRequest, StepLog
-from omniserve.engine.stepping import Stepper
+from omniserve.engine.stepping import FinishedStep, OpenRequest, StepLog, Stepper
 from omniserve.host.cores import CoreSplit, default_host_threads
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS, CanMove, CanShare
@@ -172,6 +171,10 @@ class Engine:
             pool_tokens=self._num_device_blocks * config.block_size,
             has_tokenizer=tokenizer is not None,
         )
+        self.on_step: Callable[[StepPlan, bool, float], None] | None = None
+        """Called with each step that computed something, as it is collected: plan, whether the host tier worked,
+        seconds. These run from the end of the step before it, or from its own planning after a pause; without a GPU and
+        with ``async_steps`` they are those of the step launched meanwhile."""
         self._must_preempt = False
         self.on_safepoint: Callable[[], None] | None = None
         """Called between the layers of a step whose best-effort rows may leave it; it looks for requests that have come
@@ -182,7 +185,7 @@ class Engine:
             scheduler=self.scheduler,
             runner=self.runner,
             outputs=self._outputs,
-            log=self._log,
+            record=lambda step: this()._record(step),
             clock=clock,
             overlaps=config.execution.async_steps
             if config.execution.async_steps is not None
@@ -297,19 +300,6 @@ class Engine:
         """The last step had nothing to compute or collect: all requests wait for the host tier (see ``wait``)."""
         return self._stepper.last_plan_was_empty
 
-    @property
-    def on_step(self) -> Callable[[StepPlan, bool, float], None] | None:
-        """Called, unless None, with each step that computed something: plan, whether the host tier worked, seconds.
-
-        The step was just collected. Its seconds run from the end of the step before it, or from its own planning after
-        a pause; without a GPU and with ``async_steps`` they are those of the step launched meanwhile.
-        """
-        return self._stepper.on_step
-
-    @on_step.setter
-    def on_step(self, call: Callable[[StepPlan, bool, float], None] | None) -> None:
-        self._stepper.on_step = call
-
     def wait(self, timeout_s: float) -> None:
         """Sleep until the host tier reports something or the time is over; for use after an empty step.
 
@@ -359,6 +349,11 @@ class Engine:
                 self.abort(request_id)
             raise
         return [completions[request_id] for request_id in ids]
+
+    def _record(self, step: FinishedStep) -> None:
+        self._log.record(step)
+        if self.on_step is not None:
+            self.on_step(step.plan, step.host_works, step.seconds)
 
     # -- state ---------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from omniserve.core.config import EngineConfig
@@ -13,8 +13,8 @@ from omniserve.core.plan import HostEvent, SampledToken, StepOutput, StepPlan, i
 from omniserve.core.request import Request, RequestOutput, ServiceClass
 from omniserve.core.stats import SchedulerStats
 from omniserve.engine.capacity import max_model_len, num_blocks
-from omniserve.engine.step_log import OpenRequest
-from omniserve.engine.stepping import Stepper
+from omniserve.engine.outputs import OutputCollector
+from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
 from omniserve.kv import KV_MANAGERS
 from omniserve.latency import BatchFeatures, CorrectedModel, Predictor, features_of
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
@@ -186,9 +186,11 @@ class SimulatedEngine:
             keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
             must_leave=self._must_leave,
         )  # fmt: skip
+        self._outputs = OutputCollector(tokenizer=None)
         self._stepper = Stepper(
-            scheduler=self.scheduler, runner=self._runner, outputs=self, log=self, clock=lambda: self.now_s
-        )
+            scheduler=self.scheduler, runner=self._runner, outputs=self._outputs, record=self._record,
+            clock=lambda: self.now_s,
+        )  # fmt: skip
         self._check = check
         self.num_steps = 0
         self.last_step: StepRecord | None = None
@@ -220,6 +222,7 @@ class SimulatedEngine:
         slo = request.slo if request.slo is not None else self.config.class_named(request.service_class).slo
         predicted_s = self.scheduler.add(request_id, request, slo, self.now_s, arrival_s=arrival_s)
         self._stepper.requests[request_id] = OpenRequest(request.service_class, slo, predicted_s)
+        self._outputs.open(request_id, request)
         return predicted_s
 
     @property
@@ -244,22 +247,12 @@ class SimulatedEngine:
         """Return the scheduler's gauges and counters."""
         return self.scheduler.stats()
 
-    def push(self, output: RequestOutput, now_s: float) -> RequestOutput:
-        """Return an output as it is: there is no text."""
-        return output
-
-    def close(self, request_id: str) -> None:
-        """Forget a request that was aborted: nothing is kept of it."""
-
-    def record(
-        self, plan: StepPlan, result: StepOutput, outputs: Sequence[RequestOutput], *, host_works: bool,
-        started_s: float, seconds: float, requests: Mapping[str, OpenRequest],
-    ) -> None:  # fmt: skip
+    def _record(self, step: FinishedStep) -> None:
         """Keep a step for reports, and let the latency model learn from it."""
         seconds = self._runner.seconds  # exact; a difference of two times of the clock is not
         self.num_steps += 1
-        self.last_step = StepRecord(plan=plan, start_s=started_s, seconds=seconds, host_works=host_works)
-        if self._corrected is not None and is_whole(plan, result.halted):
+        self.last_step = StepRecord(plan=step.plan, start_s=step.started_s, seconds=seconds, host_works=step.host_works)
+        if self._corrected is not None and is_whole(step.plan, step.result.halted):
             self._corrected.observe(self._runner.features, seconds)
 
     def _must_leave(self, after_s: float, now_s: float) -> bool:
