@@ -19,8 +19,8 @@ from benchmarks.gpu.check_blocks import Pools
 from benchmarks.gpu.engines import attentions
 from benchmarks.gpu.script import NotHere, Script, run_program, scrubbed
 from omniserve.core.spec import AttentionSpec
-from omniserve.ops import OPS, Sample
 from omniserve.ops.attention import AttentionMetadata, resolve_attention
+from tests.ops.table import OPS, Sample
 
 _TESTS_S, _TOOL_S = 110.0, 75.0
 _OUTCOME = r"(PASSED|FAILED|ERROR|SKIPPED)"

@@ -1,7 +1,7 @@
 """The operators ``torch.ops.omniserve.*``; importing this loads the compiled extension and starts nothing.
 
-Each operator has a schema and a CPU kernel in C++ (``csrc``), a fake (``fakes``), a Triton kernel for CUDA where it
-only moves rows (``cuda``, ``kernels``), and in ``OPS`` a slow reference and samples, which the tests walk.
+Each operator has a schema and a CPU kernel in C++ (``csrc``), a fake (``fakes``), and a Triton kernel for CUDA where it
+only moves rows (``cuda``, ``kernels``). Its slow reference and its samples are with the tests (``tests/ops/table.py``).
 """
 
 from __future__ import annotations
@@ -9,10 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-
-from omniserve.ops.table import OPS, OpSpec, Sample
-
-__all__ = ["OPS", "OpSpec", "Sample"]
 
 BUILD_COMMAND = "python setup.py build_ext --inplace"
 

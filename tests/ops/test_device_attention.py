@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.ops import OPS
 from omniserve.ops.attention import (
     DEVICE_ATTENTION,
     DeviceAttention,
@@ -23,8 +22,8 @@ from omniserve.ops.attention import (
     is_graph_safe,
     resolve_attention,
 )
-from omniserve.ops.table import AttentionShape, attention_args
 from tests.ops.checks import CPU, DTYPES, attention_call
+from tests.ops.table import OPS, AttentionShape, attention_args
 from tests.ops.tolerances import TORCH_HALF_ATTENTION
 
 CUDA = torch.device("cuda")

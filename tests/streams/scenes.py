@@ -11,7 +11,7 @@ from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host.mover import DirectMover, Mover, StagedMover
 from omniserve.host.tier import HostTier
-from omniserve.ops.host_layout import pack_blocks
+from tests.ops.host_layout import pack_blocks
 from tests.streams.device import Order
 from tests.streams.runs import Bench
 from tests.streams.tensors import CUDA, LazyTensor
