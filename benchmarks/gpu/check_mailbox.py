@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu.script import Script
 from omniserve.core.plan import HostEvent, HostEventKind
-from omniserve.ops.device_copies import upload
+from omniserve.ops.streams import upload
 from tests.host.helpers import assert_same_bits, make_spec, make_tier
 
 _SLOTS, _BLOCK, _TOKENS = 48, 16, 64

@@ -33,7 +33,7 @@ from omniserve.latency.profile import Profile
 from omniserve.latency.trace import StepTracer
 from omniserve.layers.patching import PatchedModel, patch
 from omniserve.ops.attention import attend_triton, resolve_attention
-from omniserve.ops.waiting import drain
+from omniserve.ops.streams import drain
 from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.runner import ModelRunner

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from omniserve.ops.waiting import drain
+from omniserve.ops.streams import drain
 
 Progress = Callable[[str, float], None]
 """Told what is being measured, and the share of the time limit that has passed."""

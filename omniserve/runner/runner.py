@@ -20,7 +20,7 @@ from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops.attention import DeviceAttention
-from omniserve.ops.device_copies import StreamEvent
+from omniserve.ops.streams import StreamEvent
 from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
 from omniserve.runner.layer_loop import LayerLoop, LayersOutput, stops_between_layers
 from omniserve.runner.piggyback_rows import PiggybackRows

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from omniserve.core.plan import PENDING_TOKEN, PiggybackEntry, PiggybackJoin, PromptScores, StepPlan
 from omniserve.ops.attention import AttentionMetadata, HostLengths
-from omniserve.ops.device_copies import upload
+from omniserve.ops.streams import upload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

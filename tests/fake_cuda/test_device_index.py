@@ -17,7 +17,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.host.memory import allocate_pool
 from omniserve.host.mover import DirectMover
 from omniserve.host.tier import HostTier
-from omniserve.ops.device_copies import AsyncHostCopy, StreamEvent
+from omniserve.ops.streams import AsyncHostCopy, StreamEvent
 from omniserve.profiling.timer import Timer
 from omniserve.runner.cuda_graphs.capture import CudaGraphCapture
 from omniserve.runner.safepoint import LayerThrottle

@@ -20,8 +20,7 @@ from torch import Tensor
 from omniserve.host import mover, tier
 from omniserve.host.mover import DirectMover, Mover, StagedMover
 from omniserve.host.tier import HostTier
-from omniserve.ops.device_copies import AsyncHostCopy, StreamEvent
-from omniserve.ops.waiting import wait_for
+from omniserve.ops.streams import AsyncHostCopy, StreamEvent, wait_for
 from omniserve.runner.cuda_graphs.capture import CudaGraphCapture
 from omniserve.runner.cuda_graphs.inputs import StaticInputs
 from omniserve.runner.piggyback_rows import PiggybackRows
