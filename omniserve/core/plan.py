@@ -213,9 +213,7 @@ class StepOutput:
 def is_whole(plan: StepPlan, halted: Mapping[str, int]) -> bool:
     """Return True if all rows of a step passed all layers: only then did it take the time of its rows.
 
-    Args:
-        plan: The step.
-        halted: Those of its requests that left it (see StepOutput).
+    ``halted`` as in StepOutput.
     """
     return not halted and all(chunk.from_layer == 0 for chunk in plan.chunks)
 

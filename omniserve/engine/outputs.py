@@ -24,11 +24,7 @@ class _Open:
 
 
 class OutputCollector:
-    """Follows each unfinished request's output.
-
-    Args:
-        tokenizer: None: no text and no stop strings.
-    """
+    """Follows each unfinished request's output; without a tokenizer there is no text, and there are no stop strings."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer

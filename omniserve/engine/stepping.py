@@ -210,13 +210,7 @@ class Stepper:
 
 
 class StepLog:
-    """Counts, traces and learns. Not thread-safe.
-
-    Args:
-        shape: The model's, for the features of a step.
-        latency: Told of every whole step; None: there is no latency model.
-        tracer: Closed with the log; None: nothing is traced.
-    """
+    """Counts steps, traces them (the tracer is closed with the log), and tells the latency model of every whole one."""
 
     def __init__(self, shape: ModelShape, *, latency: CorrectedModel | None, tracer: StepTracer | None) -> None:
         self._shape = shape

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,15 +21,7 @@ _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 _SLEEP_SHARE = 1 / 32  # of the time waited so far: a long wait ends at most this share too late
 
 
-class Event(Protocol):
-    """A point in a device's work, such as a ``torch.cuda.Event``."""
-
-    def query(self) -> bool:
-        """Tell whether the device has reached it."""
-        ...
-
-
-def wait_for(event: Event, what: str, *, timeout_s: float | None = None, spins: bool = False) -> None:
+def wait_for(event: torch.cuda.Event, what: str, *, timeout_s: float | None = None, spins: bool = False) -> None:
     """Wait until the device has reached an event; ``what`` names the work before it in the error.
 
     The thread first spins, then sleeps between two looks, so that it takes no core from the host tier. With ``spins``

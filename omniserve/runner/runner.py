@@ -15,17 +15,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
+from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, StepOutput, StepPlan
 from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel, Rotary
-from omniserve.ops.attention import DeviceAttention
+from omniserve.ops.attention import DeviceAttention, attend_triton, resolve_attention
 from omniserve.ops.streams import StreamEvent
 from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
 from omniserve.runner.piggyback_rows import PiggybackRows
@@ -38,6 +40,7 @@ from omniserve.runner.step_inputs import (
     make_step_inputs,
     stops_between_layers,
 )
+from omniserve.runner.warm_up import warm_up_attention
 from omniserve.sampling.prompt_scores import score_prompts
 from omniserve.sampling.sampler import PendingSample, Sampler
 
@@ -83,9 +86,43 @@ class ModelRunner:
         )  # fmt: skip
         """Runs the other steps."""
 
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Run one step and wait for its end."""
-        return self.collect(self.launch(plan))
+    @classmethod
+    def of(
+        cls, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler,
+        tier: HostTier | None, host_threads: int, max_model_len: int, is_directed: bool, keep_halted: bool,
+        safepoint: Callable[[], bool],
+    ) -> Self:  # fmt: skip
+        """Return the runner of an engine, with its kernels compiled and its steps captured, if the settings ask for it.
+
+        With ``is_directed`` KV blocks may run from the right.
+
+        Raises:
+            ValueError: The settings ask for a device attention or graphs that this device or model does not allow.
+        """
+        attend = resolve_attention(config.execution.attention, model.device, is_directed=is_directed)
+        rows = PiggybackRows(model, tier, config.max_host_requests if tier is not None else 0)
+        graphs = CudaGraphRunner.of(
+            config, model=model, storage=storage, attention=attend, rows=rows, max_model_len=max_model_len,
+            has_host_tier=tier is not None, is_directed=is_directed,
+        )  # fmt: skip
+        cores = CoreSplit(
+            device=model.device, device_threads=config.device_threads,
+            host_threads=host_threads if tier is not None else 0,
+        )  # fmt: skip
+        runner = cls(
+            model=model, storage=storage, attend=attend, sampler=sampler, tier=tier, rows=rows, cores=cores,
+            graphs=graphs, keep_halted=keep_halted, safepoint=safepoint,
+        )  # fmt: skip
+        if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape
+            warm_up_attention(
+                attend, storage, model.spec, max_rows=config.max_num_batched_tokens,
+                max_requests=2 * config.max_num_seqs,  # best-effort ones come beside as many latency-sensitive ones
+                max_blocks=-(-max_model_len // config.block_size), is_directed=is_directed,
+            )  # fmt: skip
+        if graphs is not None:
+            model.warm_up(fused=True)  # also the layers that no graph calls by themselves
+            graphs.capture_all()
+        return runner
 
     def collect(self, step: LaunchedStep) -> StepOutput:
         """Wait for a launched step's end or tokens, and for nothing that was launched after it. Call this once a step.
