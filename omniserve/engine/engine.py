@@ -117,7 +117,7 @@ class Engine:
         self.scheduler = Scheduler(policy, options, limits=limits, kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
-        self.runner = ModelRunner.of(
+        self.runner = ModelRunner(
             config, model=patched, storage=storage, sampler=self._sampler, tier=self.host_tier,
             host_threads=host_threads, max_model_len=self.max_model_len, is_directed=issubclass(manager, CanShare),
             keep_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,

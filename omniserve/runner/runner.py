@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel, Rotary
 from omniserve.ops.attention import DeviceAttention, attend_triton, resolve_attention
 from omniserve.ops.streams import StreamEvent
-from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
+from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner, wants_graphs
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.pipelining import SecondBatch
 from omniserve.runner.safepoint import HaltedRows, Safepoints
@@ -61,15 +60,25 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Executes plans; the sampler must know every request that may sample."""
+    """Executes plans; the sampler must know every request that may sample.
+
+    It begins with its kernels compiled, and its steps captured if the settings ask for that. With ``is_directed`` KV
+    blocks may run from the right. ``keep_halted`` and ``safepoint`` as in ``HaltedRows`` and ``LayerLoop``.
+
+    Raises:
+        ValueError: The settings ask for a device attention or graphs that this device or model does not allow.
+    """
 
     def __init__(
-        self, *, model: PatchedModel, storage: DeviceKVStorage, attend: DeviceAttention, sampler: Sampler,
-        tier: HostTier | None, rows: PiggybackRows, cores: CoreSplit, graphs: CudaGraphRunner | None = None,
-        keep_halted: bool = True, safepoint: Callable[[], bool] | None = None,
+        self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler,
+        tier: HostTier | None, host_threads: int, max_model_len: int, is_directed: bool, keep_halted: bool,
+        safepoint: Callable[[], bool] | None,
     ) -> None:  # fmt: skip
-        self._model, self._storage, self._sampler = model, storage, sampler
-        self._tier, self._rows, self._cores = tier, rows, cores
+        self._model, self._storage, self._sampler, self._tier = model, storage, sampler, tier
+        self._cores = CoreSplit(
+            device=model.device, device_threads=config.device_threads,
+            host_threads=host_threads if tier is not None else 0,
+        )  # fmt: skip
         self.host_works = False
         """The host tier attended, or was given a task, when the last step began. Moves do not count: a copy takes a
         small part of a step, and the step would have half of the cores for all of its time."""
@@ -78,51 +87,29 @@ class ModelRunner:
         self.halted = HaltedRows(keep=keep_halted)
         """Rows that left a step between two layers."""
         self._pending = PendingTokens(model.device)
-        self.graphs = graphs
+        attend = resolve_attention(config.execution.attention, model.device, is_directed=is_directed)
+        self._rows = rows = PiggybackRows(model, tier, config.max_host_requests if tier is not None else 0)
+        self.graphs: CudaGraphRunner | None = None
         """Runs the steps that fit a captured shape; None: nothing is captured."""
+        if wants_graphs(config, model, attend):
+            self.graphs = CudaGraphRunner(
+                config, model=model, storage=storage, attention=attend, rows=rows, max_model_len=max_model_len,
+                has_host_tier=tier is not None, is_directed=is_directed,
+            )  # fmt: skip
         self.loop = LayerLoop(
             model=model, storage=storage, attend=attend, rows=rows, halted=self.halted, pending=self._pending,
             safepoint=safepoint,
         )  # fmt: skip
         """Runs the other steps."""
-
-    @classmethod
-    def of(
-        cls, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler,
-        tier: HostTier | None, host_threads: int, max_model_len: int, is_directed: bool, keep_halted: bool,
-        safepoint: Callable[[], bool],
-    ) -> Self:  # fmt: skip
-        """Return the runner of an engine, with its kernels compiled and its steps captured, if the settings ask for it.
-
-        With ``is_directed`` KV blocks may run from the right.
-
-        Raises:
-            ValueError: The settings ask for a device attention or graphs that this device or model does not allow.
-        """
-        attend = resolve_attention(config.execution.attention, model.device, is_directed=is_directed)
-        rows = PiggybackRows(model, tier, config.max_host_requests if tier is not None else 0)
-        graphs = CudaGraphRunner.of(
-            config, model=model, storage=storage, attention=attend, rows=rows, max_model_len=max_model_len,
-            has_host_tier=tier is not None, is_directed=is_directed,
-        )  # fmt: skip
-        cores = CoreSplit(
-            device=model.device, device_threads=config.device_threads,
-            host_threads=host_threads if tier is not None else 0,
-        )  # fmt: skip
-        runner = cls(
-            model=model, storage=storage, attend=attend, sampler=sampler, tier=tier, rows=rows, cores=cores,
-            graphs=graphs, keep_halted=keep_halted, safepoint=safepoint,
-        )  # fmt: skip
         if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape
             warm_up_attention(
                 attend, storage, model.spec, max_rows=config.max_num_batched_tokens,
                 max_requests=2 * config.max_num_seqs,  # best-effort ones come beside as many latency-sensitive ones
                 max_blocks=-(-max_model_len // config.block_size), is_directed=is_directed,
             )  # fmt: skip
-        if graphs is not None:
+        if self.graphs is not None:
             model.warm_up(fused=True)  # also the layers that no graph calls by themselves
-            graphs.capture_all()
-        return runner
+            self.graphs.capture_all()
 
     def collect(self, step: LaunchedStep) -> StepOutput:
         """Wait for a launched step's end or tokens, and for nothing that was launched after it. Call this once a step.

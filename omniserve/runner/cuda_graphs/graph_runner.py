@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -53,19 +52,33 @@ _store_kv = torch.ops.omniserve.store_kv.default
 
 
 class CudaGraphRunner:
-    """Runs the layers of the steps that fit a shape.
+    """Runs the layers of the steps that fit a shape; nothing is captured before ``capture_all``.
 
-    ``decodes`` are the shapes of steps with one row a request, ``chunks`` those of other steps; the memory has room for
-    the largest. The limits are those of the seconds and of the device memory that capturing may take.
+    With ``is_directed`` KV blocks may run from the right.
     """
 
     def __init__(
-        self, layers: PaddedLayers, memory: InputMemory, capture: Capture, *, decodes: ShapeTable, chunks: ShapeTable,
-        block_size: int, limit_s: float, limit_bytes: int,
+        self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, attention: DeviceAttention,
+        rows: PiggybackRows, max_model_len: int, has_host_tier: bool, is_directed: bool,
     ) -> None:  # fmt: skip
-        self._layers, self._memory, self._capture, self._block_size = layers, memory, capture, block_size
+        device, spec = model.device, model.spec
+        seats = config.max_piggyback_seats if has_host_tier else 0
+        # A best-effort request may be admitted beside as many latency-sensitive ones.
+        most = min(2 * config.max_num_seqs, config.max_num_batched_tokens)
+        decodes = ShapeTable.of(DECODE_ROWS, max_rows=most, max_seats=seats)
+        # With more rows, launching the kernels of a layer takes less time than running them, captured or not.
+        most = min(config.max_num_batched_tokens, CHUNK_ROWS[-1])
+        chunks = ShapeTable.of(CHUNK_ROWS, max_rows=most, max_seats=seats)
+        self._layers = PaddedLayers(model, storage, attention, rows)
+        self._memory = InputMemory(
+            StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats), num_layers=spec.num_layers,
+            max_blocks=-(-max_model_len // config.block_size), device=device, is_directed=is_directed,
+        )  # fmt: skip
+        self._capture = Capture()
+        if device.type == "cuda":
+            self._capture = CudaGraphCapture((chunks.rows[-1], spec.num_heads, spec.head_size), model.dtype, device)
         self._order = capture_order(decodes, chunks)
-        self._limit_s, self._limit_bytes = limit_s, limit_bytes
+        self._block_size, self._execution = config.block_size, config.execution
         self._decodes: dict[StepShape, tuple[StaticInputs, FullStep]] = {}
         self._chunks: dict[StepShape, tuple[StaticInputs, PiecewiseStep]] = {}
         self._decode_shapes: list[StepShape] = []  # the captured ones, by size
@@ -75,50 +88,12 @@ class CudaGraphRunner:
         self.num_chunk_steps = 0
         """Counter: other steps that ran in a constant shape."""
 
-    @classmethod
-    def of(
-        cls, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, attention: DeviceAttention,
-        rows: PiggybackRows, max_model_len: int, has_host_tier: bool, is_directed: bool,
-    ) -> Self | None:  # fmt: skip
-        """Return the graph runner of an engine, without graphs yet; None if the settings or the device ask for none.
-
-        Raises:
-            ValueError: The settings ask for graphs, which the device attention or the model does not allow.
-        """
-        device, spec, wanted = model.device, model.spec, config.execution.step_graphs
-        if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
-            return None
-        if reason := why_not_captured(model, attention, config):
-            if wanted == "auto":
-                logger.warning("steps are not captured: %s", reason)
-                return None
-            raise ValueError(f"step_graphs={wanted!r} is not possible: {reason}")
-        seats = config.max_piggyback_seats if has_host_tier else 0
-        # A best-effort request may be admitted beside as many latency-sensitive ones.
-        most = min(2 * config.max_num_seqs, config.max_num_batched_tokens)
-        decodes = ShapeTable.of(DECODE_ROWS, max_rows=most, max_seats=seats)
-        # With more rows, launching the kernels of a layer takes less time than running them, captured or not.
-        most = min(config.max_num_batched_tokens, CHUNK_ROWS[-1])
-        chunks = ShapeTable.of(CHUNK_ROWS, max_rows=most, max_seats=seats)
-        largest = StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats)
-        memory = InputMemory(
-            largest, num_layers=spec.num_layers, max_blocks=-(-max_model_len // config.block_size), device=device,
-            is_directed=is_directed,
-        )  # fmt: skip
-        capture = Capture()
-        if device.type == "cuda":
-            capture = CudaGraphCapture((chunks.rows[-1], spec.num_heads, spec.head_size), model.dtype, device)
-        return cls(
-            PaddedLayers(model, storage, attention, rows), memory, capture,
-            decodes=decodes, chunks=chunks, block_size=config.block_size,
-            limit_s=config.execution.step_graphs_limit_s, limit_bytes=int(config.execution.step_graphs_gib * GIB),
-        )  # fmt: skip
-
     @torch.inference_mode()
     def capture_all(self) -> None:
         """Capture the shapes, the most useful ones first, until the budget is spent, with a progress bar."""
         device = self._memory.device
-        budget = Budget(limit_s=self._limit_s, limit_bytes=self._limit_bytes, used_bytes=lambda: _used_bytes(device))
+        limit_s, limit_gib = self._execution.step_graphs_limit_s, self._execution.step_graphs_gib
+        budget = Budget(limit_s=limit_s, limit_bytes=int(limit_gib * GIB), used_bytes=lambda: _used_bytes(device))
         gc.collect()
         gc.disable()  # it is an error to free a graph while another one is being captured
         try:
@@ -139,7 +114,7 @@ class CudaGraphRunner:
             logger.warning(
                 "%d step shapes are not captured: such steps are padded further or run without graphs; for more, raise "
                 "step_graphs_limit_s (%g) or step_graphs_gib (%g)",
-                num_shapes - num_captured, self._limit_s, self._limit_bytes / GIB,
+                num_shapes - num_captured, limit_s, limit_gib,
             )  # fmt: skip
 
     def _capture_shape(self, shape: StepShape, *, is_decode: bool) -> None:
@@ -242,6 +217,22 @@ class PaddedLayers:
             table.index_select(0, index.flatten()).view(num_layers, rows + seats, -1) for table in rotary
         )
         yield from zip(cos_LTH, sin_LTH, strict=True)
+
+
+def wants_graphs(config: EngineConfig, model: PatchedModel, attention: DeviceAttention) -> bool:
+    """Tell whether an engine's steps are captured, as its settings and its device say.
+
+    Raises:
+        ValueError: The settings ask for graphs, which the device attention or the model does not allow.
+    """
+    wanted = config.execution.step_graphs
+    if wanted == "off" or (wanted == "auto" and model.device.type != "cuda"):
+        return False
+    if reason := why_not_captured(model, attention, config):
+        if wanted == "on":
+            raise ValueError(f"step_graphs={wanted!r} is not possible: {reason}")
+        logger.warning("steps are not captured: %s", reason)
+    return not reason
 
 
 def why_not_captured(model: PatchedModel, attention: DeviceAttention, config: EngineConfig) -> str:
