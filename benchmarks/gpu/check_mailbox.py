@@ -86,7 +86,7 @@ class Load:
             assert time.monotonic() - came_s < _PATIENCE_S, f"the rows of slots {missing} never came: lost"
         seconds = time.monotonic() - began_s
         assert not self.mailbox.poll() and not self._plain.poll(), "an event more than there were rows"
-        assert self.mailbox.num_tasks_done == rows, f"{self.mailbox.num_tasks_done} tasks of {rows} rows"
+        assert self.mailbox.stats().tasks_done == rows, f"{self.mailbox.stats().tasks_done} tasks of {rows} rows"
         assert_same_bits(self.mailbox.pool_LBK2SH, self._plain.pool_LBK2SH)
         assert torch.equal(self._residuals_SD[:, 0].cpu().float(), self._sent), "a residual is not its row's"
         return f"{self._step} steps, {rows / seconds:.0f} rows/s, all to the bit"

@@ -120,7 +120,7 @@ class Bound(enum.StrEnum):
     MEMORY = "memory"  # no device blocks
     HOST_MEMORY = "host memory"  # no host blocks
     SEATS = "seats"  # max_piggyback_seats or max_piggyback_rows
-    ORDER = "order"  # somebody before it was kept out, and it must not overtake
+    ORDER = "order"  # a request before it was kept out, which it must not overtake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -300,11 +300,6 @@ class HostTier:
         """True once the tier has made no progress with its work for `patience_s`: one of its threads hangs."""
         return self._progress.is_stalled
 
-    @property
-    def num_tasks_done(self) -> int:
-        """The number of attention tasks that gave a result, since the start."""
-        return self.stats().tasks_done
-
     def stats(self) -> HostTierStats:
         """Return the gauges and counters of the worker threads and of the moves together."""
         done, failures, alive, tasks, moves, busy_ns, bytes_read, bytes_moved, prefaulted = _host.stats(self._handle)
