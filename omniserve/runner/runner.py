@@ -26,7 +26,8 @@ from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel, Rotary
-from omniserve.ops.attention import DeviceAttention, attend_triton, resolve_attention
+from omniserve.ops.attention import DeviceAttention, resolve_attention
+from omniserve.ops.attention.native import attend_triton
 from omniserve.ops.streams import StreamEvent
 from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner, wants_graphs
 from omniserve.runner.piggyback_rows import PiggybackRows

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.ops.attention import attend_cpu, attend_xformers
+from omniserve.ops.attention.native import attend_cpu
+from omniserve.ops.attention.xformers import attend_xformers
 from tests.ops import fake_xformers
 from tests.ops.checks import CPU, attention_call
 from tests.ops.table import OPS, AttentionShape, attention_args

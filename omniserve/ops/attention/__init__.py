@@ -11,33 +11,21 @@
 
 from __future__ import annotations
 
+from omniserve.ops.attention import flex, native, sdpa, xformers  # noqa: F401  they register implementations
 from omniserve.ops.attention.base import (
     DEVICE_ATTENTION,
     AttentionMetadata,
     DeviceAttention,
     HostLengths,
-    gather_keys,
-    head_pages,
     is_graph_safe,
     resolve_attention,
 )
-from omniserve.ops.attention.flex import attend_flex
-from omniserve.ops.attention.native import attend_cpu, attend_triton
-from omniserve.ops.attention.sdpa import attend_sdpa
-from omniserve.ops.attention.xformers import attend_xformers
 
 __all__ = [
     "DEVICE_ATTENTION",
     "AttentionMetadata",
     "DeviceAttention",
     "HostLengths",
-    "attend_cpu",
-    "attend_flex",
-    "attend_sdpa",
-    "attend_triton",
-    "attend_xformers",
-    "gather_keys",
-    "head_pages",
     "is_graph_safe",
     "resolve_attention",
 ]
