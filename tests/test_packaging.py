@@ -52,7 +52,6 @@ PLAIN = (
     "simulate",
     "core",
     "engine/capacity.py",
-    "engine/step_log.py",
     "engine/stepping.py",
     "sampling/grammar.py",
 )

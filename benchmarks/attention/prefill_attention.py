@@ -18,7 +18,7 @@ from benchmarks.attention.decode_attention import BLOCK_SIZE, reference, rms_err
 from benchmarks.attention.decode_rows import HEADS
 from benchmarks.attention.sizes import Size
 from benchmarks.common.timing import OtherLoad, median_ratio
-from omniserve.ops.attention import gather_keys
+from omniserve.ops.attention.base import gather_keys
 
 OURS = "ours"
 

@@ -30,7 +30,7 @@ from omniserve.engine.fingerprint import has_constant_steps
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops.attention import resolve_attention
-from omniserve.runner.cuda_graphs.capture import Capture, CudaGraphCapture, NoCapture
+from omniserve.runner.cuda_graphs.capture import Capture, CudaGraphCapture
 from omniserve.runner.cuda_graphs.graph_runner import why_not_captured
 from omniserve.runner.cuda_graphs.shapes import CHUNK_ROWS
 from omniserve.runner.step_inputs import make_step_inputs
@@ -57,7 +57,7 @@ class Served:
         self._most_rows = device_rows + config.max_piggyback_seats
         if capture is None and self.constant and on_cuda:
             capture = CudaGraphCapture((0, spec.num_heads, spec.head_size), model.dtype, model.device)
-        self._capture: Capture = capture or NoCapture()
+        self._capture = capture or Capture()
 
     def is_constant(self, num_rows: int) -> bool:
         """Whether a step of so many rows, seats included, runs in a constant shape."""

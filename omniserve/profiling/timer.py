@@ -12,7 +12,7 @@ import torch
 
 from omniserve.host.cores import cores_allowed, lines_of, read_core_seconds
 from omniserve.latency.profile import Conditions
-from omniserve.ops.waiting import drain
+from omniserve.ops.streams import drain
 
 Progress = Callable[[str, float], None]
 """Told what is being measured, and the share of the time limit that has passed."""

@@ -45,7 +45,7 @@ _CLOSE_S = 5.0
 # How long a killed process may take to end: with gigabytes to give back, seconds. One in a driver's call may never.
 _KILL_S = 30.0
 # While requests run the engine is asked so often how it is. It answers between two steps; none takes as long as this,
-# not even one that compiles, and what hangs in a step has deadlines of a minute (``waiting.py``).
+# not even one that compiles, and what hangs in a step has deadlines of a minute (``ops/streams.py``).
 _ASK_EVERY_S = 30.0
 _SILENCE_S = 600.0
 # Of requests that the engine has not taken out of its socket's queue yet; it does so between two steps.

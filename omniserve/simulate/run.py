@@ -9,17 +9,17 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
-from omniserve.core.plan import StepOutput, StepPlan, is_whole
+from omniserve.core.plan import is_whole
 from omniserve.core.request import Request, RequestOutput, SamplingParams, ServiceClass
 from omniserve.core.stats import SchedulerStats
 from omniserve.engine.capacity import max_model_len, num_blocks
-from omniserve.engine.step_log import OpenRequest
-from omniserve.engine.stepping import Stepper
+from omniserve.engine.outputs import OutputCollector
+from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
 from omniserve.kv import KV_MANAGERS
 from omniserve.latency import CorrectedModel
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
@@ -100,7 +100,7 @@ def simulate(
 
 
 class _Run:
-    """A simulation under way. It takes the outputs and the records of its stepper."""
+    """A simulation under way."""
 
     def __init__(
         self, config: SimulationConfig, progress: Callable[[float], object], on_step: Callable[[StepRecord], object]
@@ -133,9 +133,11 @@ class _Run:
             keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
             must_leave=self._must_leave,
         )  # fmt: skip
+        self._outputs = OutputCollector(tokenizer=None)
         self._stepper = Stepper(
-            scheduler=self._scheduler, runner=self._runner, outputs=self, log=self, clock=lambda: self._runner.now_s
-        )
+            scheduler=self._scheduler, runner=self._runner, outputs=self._outputs, record=self._record,
+            clock=lambda: self._runner.now_s,
+        )  # fmt: skip
         self._num_steps = 0
         self._longest = limits.max_model_len, num_device_blocks * settings.block_size
         self._too_long = 0
@@ -245,6 +247,7 @@ class _Run:
             result.rejected = True
         else:
             self._stepper.requests[request_id] = OpenRequest(name, slo, ttft_s)
+            self._outputs.open(request_id, request)
             self._unfinished[name] += 1
 
     def _book(self, outputs: Sequence[RequestOutput]) -> None:
@@ -269,23 +272,13 @@ class _Run:
                 must |= self._scheduler.policy.must_preempt(request, self._ls.slo, now_s - arrival_s, now_s)
         return must
 
-    def push(self, output: RequestOutput, now_s: float) -> RequestOutput:
-        """Return an output as it is: there is no text."""
-        return output
-
-    def close(self, request_id: str) -> None:
-        """Forget a request that was aborted: nothing is kept of it."""
-
-    def record(
-        self, plan: StepPlan, result: StepOutput, outputs: Sequence[RequestOutput], *, host_works: bool,
-        started_s: float, seconds: float, requests: Mapping[str, OpenRequest],
-    ) -> None:  # fmt: skip
+    def _record(self, step: FinishedStep) -> None:
         """Count and report a step, and let the latency model learn from it."""
         seconds = self._runner.seconds  # exact; a difference of two times of the clock is not
         self._num_steps += 1
-        if self._corrected is not None and is_whole(plan, result.halted):
+        if self._corrected is not None and is_whole(step.plan, step.result.halted):
             self._corrected.observe(self._runner.features, seconds)
-        self._on_step(StepRecord(plan=plan, start_s=started_s, seconds=seconds))
+        self._on_step(StepRecord(plan=step.plan, start_s=step.started_s, seconds=seconds))
 
     def _counters(self) -> tuple[SchedulerStats, float]:
         """Return the work that has been done, and the seconds that hosts have attended."""

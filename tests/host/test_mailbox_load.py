@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from omniserve.core.plan import HostEvent, HostEventKind
-from omniserve.ops.device_copies import upload
+from omniserve.ops.streams import upload
 from tests.host.helpers import assert_same_bits, make_spec, make_tier
 
 _SLOTS, _BLOCK, _TOKENS = 48, 16, 64
@@ -116,7 +116,7 @@ class Load:
             missing = sorted(self._away)
             assert time.monotonic() - came_s < _PATIENCE_S, f"the rows of slots {missing} never came: lost"
         assert not self.mailbox.poll() and not self._plain.poll(), "an event more than there were rows"
-        assert self.mailbox.num_tasks_done == rows, f"{self.mailbox.num_tasks_done} tasks of {rows} rows"
+        assert self.mailbox.stats().tasks_done == rows, f"{self.mailbox.stats().tasks_done} tasks of {rows} rows"
         assert_same_bits(self.mailbox.pool_LBK2SH, self._plain.pool_LBK2SH)
         assert torch.equal(self._residuals_SD[:, 0].cpu().float(), self._sent), "a residual is not its row's"
 

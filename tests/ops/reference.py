@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omniserve.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
+from tests.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
 
 
 def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, slot_mapping_T: Tensor) -> None:

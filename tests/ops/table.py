@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniserve.ops import reference as references
-from omniserve.ops.host_layout import pack_blocks, quantize_blocks
+from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
+from tests.ops import reference as references
+from tests.ops.host_layout import pack_blocks, quantize_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
