@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from omniserve.core.plan import Bound, HostEvent, HostEventKind, StepPlan
 from omniserve.latency import BatchFeatures, HostSpeed
 from omniserve.sched.batch import Batch, HostRows
+from omniserve.sched.neo import SecondBatch
 from omniserve.sched.omniserve import OmniServePolicy
 from omniserve.sched.policy import SCHEDULERS
-from omniserve.sched.second_batch import SecondBatch
 from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import left_out
 

@@ -25,7 +25,7 @@ late request resets B_curr, steps of 128 bring less than larger ones, so of more
 
 Prompts are taken whole if they fit what the step's token budget leaves, else cut there, but never for time; so
 ``max_num_batched_tokens`` should be a chunk that fits into a TPOT. Section 5 is the KV manager ``bidirectional``; with
-another one LS requests take whole BE requests' memory (``parking``). Copies to and from the host run beside the steps:
+another one LS requests take whole BE requests' memory (``Parking``). Copies to and from the host run beside the steps:
 C has no swap term, and the order by swapped blocks (line 17) is that in which parked requests, or those that gave way
 and keep some KV, come back; new ones follow them. B_curr does not exceed ``max_num_seqs``. The waiting queue is polled
 in its own order, by class and arrival, which is that of the deadlines if their TTFT is the same. Without a latency
@@ -42,10 +42,10 @@ from dataclasses import dataclass
 from omniserve.core.plan import StepPlan
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
-from omniserve.sched.parking import Parking
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.step_cost import Forecast, TimeBound, decision_of, largest
+from omniserve.sched.tier_moves import Parking
 
 BASE_BATCH_SIZE = 128
 """B_base."""
