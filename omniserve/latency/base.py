@@ -181,6 +181,19 @@ def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False, 
     return step.features
 
 
+@dataclass(frozen=True, slots=True)
+class AlphaBeta:
+    """Seconds of sending something: ``alpha_s + beta_s * size``, 0 for nothing (omniserve 3.3.1, gamma)."""
+
+    alpha_s: float = 0.0
+    """Latency."""
+    beta_s: float = 0.0
+    """Seconds per unit of size (rows or bytes)."""
+
+    def __call__(self, size: float) -> float:
+        return self.alpha_s + self.beta_s * size if size > 0 else 0.0
+
+
 class Predictor(ABC):
     """Predicts seconds from BatchFeatures, as a sum of terms of which none is negative.
 

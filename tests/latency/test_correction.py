@@ -8,8 +8,8 @@ import statistics
 import pytest
 
 from omniserve.latency import BatchFeatures, CorrectedModel, accuracy_of
-from omniserve.latency.conserve import ConServeModel
 from omniserve.latency.correction import StepPace
+from omniserve.latency.linear import ConServeModel
 from omniserve.latency.omniserve import OmniServeModel
 from tests.latency.samples import draw_steps, make_profile
 
