@@ -163,13 +163,13 @@ class StepRows:
         features.host_works = True
 
 
-def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False, swap_bytes: int = 0) -> BatchFeatures:
+def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False) -> BatchFeatures:
     """Return the features of a plan.
 
     Args:
         host_works: The host tier works during the step; a plan with piggyback rows says so by itself.
     """
-    step = StepRows(shape, BatchFeatures(host_works=host_works, swap_bytes=swap_bytes))
+    step = StepRows(shape, BatchFeatures(host_works=host_works))
     for chunk in plan.chunks:
         num_scored = len(chunk.scores.token_ids) if chunk.scores is not None else 0
         step.add_chunk(chunk.start, len(chunk.token_ids), samples=chunk.samples + num_scored)
@@ -221,10 +221,6 @@ class Predictor(ABC):
     def step_s(self, features: BatchFeatures) -> float:
         """Return the seconds of the step."""
         return sum(self.terms(features))
-
-    def layer_s(self, features: BatchFeatures) -> float:
-        """Return the seconds of one layer of the step."""
-        return sum(self.terms(features)[self.layer_terms]) / self.num_layers
 
     def modules_s(self, features: BatchFeatures) -> tuple[float, float]:
         """Return the seconds of one layer of the step apart: linear modules, attention on the device."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -68,18 +67,14 @@ class StepPace:
     """
 
     def __init__(self) -> None:
-        self._recent = deque([0.0] * _WINDOW)
-        self._ordered = [0.0] * _WINDOW
+        self._recent = deque([0.0] * _WINDOW, maxlen=_WINDOW)
         self.value = 1.0
         """The factor for predictions, within ``_PACE_BOUNDS``."""
 
     def observe(self, ratio: float) -> None:
         """Take a step that took ``ratio`` times what was predicted, > 0."""
-        log_ratio = math.log(ratio)
-        del self._ordered[bisect_left(self._ordered, self._recent.popleft())]
-        self._recent.append(log_ratio)
-        insort(self._ordered, log_ratio)
-        self.value = min(max(math.exp(self._ordered[_WINDOW // 2]), _PACE_BOUNDS[0]), _PACE_BOUNDS[1])
+        self._recent.append(math.log(ratio))
+        self.value = min(max(math.exp(median(self._recent)), _PACE_BOUNDS[0]), _PACE_BOUNDS[1])
 
 
 class CorrectedModel(ScaledModel):

@@ -303,7 +303,9 @@ class Batch:
         per_layer = Counter(join.layer for join in host_rows.joins)
         most = max(len(host_rows.entries), max(per_layer.values(), default=0))
         self._prefetch()
-        copies = requests.start_checkpoints()
+        copies: list[KVMove] = []
+        if requests.host_is_up:
+            copies = requests.checkpoints.plan(requests.device[BE], reserve_blocks=requests.host_headroom)
         return StepPlan(
             step_id=next(requests.step_ids),
             chunks=self.chunks,

@@ -295,7 +295,7 @@ class Scheduler:
             host_requests=len(self.requests.residents.queue),
             output_tokens=dict(self._output_tokens),
             prompt_tokens=dict(self._prompt_tokens),
-            checkpoints=self.requests.num_blocks_checkpointed,
+            checkpoints=self.requests.checkpoints.num_blocks_copied,
             **counters,
             rejected=dict(self._rejected),
         )

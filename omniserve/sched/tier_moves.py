@@ -116,6 +116,12 @@ class TierMoves:
                     if batch.make_room(needed, (BE,)):
                         break
 
+    def make_room_for_be(self, batch: Batch, state: RequestState) -> None:
+        """Offload decodes for a BE prompt that a step has time but no memory for (3.3.5)."""
+        requests = self._requests
+        shortage = requests.blocks_for(state) + requests.reserve_for_ls(state) - self._kv.num_free(Tier.DEVICE)
+        self.offload_until(batch, shortage - requests.blocks_moving_out)
+
     def offload_for_time(self, batch: Batch, kept_out: Sequence[RequestState]) -> None:
         """Offload a decode that the time bound has kept out for a while, if the host tier has cores of its own (3.3.5).
 
@@ -240,7 +246,7 @@ class Parking:
 
     def _let_go(self, batch: Batch, state: RequestState) -> None:
         """Park a request, or recompute it if too little of it has a checkpoint or the host has no room."""
-        num_checkpointed = self._requests.num_checkpointed(state)
+        num_checkpointed = self._requests.checkpoints.num_blocks(state)
         num_missing = self._kv.num_blocks(state.request_id) - num_checkpointed
         can_park = state.decodes and num_checkpointed > 0 and num_missing <= _MOST_TO_COPY
         # A manager that evicts keeps the checkpoint without a move.

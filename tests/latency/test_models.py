@@ -111,7 +111,7 @@ def test_terms_are_named_not_negative_and_add_up(name: str, seed: int) -> None:
     assert len(terms) == len(model.term_names)
     assert min(terms) >= 0
     assert sum(terms) == pytest.approx(model.step_s(features))
-    assert 0 <= model.layer_s(features) <= model.step_s(features) / LAYERS * (1 + 1e-12)
+    assert 0 <= sum(model.modules_s(features)) <= model.step_s(features) / LAYERS * (1 + 1e-12)
 
 
 def test_what_piggyback_rows_add_grows_with_them() -> None:

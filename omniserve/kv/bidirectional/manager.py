@@ -138,8 +138,7 @@ class BidirectionalKVManager(TieredKVManager):
         missing = -(-num_tokens // self.block_size) - first - len(reused)
         if not self._make_room(Tier.DEVICE, missing, reserve_blocks, request_id):
             return None
-        taken = self._device.take(missing)
-        assert taken is not None, f"no room for all of {request_id}"
+        taken = self._take(Tier.DEVICE, missing, after=None)
         self._device.resume(request_id)
         self._device.give_back(block for block in rest if block not in reused)
         target = reused + taken
@@ -175,7 +174,7 @@ class BidirectionalKVManager(TieredKVManager):
         assert table.move is not None
         if succeeded:
             self._saved.put(request_id, copies)
-            self._tables[request_id] = Table(Tier.DEVICE, [*table.arrived, *table.move.dst_block_ids, *table.behind])
+            self._tables[request_id] = Table(Tier.DEVICE, table.target)
             return MoveResult.ARRIVED
         self._pools[Tier.HOST].give_back(table.blocks)
         self._device.give_back([*table.move.dst_block_ids, *table.behind])
