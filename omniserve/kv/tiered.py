@@ -192,6 +192,7 @@ class TieredKVManager(KVManager):
             src_block_ids=tuple(src),
             dst_block_ids=tuple(target),
             is_checkpoint=is_checkpoint,
+            is_reversed=self._is_reversed(request_id),
         )
 
     def _take(self, tier: Tier, count: int, after: int | None) -> list[int]:
@@ -211,6 +212,10 @@ class TieredKVManager(KVManager):
         return True
 
     # What a manager that keeps more than this one does differently.
+
+    def _is_reversed(self, request_id: str) -> bool:
+        """Tell whether the request's device blocks run from the right."""
+        return False
 
     def _num_reclaimable(self, tier: Tier, spare: str) -> int:
         """Return how many blocks ``_reclaim`` could free."""

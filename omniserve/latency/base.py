@@ -164,11 +164,7 @@ class StepRows:
 
 
 def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False) -> BatchFeatures:
-    """Return the features of a plan.
-
-    Args:
-        host_works: The host tier works during the step; a plan with piggyback rows says so by itself.
-    """
+    """Return the features of a plan; one with piggyback rows says by itself that the host tier works."""
     step = StepRows(shape, BatchFeatures(host_works=host_works))
     for chunk in plan.chunks:
         num_scored = len(chunk.scores.token_ids) if chunk.scores is not None else 0

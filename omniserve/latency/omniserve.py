@@ -137,7 +137,10 @@ class OmniServeModel(LatencyModel):
         self._head = [Curve(profile.head[state]) for state in STATES]
         self._prefill = [_fit_attention(profile.prefill_attention[state], _prefill_loads(profile)) for state in STATES]
         self._decode = [_fit_attention(profile.decode_attention[state], _decode_loads(profile)) for state in STATES]
-        self._piggyback = _fit_table(profile.piggyback, lambda seats, rows: (1.0, seats, rows > 0, rows), 4)
+        self._piggyback = [0.0] * 4
+        if profile.piggyback:  # else there is no host tier
+            quantities = [(1.0, seats, rows > 0, rows) for seats, rows, _ in profile.piggyback]
+            self._piggyback = fit_terms(quantities, [row[-1] for row in profile.piggyback])
         self._host = HostSpeed.from_profile(profile)
         self.scales = tuple(scales) if scales is not None else self._PRIOR
         """What measured steps say each module's time must be multiplied by, and the overheads in seconds."""
@@ -229,9 +232,3 @@ def _decode_loads(profile: Profile) -> Loads:
 def _fit_attention(table: Table, loads: Loads) -> Attention:
     a, h, b = fit_terms([(*loads(first, second), 1.0) for first, second, _ in table], [row[-1] for row in table])
     return a, h, b
-
-
-def _fit_table(table: Table, quantities: Callable[..., tuple[float, ...]], width: int) -> tuple[float, ...]:
-    if not table:
-        return (0.0,) * width  # no host tier
-    return tuple(fit_terms([quantities(*row[:-1]) for row in table], [row[-1] for row in table]))

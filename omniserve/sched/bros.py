@@ -75,11 +75,6 @@ class Selection:
         self.chosen.append(Chosen(state, start, count))
         self.tokens_left -= count
 
-    def keep(self, count: int) -> None:
-        """Drop all but the first ``count``."""
-        self.tokens_left += sum(one.count for one in self.chosen[count:])
-        del self.chosen[count:]
-
     def replace(self, chosen: list[Chosen]) -> None:
         """Choose these instead; the tokens they need must be there."""
         self.tokens_left += sum(one.count for one in self.chosen) - sum(one.count for one in chosen)
@@ -101,7 +96,7 @@ class Selection:
         if most <= least or bound_s == math.inf:
             return False
         more = largest(lambda count: self.seconds(self.chosen[: least + count]), most - least, bound_s)
-        self.keep(least + more)
+        self.replace(self.chosen[: least + more])
         return least + more < most
 
 
@@ -235,8 +230,7 @@ class BROSPolicy(Policy):
     def _choose_be(self, step: Selection, residuals: Sequence[float], bound_s: float, *, admits: bool) -> None:
         """Pack BE requests beside the LS ones, then replace the least urgent of these by more.
 
-        Args:
-            admits: Requests without KV may enter.
+        Requests without KV enter only if ``admits``.
         """
         num_ls = len(step.chosen)
         candidates = self._best_effort(step.chosen, admits=admits)
@@ -306,8 +300,7 @@ class BROSPolicy(Policy):
     def _place_be(self, batch: Batch, chosen: Iterable[Chosen], bound_s: float, *, complete: bool) -> None:
         """Put the chosen into the batch.
 
-        Args:
-            complete: All chosen LS requests are in, so that a decode takes no more time than it did in the choice.
+        If it is ``complete``, with all chosen LS requests, a decode takes no more time than it did in the choice.
         """
         for one in chosen:
             state = one.state

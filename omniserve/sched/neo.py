@@ -53,10 +53,8 @@ class SecondBatch:
     ) -> int:
         """Return how many of ``states``, from the first on, let most requests advance a second; 0 if none pay.
 
-        NEO compares what a step with a second sub-batch brings with what one without brings, by predicted times.
-
-        Args:
-            num_requests: Requests that the step without them lets advance.
+        NEO compares what a step with a second sub-batch brings with what one without brings, by predicted times. The
+        step without them lets ``num_requests`` advance.
         """
         if not states:
             return 0

@@ -23,10 +23,7 @@ class RequestTable:
 
     A request is in exactly one of ``waiting[kind]``, ``device[kind]``, ``residents.queue`` and ``moving``, by its
     phase, or in none of them and ENDING. WAITING and ENDING requests have no block table. HOST requests hold a slot,
-    and so do MOVING ones that come from the host tier or go there.
-
-    Args:
-        offloads: Requests may move to the host tier.
+    and so do MOVING ones that come from the host tier or go there; with ``offloads``, requests may.
     """
 
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, offloads: bool) -> None:

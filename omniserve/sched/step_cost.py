@@ -170,11 +170,7 @@ def left_out(work: str, num_requests: int, bound: Bound | None, first_request_id
 def decision_of(
     cost: StepCost | None, ls_s: float | None, bound: TimeBound, left_out: Iterable[LeftOut] = ()
 ) -> Decision:
-    """Return why a step is what it is.
-
-    Args:
-        bound: Up to what that was added.
-    """
+    """Return why a step is what it is; best-effort work was added up to ``bound``."""
     return Decision(
         predicted_s=cost.seconds() if cost is not None else None,
         predicted_ls_s=ls_s,

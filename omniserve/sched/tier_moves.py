@@ -125,8 +125,7 @@ class TierMoves:
     def offload_for_time(self, batch: Batch, kept_out: Sequence[RequestState]) -> None:
         """Offload a decode that the time bound has kept out for a while, if the host tier has cores of its own (3.3.5).
 
-        Args:
-            kept_out: Decodes that the bound kept out of it; empty: the step had time for all.
+        ``kept_out`` are the decodes that the bound keeps out of this step.
         """
         can_offload = self._host_has_own_cores and self._requests.host_is_up
         if not (can_offload and kept_out):
@@ -181,10 +180,8 @@ class Parking:
     """Takes device memory from BE requests that give way to others, and gives it back; nothing decodes on the host.
 
     A BE request between two tokens is *parked* if all but a block or two of its KV has a checkpoint: the blocks that
-    have one are free at once, the others when they have been copied. Any other request is recomputed.
-
-    Args:
-        requests: All of them; no piggyback entries are planned for its host residents, which are the parked ones.
+    have one are free at once, the others when they have been copied. Any other request is recomputed. The host's
+    residents are the parked requests: a policy that parks plans no piggyback entries for them.
     """
 
     def __init__(self, requests: RequestTable) -> None:

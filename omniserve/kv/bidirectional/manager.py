@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 from omniserve.core.plan import KVMove, MoveDirection, SlotCopy
@@ -181,17 +180,8 @@ class BidirectionalKVManager(TieredKVManager):
         self._device.evicted[request_id] = Evicted(len(table.arrived) * self.block_size, table.arrived)
         return MoveResult.LOST
 
-    def _new_move(
-        self,
-        request_id: str,
-        direction: MoveDirection,
-        src: list[int],
-        after: int | None,
-        *,
-        is_checkpoint: bool = False,
-    ) -> KVMove:
-        move = super()._new_move(request_id, direction, src, after, is_checkpoint=is_checkpoint)
-        return dataclasses.replace(move, is_reversed=self.runs_from_right(request_id))
+    def _is_reversed(self, request_id: str) -> bool:
+        return self.runs_from_right(request_id)
 
     # -- what is reclaimed ---------------------------------------------------------------------------------------
 
