@@ -45,7 +45,6 @@ PLAIN = (
     "kv/base.py",
     "kv/bidirectional",
     "kv/block_pool.py",
-    "kv/checkpoints.py",
     "kv/incremental.py",
     "kv/paged.py",
     "kv/tiered.py",

@@ -19,8 +19,9 @@ from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.latency.profile import AlphaBeta, Fingerprint, Table
-from omniserve.latency.regression import fit_terms
+from omniserve.latency.base import AlphaBeta
+from omniserve.latency.fitting import fit_terms
+from omniserve.latency.profile import Fingerprint, Table
 from omniserve.layers.patching import PatchedModel
 from omniserve.profiling.bench import Served, zeroed_storage
 from omniserve.profiling.timer import Progress, Timer

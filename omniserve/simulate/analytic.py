@@ -12,7 +12,7 @@ from typing import Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.latency import BatchFeatures, Predictor
-from omniserve.latency.profile import AlphaBeta
+from omniserve.latency.base import AlphaBeta
 from omniserve.simulate.hardware import DeviceSpec, HostSpec
 from omniserve.simulate.host_tier import Copies, HostNode
 from omniserve.simulate.machine import Machine, host_speed_of

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.core.spec import ModelSpec
-from omniserve.latency.profile import AlphaBeta
+from omniserve.latency.base import AlphaBeta
 
 _PIECE_KEYS = 256
 """About how many keys a piece of the real tier has; a task is on as many threads as it has pieces."""

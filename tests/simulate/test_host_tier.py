@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omniserve.core.plan import HostEventKind, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
-from omniserve.latency.profile import AlphaBeta
+from omniserve.latency.base import AlphaBeta
 from omniserve.simulate import Copies, HostNode, SimulatedHostTier
 from tests.simulate.machines import DIMS
 

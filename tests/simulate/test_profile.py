@@ -9,7 +9,7 @@ import pytest
 from omniserve import EngineConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.latency import BatchFeatures, HostSpeed
-from omniserve.latency.conserve import ConServeModel
+from omniserve.latency.linear import ConServeModel
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.simulate import Load, SimulationConfig, machine_of_profile, simulate
 from omniserve.simulate.load import TraceRequest
