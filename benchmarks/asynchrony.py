@@ -11,10 +11,10 @@ import functools
 import statistics
 import time
 
-from benchmarks.common.arguments import argument_parser
+from benchmarks.common.engine_run import request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.requests import request
+from benchmarks.common.terminal import argument_parser
 from benchmarks.common.timing import in_turn, median_ratio
 from omniserve import Engine, EngineConfig
 
@@ -24,7 +24,7 @@ def ls_rate(engine: Engine, num_tokens: int, delay_s: float) -> tuple[float, int
     tier = engine.host_tier
     assert tier is not None
     tier.inject(delay_s=delay_s)
-    before = tier.num_tasks_done
+    before = tier.stats().tasks_done
     request_id = engine.add(request("ls", 16, num_tokens + 1))
     first_s = None
     while True:
@@ -32,7 +32,7 @@ def ls_rate(engine: Engine, num_tokens: int, delay_s: float) -> tuple[float, int
             if output.request_id == request_id:
                 first_s = first_s if first_s is not None else time.perf_counter()
                 if output.finished:
-                    return num_tokens / (time.perf_counter() - first_s), tier.num_tasks_done - before
+                    return num_tokens / (time.perf_counter() - first_s), tier.stats().tasks_done - before
 
 
 def main() -> None:

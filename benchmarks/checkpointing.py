@@ -4,9 +4,8 @@
 
 SmolLM-135M's shape, random weights. Cost: BE requests are prefilled and decode, and nobody needs their memory; seconds
 of prefill and decode steps with ``incremental`` and with ``paged``. Savings: waves of LS requests take the memory of BE
-requests under ``sarathi``; tokens that were computed again, and seconds until all is done. A run of each manager
-(``--managers``) follows one another in each repeat. About four minutes on two quiet cores. Paper: conserve 4.4 and 6.5;
-bros 5.2 (``bidirectional``).
+requests under ``sarathi``; tokens that were computed again, and seconds until all is done. The managers take turns in
+each repeat. About four minutes on two quiet cores. Paper: conserve 4.4 and 6.5.
 """
 
 from __future__ import annotations
@@ -19,18 +18,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.arguments import argument_parser
-from benchmarks.common.engine_run import EngineRun
+from benchmarks.common.engine_run import EngineRun, request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.requests import request
+from benchmarks.common.terminal import argument_parser
 from omniserve import Engine, EngineConfig, RequestOutput
 from omniserve.core.plan import MoveDirection, StepPlan
 from omniserve.host.cores import available_cores
 from omniserve.simulate import Load
 from omniserve.simulate.load import TraceRequest
 
-MANAGERS = ("incremental", "bidirectional")
+MANAGERS = ("paged", "incremental")
 WARM_UP_STEPS = 3
 FIGURES = {
     "cost": ("prefill_step_s", "decode_step_s", "prefill_s", "decode_s", "cpu_s"),
@@ -62,7 +60,6 @@ class Watch:
         for move in plan.moves:
             kind = "restored" if move.direction is MoveDirection.TO_DEVICE else "checkpointed"
             self.blocks[kind] += len(move.src_block_ids)
-        self.blocks["relocated"] += len(plan.relocations)
 
 
 def open_engine(model: Any, kv: str, device_kv_bytes: int, args: argparse.Namespace) -> Engine:
@@ -133,15 +130,13 @@ def measure_savings(model: Any, kv: str, args: argparse.Namespace) -> dict[str, 
 
 
 def compared(runs: dict[str, list[dict[str, Any]]], names: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """Return, by figure, each manager's median over the repeats, and that of its ratio to ``paged``."""
+    """Return, by figure, each manager's median over the repeats, and that of the ratio of the two."""
     result = {}
     for name in names:
         result[name] = {kv: statistics.median(run[name] for run in runs[kv]) for kv in runs}
-        for kv in [kv for kv in runs if kv != "paged"]:
-            pairs = zip(runs[kv], runs["paged"], strict=True)
-            ratios = [ours[name] / theirs[name] for ours, theirs in pairs if theirs[name]]
-            if ratios:
-                result[name][f"{kv} / paged"] = statistics.median(ratios)
+        pairs = zip(runs["incremental"], runs["paged"], strict=True)
+        if ratios := [ours[name] / theirs[name] for ours, theirs in pairs if theirs[name]]:
+            result[name]["incremental / paged"] = statistics.median(ratios)
     return result
 
 
@@ -150,18 +145,16 @@ def main() -> None:
         __doc__, "checkpointing", be=(16, "BE requests"), prompt=512, output=128, block_size=16,
         ls=(8, "LS requests a wave"), ls_output=32, waves=4, device_kv_mib=160, host_kv_mib=1024, repeats=3,
     )  # fmt: skip
-    parser.add_argument("--managers", nargs="+", choices=MANAGERS, default=MANAGERS[:1], help="beside paged")
     args = parser.parse_args()
     if not 2 <= args.waves <= args.be * args.output:  # what would be the last one comes as BE work is done
         parser.error(f"--waves must be in [2, {args.be * args.output}]: waves part the BE tokens, got {args.waves}")
     model = random_llama(**SMOLLM_135M)
-    managers = ["paged", *args.managers]
     results: dict[str, Any] = {}
     for name, measure in (("cost", measure_cost), ("savings", measure_savings)):
-        runs: dict[str, list[dict[str, Any]]] = {kv: [] for kv in managers}
+        runs: dict[str, list[dict[str, Any]]] = {kv: [] for kv in MANAGERS}
         measure_cost(model, "paged", argparse.Namespace(**vars(args) | {"be": 1, "output": 4}))  # compilation
         for repeat in range(args.repeats):
-            for kv in managers if repeat % 2 == 0 else reversed(managers):
+            for kv in MANAGERS if repeat % 2 == 0 else reversed(MANAGERS):
                 runs[kv].append(measure(model, kv, args))
                 print(name, kv, runs[kv][-1], flush=True)
         results[name] = {"runs": runs, "medians": compared(runs, FIGURES[name])}

@@ -18,11 +18,11 @@ processes took meanwhile: figures taken beside much more than 0 say little.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,63 +30,23 @@ import torch
 
 from benchmarks.attention import report
 from benchmarks.attention.bandwidth import ReadLimit, allowed_cpus
-from benchmarks.attention.busy_tiers import BusySettings, measure_busy
+from benchmarks.attention.busy_tiers import measure_busy
 from benchmarks.attention.decode_attention import find_peer
 from benchmarks.attention.decode_rows import measure_shares, parse_row
-from benchmarks.attention.engine_share import EngineSettings, measure_engine
+from benchmarks.attention.engine_share import measure_engine
 from benchmarks.attention.prefill_attention import measure_prefill
-from benchmarks.common.arguments import argument_parser
+from benchmarks.attention.sizes import FULL, TINY, Size
 from benchmarks.common.record import write_record
+from benchmarks.common.terminal import argument_parser
 from omniserve.simulate.report import require_matplotlib
 
-RAGGED = "64x128..8192"
 ROW_SECTIONS = ("rows", "head_sizes", "small")
 SECTIONS = ("limits", *ROW_SECTIONS, "busy", "prefill", "engine")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much a run measures, and for how long."""
-
-    arena_bytes: int
-    repeats: int
-    row_seconds: float
-    rows: dict[str, tuple[str, ...]]
-    """By section."""
-    busy: tuple[int, int]
-    """Requests and their context."""
-    prefill: tuple[tuple[str, int, int], ...]
-    """Model, tokens of the chunk, tokens before it."""
-    engine: tuple[int, int]
-    """Requests and tokens of a prompt."""
-    seconds: float
-    """Of a measurement of the last three."""
-
-
-FULL = Size(
-    arena_bytes=int(4.25 * 2**30), repeats=3, row_seconds=10.0,
-    rows={
-        "rows": (
-            "L8/32x2048", "L8/64x1024", f"L8/{RAGGED}", "L8/1x16384", "L8/8x4096", "L8/32x2048/1 thread",
-            "Yi/32x2048", f"Yi/{RAGGED}", "L7/32x2048", f"L7/{RAGGED}",
-        ),
-        "head_sizes": tuple(f"L8/32x2048/H{size}" for size in (64, 80, 96, 256)),
-        "small": ("L8/1x1", "L8/8x256", "L8/1x512", "L8/1x2048"),
-    },
-    busy=(64, 4096), engine=(32, 2000), seconds=3.0,
-    prefill=tuple(
-        (model, *shape) for model in ("L8", "SmolLM") for shape in ((128, 0), (512, 0), (512, 2048), (128, 4096))
-    ),
-)  # fmt: skip
-TINY = Size(
-    arena_bytes=4 << 20, repeats=1, row_seconds=0.0, busy=(4, 64), engine=(3, 40), seconds=0.02,
-    rows={"rows": ("L8/2x65",), "head_sizes": ("L8/1x33/H80",), "small": ("L8/1x1",)}, prefill=(("L8", 16, 16),),
-)  # fmt: skip
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argument_parser(
-        __doc__, "cpu_attention", int8=(False, "rows: also ours with K and V in int8"), seed=0,
+        __doc__, "cpu_attention", seed=0,
         tiny=(False, "all sections in seconds, on sizes that say nothing about speed"),
     )  # fmt: skip
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
@@ -123,37 +83,27 @@ def measure(arguments: argparse.Namespace, size: Size) -> dict[str, Any]:
     limit = ReadLimit(max(size.arena_bytes, *rooms, 0), cpus, repeats=size.repeats, seed=seed)
     results: dict[str, Any] = {"peer": peer}
 
-    def run(section: str, function: Callable[[], dict[str, Any]], table: Callable[[Any], str]) -> None:
-        if section in arguments.sections:
-            progress(section)
-            results[section] = function()
-            print(table(results[section]), flush=True)
-
     def shares(section: str) -> dict[str, Any]:
         measured = {}
         for row in rows[section]:
             progress(f"{section}: {row.name}")
-            measured[row.name] = measure_shares(
-                limit, row, peer, int8=arguments.int8, seconds=size.row_seconds, repeats=size.repeats, seed=seed
-            )
+            measured[row.name] = measure_shares(limit, row, peer, size, seed)
         return measured
 
     teams = sorted({1, len(cpus)})
-    run("limits", lambda: limit.measure_all(teams), report.limits_table)
-    for section in ROW_SECTIONS:
-        run(section, lambda: shares(section), report.shares_table)  # noqa: B023
-    busy = BusySettings(
-        num_requests=size.busy[0], context_len=size.busy[1], seconds=size.seconds, repeats=size.repeats, seed=seed
-    )
-    run("busy", lambda: measure_busy(limit, busy), report.busy_table)
-    run("prefill", lambda: measure_prefill(
-        limit, size.prefill, teams, seconds=size.seconds, repeats=size.repeats, seed=seed
-    ), report.prefill_table)  # fmt: skip
-    engine = EngineSettings(
-        num_requests=size.engine[0], prompt_tokens=size.engine[1], compile=size is FULL, seconds=size.seconds,
-        windows=size.repeats, seed=seed,
-    )  # fmt: skip
-    run("engine", lambda: measure_engine(limit, engine), report.engine_table)
+    parts: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Any], str]]] = {
+        "limits": (lambda: limit.measure_all(teams), report.limits_table),
+        **{name: (functools.partial(shares, name), report.shares_table) for name in ROW_SECTIONS},
+        "busy": (lambda: measure_busy(limit, size, seed), report.busy_table),
+        "prefill": (lambda: measure_prefill(limit, teams, size, seed), report.prefill_table),
+        "engine": (lambda: measure_engine(limit, size, seed), report.engine_table),
+    }
+    for section in SECTIONS:
+        if section in arguments.sections:
+            progress(section)
+            function, table = parts[section]
+            results[section] = function()
+            print(table(results[section]), flush=True)
     progress("done")
     return results
 

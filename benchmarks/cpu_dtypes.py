@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.arguments import argument_parser
+from benchmarks.common.engine_run import request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.requests import request
+from benchmarks.common.terminal import argument_parser
 from benchmarks.common.timing import in_turn, seconds
 from omniserve import Engine, EngineConfig
 

@@ -11,17 +11,15 @@ import random
 import tempfile
 import threading
 from pathlib import Path
-from pydoc_data import topics
 
 import httpx
 from playwright.sync_api import Browser
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.browser import chromium
-from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, drive, warm_server
+from benchmarks.common.client import BE_TIER, LS_TIER, TEXT, LoadRequest, drive, text_request, warm_server
+from benchmarks.common.terminal import argument_parser
 from omniserve.simulate.load import poisson
 
-TEXT = "\n".join(topics.topics.values())
 SERVER = "--device-kv-gib 0.004 --host-kv-gib 0.5 --served-model-name built-in --limit batch_concurrency=16".split()
 # (from, to, LS requests a second): calm, busy, a burst that is too much, busy again.
 RATES = ((0, 25, 1.0), (25, 60, 2.0), (60, 66, 8.0), (66, 240, 1.5))
@@ -32,15 +30,10 @@ DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 def make_load(seed: int, num_be: int) -> list[LoadRequest]:
     """Return the requests, which differ in length."""
     rng = random.Random(seed)
-
-    def request(at_s: float, chars: int, max_tokens: int, tier: str) -> LoadRequest:
-        start = rng.randrange(len(TEXT) - chars)
-        return LoadRequest(send_at_s=at_s, prompt=TEXT[start : start + chars], max_tokens=max_tokens, service_tier=tier)
-
     arrivals = [start_s + at_s for start_s, end_s, rate in RATES for at_s in poisson(rate, end_s - start_s, rng)]
-    load = [request(at_s, rng.randrange(100, 500), rng.randrange(16, 48), LS_TIER) for at_s in arrivals]
+    load = [text_request(rng, at_s, rng.randrange(100, 500), rng.randrange(16, 48), LS_TIER) for at_s in arrivals]
     late = [BE_FROM_S + 0.5 * i for i in range(num_be)]
-    return load + [request(at_s, rng.randrange(400, 1600), rng.randrange(64, 256), BE_TIER) for at_s in late]
+    return load + [text_request(rng, at_s, rng.randrange(400, 1600), rng.randrange(64, 256), BE_TIER) for at_s in late]
 
 
 def submit_batch(client: httpx.Client, num_requests: int, metadata: dict[str, str]) -> None:

@@ -15,20 +15,24 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.arguments import argument_parser
+from benchmarks.common.engine_run import request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.requests import request
+from benchmarks.common.terminal import argument_parser
 from benchmarks.common.timing import in_turn, median_ratio, seconds
 from omniserve import Engine, EngineConfig, ExecutionConfig
 
 
-def generate(model: Any, batch: int, prompt: int, output: int) -> None:
+def prompts_of(batch: int, prompt: int) -> torch.Tensor:
+    """Return prompts that differ, ``[batch, prompt]``."""
+    return torch.arange(1, prompt + 1).repeat(batch, 1) + torch.arange(batch)[:, None]
+
+
+def generate(model: Any, batch: int, prompt: int, output: int, **options: Any) -> None:
     """Let ``transformers`` serve a batch."""
-    ids = torch.arange(1, prompt + 1).repeat(batch, 1) + torch.arange(batch)[:, None]
-    model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=output, min_new_tokens=output, do_sample=False
-    )
+    ids = prompts_of(batch, prompt).to(model.device)
+    lengths = {"max_new_tokens": output, "min_new_tokens": output}
+    model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths, **options)
 
 
 def serve_engine(engine: Engine, batch: int, prompt: int, output: int) -> None:

@@ -14,16 +14,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pydoc_data import topics
 
 from tqdm import tqdm
 
-from benchmarks.common.arguments import argument_parser
-from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecord, drive, warm_server
+from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecord, drive, text_request, warm_server
 from benchmarks.common.record import write_record
 from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, ServerFailed, ServerProcess
 from benchmarks.common.summary import LatencySummary, summarize
-from benchmarks.common.tables import table_of
+from benchmarks.common.terminal import argument_parser, table_of
 from omniserve.sched.policy import known_options
 from omniserve.simulate.load import poisson
 
@@ -49,17 +47,11 @@ class Phase:
 def make_load(settings: argparse.Namespace, duration_s: float, *, with_be: bool) -> list[LoadRequest]:
     """Return the requests of a phase. The LS stream is the same with and without BE requests, up to its length."""
     ls_rng, be_rng = random.Random(settings.seed), random.Random(settings.seed + 1)
-    text = "\n".join(topics.topics.values())
-
-    def request(rng: random.Random, at_s: float, chars: int, max_tokens: int, tier: str) -> LoadRequest:
-        start = rng.randrange(len(text) - chars)
-        return LoadRequest(send_at_s=at_s, prompt=text[start : start + chars], max_tokens=max_tokens, service_tier=tier)
-
     arrivals = poisson(settings.ls_rate, duration_s, random.Random(settings.seed + 2))
-    load = [request(ls_rng, at_s, settings.ls_prompt_chars, settings.ls_output_tokens, LS_TIER) for at_s in arrivals]
-    for _ in range(settings.be_requests if with_be else 0):
-        load.append(request(be_rng, 0.0, settings.be_prompt_chars, settings.be_output_tokens, BE_TIER))
-    return load
+    ls = (settings.ls_prompt_chars, settings.ls_output_tokens)
+    be = (settings.be_prompt_chars, settings.be_output_tokens)
+    load = [text_request(ls_rng, at_s, *ls, LS_TIER) for at_s in arrivals]
+    return load + [text_request(be_rng, 0.0, *be, BE_TIER) for _ in range(settings.be_requests if with_be else 0)]
 
 
 def run_phase(

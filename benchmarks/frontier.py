@@ -18,13 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common.arguments import argument_parser
-from benchmarks.common.client import LS_TIER, LoadRequest, drive, warm_server
-from benchmarks.common.loads import backlog, poisson_stream
-from benchmarks.common.models import SMOLLM_135M, saved_random_llama
+from benchmarks.common.client import LS_TIER, LoadRequest, backlog, drive, poisson_stream, warm_server
+from benchmarks.common.models import SMOLLM_135M, saved_smollm
 from benchmarks.common.record import write_record
 from benchmarks.common.summary import cells, medians, summarize_co_serving
-from benchmarks.common.tables import table_of
+from benchmarks.common.terminal import argument_parser, table_of
 
 OBJECTIVES = {"tight": (0.3, 0.06), "loose": (1.0, 0.25)}
 BUDGETS = {"tight": 48, "loose": 256}
@@ -132,7 +130,7 @@ def main() -> None:
     parser = argument_parser(__doc__, "frontier", repeats=3, seconds=(60.0, "length of an LS stream"), seed=0)
     parser.add_argument("server_args", nargs="*", help="more flags of every server, after --")
     args = parser.parse_args()
-    flags = ["--model", str(saved_random_llama("smollm-135m-shape", **SMOLLM_135M)), "--device-kv-gib", "2"]
+    flags = ["--model", str(saved_smollm()), "--device-kv-gib", "2"]
     flags += args.server_args
     load = FrontierLoad(seconds=args.seconds, objectives=OBJECTIVES, budgets=BUDGETS)
     rows = frontier_rows(load.objectives, load.budgets)

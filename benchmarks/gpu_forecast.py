@@ -2,7 +2,7 @@
 
 python -m benchmarks.gpu_forecast
 
-The layers' kernels are those that the compiler makes for an H200 (``forecast/compiled.py``), with the bytes of their
+The layers' kernels are those that the compiler makes for an H200 (``forecast/kernels.py``), with the bytes of their
 inputs and outputs; attention and the operators that move rows go by formula (``forecast/steps.py``). Four times:
 
 * floor: weights and KV read once at the data sheet's bandwidth, or the step's arithmetic at its peak, whichever takes
@@ -23,12 +23,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import ROOT, write_record
-from benchmarks.common.tables import table_of
-from benchmarks.forecast.compiled import pretend_to_have_a_gpu
+from benchmarks.common.terminal import argument_parser, table_of
+from benchmarks.forecast.kernels import Work, bound_s, expected_s, pretend_to_have_a_gpu
 from benchmarks.forecast.steps import Chunk, Decode, StepCounter
-from benchmarks.forecast.work import Work, bound_s, expected_s
 from benchmarks.gpu.engines import LLAMA_8B, QWEN_32B, TINY, Shape
 from omniserve.simulate.analytic import Efficiency
 from omniserve.simulate.hardware import find_devices
@@ -127,9 +125,10 @@ def forecast(shape: Shape) -> dict[str, Any]:
     }
 
 
-def tables(results: dict[str, Any]) -> str:
-    """Return the forecasts as Markdown: of all steps, then of what seats add."""
-    steps, seats = [], []
+def forecast_table(results: dict[str, Any]) -> str:
+    """Return the steps' forecasts as Markdown."""
+    keys = ("floor_s", "roofline_s", "expected_s", "uncaptured_s")
+    lines = []
     for model, result in results.items():
         for each in result["steps"]:
             line = {
@@ -137,26 +136,11 @@ def tables(results: dict[str, Any]) -> str:
                 "TFLOP": f"{each['flops'] / 1e12:.3f}", "kernels": f"{each['kernels']}",
             }  # fmt: skip
             for name in DEVICES:
-                keys = ("floor_s", "roofline_s", "expected_s", "uncaptured_s")
-                line[f"{name}: floor / roofline / expected / uncaptured, ms"] = _cell(each["devices"].get(name), *keys)
-            steps.append(line)
-            if own := each.get("piggyback"):
-                line = {
-                    "model": model, "seats": f"{each['step']['seats']}",
-                    "to the host, KB a layer": f"{own['to_host_bytes_per_layer'] / 1e3:.0f}",
-                    "to the device, KB a layer": f"{own['to_device_bytes_per_layer'] / 1e3:.0f}",
-                    "device memory, MB a layer": f"{own['device_bytes_per_layer'] / 1e6:.2f}",
-                    "kernels a layer": f"{own['kernels_per_layer']}",
-                }  # fmt: skip
-                for name in DEVICES:
-                    added = _cell(own["added"].get(name), "roofline_s", "expected_s")
-                    line[f"{name}: longer by, roofline / expected, ms"] = added
-                seats.append(line)
-    return f"{table_of(steps)}\n\n{table_of(seats)}"
-
-
-def _cell(seconds: dict[str, float] | None, *keys: str) -> str:
-    return " / ".join(f"{1e3 * seconds[key]:.2f}" for key in keys) if seconds is not None else "does not fit"
+                times_s = each["devices"].get(name)
+                cell = " / ".join(f"{1e3 * times_s[key]:.2f}" for key in keys) if times_s else "does not fit"
+                line[f"{name}: floor / roofline / expected / uncaptured, ms"] = cell
+            lines.append(line)
+    return table_of(lines)
 
 
 def label(step: dict[str, Any]) -> str:
@@ -184,7 +168,7 @@ def main() -> None:
         "assumed": assumed,
     }
     write_record(args.out, name="gpu_forecast", config=config, seed=0, results=results)
-    print(tables(results))
+    print(forecast_table(results))
 
 
 if __name__ == "__main__":

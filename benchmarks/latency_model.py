@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import argument_parser
-from benchmarks.common.models import SMOLLM_135M, builtin_model, random_llama
+from benchmarks.common.models import MODELS
 from benchmarks.common.record import write_record
-from benchmarks.common.step_loads import trace_load
+from benchmarks.common.terminal import argument_parser
 from omniserve import Engine, EngineConfig, Request, SamplingParams
+from omniserve.core.request import ServiceClass
 from omniserve.latency import (
     LATENCY_MODELS,
     Accuracy,
@@ -36,19 +37,49 @@ from omniserve.latency import (
 )
 from omniserve.profiling import Arrival, measure_steps, mixed_load, profile_model
 from omniserve.profiling.summary import summarise
+from omniserve.simulate.load import read_trace
 
-MODELS = {"built-in": builtin_model, "SmolLM-135M": lambda: random_llama(**SMOLLM_135M)}
 FIT_SEED, TEST_SEED = 11, 5
 BLOCKS = {"device": (160, 0), "tiers": (32, 256)}
 NUM_FIT = 100
 NOISE_REPEATS = 40
 
 
-def tested_load(trace: Path | None, num_steps: int, vocab_size: int) -> list[Arrival]:
-    sizes = {"num_steps": num_steps, "vocab_size": vocab_size, "max_output": 96}
-    if trace is None:
-        return mixed_load(TEST_SEED, max_prompt=300, mean_active=8, **sizes)
-    return trace_load(trace, TEST_SEED, max_prompt=400, mean_active=10, **sizes)
+def trace_load(
+    path: Path, seed: int, *, num_steps: int, vocab_size: int, max_prompt: int, max_output: int, mean_active: float
+) -> list[Arrival]:
+    """Cut a piece of a trace, at a random place, and scale it to a small model.
+
+    Lengths are divided so that the trace's 95th percentiles become ``max_prompt`` and ``max_output``, and cut off
+    there; spacing is stretched so that about ``mean_active`` requests of each class are there at a time, and cut off at
+    ``num_steps``. Classes and tokens are drawn. The trace is a CSV, also gzipped, with arrival_s, input_tokens and
+    output_tokens.
+    """
+    rows = read_trace(path)
+    if len(rows) < 100:
+        raise ValueError(f"{path} has {len(rows)} requests; a load is drawn from 100 or more")
+    rng = random.Random(seed)
+    p95 = int(0.95 * (len(rows) - 1))
+    prompt_scale = max(1.0, sorted(row.input_tokens for row in rows)[p95] / max_prompt)
+    output_scale = max(1.0, sorted(row.output_tokens for row in rows)[p95] / max_output)
+    mean_output = sum(min(max_output, row.output_tokens / output_scale) for row in rows) / len(rows)
+    per_second = len(rows) / (rows[-1].arrival_s - rows[0].arrival_s)
+    steps_per_second = per_second * mean_output / (2 * mean_active)
+    first = rng.randrange(len(rows) // 2)
+    arrivals: list[Arrival] = []
+    for row in rows[first:]:
+        at_step = int((row.arrival_s - rows[first].arrival_s) * steps_per_second)
+        if at_step >= num_steps:
+            break
+        prompt_tokens = max(1, min(max_prompt, round(row.input_tokens / prompt_scale)))
+        max_tokens = max(1, min(max_output, round(row.output_tokens / output_scale)))
+        request = Request(
+            prompt_token_ids=rng.choices(range(vocab_size), k=prompt_tokens),
+            sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            service_class=rng.choice(tuple(ServiceClass)),
+        )
+        arrivals.append(Arrival(at_step=at_step, request=request))
+    return arrivals
 
 
 def measure(engine: Engine, load: Sequence[Arrival], count: int, limit_s: float) -> list[StepSample]:
@@ -128,7 +159,11 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
             noise = noise_floor(engine)
             sizes = {"num_steps": 10 * NUM_FIT, "vocab_size": spec.vocab_size, "max_prompt": 600, "max_output": 48}
             fit = measure(engine, mixed_load(FIT_SEED, **sizes), NUM_FIT, args.load_time)
-            tested = tested_load(args.trace, 10 * args.steps, spec.vocab_size)
+            sizes = {"num_steps": 10 * args.steps, "vocab_size": spec.vocab_size, "max_output": 96}
+            if args.trace is None:
+                tested = mixed_load(TEST_SEED, max_prompt=300, mean_active=8, **sizes)
+            else:
+                tested = trace_load(args.trace, TEST_SEED, max_prompt=400, mean_active=10, **sizes)
             test = measure(engine, tested, args.steps, args.load_time)
         print(f"  {load}: {len(fit)} steps to fit, {len(test)} to test, ", end="")
         print(f"{1e3 * statistics.mean(s.seconds for s in test):.1f} ms each on average")

@@ -10,12 +10,11 @@ from __future__ import annotations
 import random
 import time
 
-from benchmarks.common.arguments import argument_parser
-from benchmarks.common.client import LS_TIER, LoadRequest, drive, warm_server
-from benchmarks.common.loads import poisson_stream
-from benchmarks.common.models import SMOLLM_135M, saved_random_llama
+from benchmarks.common.client import LS_TIER, LoadRequest, drive, poisson_stream, warm_server
+from benchmarks.common.models import SMOLLM_135M, saved_smollm
 from benchmarks.common.record import write_record
 from benchmarks.common.summary import summarize
+from benchmarks.common.terminal import argument_parser
 
 ONE_TOKEN = LoadRequest(send_at_s=0.0, prompt=[1, 2, 3], max_tokens=1, service_tier=LS_TIER)
 
@@ -24,7 +23,7 @@ def main() -> None:
     parser = argument_parser(__doc__, "ls_alone", rate=1.0, seconds=60.0, prompt=128, output=32, repeats=3, seed=0)
     parser.add_argument("server_args", nargs="*", help="more flags of the server, after --")
     args = parser.parse_args()
-    model = saved_random_llama("smollm-135m-shape", **SMOLLM_135M)
+    model = saved_smollm()
     results = []
     for repeat in range(args.repeats):
         requests = poisson_stream(

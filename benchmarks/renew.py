@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import ROOT, environment, read_record, stale_reason
+from benchmarks.common.terminal import argument_parser
 
 RESULTS = ROOT / "benchmarks" / "results"
 COMMANDS = {
@@ -58,36 +58,23 @@ def renew(path: Path) -> bool:
 
 def main(arguments: Sequence[str] | None = None, folder: Path = RESULTS) -> int:
     """Run the program; return 0 if all is as asked for, 1 if a benchmark failed, 2 if a record is of another kind."""
-    parser = argument_parser(
-        __doc__, list=(False, "measure nothing: list the stale records and why"),
-        any_machine=(False, "renew also what was made on another kind of CPU"),
-    )  # fmt: skip
-    parser.add_argument("names", nargs="*", metavar="RECORD", help="file names (default: all stale ones of this kind)")
+    parser = argument_parser(__doc__, list=(False, "measure nothing: list the stale records and why"))
     args = parser.parse_args(arguments)
-    stale = stale_records(folder)
-    if unknown := [name for name in args.names if folder / name not in stale]:
-        parser.error(f"not stale: {', '.join(unknown)}; --list shows what is")
-    here = kind_of(environment()["hardware"])
-    kinds = {path: kind_of(read_record(path)["environment"]["hardware"]) for path in stale}
-    if args.list:
-        for path, reason in stale.items():
-            where = "this kind of machine" if kinds[path] == here else f"made on {_text(kinds[path])}"
+    here, status = kind_of(environment()["hardware"]), 0
+    for path, reason in stale_records(folder).items():
+        kind = kind_of(read_record(path)["environment"]["hardware"])
+        where = "this kind of machine" if kind == here else f"made on {_text(kind)}"
+        if args.list:
             print(f"{path.name} ({where}): {reason}")
-        return 0
-    wanted = [path for path in stale if not args.names or path.name in args.names]
-    refused = [path for path in wanted if kinds[path] != here and not args.any_machine]
-    for path in refused:
-        where = f"was made on {_text(kinds[path])}, this is {_text(here)}"
-        print(f"renew: {path.name} {where}; --any-machine insists", file=sys.stderr)
-    failed = 0
-    for path in [path for path in wanted if path not in refused]:
-        print(f"renewing {path.name}", flush=True)
-        if renew(path):
+        elif kind != here:
+            print(f"renew: {path.name} was {where}, this is {_text(here)}", file=sys.stderr)
+            status = status or 2
+        elif renew(path):
             print(f"renewed {path.name}; figures that quote it: {', '.join(pages_with(path)) or 'none'}", flush=True)
         else:
             print(f"renew: {path.name}: the benchmark failed, see above", file=sys.stderr)
-            failed += 1
-    return 1 if failed else 2 if refused else 0
+            status = 1
+    return status
 
 
 def _text(kind: Mapping[str, Any]) -> str:

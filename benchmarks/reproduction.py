@@ -27,8 +27,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import environment, write_record
+from benchmarks.common.terminal import argument_parser
 from benchmarks.paper import apex, bros, conserve
 from benchmarks.paper import omniserve as omniserve_paper
 from benchmarks.paper.cases import Case, Experiment, MachineSpec
@@ -37,13 +37,13 @@ from benchmarks.paper.report import CELLS, TokenGaps, figures_of, markdown
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.sched.policy import known_options
-from omniserve.simulate.analytic import HostEfficiency, analytic_machine, engine_config_for
-from omniserve.simulate.engine import StepRecord
+from omniserve.simulate.analytic import HOST_SHARE, analytic_machine, engine_config_for
 from omniserve.simulate.hardware import GB, find_devices, find_hosts
 from omniserve.simulate.machine import Machine
 from omniserve.simulate.models import find_model
 from omniserve.simulate.results import Result
 from omniserve.simulate.run import SimulationConfig, simulate
+from omniserve.simulate.runner import StepRecord
 
 EXPERIMENTS: dict[str, Experiment] = {
     each.name: each for part in (omniserve_paper, apex, conserve, bros) for each in part.EXPERIMENTS
@@ -69,8 +69,7 @@ def make_machine(spec: MachineSpec) -> Machine:
     if host is not None and spec.network_gb_per_s is not None:
         host = dataclasses.replace(host, network_bytes_per_s=spec.network_gb_per_s * GB)
     hosts = (host,) * num_hosts if host is not None else ()
-    efficiency = HostEfficiency() if spec.host_share is None else HostEfficiency(bytes_share=spec.host_share)
-    return analytic_machine(model, device, count, hosts=hosts, host_efficiency=efficiency)
+    return analytic_machine(model, device, count, hosts=hosts, host_share=spec.host_share or HOST_SHARE)
 
 
 def run_case(

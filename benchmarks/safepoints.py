@@ -24,12 +24,11 @@ import statistics
 import time
 from typing import Any
 
-from benchmarks.common.arguments import argument_parser
-from benchmarks.common.engine_run import EngineRun
+from benchmarks.common.engine_run import EngineRun, request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.requests import request
 from benchmarks.common.summary import medians
+from benchmarks.common.terminal import argument_parser
 from omniserve import SLO, Engine, EngineConfig, Request
 from omniserve.core.plan import StepPlan
 from omniserve.profiling import find_or_make_profile
@@ -92,7 +91,7 @@ def measure_stream(model: Any, config: EngineConfig, args: argparse.Namespace, m
         best_effort=[TraceRequest(0.0, args.be_prompt, args.be_output)] * 100_000, backlog=args.be,  # it never ends
         duration_s=args.seconds,
     )  # fmt: skip
-    with Engine(model, config, profile=find_or_make_profile(model, config)) as engine:
+    with Engine(model, config, profile=find_or_make_profile(model, config, time_limit_s=args.profile_s)) as engine:
         warm_up(engine, args)
         run = Run(engine, load, seed, slo)
         if MODES[mode]:
@@ -116,7 +115,7 @@ def measure_overhead(model: Any, config: EngineConfig, args: argparse.Namespace)
     """Return the median step of BE decodes with safepoints over that without, both, and what one look takes."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     far = Load(latency_sensitive=[TraceRequest(1e9, args.ls_prompt, args.ls_output)])
-    with Engine(model, config, profile=find_or_make_profile(model, config)) as engine:
+    with Engine(model, config, profile=find_or_make_profile(model, config, time_limit_s=args.profile_s)) as engine:
         warm_up(engine, args)
         run = Run(engine, far, 0, SLO(ttft_s=args.ttft, tpot_s=args.tpot))
         run.began_s, engine.on_safepoint = time.monotonic(), run.announce
@@ -144,7 +143,7 @@ def main() -> None:
         __doc__, "safepoints", rate=(0.8, "LS requests a second"), seconds=(20.0, "of each mode and repeat"),
         repeats=2, steps=(150, "of each kind, for the overhead"),
         step_tokens=(1024, "max_num_batched_tokens: the largest BE step"), be=16, be_prompt=768, be_output=2,
-        ls_prompt=64, ls_output=4, ttft=0.2, tpot=0.1, seed=0,
+        ls_prompt=64, ls_output=4, ttft=0.2, tpot=0.1, profile_s=(60.0, "longest time for a profile"), seed=0,
     )  # fmt: skip
     args = parser.parse_args()
     model = random_llama(**SMOLLM_135M)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.record import write_record
+from benchmarks.common.terminal import argument_parser
 from benchmarks.common.timing import in_turn, seconds
 from omniserve import SamplingParams
 from omniserve.sampling.sampler import Sampler

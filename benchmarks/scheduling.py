@@ -13,9 +13,9 @@ import random
 import statistics
 import time
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
+from benchmarks.common.terminal import argument_parser
 from omniserve import SLO, EngineConfig, Request, SamplingParams
 from omniserve.core.plan import SampledToken, StepOutput
 from omniserve.kv import TieredKVManager

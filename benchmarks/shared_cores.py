@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.arguments import argument_parser
-from benchmarks.common.models import SMOLLM_135M, builtin_model, random_llama
+from benchmarks.common.engine_run import request
+from benchmarks.common.models import MODELS
 from benchmarks.common.record import write_record
-from benchmarks.common.requests import request
+from benchmarks.common.terminal import argument_parser
 from benchmarks.common.timing import in_turn, seconds
 from omniserve import Engine, EngineConfig
 from omniserve.host.cores import available_cores
 
-MODELS = {"built-in": builtin_model, "SmolLM-135M": lambda: random_llama(**SMOLLM_135M)}
 PERIOD_S = 0.01
 WARM_UP_STEPS = 20
 

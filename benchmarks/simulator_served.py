@@ -19,11 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.client import LoadRequest
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.tables import table_of
+from benchmarks.common.terminal import argument_parser, table_of
 from benchmarks.frontier import FrontierLoad, Row, be_pile, frontier_rows, ls_stream
 from omniserve import SLO, ClassSpec, EngineConfig
 from omniserve.latency import Profile
@@ -33,7 +32,7 @@ from omniserve.simulate import Calibration, Load, Machine, SimulationConfig, mac
 from omniserve.simulate.calibration import read_samples
 from omniserve.simulate.load import TraceRequest
 from omniserve.simulate.models import find_model
-from omniserve.simulate.results import percentile
+from omniserve.simulate.results import summarise
 
 COLUMNS = {
     "BE tokens/s": ("be_tokens_per_s", 1.0), "TTFT p50 ms": ("ttft_p50_s", 1e3), "TTFT p99 ms": ("ttft_p99_s", 1e3),
@@ -61,11 +60,11 @@ def engine_config(flags: list[str], row: Row, slo: tuple[float, float] | None) -
 def simulate_row(machine: Machine, row: Row, load: FrontierLoad, flags: list[str], seed: int) -> dict[str, float]:
     """Return the figures of a row, reckoned as the record's are (see ``summarize_co_serving``)."""
     slo = load.objectives[row.objective] if row.objective is not None else None
-    ls = ls_stream(load, seed, slo, load.ls_rate) if row.has_ls and slo is not None else []
+    stream = ls_stream(load, seed, slo, load.ls_rate) if row.has_ls and slo is not None else []
     config = SimulationConfig(
         machine=machine,
         engine=engine_config(flags, row, slo),
-        load=Load(latency_sensitive=_trace(ls), best_effort=_trace(be_pile(load, seed) if row.has_be else [])),
+        load=Load(latency_sensitive=_trace(stream), best_effort=_trace(be_pile(load, seed) if row.has_be else [])),
         drain_s=math.inf,
         seed=seed,
     )
@@ -78,14 +77,12 @@ def simulate_row(machine: Machine, row: Row, load: FrontierLoad, flags: list[str
     beside = [r for r in requests if r.service_class == "LS" and r.arrival_s < be_end_s]
     admitted = [r for r in beside if not r.rejected]
     if admitted:
-        objectives = config.engine.class_named("LS").slo
-        ttfts = sorted(r.ttft_s for r in admitted if r.ttft_s is not None)
-        tpots = sorted(r.tpot_s for r in admitted if r.tpot_s is not None)
+        slo_of_ls = config.engine.class_named("LS").slo
+        ls = summarise(admitted, slo_of_ls, duration_s=load.seconds, output_tokens=0, prompt_tokens=0)
         figures |= {
-            "ttft_p50_s": percentile(ttfts, 50), "ttft_p99_s": percentile(ttfts, 99),
-            "tpot_p50_s": percentile(tpots, 50), "tpot_p99_s": percentile(tpots, 99),
-            "attained": sum(r.meets_ttft(objectives) and r.meets_tpot(objectives) for r in admitted) / len(admitted),
-            "rejected": len(beside) - len(admitted), "ls_requests": len(beside),
+            "ttft_p50_s": ls.ttft_p50_s, "ttft_p99_s": ls.ttft_p99_s, "tpot_p50_s": ls.tpot_p50_s,
+            "tpot_p99_s": ls.tpot_p99_s, "attained": ls.attainment, "rejected": len(beside) - len(admitted),
+            "ls_requests": len(beside),
         }  # fmt: skip
     return figures
 

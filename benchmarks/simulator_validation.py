@@ -30,12 +30,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.common.arguments import argument_parser
-from benchmarks.common.engine_run import EngineRun
+from benchmarks.common.engine_run import EngineRun, request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
-from benchmarks.common.requests import request
-from benchmarks.common.tables import table
+from benchmarks.common.terminal import argument_parser, table
 from omniserve import SLO, ClassSpec, Engine, EngineConfig
 from omniserve.core.plan import StepPlan
 from omniserve.latency import BatchFeatures, CorrectedModel, ModelShape, Predictor, ScaledModel, StepSample, features_of

@@ -14,10 +14,10 @@ import statistics
 from collections import Counter, defaultdict
 from typing import Any
 
-from benchmarks.common.arguments import argument_parser
 from benchmarks.common.engine_run import EngineRun
 from benchmarks.common.models import builtin_model
 from benchmarks.common.record import write_record
+from benchmarks.common.terminal import argument_parser
 from omniserve import SLO, Engine, EngineConfig
 from omniserve.core.plan import MoveDirection, StepPlan
 from omniserve.profiling import find_or_make_profile

@@ -102,12 +102,9 @@ def fill(memory: torch.Tensor, tile: torch.Tensor, num_threads: int) -> None:
 
 
 def normal_tile(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return ``TILE_BYTES`` of N(0, 1) values of ``dtype`` (int8: uniform over -127..127)."""
+    """Return ``TILE_BYTES`` of N(0, 1) values of ``dtype``."""
     generator = torch.Generator().manual_seed(seed)
-    count = TILE_BYTES // dtype.itemsize
-    if dtype == torch.int8:
-        return torch.randint(-127, 128, (count,), generator=generator, dtype=dtype)
-    return torch.randn(count, generator=generator).to(dtype)
+    return torch.randn(TILE_BYTES // dtype.itemsize, generator=generator).to(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,15 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from benchmarks.attention.bandwidth import ReadLimit, Sample, fill, normal_tile
+from benchmarks.attention.sizes import Size
 from benchmarks.common.models import SMOLLM_135M
-from benchmarks.common.other_load import OtherLoad
+from benchmarks.common.timing import OtherLoad
 from omniserve.core.plan import HostEventKind
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host.tier import HostTier
@@ -31,41 +32,30 @@ POLL_S = 0.004  # work for ten times as long is queued
 WARM_UP_S = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class BusySettings:
-    """How the tiers are measured."""
-
-    num_requests: int
-    context_len: int
-    seconds: float
-    """Of one measurement."""
-    repeats: int
-    seed: int
-
-
 class AttentionLoad:
     """A HostTier on these cores with L8-like attention (32 query heads, 8 KV heads of 128, bf16) whose slots are always
     in flight; each request has blocks of its own in every layer."""
 
-    def __init__(self, settings: BusySettings, cores: Sequence[int]) -> None:
+    def __init__(self, size: Size, seed: int, cores: Sequence[int]) -> None:
+        self._num_slots, context_len = size.busy
         num_heads, kv_heads, head_size = 32, 8, 128
         spec = ModelSpec(
             num_layers=NUM_LAYERS, hidden_size=num_heads * head_size, num_heads=num_heads, num_kv_heads=kv_heads,
-            head_size=head_size, vocab_size=1, max_model_len=settings.context_len, eos_token_ids=(), dtype_bytes=2,
+            head_size=head_size, vocab_size=1, max_model_len=context_len, eos_token_ids=(), dtype_bytes=2,
             attention=(AttentionSpec(scale=head_size**-0.5),) * NUM_LAYERS,
         )  # fmt: skip
-        blocks_each = -(-settings.context_len // BLOCK_SIZE)
-        num_blocks, self._num_slots = settings.num_requests * blocks_each, settings.num_requests
+        blocks_each = -(-context_len // BLOCK_SIZE)
+        num_blocks = self._num_slots * blocks_each
         self.tier = HostTier(
             spec=spec, dtype=torch.bfloat16, block_size=BLOCK_SIZE,
             kv_bytes=num_blocks * spec.host_block_bytes(BLOCK_SIZE), num_slots=self._num_slots,
             num_threads=len(cores), cores=tuple(cores),
         )  # fmt: skip
-        fill(self.tier.pool_LBK2SH, normal_tile(torch.bfloat16, settings.seed), len(cores))
-        generator = torch.Generator().manual_seed(settings.seed)
+        fill(self.tier.pool_LBK2SH, normal_tile(torch.bfloat16, seed), len(cores))
+        generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(num_blocks, generator=generator).view(self._num_slots, blocks_each).tolist()
         for slot, blocks in enumerate(order):
-            self.tier.begin_token(slot, 0, settings.context_len - 1, blocks)
+            self.tier.begin_token(slot, 0, context_len - 1, blocks)
         rows = [torch.randn(self._num_slots, heads, head_size, generator=generator) for heads in (num_heads, kv_heads)]
         self._q, self._k = (heads_PNH.bfloat16() for heads_PNH in rows)
         self._stop = threading.Event()
@@ -141,17 +131,17 @@ class DenseWork:
         return times
 
 
-def measure_busy(limit: ReadLimit, settings: BusySettings) -> dict[str, Any]:
+def measure_busy(limit: ReadLimit, size: Size, seed: int) -> dict[str, Any]:
     """Return, by team, rates alone and together: attention's samples in GB/s, and the dense steps' times."""
-    dense, all_ = DenseWork(settings.seed), len(limit.cpus)
+    dense, all_ = DenseWork(seed), len(limit.cpus)
     half = max(1, all_ // 2)
     results: dict[str, Any] = {}
     for attention_threads, torch_threads in dict.fromkeys(((half, half), (all_, half), (all_, all_))):
         limit.everywhere()
         # Torch takes the first cores and attention the last, so that they share as few as they can.
-        load = AttentionLoad(settings, limit.cpus[-attention_threads:])
+        load = AttentionLoad(size, seed, limit.cpus[-attention_threads:])
         try:
-            team = _measure_team(limit, settings, load, dense, attention_threads, torch_threads)
+            team = _measure_team(limit, size, load, dense, attention_threads, torch_threads)
             results[f"{attention_threads} + {torch_threads}"] = team
         finally:
             load.tier.close()
@@ -159,7 +149,7 @@ def measure_busy(limit: ReadLimit, settings: BusySettings) -> dict[str, Any]:
 
 
 def _measure_team(
-    limit: ReadLimit, settings: BusySettings, load: AttentionLoad, dense: DenseWork, attention_threads: int,
+    limit: ReadLimit, size: Size, load: AttentionLoad, dense: DenseWork, attention_threads: int,
     torch_threads: int,
 ) -> dict[str, Any]:  # fmt: skip
     def attend(with_dense: bool) -> tuple[float, list[float]]:
@@ -170,21 +160,21 @@ def _measure_team(
             before, began_s = load.tier.stats().kv_bytes_read, time.perf_counter()
             times: list[float] = []
             if with_dense:
-                times = dense.times_s(settings.seconds)
+                times = dense.times_s(size.seconds)
             else:
-                time.sleep(settings.seconds)
+                time.sleep(size.seconds)
             rate = (load.tier.stats().kv_bytes_read - before) / (time.perf_counter() - began_s) / 1e9
         return rate, times
 
     samples: dict[str, list[Sample]] = {"alone": [], "together": []}
     times: dict[str, list[list[float]]] = {"alone": [], "together": []}
     others = OtherLoad()
-    for _ in range(settings.repeats):
+    for _ in range(size.repeats):
         for name in limit.rng.sample(("attention", "dense", "together"), 3):
             if name == "dense":
                 limit.use_threads(torch_threads)
                 dense.times_s(WARM_UP_S)
-                times["alone"].append(dense.times_s(settings.seconds))
+                times["alone"].append(dense.times_s(size.seconds))
                 continue
             sample, step_times = limit.bracket(attention_threads, lambda: attend(name == "together"))  # noqa: B023
             samples["together" if name == "together" else "alone"].append(sample)

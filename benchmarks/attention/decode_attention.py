@@ -64,7 +64,7 @@ class Candidate(Protocol):
     num_layers: int
     """Layers that fit into the arena; walking all of them is a cold pass over it."""
     layer_bytes: int
-    """K and V (and scales) that one layer's attention has to read."""
+    """K and V that one layer's attention has to read."""
 
     def store(self, request: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         """Put a request's whole context into layer 0."""
@@ -104,32 +104,27 @@ def arena_layers(arena: Arena, dtype: torch.dtype, shape: Sequence[int]) -> list
 
 
 class OmniServe:
-    """``torch.ops.omniserve.cpu_attention`` over the host pool ``[L, B, K, 2, S, H]``, which is bf16, or int8 with a
-    scale per token, KV head and plane."""
+    """``torch.ops.omniserve.cpu_attention`` over the host pool ``[L, B, K, 2, S, H]``."""
 
-    def __init__(self, work: Work, arena: Arena, num_threads: int, *, int8: bool, seed: int) -> None:
-        self.name = "ours int8" if int8 else "ours"
+    name = "ours"
+
+    def __init__(self, work: Work, arena: Arena, num_threads: int, *, seed: int) -> None:
         self._work, self._threads = work, num_threads
         self._paging = Paging(work.context_lens, BLOCK_SIZE, seed)
         shape = (self._paging.num_blocks, work.kv_heads, 2, BLOCK_SIZE, work.head_size)
-        self._pools = arena_layers(arena, torch.int8 if int8 else torch.bfloat16, shape)
+        self._pools = arena_layers(arena, torch.bfloat16, shape)
         self.num_layers = len(self._pools)
-        row_bytes = work.head_size * (1 if int8 else 2)
-        self._scales: list[torch.Tensor | None] = [None] * self.num_layers
-        if int8:
-            row_bytes += 4
-            self._scales = list(torch.full((self.num_layers, *shape[:-1]), 1 / 64).unbind())
-        self.layer_bytes = work.num_tokens * work.kv_heads * 2 * row_bytes
+        self.layer_bytes = work.num_bytes
         self._queries = work.queries(seed)
 
     def store(self, request: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         slots = self._paging.slots(request)
-        torch.ops.omniserve.store_host_kv(k_TKH, v_TKH, self._pools[0], self._scales[0], slots)
+        torch.ops.omniserve.store_host_kv(k_TKH, v_TKH, self._pools[0], None, slots)
 
     def run(self, layer: int) -> torch.Tensor:
         paging = self._paging
         return torch.ops.omniserve.cpu_attention(
-            self._queries, self._pools[layer], self._scales[layer], paging.table_RM, paging.seq_lens_R,
+            self._queries, self._pools[layer], None, paging.table_RM, paging.seq_lens_R,
             self._work.scale, 0, 0.0, self._threads,
         )  # fmt: skip
 

@@ -21,7 +21,8 @@ from benchmarks.attention.decode_attention import (
     Work,
     check,
 )
-from benchmarks.common.other_load import OtherLoad
+from benchmarks.attention.sizes import Size
+from benchmarks.common.timing import OtherLoad
 
 # Query heads, KV heads and head size: of Llama 3 8B, Yi 34B, Llama 2 7B and SmolLM 135M.
 HEADS = {"L8": (32, 8, 128), "Yi": (56, 8, 128), "L7": (32, 32, 128), "SmolLM": (9, 3, 64)}
@@ -64,18 +65,14 @@ def parse_row(name: str, threads: int, seed: int) -> Row:
     return Row(name=name, work=work, threads=threads)
 
 
-def measure_shares(
-    limit: ReadLimit, row: Row, peer: Peer | None, *, int8: bool, seconds: float, repeats: int, seed: int
-) -> dict[str, Any]:
-    """Return shares of the limit, samples and errors of one row: ours, also in int8 if asked for, vLLM's and SDPA's.
+def measure_shares(limit: ReadLimit, row: Row, peer: Peer | None, size: Size, seed: int) -> dict[str, Any]:
+    """Return shares of the limit, samples and errors of one row: ours, vLLM's and SDPA's.
 
-    All of it takes ``seconds``, or as long as ``repeats`` of each take.
+    All of it takes ``size.row_seconds``, or as long as ``size.repeats`` of each take.
     """
     work, arena = row.work, limit.arena
     limit.gb_per_s(row.threads)  # finds the limit and leaves its threads in place
-    candidates: list[Candidate] = [
-        OmniServe(work, arena, row.threads, int8=is_int8, seed=seed) for is_int8 in (False, True)[: 1 + int8]
-    ]
+    candidates: list[Candidate] = [OmniServe(work, arena, row.threads, seed=seed)]
     if peer is not None:
         candidates.append(VLLM(work, arena, peer, seed=seed))
     candidates += [TorchSDPA(work, arena, grouped=grouped, seed=seed) for grouped in (False, True)]
@@ -84,7 +81,7 @@ def measure_shares(
     layers = {candidate.name: itertools.cycle(range(candidate.num_layers)) for candidate in candidates}
     samples: dict[str, list[Sample]] = {candidate.name: [] for candidate in candidates}
     began_s, repeat, load = time.perf_counter(), 0, OtherLoad()
-    while repeat < repeats or time.perf_counter() - began_s < seconds:
+    while repeat < size.repeats or time.perf_counter() - began_s < size.row_seconds:
         before = limit.gb_per_s(row.threads)
         for candidate in limit.rng.sample(candidates, len(candidates)):
             rate = pass_over(candidate, layers[candidate.name])

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.attention.bandwidth import ReadLimit
+from benchmarks.attention.sizes import Size
+from benchmarks.common.engine_run import request
 from benchmarks.common.models import random_llama
-from benchmarks.common.other_load import OtherLoad
-from benchmarks.common.requests import request
+from benchmarks.common.timing import OtherLoad
 from omniserve import Engine, EngineConfig, ExecutionConfig
 
 MODEL: dict[str, Any] = {
@@ -27,19 +28,6 @@ MODEL: dict[str, Any] = {
 }  # fmt: skip
 IDLE_WAIT_S = 0.05
 STEADY_TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """What is measured, and for how long."""
-
-    num_requests: int
-    prompt_tokens: int
-    compile: bool
-    seconds: float
-    """Of one window between two samples of the limit."""
-    windows: int
-    seed: int
 
 
 class _HostThreads:
@@ -58,37 +46,38 @@ class _HostThreads:
         return on_core_ns * 1e-9, waited_ns * 1e-9
 
 
-def make_engine(settings: EngineSettings, host_threads: int) -> Engine:
+def make_engine(size: Size, seed: int, host_threads: int) -> Engine:
     """Return an engine with the requests added; its device tier holds one of them, the host tier all."""
-    model = random_llama(settings.seed, **MODEL)
+    num_requests, prompt_tokens = size.engine
+    model = random_llama(seed, **MODEL)
     # Enough for all windows: a token comes at most every few steps, and its K and V have to be read.
-    max_tokens = max(settings.prompt_tokens // 2, 64)
-    total = settings.prompt_tokens + max_tokens + 64
+    max_tokens = max(prompt_tokens // 2, 64)
+    total = prompt_tokens + max_tokens + 64
     kv_width = 2 * MODEL["num_key_value_heads"] * MODEL["head_dim"]
     pool_bytes = total * MODEL["num_hidden_layers"] * kv_width * model.dtype.itemsize
     engine = Engine(model, EngineConfig(
-        device_kv_bytes=pool_bytes, host_kv_bytes=settings.num_requests * pool_bytes, host_threads=host_threads,
-        max_num_batched_tokens=512, execution=ExecutionConfig(compile=settings.compile), seed=settings.seed,
+        device_kv_bytes=pool_bytes, host_kv_bytes=num_requests * pool_bytes, host_threads=host_threads,
+        max_num_batched_tokens=512, execution=ExecutionConfig(compile=size.compiles), seed=seed,
         # what is on the host tier stays there
         scheduler_options={"ls_reserve_fraction": 0.0, "swap_in_delay_s": 1 << 30},
     ))  # fmt: skip
-    for i in range(settings.num_requests):
-        engine.add(request(f"be{i}", settings.prompt_tokens, max_tokens, MODEL["vocab_size"]))
+    for i in range(num_requests):
+        engine.add(request(f"be{i}", prompt_tokens, max_tokens))
     return engine
 
 
-def measure_engine(limit: ReadLimit, settings: EngineSettings) -> dict[str, Any]:
+def measure_engine(limit: ReadLimit, size: Size, seed: int) -> dict[str, Any]:
     """Return, by number of host threads, windows of the steady state."""
     results: dict[str, Any] = {}
     for host_threads in sorted({1, len(limit.cpus)}):
         limit.gb_per_s(host_threads)  # finds it
         limit.everywhere()  # the engine's threads must not sit on the first core
         torch.set_num_threads(len(limit.cpus))
-        with make_engine(settings, host_threads) as engine:
+        with make_engine(size, seed, host_threads) as engine:
             began_s = time.perf_counter()
-            _until_steady(engine, settings)
+            _until_steady(engine, size.engine[0])
             to_steady_s = time.perf_counter() - began_s
-            windows = [_measure_window(limit, engine, settings, host_threads) for _ in range(settings.windows)]
+            windows = [_measure_window(limit, engine, size, host_threads) for _ in range(size.repeats)]
         medians = {key: statistics.median(window[key] for window in windows) for key in windows[0]}
         results[f"{host_threads} host thread{'s' if host_threads > 1 else ''}"] = {
             "to_steady_s": to_steady_s, "medians": medians, "windows": windows,
@@ -96,18 +85,18 @@ def measure_engine(limit: ReadLimit, settings: EngineSettings) -> dict[str, Any]
     return results
 
 
-def _until_steady(engine: Engine, settings: EngineSettings) -> None:
+def _until_steady(engine: Engine, num_requests: int) -> None:
     """Step until all requests but the one that the device tier keeps have decoded on the host tier."""
     deadline_s = time.perf_counter() + STEADY_TIMEOUT_S
     while True:
         stats = engine.stats()
-        if stats.host_requests >= settings.num_requests - 1 and not any(stats.waiting.values()):
+        if stats.host_requests >= num_requests - 1 and not any(stats.waiting.values()):
             break
         if time.perf_counter() > deadline_s:
             raise RuntimeError(f"after {STEADY_TIMEOUT_S} s the engine is not in its steady state: {asdict(stats)}")
         _step(engine)
     tokens = stats.host_output_tokens
-    while engine.stats().host_output_tokens < tokens + settings.num_requests:
+    while engine.stats().host_output_tokens < tokens + num_requests:
         _step(engine)
 
 
@@ -117,7 +106,7 @@ def _step(engine: Engine) -> None:
         engine.wait(IDLE_WAIT_S)
 
 
-def _measure_window(limit: ReadLimit, engine: Engine, settings: EngineSettings, host_threads: int) -> dict[str, float]:
+def _measure_window(limit: ReadLimit, engine: Engine, size: Size, host_threads: int) -> dict[str, float]:
     """Return rates and shares of one window."""
     tier = engine.host_tier
     assert tier is not None
@@ -132,14 +121,14 @@ def _measure_window(limit: ReadLimit, engine: Engine, settings: EngineSettings, 
         return sample
 
     limit_before = limit_now()
-    _run_for(engine, min(0.2, settings.seconds))  # the queues fill
+    _run_for(engine, min(0.2, size.seconds))  # the queues fill
     threads, others = _HostThreads(), OtherLoad()
     before, tier_before, (on_core_s, waited_s) = engine.stats(), tier.stats(), threads.times_s()
     began_s = time.perf_counter()
-    in_hand = _run_for(engine, settings.seconds)
+    in_hand = _run_for(engine, size.seconds)
     wall_s = time.perf_counter() - began_s
     after, tier_after, (on_core_after_s, waited_after_s) = engine.stats(), tier.stats(), threads.times_s()
-    if after.host_requests < settings.num_requests - 1:
+    if after.host_requests < size.engine[0] - 1:
         raise RuntimeError(f"only {after.host_requests} requests are left on the host tier: take longer ones")
     busy_cores = others.cores()
     limit_mean = (limit_before + limit_now()) / 2

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from benchmarks.attention.bandwidth import ReadLimit
 from benchmarks.attention.decode_attention import BLOCK_SIZE, reference, rms_error
 from benchmarks.attention.decode_rows import HEADS
-from benchmarks.common.other_load import OtherLoad
-from benchmarks.common.timing import median_ratio
-from omniserve.ops.attention import gather_keys
+from benchmarks.attention.sizes import Size
+from benchmarks.common.timing import OtherLoad, median_ratio
+from omniserve.ops.attention.base import gather_keys
 
 OURS = "ours"
 
@@ -86,17 +86,13 @@ class Prefill:
         return rms_error(out_TNH[-1], reference(self._q_TNH[-1], k_CKH, v_CKH, self._scale), name)
 
 
-def measure_prefill(
-    limit: ReadLimit, shapes: Sequence[tuple[str, int, int]], teams: Sequence[int], *, seconds: float, repeats: int,
-    seed: int,
-) -> dict[str, Any]:  # fmt: skip
+def measure_prefill(limit: ReadLimit, teams: Sequence[int], size: Size, seed: int) -> dict[str, Any]:
     """Return, by shape and number of threads, each way's seconds, GFLOP/s and speed relative to ours.
 
-    Shapes are (model in HEADS, tokens of the chunk, tokens of the context before it). Each shape with each team takes
-    ``seconds``, or as long as ``repeats`` take.
+    Each shape with each team takes ``size.seconds``, or as long as ``size.repeats`` take.
     """
     results: dict[str, Any] = {}
-    for model, chunk, context in shapes:
+    for model, chunk, context in size.prefill:
         prefill = Prefill(model, chunk, context, seed)
         calls = prefill.calls()
         for threads in teams:
@@ -104,7 +100,7 @@ def measure_prefill(
             errors = {name: prefill.error(name, call()) for name, call in calls.items()}
             times: dict[str, list[float]] = {name: [] for name in calls}
             began_s, others = time.perf_counter(), OtherLoad()
-            while len(times[OURS]) < repeats or time.perf_counter() - began_s < seconds:
+            while len(times[OURS]) < size.repeats or time.perf_counter() - began_s < size.seconds:
                 for name in limit.rng.sample(list(calls), len(calls)):
                     called_s = time.perf_counter()
                     calls[name]()

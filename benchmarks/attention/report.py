@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.tables import table_of
+from benchmarks.common.terminal import table_of
 from omniserve.simulate.report import require_matplotlib
 
 

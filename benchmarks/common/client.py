@@ -1,22 +1,28 @@
-"""An open-loop client: requests leave at their own times, whatever the server does with those before them."""
+"""Requests for random tokens, and an open-loop client: they leave at their own times, whatever became of others."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pydoc_data import topics
 from typing import Any
 
 import httpx
 
 from benchmarks.common.record import ROOT
 from benchmarks.common.server import Server, ServerFailed, ServerProcess
+from omniserve.simulate.load import TraceRequest, fixed_lengths, poisson
+from omniserve.simulate.load import requests as requests_of
 
 LS_TIER, BE_TIER = "priority", "flex"
 """OpenAI's names of the two kinds of service class."""
+TEXT = "\n".join(topics.topics.values())
+"""Python's own help: English that every machine has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,54 +83,6 @@ class RequestRecord:
         if self.first_token_s is None or self.last_token_s is None or self.num_output_tokens < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
-
-
-async def run_load(
-    base_url: str,
-    requests: Sequence[LoadRequest],
-    *,
-    must_finish: Callable[[LoadRequest], bool],
-    cutoff_s: float,
-    watch: Callable[[float, Sequence[RequestRecord]], Awaitable[None]],
-    wire: Wire = OMNISERVE_WIRE,
-) -> tuple[list[RequestRecord], float]:
-    """Send ``requests`` through ``/v1/completions`` and stream the answers.
-
-    Ends when every request that ``must_finish`` selects has ended, or at ``cutoff_s``; what still runs then is
-    disconnected, which the server takes as an abort. ``watch`` is called about ten times a second with the time and the
-    records; an exception from it ends the load.
-
-    Returns:
-        One record per request, in the order of ``requests``, and the time at which the load ended.
-    """
-    records = [
-        RequestRecord(
-            service_tier=request.service_tier, send_at_s=request.send_at_s,
-            num_prompt_tokens=0 if isinstance(request.prompt, str) else len(request.prompt),
-        )
-        for request in requests
-    ]  # fmt: skip
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=base_url, timeout=None, limits=limits) as client:
-        began_s = time.perf_counter()
-        tasks = [
-            asyncio.create_task(_send(client, request, record, began_s, wire))
-            for request, record in zip(requests, records, strict=True)
-        ]
-        awaited = [task for task, request in zip(tasks, requests, strict=True) if must_finish(request)]
-        try:
-            while (now_s := time.perf_counter() - began_s) < cutoff_s and not all(task.done() for task in awaited):
-                await watch(now_s, records)
-                await asyncio.sleep(0.1)
-        finally:
-            end_s = time.perf_counter() - began_s
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return records, end_s
 
 
 def body_of(request: LoadRequest, wire: Wire) -> dict[str, Any]:
@@ -193,9 +151,11 @@ def drive(
     wire: Wire = OMNISERVE_WIRE,
     show: Callable[[float, Sequence[RequestRecord]], object] = lambda now_s, records: None,
 ) -> tuple[list[RequestRecord], float]:
-    """Send ``requests`` and wait for those that ``must_finish`` selects, but no longer than ``cutoff_s``.
+    """Send ``requests`` through ``/v1/completions`` and stream the answers.
 
-    ``show`` is called about ten times a second with the time and the records.
+    Ends when every request that ``must_finish`` selects has ended, or at ``cutoff_s``; what still runs then is
+    disconnected, which the server takes as an abort. ``show`` is called about ten times a second with the time and the
+    records.
 
     Returns:
         One record per request, in their order, and the seconds after which the load ended.
@@ -204,25 +164,82 @@ def drive(
         ServerFailed: The server ended; or a request ended with another error than a rejection; or, unless it may, was
             cut off.
     """
+    records = [
+        RequestRecord(
+            service_tier=request.service_tier, send_at_s=request.send_at_s,
+            num_prompt_tokens=0 if isinstance(request.prompt, str) else len(request.prompt),
+        )
+        for request in requests
+    ]  # fmt: skip
 
-    async def watch(now_s: float, records: Sequence[RequestRecord]) -> None:
+    def check(now_s: float) -> None:
         server.check_alive()
         if error := next((record.error for record in records if record.error and not record.rejected), None):
             raise ServerFailed(f"a request failed: {error}\n{server.log_tail()}")
         show(now_s, records)
 
-    async def run() -> tuple[list[RequestRecord], float]:
-        records, end_s = await run_load(
-            server.base_url, requests, must_finish=must_finish, cutoff_s=cutoff_s, watch=watch, wire=wire
-        )
-        await watch(end_s, records)
-        return records, end_s
+    async def send_all() -> float:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with httpx.AsyncClient(base_url=server.base_url, timeout=None, limits=limits) as client:
+            began_s = time.perf_counter()
+            pairs = list(zip(requests, records, strict=True))
+            tasks = [asyncio.create_task(_send(client, *pair, began_s, wire)) for pair in pairs]
+            awaited = [task for task, (request, _) in zip(tasks, pairs, strict=True) if must_finish(request)]
+            try:
+                while (now_s := time.perf_counter() - began_s) < cutoff_s and not all(task.done() for task in awaited):
+                    check(now_s)
+                    await asyncio.sleep(0.1)
+            finally:
+                end_s = time.perf_counter() - began_s
+                for task in tasks:
+                    task.cancel()
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return end_s
 
-    records, end_s = asyncio.run(run())
+    end_s = asyncio.run(send_all())
+    check(end_s)
     cut_off = [not record.finished and not record.rejected for record in records]
     if not may_be_cut_off and any(cut and must_finish(one) for cut, one in zip(cut_off, requests, strict=True)):
         raise ServerFailed(f"a request did not finish in {cutoff_s:g} s\n{server.log_tail()}")
     return records, end_s
+
+
+def text_request(rng: random.Random, at_s: float, chars: int, max_tokens: int, tier: str) -> LoadRequest:
+    """Return a request for a random piece of TEXT."""
+    start = rng.randrange(len(TEXT) - chars)
+    return LoadRequest(send_at_s=at_s, prompt=TEXT[start : start + chars], max_tokens=max_tokens, service_tier=tier)
+
+
+def random_tokens(
+    rows: Sequence[TraceRequest], rng: random.Random, *, tier: str, vocab_size: int,
+    slo: tuple[float, float] | None = None,
+) -> list[LoadRequest]:  # fmt: skip
+    """Return requests of these times and lengths for random tokens from ``[1, vocab_size)``."""
+    return [
+        LoadRequest(
+            send_at_s=row.arrival_s, prompt=[rng.randrange(1, vocab_size) for _ in range(row.input_tokens)],
+            max_tokens=row.output_tokens, service_tier=tier, slo=slo,
+        )
+        for row in rows
+    ]  # fmt: skip
+
+
+def poisson_stream(
+    rng: random.Random, *, rate: float, seconds: float, prompt: int, output: int, tier: str, vocab_size: int,
+    slo: tuple[float, float] | None = None,
+) -> list[LoadRequest]:  # fmt: skip
+    """Return a Poisson stream of requests of one size."""
+    rows = requests_of(poisson(rate, seconds, rng), fixed_lengths(prompt, output), rng)
+    return random_tokens(rows, rng, tier=tier, vocab_size=vocab_size, slo=slo)
+
+
+def backlog(rng: random.Random, *, count: int, prompt: int, output: int, vocab_size: int) -> list[LoadRequest]:
+    """Return BE requests of one size that are all there from the start."""
+    rows = requests_of([0.0] * count, fixed_lengths(prompt, output), rng)
+    return random_tokens(rows, rng, tier=BE_TIER, vocab_size=vocab_size)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""EngineRun: an engine in this process serves a load in real time, without HTTP."""
+"""Engines in this process, without HTTP: requests of a size, and EngineRun, which serves a load in real time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,25 @@ import math
 import random
 import time
 from collections import Counter, deque
+from typing import Any
 
 from omniserve import SLO, Engine, Request, RequestOutput, RequestRejected, SamplingParams
 from omniserve.simulate import Load
 from omniserve.simulate.load import TraceRequest
 from omniserve.simulate.results import ClassResult, RequestResult, summarise
+
+
+def request(name: str, prompt: int, output: int, **more: Any) -> Request:
+    """Return a request for exactly so many tokens; names that begin with ``ls`` are latency-sensitive.
+
+    Its name is its id; prompts of different names differ, and have ids from ``[1, 500)``, which every model knows.
+    """
+    first = sum(name.encode())
+    return Request(
+        prompt_token_ids=[1 + (first + 7 * i) % 499 for i in range(prompt)],
+        sampling=SamplingParams(max_tokens=output, ignore_eos=True),
+        service_class="LS" if name.startswith("ls") else "BE", request_id=name, **more,
+    )  # fmt: skip
 
 
 class EngineRun:

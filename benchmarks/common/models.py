@@ -42,9 +42,13 @@ def builtin_model() -> Any:
     return loader.load_model(lambda message: print(message, file=sys.stderr))
 
 
-def saved_random_llama(name: str, **shape: Any) -> Path:
-    """Return a folder with a random bf16 Llama and a tokenizer that has a word for each of its tokens; made once."""
-    folder = ROOT / ".cache" / "models" / name
+MODELS = {"built-in": builtin_model, "SmolLM-135M": lambda: random_llama(**SMOLLM_135M)}
+
+
+def saved_smollm() -> Path:
+    """Return a folder with a random bf16 model in SmolLM-135M's shape and a tokenizer with a word for each token; made
+    once."""
+    folder, shape = ROOT / ".cache" / "models" / "smollm-135m-shape", SMOLLM_135M
     if not (folder / "model.safetensors").exists():
         folder.mkdir(parents=True, exist_ok=True)
         words = Tokenizer(WordLevel({f"w{i}": i for i in range(shape["vocab_size"])}, unk_token="w0"))

@@ -1,10 +1,12 @@
-"""Seconds of calls, on the CPU or on a device, and of several that take turns."""
+"""Seconds of calls, on the CPU or on a device, and of several that take turns; what others did meanwhile."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -55,3 +57,23 @@ def in_turn(calls: Mapping[str, Callable[[], Result]], repeats: int, *, warm_up:
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Return the median of the ratios of pairs that were measured next to each other."""
     return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+
+
+class OtherLoad:
+    """CPU time of all other processes since this was made; steal time counts as theirs.
+
+    Children are others as long as they run; those that were waited for are not.
+    """
+
+    def __init__(self) -> None:
+        self._began_s, self._others_s = time.perf_counter(), self._others_so_far_s()
+
+    @staticmethod
+    def _others_so_far_s() -> float:
+        user, nice, system, _, _, irq, softirq, steal, *_ = Path("/proc/stat").read_text().split("\n")[0].split()[1:]
+        busy = sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
+        return busy - sum(os.times()[:4])
+
+    def cores(self) -> float:
+        """Return the mean number of cores that others kept busy."""
+        return max(0.0, (self._others_so_far_s() - self._others_s) / (time.perf_counter() - self._began_s))

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.forecast.compiled import Compiled, layers_on_gpu
-from benchmarks.forecast.work import Work, eager_work, fake_mode
+from benchmarks.forecast.kernels import Compiled, Work, eager_work, fake_mode, layers_on_gpu
 from omniserve import EngineConfig
 from omniserve.layers import family_of
 from omniserve.ops.kernels.attention_launch import Device, choose_launch

@@ -3,43 +3,44 @@
     benchmarks/gpu/run.sh                        # builds what is missing, then all parts, best first
     python -m benchmarks.gpu --only check        # or speed, speed-1, speed-2, or parts by name, comma-separated
     python -m benchmarks.gpu --dry               # tiny sizes, also without a GPU: do the scripts run?
+    python -m benchmarks.gpu --here speed_moves:moves    # one part in this process, without a time limit
 
 Each part is a function, runs in a process of its own and has a time limit: one that hangs or crashes costs only itself.
 It writes its record as its figures come; ``report.md`` has all of them (``--only report`` writes it anew). The exit
-status is 1 if a part failed.
+status is 1 if a part failed, and of one part 3 if there is no GPU and this is no dry run.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import argument_parser
-from benchmarks.common.record import write_record
-from benchmarks.gpu.part import NO_GPU
+from benchmarks.common.record import ROOT, write_record
+from benchmarks.common.terminal import argument_parser
 from benchmarks.gpu.report import write_report
-from benchmarks.gpu.script import folder_of, run_program, scrubbed
+from benchmarks.gpu.script import Script, run_program, scrubbed
 
-PACKAGE, RUNNER = "benchmarks.gpu.", "benchmarks.gpu.part"
+NO_GPU = 3
+RUNNER = ("benchmarks.gpu", "--here")
 PARTS: dict[str, tuple[str, float, str]] = {
     "machine": ("check", 30, "check_machine"),
     "steps": ("check", 150, "check_steps"),
-    "exactness": ("check", 110, "check_steps"),
-    "mailbox": ("check", 40, "check_mailbox"),
-    "blocks": ("check", 35, "check_blocks"),
-    "marked_tests": ("check", 120, "check_kernels"),
-    "sanitizer": ("check", 105, "check_kernels"),
+    "exactness": ("check", 110, "check_tests"),
+    "marked_tests": ("check", 170, "check_tests"),
+    "sanitizer": ("check", 130, "check_tests"),
     "limits": ("speed-1", 40, "limits"),
     "llama": ("speed-1", 170, "speed_steps"),
     "attention": ("speed-1", 60, "speed_attention"),
     "piggyback": ("speed-1", 120, "speed_piggyback"),
     "moves": ("speed-1", 60, "speed_moves"),
-    "safepoints": ("speed-1", 60, "speed_safepoints"),
+    "safepoints": ("speed-1", 120, "speed_safepoints"),
     "host": ("speed-2", 150, "speed_host"),
     "policies": ("speed-2", 190, "speed_policies"),
     "qwen": ("speed-2", 110, "speed_steps"),
@@ -60,8 +61,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         dry=(False, "tiny sizes, on the CPU where there is no GPU"),
     )  # fmt: skip
     parser.add_argument("--only", default="check,speed", help=f"groups, or parts: {', '.join(PARTS)}")
+    parser.add_argument("--here", metavar="MODULE:PART", help="run a module's function in this process")
     parser.add_argument("--out", type=Path, help="folder of the records (default: $OUT, or benchmarks/results/gpu)")
     args = parser.parse_args(arguments)
+    default = ROOT / ".cache" / "gpu-dry" if args.dry else ROOT / "benchmarks" / "results" / "gpu"
+    args.out = args.out or Path(os.environ.get("OUT") or default)
     wanted = args.only.split(",")
     if unknown := [name for name in wanted if name not in PARTS and name not in GROUPS]:
         parser.error(f"there is no part or group {', '.join(unknown)}; there are {', '.join([*GROUPS, *PARTS])}")
@@ -69,21 +73,34 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return args
 
 
+def run_here(path: str, *, dry: bool, out: Path) -> int:
+    """Run the part ``MODULE:PART`` in this process, and return the exit status."""
+    module, _, name = path.partition(":")
+    script = Script(name, dry=dry, out=out)
+    lacks_gpu = not script.on_gpu and not dry
+    if lacks_gpu and name != "machine":
+        print("there is no GPU that torch can use; --dry runs tiny sizes on the CPU", file=sys.stderr)
+        return NO_GPU
+    getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)(script)
+    return NO_GPU if lacks_gpu else int(any(case.outcome == "FAIL" for case in script.cases))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    out = folder_of(args.out, dry=args.dry)
+    if args.here is not None:
+        return run_here(args.here, dry=args.dry, out=args.out)
     ends_s = time.monotonic() + 60 * args.minutes - args.spent_s
-    summary = out / "gpu.json"  # also of parts that another call ran
+    summary = args.out / "gpu.json"  # also of parts that another call ran
     earlier = json.loads(summary.read_text())["results"]["parts"] if summary.exists() else {}
     parts: dict[str, dict[str, Any]] = {}
     for name in args.only:
-        (out / f"gpu_{name}.json").unlink(missing_ok=True)  # what is there afterwards is of this run
+        (args.out / f"gpu_{name}.json").unlink(missing_ok=True)  # what is there afterwards is of this run
         _, limit_s, module = PARTS[name]
         limit_s = min(limit_s * (_DRY_PATIENCE if args.dry else 1), ends_s - time.monotonic())
         print(f"\n## {name}\n", flush=True)
         parts[name] = {"status": "not run: out of time", "seconds": 0.0}
         if limit_s >= _LEAST_S:
-            command = [sys.executable, "-m", RUNNER, PACKAGE + module, name, "--out", out.absolute()]
+            command = [sys.executable, "-m", *RUNNER, f"{module}:{name}", "--out", args.out.absolute()]
             began_s = time.monotonic()
             status, lines = run_program([*command, *["--dry"] * args.dry], limit_s=limit_s, echo=True)
             said = _SAID.get(status, f"ended with status {status}")
@@ -94,8 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_record(summary, name="gpu", config=config, seed=0, results={"parts": earlier | parts})
         if parts[name]["status"] == _SAID[NO_GPU]:
             break
-    write_report(out)
-    print(f"\nreport: {out / 'report.md'}")
+    write_report(args.out)
+    print(f"\nreport: {args.out / 'report.md'}")
     bad = [f"{name} ({found['status']})" for name, found in parts.items() if found["status"] != "ok"]
     print(f"NOT OK: {', '.join(bad)}" if bad else f"{len(parts)} parts ok")
     return int(bool(bad))

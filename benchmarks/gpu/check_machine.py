@@ -50,9 +50,9 @@ def machine(script: Script) -> None:
         }  # fmt: skip
         case.note = ", ".join(f"{key} {value}" for key, value in case.details.items())
     with script.case("the extension loads") as case:
-        import omniserve.ops
+        from tests.ops.table import OPS
 
-        case.note = f"{len(omniserve.ops.OPS)} operators"
+        case.note = f"{len(OPS)} operators"
     with script.case("page-locked memory, as the host pool takes it") as case:
         script.needs_gpu()
         case.note = f"{locked_gib():g} GiB in one piece (tried up to 64, or half of what is free)"

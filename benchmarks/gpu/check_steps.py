@@ -1,32 +1,26 @@
 """Steps of a tiny model: without graphs, with a few captured shapes, with all; then without any hidden wait.
 
 Every run serves the same prompts, some of them on the host tier, and must give Hugging Face's tokens (fp32, greedy).
-After a warm-up, steps may wait for the device at their marked places only, by event: any other synchronising call is a
-failure with its Python stack. (torch sees calls of its own that synchronise; a non-blocking copy from pageable memory
-is none of them.)
+After a warm-up, steps may wait for the device at their marked places only, by event: any other synchronising call is an
+error with its Python stack. (torch sees calls of its own that synchronise; a non-blocking copy from pageable memory is
+none of them.)
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import time
-import traceback
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from benchmarks.common.record import ROOT
 from benchmarks.common.timing import wait_for
 from benchmarks.gpu.script import NotHere, Script
 from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams, patch, unpatch
-from omniserve.sched import SCHEDULERS
-from tests.parity.engine_histories import BLOCK, Reference, Tally, run_history
-from tests.parity.models import MODELS, tiny_model
+from tests.parity.engine_histories import BLOCK, Reference
+from tests.parity.models import tiny_model
 
 FEW: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_piggyback_seats": 4}
 _OVERLAP = {"async_steps": True}
@@ -79,49 +73,6 @@ def steps(script: Script) -> None:
             case.note = described(engine)
 
 
-def exactness(script: Script) -> None:
-    """Serve random histories in fp32; greedy tokens are Hugging Face's, on the CPU and on the device.
-
-    A history draws arrivals, classes, pools, policies, faults of the host tier, graphs or none, and whether steps
-    overlap (``tests/parity``). Families take turns until the time is over; each has one history at least.
-    """
-    families = ["llama"] if script.dry else list(MODELS)
-    ends_s = time.monotonic() + (0.0 if script.dry else 60.0)
-    policies = itertools.cycle(["omniserve", "omniserve", *SCHEDULERS.names()])
-    for number, family in enumerate(families):
-        model: Any = tiny_model(family, seed=1)
-        prompts = 3 if script.dry else 12
-        reference = Reference(model, num_prompts=prompts, seed=1)  # on the CPU
-        model.to(script.device)
-        with script.case(f"{family}: Hugging Face gives the same tokens on both devices") as case:
-            script.needs_gpu()
-            case.note = compare(reference, Reference(model, num_prompts=prompts, seed=1))
-        patch(model, compile=False)
-        tally = Tally()
-        until_s = time.monotonic() + (ends_s - time.monotonic()) / (len(families) - number)
-        for seed in itertools.count(1000):
-            drawn: dict[str, Any] = {
-                "scheduler": next(policies), "faults": seed % 2 == 0, "deaths": seed % 5 == 0,
-                "async_steps": seed % 3 > 0,
-            }  # fmt: skip
-            with script.case(f"{family}: history {seed} {drawn}", only_failure=True):
-                run_history(model, reference, seed, tally=tally, **drawn)
-            if time.monotonic() >= until_s or sum(case.outcome == "FAIL" for case in script.cases) > 8:
-                break
-        with script.case(f"{family}: histories") as case:
-            case.details["tally"] = vars(tally)
-            case.note = f"{tally.finished} requests finished, {tally.host_tokens} of their tokens by host attention"
-
-
-def compare(cpu: Reference, device: Reference) -> str:
-    """Compare the prompts that have no near tie on either device, and return how many there were."""
-    tokens = dict(zip(cpu.prompts, cpu.tokens, strict=True))
-    both = [(prompt, got) for prompt, got in zip(device.prompts, device.tokens, strict=True) if prompt in tokens]
-    wrong = [prompt for prompt, got in both if tokens[prompt] != got]
-    assert both and not wrong, f"{len(wrong)} of {len(both)} prompts differ"
-    return f"{len(both)} prompts"
-
-
 def open_tiny(model: Any, **settings: Any) -> Engine:
     """Return an engine with so little device memory that some requests decode on the host tier."""
     block_bytes = model.omniserve.spec.kv_block_bytes(BLOCK)
@@ -134,12 +85,10 @@ def open_tiny(model: Any, **settings: Any) -> Engine:
     return Engine(model, EngineConfig(execution=ExecutionConfig(**execution), **defaults | settings))
 
 
-def serve(
-    engine: Engine, reference: Reference, *, meanwhile: Callable[[], object] | None = None, **sampling: Any
-) -> None:
+def serve(engine: Engine, reference: Reference, **sampling: Any) -> None:
     """Serve all prompts of a reference, a third of them latency-sensitive, and compare greedy tokens with its.
 
-    ``meanwhile`` is called before each step; with ``sampling``, tokens are not compared.
+    With ``sampling``, tokens are not compared.
     """
     params = SamplingParams(**{"max_tokens": reference.max_tokens, "ignore_eos": True} | sampling)
     ids = [
@@ -148,8 +97,6 @@ def serve(
     ]
     got: dict[str, list[int]] = defaultdict(list)
     while engine.has_unfinished:
-        if meanwhile is not None:
-            meanwhile()
         for output in engine.step():
             got[output.request_id] += output.new_token_ids
         engine.scheduler.check_integrity()
@@ -176,51 +123,31 @@ def no_hidden_wait(engine: Engine, reference: Reference, script: Script) -> None
     work += [functools.partial(serve, engine, reference, **sampling) for sampling in SAMPLINGS]
     for run in work * (0 if script.dry else 2):  # twice: page-locked buffers of every size are there to be used again
         run()
-    with noted_waits(script.on_gpu) as stacks:
+    with waits_are_errors(script.on_gpu):
         for run in work:
             run()
-    text = "\n\n".join(stacks)
-    assert not stacks, f"{len(stacks)} places wait for the device:\n{text}"
-    if script.on_gpu:  # the same once more, so that what cannot be noted as a warning still fails
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            work[0]()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @contextmanager
-def noted_waits(on_gpu: bool) -> Iterator[list[str]]:
-    """Yield a list that gets the Python stack of every place with a synchronising CUDA call, each place once."""
-    stacks: dict[str, None] = {}
-
-    def note(message: object, category: type[Warning], *_: object) -> None:
-        if "synchronizing CUDA" in str(message):
-            frames = [f for f in traceback.extract_stack()[:-1] if f.filename.startswith(str(ROOT))]
-            places = [f"  {f.filename.removeprefix(f'{ROOT}/')}:{f.lineno} {f.name}: {f.line}" for f in frames[-6:]]
-            stacks["\n".join(places)] = None
-
-    result: list[str] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = note  # type: ignore[assignment]
+def waits_are_errors(on_gpu: bool) -> Iterator[None]:
+    """Have every synchronising CUDA call raise RuntimeError; without a GPU there is none."""
+    if on_gpu:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
         if on_gpu:
-            torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield result
-        finally:
-            if on_gpu:
-                torch.cuda.set_sync_debug_mode("default")
-            result += stacks
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def _notices(device: torch.device) -> None:
-    """Raise AssertionError unless torch reports ``item``, and not waiting for an event."""
-    with noted_waits(on_gpu=True) as stacks:
-        torch.ones(1, device=device).item()
-    assert len(stacks) == 1, f"item() was noted {len(stacks)} times"
-    with noted_waits(on_gpu=True) as stacks:
-        event = torch.cuda.Event()
-        event.record()
-        event.synchronize()
-    assert not stacks, f"waiting for an event was noted: {stacks}"
+    """Raise AssertionError unless torch refuses ``item``, and not waiting for an event."""
+    value, event = torch.ones(1, device=device), torch.cuda.Event()
+    with waits_are_errors(on_gpu=True):
+        try:
+            value.item()
+        except RuntimeError:
+            event.record()
+            event.synchronize()
+        else:
+            raise AssertionError("item() was let pass")

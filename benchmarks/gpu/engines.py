@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.common.requests import request
+from benchmarks.common.engine_run import request
 from benchmarks.common.timing import seconds, wait_for
 from benchmarks.gpu.script import Script
 from omniserve import Engine, EngineConfig, ExecutionConfig
@@ -21,9 +21,7 @@ from omniserve.core.plan import MoveDirection
 from omniserve.latency.profile import Profile
 from omniserve.layers.patching import patch
 from omniserve.ops.attention import DEVICE_ATTENTION, resolve_attention
-from omniserve.sched.conserve import ConServePolicy
 from omniserve.sched.omniserve import OmniServePolicy
-from omniserve.sched.policy import Policy, known_options
 from omniserve.sched.state import BE, Phase, RequestState
 from omniserve.simulate.results import percentile
 
@@ -98,8 +96,8 @@ def attentions(device: torch.device) -> dict[str, str]:
     return reasons
 
 
-class Primed(Policy):
-    """Puts a request where it decodes, as if all of its prompt but the last token had been computed.
+class Primed(OmniServePolicy):
+    """``omniserve``, but a request begins where it decodes, as if all of its prompt but the last token were computed.
 
     So a step can be timed without the prefill that leads to it. BE requests decode on the host tier if there is one,
     all others on the device. The KV is not the prompt's: ``open_engine`` fills it with something finite.
@@ -127,16 +125,8 @@ class Primed(Policy):
         return predicted_s
 
 
-class PrimedOmniServe(Primed, OmniServePolicy):
-    """``omniserve``."""
-
-
-class PrimedConServe(Primed, ConServePolicy):
-    """``conserve``."""
-
-
-PRIMED, PRIMED_CONSERVE = f"{__name__}:PrimedOmniServe", f"{__name__}:PrimedConServe"
-"""Their names for ``EngineConfig.scheduler``."""
+PRIMED = f"{__name__}:Primed"
+"""Its name for ``EngineConfig.scheduler``."""
 
 
 def config_of(model: Any, execution: Mapping[str, Any] | None = None, **settings: Any) -> EngineConfig:
@@ -160,13 +150,14 @@ def open_decoding(model: Any, *, batch: int, context: int, output: int, **settin
     """Give an engine with LS requests ``ls0`` and so on that decode at a context, and need no prefill."""
     blocks = batch * -(-(context + output) // 64)
     defaults: dict[str, Any] = {
-        "scheduler": PRIMED, "host_kv_bytes": 0, "max_model_len": context + output,
+        "host_kv_bytes": 0, "max_model_len": context + output,
         "device_kv_bytes": (blocks + 1) * 64 * kv_token_bytes(model), "max_num_seqs": max(batch, 1),
         "max_num_batched_tokens": max(batch, 512),
     }  # fmt: skip
     settings = defaults | settings
-    options = known_options(settings["scheduler"], {"ls_reserve_fraction": 0.0, "swap_in_delay_s": NEVER_S})
-    with open_engine(model, config_of(model, scheduler_options=options, **settings)) as engine:
+    options = {"ls_reserve_fraction": 0.0, "swap_in_delay_s": NEVER_S}
+    config = config_of(model, scheduler=PRIMED, scheduler_options=options, **settings)
+    with open_engine(model, config) as engine:
         renew(engine, batch, context, output)
         yield engine
 
@@ -176,7 +167,7 @@ def renew(engine: Engine, batch: int, context: int, output: int) -> None:
     for i in range(batch):
         engine.abort(f"ls{i}")
     for i in range(batch):
-        engine.add(request(f"ls{i}", context, output, engine.spec.vocab_size))
+        engine.add(request(f"ls{i}", context, output))
 
 
 def serve_step(engine: Engine) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.record import ROOT
-from benchmarks.common.tables import table
-from benchmarks.gpu.script import markdown, short
+from benchmarks.common.terminal import table
+from benchmarks.gpu.script import short
 
 FORECAST = ROOT / "benchmarks" / "results" / "gpu_forecast.json"
 
@@ -36,6 +36,17 @@ def write_report(out: Path) -> None:
                 lines += [f"### FAIL: {case['case']}", "", "```", case["note"], "```", ""]
     lines += beside_forecast(records.values())
     (out / "report.md").write_text("\n".join(lines) + "\n")
+
+
+def markdown(cases: Sequence[Mapping[str, Any]]) -> str:
+    """Return a Markdown table of cases as records hold them."""
+    lines = [["", "case", "measured", "limit", "ratio", "goal", "met", "note"]]
+    for case in cases:
+        values = ["" if case[key] is None else f"{short(case[key])} {case['unit']}" for key in ("measured", "limit")]
+        met, note = {None: "", True: "yes", False: "NO"}[case["met"]], case["note"].partition("\n")[0]
+        row = [case["outcome"], case["case"], *values, short(case["ratio"]), case["goal"], met, note.replace("|", "/")]
+        lines.append(row)
+    return table(lines)
 
 
 def beside_forecast(records: Iterable[Mapping[str, Any]]) -> list[str]:

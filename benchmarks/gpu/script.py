@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.common.record import ROOT, write_record
-from benchmarks.common.tables import table
 
 if TYPE_CHECKING:
     from benchmarks.gpu.limits import Limits
@@ -67,12 +66,6 @@ class Case:
             self.goal, self.met = f">= {at_least:g}", compared >= at_least
 
 
-def folder_of(out: Path | None, *, dry: bool) -> Path:
-    """Return where records go: ``out``, else ``$OUT``, else a folder of the checkout."""
-    default = ROOT / ".cache" / "gpu-dry" if dry else ROOT / "benchmarks" / "results" / "gpu"
-    return Path(out or os.environ.get("OUT") or default)
-
-
 class Script:
     """One part's run; its record is written after every case, so that a crash or time limit cuts off only the rest."""
 
@@ -97,11 +90,8 @@ class Script:
             raise NotHere("needs a GPU")
 
     @contextmanager
-    def case(self, name: str, *, only_failure: bool = False) -> Iterator[Case]:
-        """Run the body as one case: what it raises is this case's outcome, and the script goes on.
-
-        With ``only_failure`` it is one of many: it is shown and recorded only if it fails.
-        """
+    def case(self, name: str) -> Iterator[Case]:
+        """Run the body as one case: what it raises is this case's outcome, and the script goes on."""
         case, began_s = Case(case=name), time.perf_counter()
         try:
             yield case
@@ -112,8 +102,6 @@ class Script:
             case.details["traceback"] = scrubbed(traceback.format_exc()).splitlines()[-60:]
             traceback.print_exc()
         case.seconds = time.perf_counter() - began_s
-        if only_failure and case.outcome != "FAIL":
-            return
         self.cases.append(case)
         value = "" if case.measured is None else f": {short(case.measured)} {case.unit}"
         limit = "" if case.ratio is None else f" ({short(case.ratio)} x {short(case.limit)})"
@@ -121,17 +109,6 @@ class Script:
         print(f"{case.outcome}  {case.case}{value}{limit}{note} [{case.seconds:.1f} s]", flush=True)
         results = {"cases": [vars(case) for case in self.cases]}
         write_record(self._record, name=f"gpu_{self.name}", config={"dry": self.dry}, seed=0, results=results)
-
-
-def markdown(cases: Sequence[Mapping[str, Any]]) -> str:
-    """Return a Markdown table of cases as records hold them."""
-    lines = [["", "case", "measured", "limit", "ratio", "goal", "met", "note"]]
-    for case in cases:
-        values = ["" if case[key] is None else f"{short(case[key])} {case['unit']}" for key in ("measured", "limit")]
-        met, note = {None: "", True: "yes", False: "NO"}[case["met"]], case["note"].partition("\n")[0]
-        row = [case["outcome"], case["case"], *values, short(case["ratio"]), case["goal"], met, note.replace("|", "/")]
-        lines.append(row)
-    return table(lines)
 
 
 def short(value: float | None) -> str:

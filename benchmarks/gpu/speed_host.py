@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from benchmarks.attention.bandwidth import available_bytes
-from benchmarks.common.requests import request
+from benchmarks.common.engine_run import request
 from benchmarks.gpu.engines import (
     LLAMA_8B,
     drain,
@@ -48,7 +48,7 @@ def host(script: Script) -> None:
         for name in ls_names:
             engine.abort(name)
         for i in range(residents):
-            engine.add(request(f"be{i}", context, be_output, engine.spec.vocab_size))
+            engine.add(request(f"be{i}", context, be_output))
         until_s = time.monotonic() + 30.0
         while engine.stats().host_output_tokens < 2 * residents and time.monotonic() < until_s:
             serve_step(engine)

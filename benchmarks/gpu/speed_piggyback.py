@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common.requests import request
+from benchmarks.common.engine_run import request
 from benchmarks.common.timing import median_seconds
 from benchmarks.gpu.engines import LLAMA_8B, graph_of, kv_token_bytes, open_decoding, patched_model, step_ms
 from benchmarks.gpu.script import Case, NotHere, Script
@@ -91,9 +91,9 @@ def time_steps(script: Script, case: Case, model: Any, batch: int, *, residents:
         max_model_len=max(context + output, be_tokens), max_num_seqs=batch + more,
     ) as engine:  # fmt: skip
         for i in range(residents):
-            engine.add(request(f"be{i}", _CONTEXT, _OUTPUT, engine.spec.vocab_size))
+            engine.add(request(f"be{i}", _CONTEXT, _OUTPUT))
         for i in range(more):
-            engine.add(request(f"ls_more{i}", 1, output, engine.spec.vocab_size))
+            engine.add(request(f"ls_more{i}", 1, output))
         for _ in range(before):
             engine.step()
         engine.on_step = lambda plan, host_works, taken_s: seats.append(plan.num_piggyback_seats)

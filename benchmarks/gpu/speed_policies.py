@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from contextlib import ExitStack
 from typing import Any
@@ -13,7 +14,6 @@ from omniserve import SLO, Engine
 from omniserve.profiling import find_or_make_profile
 from omniserve.simulate import Load
 from omniserve.simulate.load import fixed_lengths, poisson, requests
-from omniserve.simulate.results import ClassResult
 
 POLICIES = ("omniserve", "sarathi", "fcfs")
 """The first is compared with the others."""
@@ -27,40 +27,34 @@ _BUDGET_SHARE = 0.6
 def policies(script: Script) -> None:
     rates, seconds = ([8.0], 1.0) if script.dry else ([4.0, 8.0, 12.0], 12.0)
     model = patched_model(LLAMA_8B, script)
-    found: dict[tuple[str, float], tuple[ClassResult, float]] = {}
+    attained: dict[tuple[str, float], float] = {}
+    be_rates: dict[tuple[str, float], float] = {}
     with ExitStack() as stack:
         engines = {policy: stack.enter_context(engine_of(script, model, policy)) for policy in POLICIES}
         for engine in engines.values():  # kernels for the sizes of this load
             serve(script, engine, 8.0, min(seconds, 4.0), SLO(ttft_s=60.0, tpot_s=60.0))
-        for rate in rates:
-            for policy, engine in engines.items():
-                name = f"{policy}, {rate:g} LS/s"
-                with script.case(f"{name}: LS requests that met their objectives") as case:
-                    run = serve(script, engine, rate, seconds, OBJECTIVES)
-                    ls, be = run.of_class("LS", OBJECTIVES), run.of_class("BE", SLO())
-                    if ls.num_rejected == ls.num_requests:
-                        raise NotHere(f"no LS request was admitted in {seconds:g} s")
-                    be_rate = be.output_tokens_per_s + be.prompt_tokens_per_s
-                    found[policy, rate] = ls, be_rate
-                    counts = {name: run.grown(name) for name in ("host_output_tokens", "preemptions")}
-                    note = f"TTFT p99 {ls.ttft_p99_s:.3g} s, TPOT p99 {1e3 * ls.tpot_p99_s:.3g} ms, {counts}"
-                    case.figure(ls.attainment, "of all", note=note, rejected=ls.num_rejected, **counts)
-                with script.case(f"{name}: BE prompt and output tokens beside LS") as case:
-                    if (policy, rate) not in found:
-                        raise NotHere("the load was not served to its end")
-                    case.figure(found[policy, rate][1], "tokens/s")
-    for other in POLICIES[1:]:
-        kept = [
-            rate for rate in rates if (POLICIES[0], rate) in found and found[POLICIES[0], rate][0].attainment >= KEPT
-        ]
-        with script.case(f"BE tokens/s of {POLICIES[0]} over {other}, at the highest rate kept") as case:
-            if not kept or (other, kept[-1]) not in found:
-                raise NotHere(f"no rate with {KEPT:.0%} of the LS requests within their objectives for both")
-            (mine, my_rate), (theirs, their_rate) = found[POLICIES[0], kept[-1]], found[other, kept[-1]]
-            if not their_rate:
-                raise NotHere(f"{other} brought no BE token; {POLICIES[0]} {my_rate:.0f} tokens/s")
-            note = f"{kept[-1]:g} LS/s; attained {mine.attainment:.0%}, {other} {theirs.attainment:.0%}"
-            case.figure(my_rate / their_rate, "x", at_least=1.0, note=note)
+        for rate, (policy, engine) in itertools.product(rates, engines.items()):
+            with script.case(f"{policy}, {rate:g} LS/s: LS requests that met their objectives") as case:
+                run = serve(script, engine, rate, seconds, OBJECTIVES)
+                ls, be = run.of_class("LS", OBJECTIVES), run.of_class("BE", SLO())
+                if ls.num_rejected == ls.num_requests:
+                    raise NotHere(f"no LS request was admitted in {seconds:g} s")
+                attained[policy, rate] = ls.attainment
+                be_rates[policy, rate] = be_rate = be.output_tokens_per_s + be.prompt_tokens_per_s
+                counts = {name: run.grown(name) for name in ("host_output_tokens", "preemptions")}
+                times = f"TTFT p99 {ls.ttft_p99_s:.3g} s, TPOT p99 {1e3 * ls.tpot_p99_s:.3g} ms"
+                note = f"{be_rate:.0f} BE tokens/s; {times}, {counts}"
+                case.figure(ls.attainment, "of all", note=note, be_tokens_per_s=be_rate,
+                            rejected=ls.num_rejected, **counts)  # fmt: skip
+    ours, *others = POLICIES
+    for other in others:
+        kept = [rate for rate in rates if attained.get((ours, rate), 0.0) >= KEPT and be_rates.get((other, rate))]
+        with script.case(f"BE tokens/s of {ours} over {other}, at the highest rate kept") as case:
+            if not kept:
+                raise NotHere(f"no rate at which {ours} kept {KEPT:.0%}, and {other} brought BE tokens")
+            mine, theirs = (ours, kept[-1]), (other, kept[-1])
+            note = f"{kept[-1]:g} LS/s; attained {attained[mine]:.0%}, {other} {attained[theirs]:.0%}"
+            case.figure(be_rates[mine] / be_rates[theirs], "x", at_least=1.0, note=note)
 
 
 def serve(script: Script, engine: Engine, rate: float, seconds: float, slo: SLO) -> EngineRun:

@@ -1,99 +1,36 @@
-"""Rows that leave a step between two layers: what looking for new requests costs, and how soon rows are gone."""
+"""Rows that leave a step between two layers, as ``benchmarks.safepoints`` measures it, with a known model's shape."""
 
 from __future__ import annotations
 
-import random
-import statistics
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from argparse import Namespace
 
-from benchmarks.common.requests import request
-from benchmarks.common.timing import wait_for
-from benchmarks.gpu.engines import (
-    LLAMA_8B,
-    PRIMED,
-    PRIMED_CONSERVE,
-    config_of,
-    drain,
-    kv_token_bytes,
-    open_decoding,
-    open_engine,
-    patched_model,
-    step_ms,
-)
-from benchmarks.gpu.script import Script
-from omniserve import Engine
+from benchmarks.gpu.engines import LLAMA_8B, config_of, kv_token_bytes, patched_model, reclaim_memory
+from benchmarks.gpu.script import NotHere, Script
+from benchmarks.safepoints import measure_overhead, measure_stream
 
 
 def safepoints(script: Script) -> None:
+    """Time a BE decode step with and without looks for requests, and how soon rows are gone when one has come."""
     model = patched_model(LLAMA_8B, script)
-    batch, context, steps = (2, 40, 5) if script.dry else (64, 1024, 60)
-    output = 4 * steps + 50
-
-    @contextmanager
-    def best_effort(scheduler: str) -> Iterator[Engine]:
-        blocks = batch * ((context + output) // 64 + 1) + 1
-        with open_decoding(model, batch=0, context=context, output=output, scheduler=scheduler, max_num_seqs=batch,
-                           device_kv_bytes=blocks * 64 * kv_token_bytes(model)) as engine:  # fmt: skip
-            for i in range(batch):
-                engine.add(request(f"be{i}", context, output, engine.spec.vocab_size))
-            yield engine
-
-    name, looking_ms = f"step of {batch} BE rows that looks for requests", 0.0
-    with script.case(name) as case, best_effort(PRIMED_CONSERVE) as engine:
-        times: dict[bool, list[float]] = {True: [], False: []}
-        for number in range(2 * steps + 10):  # turn and turn about
-            looks = number % 2 == 0
-            engine.runner.loop.safepoint = (lambda: False) if looks else None
-            began_s = time.perf_counter()
-            engine.step()
-            if number >= 10:
-                times[looks].append(time.perf_counter() - began_s)
-        looking_ms, without_ms = (1e3 * statistics.median(times[looks]) for looks in (True, False))
-        case.figure(looking_ms, "ms", limit=without_ms, at_most=1.005, note="limit: the same without looks")
-    # Rows that may leave are in no graph, and no step of theirs overlaps another: that has a price of its own.
-    with script.case(f"{name}, over captured steps that overlap") as case, best_effort(PRIMED) as engine:
-        other_ms, _ = step_ms(engine, 2 * steps, warm_up=10)
-        case.figure(looking_ms, "ms", limit=other_ms, note="limit: captured, overlapping")
-    time_leaving(script, model)
-
-
-def time_leaving(script: Script, model: Any) -> None:
-    """Have long prompts leave their step at random moments."""
-    prompt, repeats = (64, 4) if script.dry else (8192, 12)
-    config = config_of(
-        model, scheduler="conserve", host_kv_bytes=0, max_model_len=prompt + 2, max_num_batched_tokens=prompt,
-        device_kv_bytes=(2 * prompt + 256) * kv_token_bytes(model),
+    args = Namespace(
+        rate=1.0, seconds=20.0, steps=60, be=64, be_prompt=4096, be_output=2, ls_prompt=64, ls_output=4, ttft=0.2,
+        tpot=0.1, profile_s=12.0,
     )  # fmt: skip
-    name = f"from a signal to the end of a step of {prompt} BE rows"
-    with script.case(name) as case, open_engine(model, config) as engine:
-        # The first ones compile kernels, and find memory.
-        step_s = [_step_s(engine, prompt, None)[0] for _ in range(3)][-1]
-        rng = random.Random(0)
-        latest = 0.0 if script.dry else 0.8 * step_s
-        delays = [_step_s(engine, prompt, rng.uniform(latest / 8, latest))[1] for _ in range(repeats)]
-        left = [delay for delay in delays if delay is not None]
-        if not left:
-            raise RuntimeError(f"none of {repeats} prompts left its step")
-        note = (
-            f"limit: a layer; most {1e3 * max(left):.3g} ms; step {1e3 * step_s:.4g} ms; {len(left)} of {repeats} left"
-        )
-        case.figure(1e3 * statistics.median(left), "ms", limit=1e3 * step_s / engine.spec.num_layers, note=note,
-                    delays_s=left)  # fmt: skip
-
-
-def _step_s(engine: Engine, prompt: int, signal_after_s: float | None) -> tuple[float, float | None]:
-    """Return the seconds of a prompt's step, and those from the signal to its end; None: the rows stayed to its end."""
-    engine.add(request("be", prompt, 2, engine.spec.vocab_size))
-    before = engine.stats().layer_preemptions
-    began_s = time.perf_counter()
-    signal_s = began_s + signal_after_s if signal_after_s is not None else float("inf")
-    engine.runner.loop.safepoint = lambda: time.perf_counter() >= signal_s
-    engine.step()
-    wait_for(engine.model.device)
-    ended_s = time.perf_counter()
-    has_left = engine.stats().layer_preemptions > before
-    drain(engine, ["be"])
-    return ended_s - began_s, ended_s - signal_s if has_left else None
+    if script.dry:
+        vars(args).update(rate=20.0, seconds=1.0, steps=5, be=4, be_prompt=64, ls_prompt=8, profile_s=1.0)
+    config = config_of(
+        model, scheduler="conserve", host_kv_bytes=0, max_model_len=2 * args.be_prompt,
+        max_num_batched_tokens=2 * args.be_prompt, device_kv_bytes=20 * args.be_prompt * kv_token_bytes(model),
+    )  # fmt: skip
+    reclaim_memory(script.device)
+    with script.case(f"step of {args.be} BE rows that looks for requests") as case:
+        found = measure_overhead(model, config, args)
+        note = f"limit: the same without looks; a look takes {1e6 * found['look_s']:.2g} us"
+        case.figure(1e3 * found["with_s"], "ms", limit=1e3 * found["without_s"], at_most=1.005, note=note)
+    with script.case("from an LS request's arrival to the end of the BE step that it comes in") as case:
+        stream = measure_stream(model, config, args, "kept", seed=0)
+        if not stream["delays_s"]:
+            raise NotHere("no LS request came in a step of BE work alone")
+        whole_ms, layers = 1e3 * stream["alone_step_p50_s"], model.omniserve.num_layers
+        note = f"limit: a layer; a step of BE work alone takes {whole_ms:.4g} ms"
+        case.figure(1e3 * stream["delay_p50_s"], "ms", limit=whole_ms / layers, note=note, **stream)

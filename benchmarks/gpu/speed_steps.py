@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common.requests import request
+from benchmarks.common.engine_run import request
 from benchmarks.common.timing import seconds, wait_for
 from benchmarks.gpu.engines import (
     LLAMA_8B,
@@ -33,7 +32,6 @@ from benchmarks.gpu.engines import (
     weight_bytes,
 )
 from benchmarks.gpu.script import NotHere, Script
-from omniserve import Engine
 
 MODES: dict[str, dict[str, Any]] = {
     "no step graphs": {"step_graphs": "off"},
@@ -76,42 +74,36 @@ def time_batches(script: Script, model: Any, name: str, batches: Sequence[int], 
     for batch in set(batches) - set(fitting):
         with script.case(f"{name}, batch {batch}, {context} tokens{label}"):
             raise NotHere("its KV does not fit beside the weights")
-    engine: Engine | None = None
-    with ExitStack() as stack:
-        with script.case(f"{name}: engine made, first step over{label}") as case:
-            if not fitting:
-                raise NotHere("no batch fits")
-            began_s = time.perf_counter()
-            execution = MODES[mode] if mode is not None else {}
-            engine = stack.enter_context(
-                open_decoding(model, batch=fitting[0], context=context, output=output, execution=execution)
-            )
+    with script.case(f"{name}: engine made, first step over{label}") as made:
+        if not fitting:
+            raise NotHere("no batch fits")
+        began_s, running = time.perf_counter(), fitting[0]
+        execution = MODES[mode] if mode is not None else {}
+        with open_decoding(model, batch=running, context=context, output=output, execution=execution) as engine:
             engine.step()
             wait_for(script.device)
-            case.figure(time.perf_counter() - began_s, "s")
-        if engine is None:
-            return
-        running = fitting[0]
-        for batch in fitting:
-            for i in range(batch, running):
-                engine.abort(f"ls{i}")
-            running = batch
-            case_name = f"{name}, batch {batch}, {context} tokens{label}"
-            with script.case(case_name) as case:
-                middle = context + engine.stats().steps + steps // 2  # it grows
-                read = weight_bytes(model) + batch * middle * kv_token_bytes(model)
-                taken_ms, walls_ms = step_ms(engine, steps)
-                case.figure(
-                    taken_ms, "ms", limit=1e3 * read / script.limits.copy_bytes_per_s, at_most=1.25,
-                    bytes_read=read, model=name, step={"kind": "decode", "batch": batch, "context": context},
-                    step_ms=taken_ms, **walls_ms,
-                )  # fmt: skip
-            if mode is None:
-                with script.case(f"{case_name}: GPU idle") as case:
-                    script.needs_gpu()
-                    idle, kernels = idle_share(engine.step, script.device, count=8)
-                    case.figure(idle, "of the time", at_most=0.03, note=f"{kernels} kernels a step", kernels=kernels)
-        drain(engine, [f"ls{i}" for i in range(running)])
+            made.figure(time.perf_counter() - began_s, "s")
+            for batch in fitting:
+                for i in range(batch, running):
+                    engine.abort(f"ls{i}")
+                running = batch
+                case_name = f"{name}, batch {batch}, {context} tokens{label}"
+                with script.case(case_name) as case:
+                    middle = context + engine.stats().steps + steps // 2  # it grows
+                    read = weight_bytes(model) + batch * middle * kv_token_bytes(model)
+                    taken_ms, walls_ms = step_ms(engine, steps)
+                    case.figure(
+                        taken_ms, "ms", limit=1e3 * read / script.limits.copy_bytes_per_s, at_most=1.25,
+                        bytes_read=read, model=name, step={"kind": "decode", "batch": batch, "context": context},
+                        step_ms=taken_ms, **walls_ms,
+                    )  # fmt: skip
+                if mode is None:
+                    with script.case(f"{case_name}: GPU idle") as case:
+                        script.needs_gpu()
+                        idle, kernels = idle_share(engine.step, script.device, count=8)
+                        note = f"{kernels} kernels a step"
+                        case.figure(idle, "of the time", at_most=0.03, note=note, kernels=kernels)
+            drain(engine, [f"ls{i}" for i in range(running)])
 
 
 def time_prompts(script: Script, model: Any, name: str, prompts: Sequence[int], *, chunk: int | None = None) -> None:
@@ -133,7 +125,7 @@ def time_prompts(script: Script, model: Any, name: str, prompts: Sequence[int], 
             with script.case(f"{name}, prompt of {prompt} tokens" + (f" in steps of {chunk}" if chunk else "")) as case:
                 times_s = []
                 for i in range(7):
-                    engine.add(request(f"ls{i}", prompt, 1, engine.spec.vocab_size))
+                    engine.add(request(f"ls{i}", prompt, 1))
                     times_s.append(seconds(serve, script.device))
                 taken_s = statistics.median(times_s[2:])
                 case.figure(
@@ -154,31 +146,16 @@ def flops(model: Any, tokens: int) -> float:
 
 
 def idle_share(run: Callable[[], object], device: torch.device, *, count: int) -> tuple[float, int]:
-    """Return the share of the time, from the first kernel of ``count`` calls to the last, in which a GPU had nothing to
-    do, and the kernels a call.
+    """Return the share of the time, from the first kernel of ``count`` calls to the last, in which none ran, and the
+    kernels a call. Kernels that run at a time are rare here, and count twice.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as trace:  # to trace the CPU would slow the host down
         for _ in range(count):
             run()
         wait_for(device)
-    spans = spans_on(DeviceType.CUDA, trace)
+    # Not `is`: the profiler makes its own instances.
+    spans = [event.time_range for event in trace.events() or () if event.device_type == DeviceType.CUDA]
     if not spans:
         raise RuntimeError("the profiler saw no kernel")
-    whole_us = max(end for _, end in spans) - min(start for start, _ in spans)
-    return 1 - covered(spans) / whole_us, len(spans) // count
-
-
-def spans_on(device_type: DeviceType, trace: profile) -> list[tuple[float, float]]:
-    """Return (start, end) in microseconds of all that ran on a kind of device."""
-    # Not `is`: the profiler makes its own instances.
-    events = (event for event in trace.events() or () if event.device_type == device_type)
-    return [(event.time_range.start, event.time_range.end) for event in events]
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals (start, end)."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+    whole_us = max(span.end for span in spans) - min(span.start for span in spans)
+    return max(0.0, 1 - sum(span.elapsed_us() for span in spans) / whole_us), len(spans) // count

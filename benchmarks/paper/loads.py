@@ -12,6 +12,7 @@ from pathlib import Path
 
 from omniserve.simulate.load import (
     Lengths,
+    Load,
     TraceRequest,
     gamma,
     poisson,
@@ -20,7 +21,6 @@ from omniserve.simulate.load import (
     requests,
     sampled_lengths,
 )
-from omniserve.simulate.run import Load
 
 _PILE = 2000  # lengths of a backlog; then they repeat
 

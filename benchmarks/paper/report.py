@@ -9,8 +9,8 @@ from string import Formatter
 from typing import Any
 
 from omniserve.core.request import SLO
-from omniserve.simulate.engine import StepRecord
 from omniserve.simulate.results import RequestResult, Result, percentile
+from omniserve.simulate.runner import StepRecord
 
 Figures = dict[str, Any]
 

@@ -13,12 +13,10 @@ Group = TypeVar("Group")
 
 
 def make_options(kind: type[Group], values: Mapping[str, Value], *, owner: str) -> Group:
-    """Return a dataclass with these fields.
+    """Return a dataclass with these fields, given by name.
 
-    Args:
-        kind: The dataclass.
-        values: By name. A string is read as the field's type, so that a command line can give all of them.
-        owner: What has these options, for errors, such as ``scheduler 'neo'``.
+    A string is read as the field's type, so that a command line can give all of them. Errors name the ``owner`` of the
+    options, such as ``scheduler 'neo'``.
 
     Raises:
         ValueError: There is no such option, or its value is out of range or of another type.

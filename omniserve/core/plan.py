@@ -120,7 +120,7 @@ class Bound(enum.StrEnum):
     MEMORY = "memory"  # no device blocks
     HOST_MEMORY = "host memory"  # no host blocks
     SEATS = "seats"  # max_piggyback_seats or max_piggyback_rows
-    ORDER = "order"  # somebody before it was kept out, and it must not overtake
+    ORDER = "order"  # a request before it was kept out, which it must not overtake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,9 +213,7 @@ class StepOutput:
 def is_whole(plan: StepPlan, halted: Mapping[str, int]) -> bool:
     """Return True if all rows of a step passed all layers: only then did it take the time of its rows.
 
-    Args:
-        plan: The step.
-        halted: Those of its requests that left it (see StepOutput).
+    ``halted`` as in StepOutput.
     """
     return not halted and all(chunk.from_layer == 0 for chunk in plan.chunks)
 

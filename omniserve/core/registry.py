@@ -13,9 +13,8 @@ C = TypeVar("C")
 class Registry(Generic[T]):
     """A registry of replaceable parts of one kind, by name.
 
-    Args:
-        kind: What the entries are, for error messages ("scheduler").
-        package: Package whose modules register the built-in entries; it is imported at the first look-up.
+    Errors name the kind ("scheduler"). Modules of ``package`` register the built-in entries; it is imported at the
+    first look-up.
     """
 
     def __init__(self, kind: str, package: str | None = None) -> None:

@@ -45,12 +45,8 @@ class ModelSpec:
     def host_block_bytes(self, block_size: int, kv_dtype: str = "auto") -> int:
         """Bytes of one block of the host pool over all layers, K, V and scales.
 
-        Args:
-            block_size: Tokens per block.
-            kv_dtype: One of HOST_KV_DTYPES.
-
         Raises:
-            ValueError: There is no such dtype.
+            ValueError: The dtype is not one of HOST_KV_DTYPES.
         """
         if kv_dtype not in HOST_KV_DTYPES:
             raise ValueError(f"the host pool's dtype must be one of {', '.join(HOST_KV_DTYPES)}, got {kv_dtype!r}")

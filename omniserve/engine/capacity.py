@@ -32,12 +32,7 @@ def max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def num_blocks(config: EngineConfig, spec: ModelSpec, *, has_hosts: bool = True) -> tuple[int, int]:
-    """Return the blocks of the device pool and of the host pool, 0 without a host tier.
-
-    Args:
-        config: An engine's settings.
-        spec: The model's sizes.
-        has_hosts: The machine can have a host tier.
+    """Return the blocks of the device pool and of the host pool, 0 without a host tier or a machine that can have one.
 
     Raises:
         ValueError: A pool is smaller than a block, or the KV manager needs a host pool and there is none.

@@ -23,9 +23,8 @@ from omniserve.core.stats import EngineStats
 from omniserve.engine.capacity import max_model_len, num_blocks
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.outputs import OutputCollector
-from omniserve.engine.step_log import OpenRequest, StepLog
-from omniserve.engine.stepping import Stepper
-from omniserve.host.cores import CoreSplit, default_host_threads
+from omniserve.engine.stepping import FinishedStep, OpenRequest, StepLog, Stepper
+from omniserve.host.cores import default_host_threads
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS, CanMove, CanShare
 from omniserve.kv.storage import DeviceKVStorage
@@ -33,13 +32,9 @@ from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
 from omniserve.latency.profile import Profile
 from omniserve.latency.trace import StepTracer
 from omniserve.layers.patching import PatchedModel, patch
-from omniserve.ops.attention import attend_triton, resolve_attention
-from omniserve.ops.waiting import drain
-from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
-from omniserve.runner.piggyback_rows import PiggybackRows
+from omniserve.ops.streams import drain
 from omniserve.runner.runner import ModelRunner
-from omniserve.runner.warm_up import warm_up_attention
-from omniserve.sampling.grammar import GrammarCompiler, GrammarState
+from omniserve.sampling.grammar import GrammarCompiler
 from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.options import LayerPreemptionOptions
@@ -85,20 +80,18 @@ class Engine:
         self._closed = False
         self._process_id = os.getpid()
         self.spec: ModelSpec = patched.spec
-        self._grammars: GrammarCompiler | None = None
-        if tokenizer is not None:
-            self._grammars = GrammarCompiler(
-                tokenizer, vocab_size=self.spec.vocab_size, eos_token_ids=self.spec.eos_token_ids
-            )
+        self._grammars = GrammarCompiler(
+            tokenizer, vocab_size=self.spec.vocab_size, eos_token_ids=self.spec.eos_token_ids
+        )
         self.max_model_len = max_model_len(config, self.spec)
         policy, options = policy_of(config)
         manager = KV_MANAGERS.get(config.kv)
         if options.checkpoint_kv and not issubclass(manager, CanMove):
             raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
-        self._num_device_blocks, num_host_blocks = num_blocks(config, self.spec)
+        num_device_blocks, num_host_blocks = num_blocks(config, self.spec)
         storage = DeviceKVStorage(
             self.spec,
-            num_blocks=self._num_device_blocks,
+            num_blocks=num_device_blocks,
             block_size=config.block_size,
             dtype=patched.dtype,
             device=patched.device,
@@ -111,7 +104,7 @@ class Engine:
                 mailbox=patched.device.type == "cuda" or config.execution.step_graphs == "on",
             )  # fmt: skip
         self.kv = manager(
-            num_device_blocks=self._num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
+            num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
         )
         shape = ModelShape.of(self.spec)
         self._latency: CorrectedModel | None = None
@@ -123,55 +116,23 @@ class Engine:
         limits = SchedulerLimits.of(config, options, self.spec, self.kv, max_model_len=self.max_model_len)
         self.scheduler = Scheduler(policy, options, limits=limits, kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
-        is_directed = issubclass(manager, CanShare)
-        attention = resolve_attention(config.execution.attention, patched.device, is_directed=is_directed)
-        rows = PiggybackRows(patched, self.host_tier, config.max_host_requests if self.host_tier else 0)
-        graphs = CudaGraphRunner.of(
-            config,
-            model=patched,
-            storage=storage,
-            attention=attention,
-            rows=rows,
-            max_model_len=self.max_model_len,
-            has_host_tier=self.host_tier is not None,
-            is_directed=is_directed,
-        )
         this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
         self.runner = ModelRunner(
-            model=patched,
-            storage=storage,
-            attend=attention,
-            sampler=self._sampler,
-            tier=self.host_tier,
-            rows=rows,
-            graphs=graphs,
-            cores=CoreSplit(
-                device=patched.device,
-                device_threads=config.device_threads,
-                host_threads=host_threads if self.host_tier else 0,
-            ),
+            config, model=patched, storage=storage, sampler=self._sampler, tier=self.host_tier,
+            host_threads=host_threads, max_model_len=self.max_model_len, is_directed=issubclass(manager, CanShare),
             keep_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
             safepoint=lambda: this()._ask_whether_to_leave(),
-        )
-        if patched.device.type == "cuda" and attention is attend_triton:  # others choose no kernel by shape
-            warm_up_attention(
-                attention,
-                storage,
-                self.spec,
-                max_rows=config.max_num_batched_tokens,
-                max_requests=2 * config.max_num_seqs,  # best-effort ones come beside as many latency-sensitive ones
-                max_blocks=-(-self.max_model_len // config.block_size),
-                is_directed=is_directed,
-            )
-        if graphs is not None:
-            patched.warm_up(fused=True)  # also the layers that no graph calls by themselves
-            graphs.capture_all()
+        )  # fmt: skip
         self.limits = RequestLimits(
             vocab_size=self.spec.vocab_size,
             max_model_len=self.max_model_len,
-            pool_tokens=self._num_device_blocks * config.block_size,
+            pool_tokens=num_device_blocks * config.block_size,
             has_tokenizer=tokenizer is not None,
         )
+        self.on_step: Callable[[StepPlan, bool, float], None] | None = None
+        """Called with each step that computed something, as it is collected: plan, whether the host tier worked,
+        seconds. These run from the end of the step before it, or from its own planning after a pause; without a GPU and
+        with ``async_steps`` they are those of the step launched meanwhile."""
         self._must_preempt = False
         self.on_safepoint: Callable[[], None] | None = None
         """Called between the layers of a step whose best-effort rows may leave it; it looks for requests that have come
@@ -182,7 +143,7 @@ class Engine:
             scheduler=self.scheduler,
             runner=self.runner,
             outputs=self._outputs,
-            log=self._log,
+            record=lambda step: this()._record(step),
             clock=clock,
             overlaps=config.execution.async_steps
             if config.execution.async_steps is not None
@@ -193,11 +154,7 @@ class Engine:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def add(self, request: Request, *, arrival_s: float | None = None) -> str:
-        """Take a request and return its id.
-
-        Args:
-            request: The request.
-            arrival_s: When it came, on the engine's clock; None: now. Its TTFT counts from then.
+        """Take a request, which came at ``arrival_s`` on the engine's clock (None: now), and return its id.
 
         Raises:
             ValueError: A token is outside the vocabulary, the prompt plus output is longer than the model or the KV
@@ -211,7 +168,7 @@ class Engine:
         if request_id in self._outputs:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
         self.limits.check(request)
-        grammar = self._start_grammar(request.sampling.grammar)
+        grammar = self._grammars.start(request.sampling.grammar) if request.sampling.grammar is not None else None
         spec = self.config.class_named(request.service_class)
         slo = request.slo if request.slo is not None else spec.slo
         now_s = self._clock()
@@ -224,18 +181,11 @@ class Engine:
 
     def prepare_grammars(self) -> None:
         """Do now what the first request with a grammar would wait for, up to a second; log it if there can be none."""
-        if self._grammars is not None:
+        if self.limits.has_tokenizer:
             try:
                 self._grammars.prepare()
             except ValueError as error:
                 logger.warning("requests with a grammar will be refused: %s", error)
-
-    def _start_grammar(self, grammar: str | None) -> GrammarState | None:
-        if grammar is None:
-            return None
-        if self._grammars is None:
-            raise ValueError("a grammar needs a tokenizer; give the engine one")
-        return self._grammars.start(grammar)
 
     def abort(self, request_id: str) -> bool:
         """End a request now and free what it holds; False if it is unknown or has finished."""
@@ -245,10 +195,7 @@ class Engine:
         """Say that a request has come while a step runs; ``add`` follows after the step. Called by ``on_safepoint``.
 
         If the scheduler finds that it would otherwise miss its TTFT, best-effort rows leave the step (conserve 4.3).
-
-        Args:
-            request: The request.
-            arrival_s: When it came, on the engine's clock; None: now.
+        ``arrival_s`` as in ``add``.
         """
         spec = self.config.class_named(request.service_class)
         if spec.kind is ServiceClass.LS:
@@ -297,19 +244,6 @@ class Engine:
         """The last step had nothing to compute or collect: all requests wait for the host tier (see ``wait``)."""
         return self._stepper.last_plan_was_empty
 
-    @property
-    def on_step(self) -> Callable[[StepPlan, bool, float], None] | None:
-        """Called, unless None, with each step that computed something: plan, whether the host tier worked, seconds.
-
-        The step was just collected. Its seconds run from the end of the step before it, or from its own planning after
-        a pause; without a GPU and with ``async_steps`` they are those of the step launched meanwhile.
-        """
-        return self._stepper.on_step
-
-    @on_step.setter
-    def on_step(self, call: Callable[[StepPlan, bool, float], None] | None) -> None:
-        self._stepper.on_step = call
-
     def wait(self, timeout_s: float) -> None:
         """Sleep until the host tier reports something or the time is over; for use after an empty step.
 
@@ -325,10 +259,7 @@ class Engine:
         self.host_tier.wait(timeout_s)
 
     def generate(self, requests: Iterable[Request], *, progress: bool = False) -> list[Completion]:
-        """Run requests to their end and return their completions in the same order.
-
-        Args:
-            progress: Show a progress bar.
+        """Run requests to their end, with a progress bar if asked, and return their completions in the same order.
 
         Raises:
             ValueError: A request does not fit; the message says which, and none of them runs on.
@@ -359,6 +290,11 @@ class Engine:
                 self.abort(request_id)
             raise
         return [completions[request_id] for request_id in ids]
+
+    def _record(self, step: FinishedStep) -> None:
+        self._log.record(step)
+        if self.on_step is not None:
+            self.on_step(step.plan, step.host_works, step.seconds)
 
     # -- state ---------------------------------------------------------------------------------------------------
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from omniserve.core.request import Completion, Request, RequestOutput, TokenLogprob
 from omniserve.sampling.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(slots=True)
@@ -22,11 +24,7 @@ class _Open:
 
 
 class OutputCollector:
-    """Follows each unfinished request's output.
-
-    Args:
-        tokenizer: None: no text and no stop strings.
-    """
+    """Follows each unfinished request's output; without a tokenizer there is no text, and there are no stop strings."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer

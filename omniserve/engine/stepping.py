@@ -1,19 +1,22 @@
 """Stepper: the order of a step's parts, one step after the other or overlapping (``async_steps``).
 
-What it drives are protocols, and nothing here needs torch: the engine and the simulator take the same steps, with other
-runners.
+StepLog has what is kept of the steps that ran: counters, the trace, what the latency model learns from. Nothing here
+needs torch: the engine and the simulator take the same steps, with other runners.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from omniserve.core.plan import HostEvent, StepOutput, StepPlan
-from omniserve.core.request import RequestOutput
-from omniserve.engine.step_log import OpenRequest
+from omniserve.core.plan import HostEvent, StepOutput, StepPlan, is_whole
+from omniserve.core.request import SLO, RequestOutput
+from omniserve.engine.outputs import OutputCollector
+from omniserve.latency import CorrectedModel, ModelShape, features_of
+from omniserve.latency.trace import StepTracer
 from omniserve.sched import Scheduler
 
 
@@ -40,25 +43,31 @@ class Runner(Protocol):
         ...
 
 
-class Outputs(Protocol):
-    """Makes of tokens what requests get."""
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """The facts about a request that is unfinished, or that ended in the step under way."""
 
-    def push(self, output: RequestOutput, now_s: float) -> RequestOutput:
-        """Return an output with its text; a stop string may end the request here."""
-        ...
-
-    def close(self, request_id: str) -> None:
-        """Forget a request that was aborted."""
-        ...
+    service_class: str
+    slo: SLO
+    predicted_ttft_s: float | None
+    """The TTFT that admission predicted, in seconds from arrival."""
 
 
-class Log(Protocol):
-    """Is told of every step that computed something; see ``StepLog.record``."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedStep:
+    """A step that computed something."""
 
-    def record(
-        self, plan: StepPlan, result: StepOutput, outputs: Sequence[RequestOutput], *, host_works: bool,
-        started_s: float, seconds: float, requests: Mapping[str, OpenRequest],
-    ) -> None: ...  # fmt: skip
+    plan: StepPlan
+    result: StepOutput
+    outputs: Sequence[RequestOutput]
+    """What requests got from it."""
+    host_works: bool
+    """The host tier worked meanwhile."""
+    started_s: float
+    """When it began, on the clock of the outputs' times."""
+    seconds: float
+    requests: Mapping[str, OpenRequest]
+    """The requests of the outputs, and if steps are traced those of the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,8 @@ class Stepper:
     """Schedules, launches, collects and books steps. Not thread-safe.
 
     Args:
+        outputs: Makes of tokens what requests get; a stop string may end a request there.
+        record: Is given each step that computed something, as it is collected.
         clock: Monotonic seconds.
         overlaps: Launch a step while the one before it runs, where its plan is certain.
         keeps_names: Every step needs its requests as they were, also those that end while it runs: it is traced.
@@ -89,8 +100,8 @@ class Stepper:
         *,
         scheduler: Scheduler,
         runner: Runner,
-        outputs: Outputs,
-        log: Log,
+        outputs: OutputCollector,
+        record: Callable[[FinishedStep], None],
         clock: Callable[[], float],
         overlaps: bool = False,
         keeps_names: bool = False,
@@ -98,7 +109,7 @@ class Stepper:
         self._scheduler = scheduler
         self._runner = runner
         self._outputs = outputs
-        self._log = log
+        self._record = record
         self._clock = clock
         self._overlaps = overlaps
         self._keeps_names = keeps_names
@@ -106,8 +117,6 @@ class Stepper:
         """Unfinished requests, and those that ended in the step under way."""
         self.last_plan_was_empty = False
         """The last step had nothing to compute or collect."""
-        self.on_step: Callable[[StepPlan, bool, float], None] | None = None
-        """Called as each step that computed something is collected; see `Engine.on_step`."""
         self._in_flight: _Flight | None = None
         self._last_end_s: float | None = None
 
@@ -173,13 +182,11 @@ class Stepper:
         ended_s = self._clock()
         self._last_end_s = ended_s if self.has_unfinished and not plan.is_empty else None
         if not plan.is_empty:
-            seconds = ended_s - started_s
-            self._log.record(
-                plan, result, outputs, host_works=flight.host_works, started_s=started_s, seconds=seconds,
-                requests=flight.requests,
+            step = FinishedStep(
+                plan=plan, result=result, outputs=outputs, host_works=flight.host_works, started_s=started_s,
+                seconds=ended_s - started_s, requests=flight.requests,
             )  # fmt: skip
-            if self.on_step is not None:
-                self.on_step(plan, flight.host_works, seconds)
+            self._record(step)
         for output in outputs:
             if output.finished:
                 del self.requests[output.request_id]
@@ -200,3 +207,43 @@ class Stepper:
             self._runner.forget(output.request_id)
             self._scheduler.abort(output.request_id, now_s)  # no-op unless a stop string ended it
         return output
+
+
+class StepLog:
+    """Counts steps, traces them (the tracer is closed with the log), and tells the latency model of every whole one."""
+
+    def __init__(self, shape: ModelShape, *, latency: CorrectedModel | None, tracer: StepTracer | None) -> None:
+        self._shape = shape
+        self._latency = latency
+        self._tracer = tracer
+        self.num_steps = 0
+        self.seconds = 0.0
+        self.num_device_tokens = 0
+        self.num_piggyback_rows = 0
+
+    def record(self, step: FinishedStep) -> None:
+        """Take a step that computed something."""
+        self.num_steps += 1
+        self.seconds += step.seconds
+        self.num_device_tokens += step.plan.num_device_tokens
+        self.num_piggyback_rows += len(step.plan.joins)
+        if self._tracer is None and self._latency is None:
+            return
+        features = features_of(step.plan, self._shape, host_works=step.host_works)
+        if self._tracer is not None:
+            terms: dict[str, float] = {}
+            if self._latency is not None:
+                terms = dict(zip(self._latency.term_names, self._latency.terms(features), strict=True))
+            self._tracer.record(
+                step.plan, started_s=step.started_s, seconds=step.seconds, features=dataclasses.asdict(features),
+                terms=terms, halted=step.result.halted, outputs=step.outputs,
+                slos={name: entry.slo for name, entry in step.requests.items()},
+                classes={name: entry.service_class for name, entry in step.requests.items()},
+            )  # fmt: skip
+        if self._latency is not None and is_whole(step.plan, step.result.halted):
+            self._latency.observe(features, step.seconds)
+
+    def close(self) -> None:
+        """End the trace. A second call does nothing."""
+        if self._tracer is not None:
+            self._tracer.close()

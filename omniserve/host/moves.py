@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from omniserve.core.plan import HostEvent, KVMove, MoveDirection
-from omniserve.host.direct import DirectMover
-from omniserve.host.mover import Mover, sides
-from omniserve.host.staging import StagedMover
+from omniserve.host.mover import DirectMover, Mover, StagedMover, sides
 
 
 class HostMoves:

@@ -27,7 +27,7 @@ from omniserve.core.spec import ModelSpec
 from omniserve.host.memory import allocate_pool
 from omniserve.host.moves import HostMoves
 from omniserve.host.progress import HostTierStats, Progress
-from omniserve.ops.waiting import drain
+from omniserve.ops.streams import drain
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class HostTier:
         is_int8 = kv_dtype == "int8"
         shape = (spec.num_layers, self.num_blocks, spec.num_kv_heads, 2, block_size, spec.head_size)
         self.pool_LBK2SH = allocate_pool(shape, torch.int8 if is_int8 else dtype, pin_memory=pin_memory, cores=cores)
-        """K and V of all blocks; `omniserve.ops.host_layout` reads and writes them."""
+        """K and V of all blocks, in the layout of ``host_layout`` in ``ops/csrc/attention.h``."""
         self.scales_LBK2S = allocate_pool(shape[:-1], torch.float32, cores=cores) if is_int8 else None
         """The scales of the values in an int8 pool; None in any other pool."""
         self.results_SD = torch.zeros(num_slots, spec.num_heads * spec.head_size, dtype=dtype, pin_memory=pin_memory)
@@ -299,11 +299,6 @@ class HostTier:
     def is_stalled(self) -> bool:
         """True once the tier has made no progress with its work for `patience_s`: one of its threads hangs."""
         return self._progress.is_stalled
-
-    @property
-    def num_tasks_done(self) -> int:
-        """The number of attention tasks that gave a result, since the start."""
-        return self.stats().tasks_done
 
     def stats(self) -> HostTierStats:
         """Return the gauges and counters of the worker threads and of the moves together."""

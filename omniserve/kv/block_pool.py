@@ -1,10 +1,14 @@
-"""Pools of block ids; one of them keeps neighbours together."""
+"""Pools of block ids, one of which keeps neighbours together, and the blocks of the host's that hold checkpoints."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
+
+from omniserve.core.plan import KVMove
 
 
 class BlockPool:
@@ -163,15 +167,151 @@ class RunPool(BlockPool):
         return end
 
 
-def grow_table(table: list[int], pool: BlockPool, num_tokens: int, block_size: int, reserve_blocks: int) -> bool:
-    """Append blocks of ``pool`` to ``table`` until it holds ``num_tokens``; False, and unchanged, if it cannot."""
-    missing = -(-num_tokens // block_size) - len(table)
-    if missing <= 0:
-        return True
-    if pool.num_free - missing < reserve_blocks:
-        return False
-    taken = pool.take(missing, after=table[-1] if table else None)
-    if taken is None:
-        return False
-    table.extend(taken)
-    return True
+@dataclass(slots=True)
+class _Checkpoint:
+    blocks: list[int] = field(default_factory=list)  # copies of the request's first blocks, in order
+    flight: KVMove | None = None  # the copy under way, of the blocks that follow
+
+
+_NOTHING = _Checkpoint()
+
+
+class HostCheckpoints:
+    """Host copies of full device blocks: checkpoints by request, the oldest first. A later move copies only the rest.
+
+    A checkpoint is of a request's first blocks, with at most one copy under way behind them. Paper: conserve 4.4
+    (incremental checkpoints of append-only KV), at the granularity of a block.
+
+    A checkpoint only ever loses blocks at its end, and if it changes, the copy under way for it is of no use: that
+    stays under way, *unused*, and its target blocks are held until it is over.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._checkpoints: dict[str, _Checkpoint] = {}
+        self._flights: dict[int, KVMove] = {}  # all copies under way, of use or not
+
+    def _of(self, request_id: str) -> _Checkpoint:
+        return self._checkpoints.get(request_id, _NOTHING)
+
+    def num_blocks(self, request_id: str) -> int:
+        """Return how many of the request's first blocks have a copy."""
+        return len(self._of(request_id).blocks)
+
+    def num_held(self, request_id: str) -> int:
+        """Return how many blocks the request's checkpoint holds, those of the copy under way included."""
+        flight = self._of(request_id).flight
+        return self.num_blocks(request_id) + (len(flight.dst_block_ids) if flight is not None else 0)
+
+    def is_copying(self, request_id: str) -> bool:
+        """Tell whether a copy that the request's checkpoint waits for is under way."""
+        return self._of(request_id).flight is not None
+
+    def begin_copy(self, request_id: str, move: KVMove) -> None:
+        """Note that ``move`` copies the blocks after the last copied; its target blocks are taken from the pool."""
+        checkpoint = self._checkpoints.setdefault(request_id, _Checkpoint())
+        assert checkpoint.flight is None, f"request {request_id} is being checkpointed already"
+        checkpoint.flight = self._flights[move.move_id] = move
+
+    def end_copy(self, move_id: int, *, succeeded: bool) -> bool | None:
+        """Take a copy's blocks into its checkpoint if it succeeded, else free them.
+
+        Returns:
+            Whether the checkpoint has grown; None if the copy was not of use any more.
+
+        Raises:
+            KeyError: No such copy is under way.
+        """
+        move = self._flights.pop(move_id)
+        checkpoint = self._of(move.request_id)
+        if checkpoint.flight is not move:
+            self._pool.give_back(move.dst_block_ids)
+            return None
+        checkpoint.flight = None
+        if succeeded:
+            checkpoint.blocks += move.dst_block_ids
+        else:
+            self._pool.give_back(move.dst_block_ids)
+            self._forget_if_empty(move.request_id)
+        return succeeded
+
+    def __contains__(self, move_id: int) -> bool:
+        """Tell whether a copy of this id is under way."""
+        return move_id in self._flights
+
+    def last_block(self, request_id: str) -> int | None:
+        """Return the last copied block, None if there is none: the pool can go on behind it."""
+        blocks = self._of(request_id).blocks
+        return blocks[-1] if blocks else None
+
+    def keep(self, request_id: str, blocks: list[int]) -> None:
+        """Make ``blocks``, copies of the request's first ones, its checkpoint; it has none yet."""
+        assert request_id not in self._checkpoints, f"request {request_id} has a checkpoint already"
+        if blocks:
+            self._checkpoints[request_id] = _Checkpoint(blocks)
+
+    def take(self, request_id: str) -> list[int]:
+        """Forget the request's checkpoint and return its blocks, which are the caller's now."""
+        checkpoint = self._checkpoints.pop(request_id, None)
+        return checkpoint.blocks if checkpoint is not None else []
+
+    def drop(self, request_id: str) -> None:
+        """Forget the request's checkpoint and free its blocks."""
+        self._pool.give_back(self.take(request_id))
+
+    def request_ids(self) -> list[str]:
+        """Return the requests that have a checkpoint, the oldest first."""
+        return list(self._checkpoints)
+
+    def num_reclaimable(self, request_ids: Iterable[str]) -> int:
+        """Return how many blocks ``reclaim`` could free of these requests' checkpoints."""
+        return sum(len(self._checkpoints[request_id].blocks) for request_id in request_ids)
+
+    def reclaim(self, num_blocks: int, request_ids: Iterable[str]) -> None:
+        """Free so many blocks, or all there are: of these requests' checkpoints, in this order, each from its end."""
+        for request_id in request_ids:
+            if num_blocks <= 0:
+                return
+            checkpoint = self._checkpoints[request_id]
+            if not checkpoint.blocks:
+                continue
+            start = max(0, len(checkpoint.blocks) - num_blocks)
+            cut = checkpoint.blocks[start:]
+            del checkpoint.blocks[start:]
+            checkpoint.flight = None  # what it copies would not follow the last copied block any more
+            self._pool.give_back(cut)
+            self._forget_if_empty(request_id)
+            num_blocks -= len(cut)
+
+    def cut_source(self, request_id: str, num_blocks: int) -> None:
+        """Note that only its first ``num_blocks`` are on the device any more: a copy of others is of no use."""
+        checkpoint = self._of(request_id)
+        flight = checkpoint.flight
+        if flight is not None and len(checkpoint.blocks) + len(flight.src_block_ids) > num_blocks:
+            checkpoint.flight = None
+            self._forget_if_empty(request_id)
+
+    def owned_blocks(self) -> Iterator[int]:
+        """Yield all blocks that are held here, those of copies under way included; for checks."""
+        yield from itertools.chain.from_iterable(c.blocks for c in self._checkpoints.values())
+        yield from itertools.chain.from_iterable(move.dst_block_ids for move in self._flights.values())
+
+    def check(self, table_lengths: dict[str, int]) -> None:
+        """Verify that each checkpoint, with what is being copied for it, is of blocks that its request has or had.
+
+        Raises:
+            AssertionError: With the checkpoint that does not fit.
+        """
+        for request_id, checkpoint in self._checkpoints.items():
+            length = len(checkpoint.blocks)
+            if checkpoint.flight is not None:
+                assert self._flights.get(checkpoint.flight.move_id) is checkpoint.flight, (request_id, checkpoint)
+                assert checkpoint.flight.request_id == request_id, (request_id, checkpoint)
+                length += len(checkpoint.flight.src_block_ids)
+            held = table_lengths.get(request_id, 0)
+            assert 0 < length <= held, f"checkpoint of {length} blocks, but {request_id} has {held} on the device"
+
+    def _forget_if_empty(self, request_id: str) -> None:
+        checkpoint = self._checkpoints[request_id]
+        if not checkpoint.blocks and checkpoint.flight is None:
+            del self._checkpoints[request_id]

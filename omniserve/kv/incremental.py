@@ -83,9 +83,8 @@ class IncrementalKVManager(TieredKVManager):
         table = Table(Tier.HOST, self._checkpoints.take(request_id), arrived=evicted.blocks, num_kept=num_on_host)
         after = table.arrived[-1] if table.arrived else None
         table.move = self._new_move(request_id, MoveDirection.TO_DEVICE, table.blocks[num_on_device:], after)
-        behind = self._pools[Tier.DEVICE].take(missing - len(table.move.dst_block_ids), table.move.dst_block_ids[-1])
-        assert behind is not None, f"no room for all of {request_id}"
-        table.behind = behind
+        moved = table.move.dst_block_ids
+        table.behind = self._take(Tier.DEVICE, missing - len(moved), after=moved[-1])
         self._tables[request_id] = table
         self._moves[table.move.move_id] = request_id
         self._restores.add(table.move.move_id)
@@ -97,8 +96,7 @@ class IncrementalKVManager(TieredKVManager):
         if succeeded or not is_restore:
             return super().finish_move(move_id, succeeded=succeeded)
         table = self._tables.pop(self._moves.pop(move_id))
-        assert table.move is not None
-        self._pools[Tier.DEVICE].give_back([*table.arrived, *table.move.dst_block_ids, *table.behind])
+        self._pools[Tier.DEVICE].give_back(table.target)
         self._pools[Tier.HOST].give_back(table.blocks)
         return MoveResult.LOST
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omniserve.kv.base import KV_MANAGERS, KVManager, Tier
-from omniserve.kv.block_pool import BlockPool, grow_table
+from omniserve.kv.block_pool import BlockPool
 
 
 @KV_MANAGERS.register("paged")
@@ -16,11 +16,14 @@ class PagedKVManager(KVManager):
         self._tables: dict[str, list[int]] = {}
 
     def allocate(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
-        table = self._tables.setdefault(request_id, [])
-        if not grow_table(table, self._pool, num_tokens, self.block_size, reserve_blocks):
-            if not table:
-                del self._tables[request_id]
-            return None
+        table = self._tables.get(request_id, [])
+        missing = -(-num_tokens // self.block_size) - len(table)
+        if missing > 0:
+            taken = self._pool.take(missing) if self._pool.num_free - missing >= reserve_blocks else None
+            if taken is None:
+                return None
+            self._tables[request_id] = table
+            table += taken
         return tuple(table)
 
     def free(self, request_id: str) -> None:

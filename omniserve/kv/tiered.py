@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from omniserve.core.plan import KVMove, MoveDirection
 from omniserve.kv.base import KV_MANAGERS, KVManager, MoveResult, Tier
-from omniserve.kv.block_pool import BlockPool, RunPool, grow_table
-from omniserve.kv.checkpoints import HostCheckpoints
+from omniserve.kv.block_pool import BlockPool, HostCheckpoints, RunPool
 
 _SOURCE = {MoveDirection.TO_HOST: Tier.DEVICE, MoveDirection.TO_DEVICE: Tier.HOST}
 _TARGET = {MoveDirection.TO_HOST: Tier.HOST, MoveDirection.TO_DEVICE: Tier.DEVICE}
@@ -29,6 +28,12 @@ class Table:
     arrived: list[int] = field(default_factory=list)  # what has been there before
     behind: list[int] = field(default_factory=list)  # for what is not computed yet
     num_kept: int = 0  # moving to the device: source blocks that stay as its checkpoint
+
+    @property
+    def target(self) -> list[int]:
+        """The blocks that it will have when its move is done."""
+        assert self.move is not None
+        return [*self.arrived, *self.move.dst_block_ids, *self.behind]
 
 
 @KV_MANAGERS.register("tiered")
@@ -51,9 +56,10 @@ class TieredKVManager(KVManager):
         table = self._tables.get(request_id) or Table(Tier.DEVICE, [])
         self._require_still(request_id, table)
         missing = -(-num_tokens // self.block_size) - len(table.blocks)
-        if missing > 0 and not self._make_room(table.tier, missing, reserve_blocks, request_id):
-            return None
-        grow_table(table.blocks, self._pools[table.tier], num_tokens, self.block_size, reserve_blocks=0)
+        if missing > 0:
+            if not self._make_room(table.tier, missing, reserve_blocks, request_id):
+                return None
+            table.blocks += self._take(table.tier, missing, after=table.blocks[-1] if table.blocks else None)
         self._tables[request_id] = table
         return tuple(table.blocks)
 
@@ -128,8 +134,7 @@ class TieredKVManager(KVManager):
             return MoveResult.LOST
         source.give_back(reversed(table.blocks[table.num_kept :]))
         self._checkpoints.keep(request_id, table.blocks[: table.num_kept])
-        blocks = [*table.arrived, *move.dst_block_ids, *table.behind]
-        self._tables[request_id] = Table(_TARGET[move.direction], blocks)
+        self._tables[request_id] = Table(_TARGET[move.direction], table.target)
         return MoveResult.ARRIVED
 
     def start_checkpoint(
@@ -179,8 +184,7 @@ class TieredKVManager(KVManager):
         is_checkpoint: bool = False,
     ) -> KVMove:
         """Take the target blocks, which are there, behind the block ``after``."""
-        target = self._pools[_TARGET[direction]].take(len(src), after)
-        assert target is not None, f"no room to move {request_id} {direction}"
+        target = self._take(_TARGET[direction], len(src), after)
         return KVMove(
             request_id=request_id,
             move_id=next(self._move_ids),
@@ -188,7 +192,14 @@ class TieredKVManager(KVManager):
             src_block_ids=tuple(src),
             dst_block_ids=tuple(target),
             is_checkpoint=is_checkpoint,
+            is_reversed=self._is_reversed(request_id),
         )
+
+    def _take(self, tier: Tier, count: int, after: int | None) -> list[int]:
+        """Take blocks of which the caller knows that they are free."""
+        taken = self._pools[tier].take(count, after)
+        assert taken is not None, f"the {tier} tier has {self._pools[tier].num_free} free blocks, {count} are needed"
+        return taken
 
     def _make_room(self, tier: Tier, num_blocks: int, reserve_blocks: int, request_id: str) -> bool:
         """Reclaim checkpoints of others until ``num_blocks`` are free; False, and nothing has changed, if in vain."""
@@ -201,6 +212,10 @@ class TieredKVManager(KVManager):
         return True
 
     # What a manager that keeps more than this one does differently.
+
+    def _is_reversed(self, request_id: str) -> bool:
+        """Tell whether the request's device blocks run from the right."""
+        return False
 
     def _num_reclaimable(self, tier: Tier, spare: str) -> int:
         """Return how many blocks ``_reclaim`` could free."""
@@ -250,7 +265,7 @@ class TieredKVManager(KVManager):
         if table.tier is tier:
             num_held += len(table.blocks)
         if table.move is not None and _TARGET[table.move.direction] is tier:
-            num_held += len(table.arrived) + len(table.move.dst_block_ids) + len(table.behind)
+            num_held += len(table.target)
         return num_held
 
     def check_integrity(self) -> None:
@@ -266,7 +281,7 @@ class TieredKVManager(KVManager):
         for table in self._tables.values():
             owned[table.tier] += table.blocks
             if table.move is not None:
-                owned[_TARGET[table.move.direction]] += [*table.arrived, *table.move.dst_block_ids, *table.behind]
+                owned[_TARGET[table.move.direction]] += table.target
             else:
                 assert not table.arrived and not table.behind and not table.num_kept, table
         for move in self._abandoned.values():

@@ -3,8 +3,7 @@
 Importing this registers the built-in models in LATENCY_MODELS; scikit-learn is imported when one is fitted.
 """
 
-from omniserve.latency import bros, conserve, omniserve
-from omniserve.latency.accuracy import Accuracy, accuracy_of, accuracy_of_errors
+from omniserve.latency import linear, omniserve
 from omniserve.latency.base import (
     LATENCY_MODELS,
     BatchFeatures,
@@ -14,10 +13,10 @@ from omniserve.latency.base import (
     StepRows,
     features_of,
 )
-from omniserve.latency.correction import CorrectedModel
-from omniserve.latency.host_speed import HostSpeed
+from omniserve.latency.correction import CorrectedModel, ScaledModel
+from omniserve.latency.fitting import Accuracy, accuracy_of, accuracy_of_errors
+from omniserve.latency.omniserve import HostSpeed
 from omniserve.latency.profile import Profile, ProfileMismatch, StepSample
-from omniserve.latency.scaled import ScaledModel
 
 __all__ = [
     "LATENCY_MODELS",
@@ -35,8 +34,7 @@ __all__ = [
     "StepSample",
     "accuracy_of",
     "accuracy_of_errors",
-    "bros",
-    "conserve",
     "features_of",
+    "linear",
     "omniserve",
 ]

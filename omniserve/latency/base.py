@@ -163,13 +163,9 @@ class StepRows:
         features.host_works = True
 
 
-def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False, swap_bytes: int = 0) -> BatchFeatures:
-    """Return the features of a plan.
-
-    Args:
-        host_works: The host tier works during the step; a plan with piggyback rows says so by itself.
-    """
-    step = StepRows(shape, BatchFeatures(host_works=host_works, swap_bytes=swap_bytes))
+def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False) -> BatchFeatures:
+    """Return the features of a plan; one with piggyback rows says by itself that the host tier works."""
+    step = StepRows(shape, BatchFeatures(host_works=host_works))
     for chunk in plan.chunks:
         num_scored = len(chunk.scores.token_ids) if chunk.scores is not None else 0
         step.add_chunk(chunk.start, len(chunk.token_ids), samples=chunk.samples + num_scored)
@@ -179,6 +175,19 @@ def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False, 
     step.add_piggyback(plan.num_piggyback_seats, len(plan.entries), joins)
     step.add_pipelined([(row.position, row.layer if isinstance(row, PiggybackJoin) else 0) for row in plan.pipelined])
     return step.features
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaBeta:
+    """Seconds of sending something: ``alpha_s + beta_s * size``, 0 for nothing (omniserve 3.3.1, gamma)."""
+
+    alpha_s: float = 0.0
+    """Latency."""
+    beta_s: float = 0.0
+    """Seconds per unit of size (rows or bytes)."""
+
+    def __call__(self, size: float) -> float:
+        return self.alpha_s + self.beta_s * size if size > 0 else 0.0
 
 
 class Predictor(ABC):
@@ -208,10 +217,6 @@ class Predictor(ABC):
     def step_s(self, features: BatchFeatures) -> float:
         """Return the seconds of the step."""
         return sum(self.terms(features))
-
-    def layer_s(self, features: BatchFeatures) -> float:
-        """Return the seconds of one layer of the step."""
-        return sum(self.terms(features)[self.layer_terms]) / self.num_layers
 
     def modules_s(self, features: BatchFeatures) -> tuple[float, float]:
         """Return the seconds of one layer of the step apart: linear modules, attention on the device."""

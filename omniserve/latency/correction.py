@@ -1,15 +1,56 @@
-"""CorrectedModel: a latency model that learns from each step: slowly what lasts, at once the machine's pace."""
+"""Predictors that multiply another one's terms: by factors found once, or learned from each step."""
 
 from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import Self
 
 from omniserve.latency.base import BatchFeatures, Predictor
+from omniserve.latency.fitting import fit_terms
+from omniserve.latency.profile import StepSample
 
 logger = logging.getLogger(__name__)
+
+# That all terms have one factor is worth so many steps, and holds where steps say little of a term: a step is off by
+# 13 % or so, and a factor is expected within 10 % of the common one. (0.13 / 0.1)^2
+_PRIOR_STEPS = 2.0
+
+
+class ScaledModel(Predictor):
+    """``sum(factor_i * term_i)`` of another predictor."""
+
+    def __init__(self, model: Predictor, factors: Sequence[float]) -> None:
+        if len(factors) != len(model.term_names):
+            raise ValueError(f"the model has {len(model.term_names)} terms, got {len(factors)} factors")
+        self.model = model
+        self.factors = tuple(factors)
+        """One for each of ``term_names``."""
+        self.term_names, self.layer_terms, self.num_layers = model.term_names, model.layer_terms, model.num_layers
+        self.attention_terms = model.attention_terms
+
+    @classmethod
+    def fitted(cls, model: Predictor, samples: Sequence[StepSample]) -> Self:
+        """Return the model scaled so that half of the steps took longer than it says, whatever they consist of.
+
+        First all terms get one factor, then each may differ from that, as far as the steps tell them apart.
+
+        Raises:
+            ValueError: There are no samples.
+        """
+        if not samples:
+            raise ValueError("fitting needs measured steps, got none")
+        rows = [model.terms(sample.features) for sample in samples]
+        seconds = [sample.seconds for sample in samples]
+        common = median(measured / sum(row) for measured, row in zip(seconds, rows, strict=True))
+        return cls(model, fit_terms(rows, seconds, prior=[common] * len(rows[0]), prior_weight=_PRIOR_STEPS))
+
+    def terms(self, features: BatchFeatures) -> tuple[float, ...]:
+        return tuple([factor * term for factor, term in zip(self.factors, self.model.terms(features), strict=True)])
+
 
 BOUNDS = (0.7, 1.5)
 """A term that is off by more than this is not drift: the machine is another one, or has other work."""
@@ -26,21 +67,17 @@ class StepPace:
     """
 
     def __init__(self) -> None:
-        self._recent = deque([0.0] * _WINDOW)
-        self._ordered = [0.0] * _WINDOW
+        self._recent = deque([0.0] * _WINDOW, maxlen=_WINDOW)
         self.value = 1.0
         """The factor for predictions, within ``_PACE_BOUNDS``."""
 
     def observe(self, ratio: float) -> None:
         """Take a step that took ``ratio`` times what was predicted, > 0."""
-        log_ratio = math.log(ratio)
-        del self._ordered[bisect_left(self._ordered, self._recent.popleft())]
-        self._recent.append(log_ratio)
-        insort(self._ordered, log_ratio)
-        self.value = min(max(math.exp(self._ordered[_WINDOW // 2]), _PACE_BOUNDS[0]), _PACE_BOUNDS[1])
+        self._recent.append(math.log(ratio))
+        self.value = min(max(math.exp(median(self._recent)), _PACE_BOUNDS[0]), _PACE_BOUNDS[1])
 
 
-class CorrectedModel(Predictor):
+class CorrectedModel(ScaledModel):
     """Multiplies each term of a model by a factor that measured steps move, and all of them by the machine's pace.
 
     A step's relative error, clipped, is shared among its terms in proportion to their part of the step (normalised
@@ -67,12 +104,9 @@ class CorrectedModel(Predictor):
             raise ValueError(f"rate must be in (0, 1), got {rate}")
         if not 0 < bounds[0] <= 1 <= bounds[1]:
             raise ValueError(f"bounds must be around 1, got {bounds}")
-        self.model = model
-        self.term_names, self.layer_terms, self.num_layers = model.term_names, model.layer_terms, model.num_layers
-        self.attention_terms = model.attention_terms
+        super().__init__(model, [1.0] * len(model.term_names))
         self._rate = rate
         self._low, self._high = bounds
-        self._factors = [1.0] * len(model.term_names)
         self._log_ratio = 0.0
         self._pace = StepPace()
         self._num_steps = 0
@@ -81,11 +115,6 @@ class CorrectedModel(Predictor):
         """Running mean of |predicted - measured| / measured, with the correction."""
         self.has_drifted = False
         """``drift`` has been out of bounds for long, which was logged."""
-
-    @property
-    def factors(self) -> tuple[float, ...]:
-        """A factor for each of ``term_names``, without that of the machine's pace."""
-        return tuple(self._factors)
 
     @property
     def pace(self) -> float:
@@ -101,7 +130,7 @@ class CorrectedModel(Predictor):
         """Return the corrected terms, seconds."""
         pace = self._pace.value
         return tuple(
-            [pace * factor * term for factor, term in zip(self._factors, self.model.terms(features), strict=True)]
+            [pace * factor * term for factor, term in zip(self.factors, self.model.terms(features), strict=True)]
         )
 
     def observe(self, features: BatchFeatures, seconds: float) -> None:
@@ -110,16 +139,16 @@ class CorrectedModel(Predictor):
         total = sum(raw)
         if total <= 0 or seconds <= 0:
             return
-        corrected = [factor * term for factor, term in zip(self._factors, raw, strict=True)]
+        corrected = [factor * term for factor, term in zip(self.factors, raw, strict=True)]
         predicted = sum(corrected)
         off = abs(self._pace.value * predicted - seconds) / seconds
         self._pace.observe(seconds / predicted)
         error = max(-self.MAX_ERROR, min(self.MAX_ERROR, (seconds - predicted) / predicted))
         shares = [term / predicted for term in corrected]
         gain = self._rate * error / sum(share * share for share in shares)
-        for i, share in enumerate(shares):
-            moved = self._factors[i] * (1.0 + max(-self._rate, min(self._rate, gain * share)))
-            self._factors[i] = max(self._low, min(self._high, moved))
+        moves = (1.0 + max(-self._rate, min(self._rate, gain * share)) for share in shares)
+        moved = (factor * move for factor, move in zip(self.factors, moves, strict=True))
+        self.factors = tuple(max(self._low, min(self._high, factor)) for factor in moved)
         self._num_steps += 1
         weight = max(self.MEMORY, 1.0 / self._num_steps)
         self.error += weight * (min(1.0, off) - self.error)

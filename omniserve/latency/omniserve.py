@@ -9,14 +9,16 @@ term: a module between others finds other caches than one in a loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Self
 
 from omniserve.latency.base import LATENCY_MODELS, BatchFeatures, LatencyModel
-from omniserve.latency.host_speed import HostSpeed
-from omniserve.latency.profile import STATES, Curve, Profile, StepSample, Table
-from omniserve.latency.regression import fit_terms
+from omniserve.latency.fitting import fit_terms
+from omniserve.latency.profile import STATES, Profile, StepSample, Table
 
 # A measured module weighs as much as this many steps against what the steps say of it.
 _PRIOR_STEPS = 10.0
@@ -26,6 +28,80 @@ _NO_OVERHEAD_STEPS = 3.0
 _FEW_ROWS = 16
 # (a, per row or request, per call) of an attention module.
 Attention = tuple[float, float, float]
+
+
+class Curve:
+    """A non-decreasing function through measured points: linear between them, and on at the end.
+
+    A measurement above one of more rows was disturbed, which only makes it longer: it is lowered to that one. So the
+    curve never falls, and a policy may search by bisection. Paper: omniserve 3.3.1.
+
+    Args:
+        points: (rows >= 1, seconds), in any order; at least one.
+
+    Raises:
+        ValueError: No points, or two at the same place.
+    """
+
+    __slots__ = ("_slope", "_xs", "_ys")
+
+    def __init__(self, points: Iterable[tuple[int, float]]) -> None:
+        ordered = sorted(points)
+        self._xs = [x for x, _ in ordered]
+        if not ordered or len(set(self._xs)) < len(self._xs):
+            raise ValueError(f"a curve needs points at different places, got {ordered}")
+        self._ys = lower_envelope([y for _, y in ordered])
+        # The slope beyond the end, from the upper half of the range: two neighbours would be all noise.
+        first = min(bisect_right(self._xs, self._xs[-1] / 2), len(self._xs) - 2) if len(ordered) > 1 else 0
+        span = self._xs[-1] - self._xs[first]
+        self._slope = (self._ys[-1] - self._ys[first]) / span if span else self._ys[-1] / self._xs[-1]
+
+    def __call__(self, x: float) -> float:
+        """Return seconds for ``x`` rows; 0 for none."""
+        xs, ys = self._xs, self._ys
+        if x <= xs[0]:
+            return ys[0] if x > 0 else 0.0
+        if x >= xs[-1]:
+            return ys[-1] + self._slope * (x - xs[-1])
+        i = bisect_right(xs, x)
+        low = xs[i - 1]
+        return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - low) / (xs[i] - low)
+
+
+def lower_envelope(values: list[float]) -> list[float]:
+    """Return the largest non-decreasing sequence that is nowhere above ``values``."""
+    return list(itertools.accumulate(reversed(values), min))[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpeed:
+    """What the host tier needs for the attention of one layer.
+
+    ``(per_key context + per_request requests) / threads + per_call``, seconds; a regression over the profile."""
+
+    per_key_s: float
+    per_request_s: float
+    per_call_s: float
+    threads: int
+    """Threads of the host tier."""
+
+    @classmethod
+    def from_profile(cls, profile: Profile) -> Self | None:
+        """Fit it to what was measured; None without a host tier."""
+        if not profile.host_attention:
+            return None
+        rows = [
+            (context / threads, requests / threads, 1.0) for requests, context, threads, _ in profile.host_attention
+        ]
+        per_key_s, per_request_s, per_call_s = fit_terms(rows, [row[-1] for row in profile.host_attention])
+        return cls(per_key_s, per_request_s, per_call_s, max(1, profile.fingerprint.host_threads))
+
+    def __call__(self, requests: int, context: float) -> float:
+        """Return the seconds for one layer's tasks, with so many keys together, on all host threads."""
+        if requests <= 0:
+            return 0.0
+        work_s = self.per_key_s * context + self.per_request_s * requests
+        return work_s / self.threads + self.per_call_s
 
 
 @LATENCY_MODELS.register("omniserve")
@@ -61,7 +137,10 @@ class OmniServeModel(LatencyModel):
         self._head = [Curve(profile.head[state]) for state in STATES]
         self._prefill = [_fit_attention(profile.prefill_attention[state], _prefill_loads(profile)) for state in STATES]
         self._decode = [_fit_attention(profile.decode_attention[state], _decode_loads(profile)) for state in STATES]
-        self._piggyback = _fit_table(profile.piggyback, lambda seats, rows: (1.0, seats, rows > 0, rows), 4)
+        self._piggyback = [0.0] * 4
+        if profile.piggyback:  # else there is no host tier
+            quantities = [(1.0, seats, rows > 0, rows) for seats, rows, _ in profile.piggyback]
+            self._piggyback = fit_terms(quantities, [row[-1] for row in profile.piggyback])
         self._host = HostSpeed.from_profile(profile)
         self.scales = tuple(scales) if scales is not None else self._PRIOR
         """What measured steps say each module's time must be multiplied by, and the overheads in seconds."""
@@ -153,9 +232,3 @@ def _decode_loads(profile: Profile) -> Loads:
 def _fit_attention(table: Table, loads: Loads) -> Attention:
     a, h, b = fit_terms([(*loads(first, second), 1.0) for first, second, _ in table], [row[-1] for row in table])
     return a, h, b
-
-
-def _fit_table(table: Table, quantities: Callable[..., tuple[float, ...]], width: int) -> tuple[float, ...]:
-    if not table:
-        return (0.0,) * width  # no host tier
-    return tuple(fit_terms([quantities(*row[:-1]) for row in table], [row[-1] for row in table]))

@@ -85,14 +85,7 @@ def flag_of(field: str) -> str:
 def add_field_flags(
     parser: argparse.ArgumentParser, kind: type, names: Sequence[str], *, notes: Mapping[str, str] = {}
 ) -> None:
-    """Add a flag for each of these fields.
-
-    Args:
-        parser: Gets them.
-        kind: A dataclass; each of the fields has a default.
-        names: Of the fields.
-        notes: More help by field.
-    """
+    """Add a flag for each of these fields of a dataclass, which have defaults; ``notes`` has more help by field."""
     types, fields = typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
     for name in names:
         default: Any = fields[name].default

@@ -24,12 +24,7 @@ def served_dtype(own: torch.dtype) -> torch.dtype:
 
 
 def auto_dtype(model: str | Path, device: str, config: EngineConfig) -> tuple[torch.dtype | None, str]:
-    """Decide what ``auto`` is, before the weights are loaded.
-
-    Args:
-        model: Folder or hub id.
-        device: ``cpu`` or ``cuda``.
-        config: Of the engine, for its KV pools.
+    """Decide what ``auto`` is, before the weights are loaded, on the device ``cpu`` or ``cuda``.
 
     Returns:
         The dtype, or None for the checkpoint's own; and a line to tell, empty where nothing is out of the ordinary.

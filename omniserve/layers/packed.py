@@ -1,6 +1,6 @@
 """Prepacked linears for the CPU device tier: oneDNN's blocked weight replaces the dense one.
 
-A bf16 ``F.linear`` on the CPU reorders its weight at every call, which packing does once (``benchmarks/dense.py``). The
+A bf16 ``F.linear`` on the CPU reorders its weight at every call, which packing does once. The
 packed tensor is opaque, so a compiled graph cannot take it as an input. It takes an int64 handle tensor instead, by
 which an operator finds the packed tensor in a table. Packing a group (``groups.py``) saves the fixed cost of a call,
 which is most of the time of a small product.

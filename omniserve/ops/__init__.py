@@ -1,18 +1,19 @@
 """The operators ``torch.ops.omniserve.*``; importing this loads the compiled extension and starts nothing.
 
-Each operator has a schema and a CPU kernel in C++ (``csrc``), a fake (``fakes``), a Triton kernel for CUDA where it
-only moves rows (``cuda``, ``kernels``), and in ``OPS`` a slow reference and samples, which the tests walk.
+Each operator has a schema and a CPU kernel in C++ (``csrc``), a fake that tells torch.compile and opcheck the shape and
+dtype of its result (below), and a Triton kernel for CUDA where it only moves rows (``cuda``, ``kernels``). Its slow
+reference and its samples are with the tests (``tests/ops/table.py``).
+
+Legend: T packed tokens, D hidden, N query heads, H head size, P seats, R requests, I and O input and output features.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-
-from omniserve.ops.table import OPS, OpSpec, Sample
-
-__all__ = ["OPS", "OpSpec", "Sample"]
+from torch import Tensor
 
 BUILD_COMMAND = "python setup.py build_ext --inplace"
 
@@ -38,4 +39,32 @@ def _load_extension(package: Path) -> None:
 
 _load_extension(Path(__file__).parent.parent)
 
-from omniserve.ops import cuda, fakes  # noqa: E402, F401  they register for operators that must exist by now
+from omniserve.ops import cuda  # noqa: E402, F401  it registers for operators that must exist by now
+
+
+def _no_result(*_: Any) -> None:
+    return None
+
+
+for _name in ("store_kv", "store_host_kv", "residual_store", "residual_fetch", "piggyback_send"):
+    torch.library.register_fake(f"omniserve::{_name}", _no_result)
+
+
+@torch.library.register_fake("omniserve::paged_attention")
+def _paged_attention(q_TNH: Tensor, *_: Any) -> Tensor:
+    return q_TNH.new_empty(q_TNH.shape)
+
+
+@torch.library.register_fake("omniserve::cpu_attention")
+def _cpu_attention(q_RNH: Tensor, *_: Any) -> Tensor:
+    return q_RNH.new_empty(q_RNH.shape)
+
+
+@torch.library.register_fake("omniserve::piggyback_concat")
+def _piggyback_concat(attn_TD: Tensor, results_RD: Tensor, rows_P: Tensor) -> Tensor:
+    return attn_TD.new_empty((attn_TD.shape[0] + rows_P.shape[0], attn_TD.shape[1]))
+
+
+@torch.library.register_fake("omniserve::skinny_linear")
+def _skinny_linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    return x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0]))

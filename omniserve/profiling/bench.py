@@ -1,4 +1,12 @@
-"""ModuleBench: the engine's modules alone, launched as an engine launches them (see ``served``).
+"""The engine's modules alone, launched as an engine launches them, so that they are measured as they will run.
+
+By default (``step_graphs="auto"``) an engine on a GPU runs steps in constant shapes: rows pass the dense halves in CUDA
+graphs, decodes attend in them, too, and rows reach the host tier through its mailbox. So these are measured as replays
+of a graph of all layers, in which launching costs what it costs there: nothing for each kernel. What is launched
+one by one there is so here: attention to longer chunks, the head, and more rows than any captured shape has. Padding to
+a shape is not measured: it is part of what measured steps add to their modules.
+
+Without a GPU nothing is captured; with ``step_graphs="on"`` the same code runs there without graphs.
 
 Legend: T rows, D hidden, N query heads, K KV heads, H head size, R rows of the head.
 """
@@ -6,9 +14,10 @@ Legend: T rows, D hidden, N query heads, K KV heads, H head size, R rows of the 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 from collections.abc import Callable
-from itertools import repeat
+from itertools import islice, repeat
 
 import torch
 from torch import Tensor
@@ -16,18 +25,66 @@ from torch.nn.functional import pad
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import DeviceChunk, StepPlan
+from omniserve.engine.capacity import max_model_len
+from omniserve.engine.fingerprint import has_constant_steps
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
-from omniserve.profiling.served import Served
+from omniserve.ops.attention import resolve_attention
+from omniserve.runner.cuda_graphs.capture import Capture, CudaGraphCapture
+from omniserve.runner.cuda_graphs.graph_runner import why_not_captured
+from omniserve.runner.cuda_graphs.shapes import CHUNK_ROWS
 from omniserve.runner.step_inputs import make_step_inputs
+
+
+class Served:
+    """Says what an engine with these settings captures, and captures it.
+
+    Args:
+        capture: Makes the graphs; None: CUDA graphs on a GPU, else nothing is captured.
+    """
+
+    def __init__(self, model: PatchedModel, config: EngineConfig, *, capture: Capture | None = None) -> None:
+        spec, on_cuda = model.spec, model.device.type == "cuda"
+        self.attend = resolve_attention(config.execution.attention, model.device)
+        """Device attention."""
+        self.constant = has_constant_steps(config, model.device) and not why_not_captured(model, self.attend, config)
+        """Steps run in constant shapes."""
+        self.mailbox = on_cuda or config.execution.step_graphs == "on"
+        """Rows reach the host tier through its mailbox; else they are handed over by a call."""
+        self.max_blocks = -(-max_model_len(config, spec) // config.block_size)
+        """Width of the block table in constant shapes; attention is launched for it, whatever the lengths are."""
+        device_rows = min(max(2 * config.max_num_seqs, CHUNK_ROWS[-1]), config.max_num_batched_tokens)
+        self._most_rows = device_rows + config.max_piggyback_seats
+        if capture is None and self.constant and on_cuda:
+            capture = CudaGraphCapture((0, spec.num_heads, spec.head_size), model.dtype, model.device)
+        self._capture = capture or Capture()
+
+    def is_constant(self, num_rows: int) -> bool:
+        """Whether a step of so many rows, seats included, runs in a constant shape."""
+        return self.constant and num_rows <= self._most_rows
+
+    def launched(self, run: Callable[[], Tensor], *, num_rows: int = 0) -> Callable[[], Tensor]:
+        """Return a function that does the device work of a pass as an engine does it, replaying a graph where possible.
+
+        Args:
+            run: The pass, over tensors that stay where they are. It runs at least once if it is captured.
+            num_rows: Rows of the step, seats included.
+        """
+        if not self.is_constant(num_rows):
+            return run
+        was_enabled = gc.isenabled()
+        gc.disable()  # to free a graph while another is being captured is an error
+        try:
+            return self._capture.full(run)
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 class ModuleBench:
     """Runs the modules of a patched model alone, all layers in turn.
 
     Args:
-        model: The model.
-        config: Says block size, attention and most rows of a step.
         max_tokens: Most tokens of KV.
         served: How modules are launched; None: as the configuration says.
     """
@@ -37,15 +94,7 @@ class ModuleBench:
     ) -> None:
         self.model, self.config = model, config
         self.num_blocks = -(-max_tokens // config.block_size)
-        self.storage = DeviceKVStorage(
-            model.spec,
-            num_blocks=self.num_blocks,
-            block_size=config.block_size,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        self.storage.k_LBKSH.zero_()
-        self.storage.v_LBKSH.zero_()
+        self.storage = zeroed_storage(model, self.num_blocks, config.block_size)
         self._served = served or Served(model, config)
         # Scattered like those of an engine that has been running for a while.
         self._blocks = random.Random(0).sample(range(self.num_blocks), self.num_blocks)
@@ -82,19 +131,12 @@ class ModuleBench:
         In constant shapes, decodes (chunks of one row) attend with ``one_query_each`` and the block table of the
         longest request, and are captured; longer chunks are not.
         """
-        plan_chunks, first = [], 0
+        plan_chunks, free = [], iter(self._blocks)
         for i, (count, start) in enumerate(chunks):
-            blocks = -(-(start + count) // self.config.block_size)
+            block_ids = tuple(islice(free, -(-(start + count) // self.config.block_size)))
             plan_chunks.append(
-                DeviceChunk(
-                    request_id=str(i),
-                    token_ids=(0,) * count,
-                    start=start,
-                    block_ids=tuple(self._blocks[first : first + blocks]),
-                    samples=False,
-                )
+                DeviceChunk(request_id=str(i), token_ids=(0,) * count, start=start, block_ids=block_ids, samples=False)
             )
-            first += blocks
         spec = self.model.spec
         inputs = make_step_inputs(
             StepPlan(step_id=0, chunks=tuple(plan_chunks)),
@@ -107,7 +149,6 @@ class ModuleBench:
             torch.randn(rows, heads, spec.head_size, device=self.model.device).to(self.model.dtype)
             for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         )
-
         decodes = self._served.constant and all(count == 1 for count, _ in chunks)
         metadata = inputs.attention
         if decodes:
@@ -126,3 +167,13 @@ class ModuleBench:
             return out_TNH
 
         return self._served.launched(run, num_rows=rows) if decodes else run
+
+
+def zeroed_storage(model: PatchedModel, num_blocks: int, block_size: int) -> DeviceKVStorage:
+    """Return device KV of a model, every page of which was written."""
+    storage = DeviceKVStorage(
+        model.spec, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
+    )
+    storage.k_LBKSH.zero_()
+    storage.v_LBKSH.zero_()
+    return storage

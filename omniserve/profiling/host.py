@@ -5,10 +5,11 @@ Legend: T device rows, P seats, D hidden, N query heads, K KV heads, H head size
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.latency.profile import AlphaBeta, Fingerprint, Table
-from omniserve.latency.regression import fit_terms
+from omniserve.latency.base import AlphaBeta
+from omniserve.latency.fitting import fit_terms
+from omniserve.latency.profile import Fingerprint, Table
 from omniserve.layers.patching import PatchedModel
-from omniserve.profiling.served import Served
+from omniserve.profiling.bench import Served, zeroed_storage
 from omniserve.profiling.timer import Progress, Timer
 from omniserve.runner.piggyback_rows import PiggybackRows
 
@@ -33,14 +35,13 @@ _PATIENCE_S = 60.0
 _DEVICE_ROWS = 16
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostTimes:
-    """Fields of a Profile; see there."""
+class HostTimes(TypedDict, total=False):
+    """Fields of a Profile; see there. Without a host tier there are none."""
 
-    piggyback: Table = ()
-    host_attention: Table = ()
-    copy_to_host: AlphaBeta = field(default_factory=AlphaBeta)
-    copy_to_device: AlphaBeta = field(default_factory=AlphaBeta)
+    piggyback: Table
+    host_attention: Table
+    copy_to_host: AlphaBeta
+    copy_to_device: AlphaBeta
 
 
 class _HostBench:
@@ -62,17 +63,18 @@ class _HostBench:
             mailbox=self._served.mailbox,
         )
         self.tier.pool_LBK2SH.zero_()  # pages that were never written are all one page, in every cache
-        self._epoch = 0
+        self._epoch, self._move_ids = 0, itertools.count()
         self._sending: PiggybackRows | None = None
         if self._served.mailbox:
             self._sending = PiggybackRows(model, self.tier, config.max_host_requests)
         self._passes: dict[tuple[int, int], Callable[[], object]] = {}
 
-    def rows(self, count: int, heads: int) -> torch.Tensor:
-        """Return random rows ``[count, heads, H]``."""
-        return torch.randn(count, heads, self.spec.head_size).to(self.model.dtype)
+    def qkv(self, count: int) -> list[Tensor]:
+        """Return random rows ``[count, N, H]``, ``[count, K, H]``, ``[count, K, H]`` in host memory."""
+        heads = (self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads)
+        return [torch.randn(count, each, self.spec.head_size).to(self.model.dtype) for each in heads]
 
-    def bind(self, num_requests: int, context: int) -> torch.Tensor:
+    def bind(self, num_requests: int, context: int) -> Tensor:
         """Bind slots to tokens at the end of ``context`` keys each; return the slots."""
         blocks = -(-context // self.config.block_size)
         for slot in range(num_requests):
@@ -82,10 +84,10 @@ class _HostBench:
         return torch.arange(num_requests)
 
     def wait_for(self, count: int, kind: HostEventKind) -> None:
-        """Wait until so much has been done.
+        """Wait for so many events of a kind.
 
         Raises:
-            RuntimeError: Something failed, or nothing happens any more.
+            RuntimeError: A task or a move failed, or no event has come for too long.
         """
         deadline_s = time.monotonic() + _PATIENCE_S
         while count > 0:
@@ -101,10 +103,7 @@ class _HostBench:
     def attention(self, num_requests: int, context: int) -> float:
         """Return the seconds of one layer's tasks: ``num_requests`` of them with ``context`` keys each."""
         slots = self.bind(num_requests, context)
-        q, k, v = (
-            self.rows(num_requests, heads)
-            for heads in (self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads)
-        )
+        q, k, v = self.qkv(num_requests)
         layers = min(self.spec.num_layers, _MAX_LAYERS)
         began_s = time.perf_counter()
         for layer in range(layers):
@@ -146,9 +145,7 @@ class _HostBench:
         attn_TD = torch.zeros(_DEVICE_ROWS, spec.num_heads * spec.head_size, dtype=dtype, device=device)
         rows = _DEVICE_ROWS + num_seats
         hidden_TD = torch.zeros(rows, spec.hidden_size, dtype=dtype, device=device)
-        q_TNH, k_TKH, v_TKH = (
-            self.rows(rows, heads).to(device) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        )
+        q_TNH, k_TKH, v_TKH = (each.to(device) for each in self.qkv(rows))
         leave = num_rows > 0 or self._served.constant
 
         def run() -> Tensor:
@@ -165,13 +162,12 @@ class _HostBench:
     def _by_call(self, num_seats: int, num_rows: int, timer: Timer) -> float:
         """Return the seconds of a layer's work where both tiers share the memory, handing over included."""
         dtype, spec = self.model.dtype, self.spec
-        slots = self.bind(num_rows, 1)
         seats_P = torch.full((num_seats,), -1, dtype=torch.int64)
-        seats_P[:num_rows] = slots
+        seats_P[:num_rows] = self.bind(num_rows, 1)
         attn_TD = torch.zeros(_DEVICE_ROWS, spec.num_heads * spec.head_size, dtype=dtype)
         hidden_TD = torch.zeros(_DEVICE_ROWS + num_seats, spec.hidden_size, dtype=dtype)
         store_SD = torch.zeros(self.config.max_host_requests, spec.hidden_size, dtype=dtype)
-        q, k, v = (self.rows(num_seats, heads) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
+        q, k, v = self.qkv(num_seats)
 
         def run() -> None:
             ops = torch.ops.omniserve
@@ -186,24 +182,16 @@ class _HostBench:
         self.wait_for(num_rows, HostEventKind.ATTENTION_DONE)
         return seconds
 
-    def move(self, storage: DeviceKVStorage, num_blocks: int, direction: MoveDirection, move_id: int) -> float:
+    def move(self, storage: DeviceKVStorage, num_blocks: int, direction: MoveDirection) -> float:
         """Return the seconds of moving some blocks, all layers."""
         ids = tuple(range(num_blocks))
-        move = KVMove(request_id="", move_id=move_id, direction=direction, src_block_ids=ids, dst_block_ids=ids)
+        move = KVMove(
+            request_id="", move_id=next(self._move_ids), direction=direction, src_block_ids=ids, dst_block_ids=ids
+        )
         began_s = time.perf_counter()
         self.tier.start_move(move, storage.k_LBKSH, storage.v_LBKSH)
         self.wait_for(1, HostEventKind.MOVE_DONE)
         return time.perf_counter() - began_s
-
-
-@contextmanager
-def _host_bench(model: PatchedModel, config: EngineConfig, threads: int, timer: Timer) -> Iterator[_HostBench]:
-    with timer.preparing():  # page-locks memory for a GPU
-        bench = _HostBench(model, config, threads)
-    try:
-        yield bench
-    finally:
-        bench.tier.close()
 
 
 def measure_host(
@@ -225,7 +213,9 @@ def measure_host(
     began = timer.spent
     for number, threads in enumerate(counts):
         end = began + (_HOST_END - 0.06 - began) * (number + 1) / len(counts)
-        with _host_bench(model, config, threads, timer) as bench:
+        with timer.preparing():  # page-locks memory for a GPU
+            bench = _HostBench(model, config, threads)
+        with closing(bench.tier):
             kind = f"host attention, {threads} threads"
             for _ in _rounds(timer, end):
                 for requests, context in bench.grid():
@@ -264,27 +254,15 @@ def _measure_piggyback(bench: _HostBench, timer: Timer) -> None:
 def _measure_moves(bench: _HostBench, timer: Timer) -> tuple[AlphaBeta, AlphaBeta]:
     block_bytes = bench.spec.kv_block_bytes(bench.config.block_size)
     num_blocks = min(16, bench.tier.num_blocks)
-    storage = DeviceKVStorage(
-        bench.spec,
-        num_blocks=num_blocks,
-        block_size=bench.config.block_size,
-        dtype=bench.model.dtype,
-        device=bench.model.device,
-    )
-    storage.k_LBKSH.zero_()
-    storage.v_LBKSH.zero_()
-    move_id = 0
+    storage = zeroed_storage(bench.model, num_blocks, bench.config.block_size)
     if not timer.counts_preparing:
         with timer.preparing():
             for direction in MoveDirection:
-                bench.move(storage, num_blocks, direction, move_id)
-                move_id += 1
+                bench.move(storage, num_blocks, direction)
     for _ in _rounds(timer, _HOST_END, least=2, most=7):
         for direction in MoveDirection:
             for blocks in sorted({1, max(1, num_blocks // 4), num_blocks}):
-                seconds = bench.move(storage, blocks, direction, move_id)
-                timer.add(f"move {direction}", (blocks, 0), seconds)
-                move_id += 1
+                timer.add(f"move {direction}", (blocks, 0), bench.move(storage, blocks, direction))
 
     def fitted(direction: MoveDirection) -> AlphaBeta:
         points = list(timer.typicals(f"move {direction}"))

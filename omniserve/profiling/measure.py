@@ -16,8 +16,7 @@ from omniserve.layers.patching import PatchedModel, patch
 from omniserve.profiling.host import measure_host
 from omniserve.profiling.modules import measure_modules
 from omniserve.profiling.steps import measure_mixed_steps
-from omniserve.profiling.surroundings import Surroundings
-from omniserve.profiling.timer import Progress, Timer
+from omniserve.profiling.timer import Progress, Surroundings, Timer
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,6 @@ def profile_model(
         time_limit_s: Measuring ends about so long after compiling. The smallest set of points is measured however
             long it takes. On a GPU first calls, which choose and compile kernels, capture of CUDA graphs and starts
             of engines do not count: they take minutes at times, and samples of a few milliseconds are to be had after.
-        progress: Told what goes on.
 
     Raises:
         UnsupportedModelError: No layer family fits the model.
@@ -61,7 +59,7 @@ def profile_model(
         with torch.inference_mode():
             modules = measure_modules(patched, config, fingerprint, timer, progress)
             host = measure_host(patched, config, fingerprint, timer, progress)
-        rows, seconds = modules.dense["alone"][-1]
+        rows, seconds = modules["dense"]["alone"][-1]
         row_s = patched.num_layers * seconds / rows
         steps = measure_mixed_steps(model, config, timer, progress, row_s=row_s)
     finally:
@@ -70,16 +68,10 @@ def profile_model(
         fingerprint=fingerprint,
         shape=ModelShape.of(patched.spec),
         seconds=timer.seconds,
-        dense=modules.dense,
-        head=modules.head,
-        prefill_attention=modules.prefill_attention,
-        decode_attention=modules.decode_attention,
-        piggyback=host.piggyback,
-        host_attention=host.host_attention,
-        copy_to_host=host.copy_to_host,
-        copy_to_device=host.copy_to_device,
         steps=steps,
         conditions=surroundings.conditions(timer.spread()),
+        **modules,
+        **host,
     )
 
 
@@ -92,17 +84,13 @@ def find_or_make_profile(
     time_limit_s: float = 60.0,
     progress: Progress = lambda what, spent: None,
 ) -> Profile:
-    """Return a profile that holds for this model, these settings and this machine.
+    """Return a profile that holds for this model, these settings and this machine, as ``profile_model`` would make.
 
-    One that is measured is kept for the next time, unless others kept the machine busy meanwhile.
+    A profile that is measured now is kept for the next time, unless other processes kept the machine busy meanwhile.
 
     Args:
-        model: A Hugging Face causal language model; measuring patches it in place if it is not yet.
-        config: The settings it will be served with.
         path: Read this file and nothing else; None looks into the folder, and measures if nothing there fits.
         folder: Where profiles are kept; None: ``default_folder()``.
-        time_limit_s: Of measuring.
-        progress: Told what is measured.
 
     Raises:
         OSError: ``path`` cannot be read.

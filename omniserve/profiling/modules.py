@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypedDict
 
 from omniserve.core.config import EngineConfig
 from omniserve.host.cores import CoreSplit
-from omniserve.latency.profile import STATES, Fingerprint, Points, Table, explore
+from omniserve.latency.fitting import explore
+from omniserve.latency.profile import STATES, Fingerprint, Points, Table
 from omniserve.layers.patching import PatchedModel
 from omniserve.profiling.bench import ModuleBench
 from omniserve.profiling.timer import Point, Progress, Timer
@@ -21,11 +21,8 @@ _MAX_CONTEXT = 4096
 _FIRST_SAMPLES = 3
 _MUST_MEASURE = 4  # points of each grid, however slow the machine
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleTimes:
+class ModuleTimes(TypedDict):
     """Fields of a Profile; see there."""
 
     dense: dict[str, Points]
@@ -136,33 +133,17 @@ def _repeat(sampler: _Sampler, timer: Timer, progress: Progress) -> None:
 
 
 def _collect(timer: Timer, states: tuple[str, ...], num_layers: int) -> ModuleTimes:
-    def curve(module: str, layers: int) -> dict[str, Points]:
-        return _both(
-            {s: tuple((rows, t / layers) for (rows, _), t in timer.typicals(f"{module}, {s}")) for s in states}
-        )
-
-    def table(module: str) -> dict[str, Table]:
-        return _both(
-            {
-                # Of decode attention the context of all requests together is kept.
-                s: tuple(
-                    (a, b if module == "prefill" else a * b, t / num_layers)
-                    for (a, b), t in timer.typicals(f"{module}, {s}")
-                )
-                for s in states
-            }
-        )
+    def by_state(module: str, row: Callable[[int, int, float], tuple[float, ...]]) -> dict[str, Any]:
+        found = {s: tuple(row(*point, t) for point, t in timer.typicals(f"{module}, {s}")) for s in states}
+        return {state: found.get(state, found[STATES[0]]) for state in STATES}
 
     return ModuleTimes(
-        dense=curve("dense", num_layers),
-        head=curve("head", 1),
-        prefill_attention=table("prefill"),
-        decode_attention=table("decode"),
+        dense=by_state("dense", lambda rows, _, t: (rows, t / num_layers)),
+        head=by_state("head", lambda rows, _, t: (rows, t)),
+        prefill_attention=by_state("prefill", lambda chunk, before, t: (chunk, before, t / num_layers)),
+        # The context of all requests together is kept.
+        decode_attention=by_state("decode", lambda count, context, t: (count, count * context, t / num_layers)),
     )
-
-
-def _both(measured: dict[str, T]) -> dict[str, T]:
-    return {state: measured.get(state, measured[STATES[0]]) for state in STATES}
 
 
 def _context_limits(model: PatchedModel, config: EngineConfig) -> tuple[int, int]:

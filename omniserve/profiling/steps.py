@@ -16,7 +16,7 @@ from omniserve.core.request import Request, SamplingParams, ServiceClass
 from omniserve.engine.capacity import has_host_tier
 from omniserve.engine.engine import Engine
 from omniserve.host.cores import available_cores
-from omniserve.latency import BatchFeatures, ModelShape, StepSample, features_of
+from omniserve.latency import ModelShape, StepSample, features_of
 from omniserve.layers.patching import PatchedModel
 from omniserve.profiling.timer import Progress, Timer
 
@@ -46,9 +46,7 @@ def mixed_load(
     requests come in batches.
 
     Args:
-        seed: Same seed, same load.
         num_steps: The last arrival comes before this step.
-        vocab_size: Tokens are drawn from it.
         max_prompt: Longest prompt, in tokens.
         max_output: Longest output.
         mean_active: Requests of each class that are there at a time, on average, if none waits.
@@ -89,7 +87,6 @@ def measure_steps(
     max_samples: int,
     least: int = 0,
     least_with_host: int = 0,
-    keep: Callable[[BatchFeatures], bool] = lambda features: True,
     go_on: Callable[[], bool] = lambda: True,
     on_sample: Callable[[], object] = lambda: None,
 ) -> list[StepSample]:
@@ -103,7 +100,6 @@ def measure_steps(
         max_samples: Ends after so many, or when the load does.
         least: So many are taken whatever ``go_on`` says.
         least_with_host: So many samples have the host tier at work, too, or a few times ``least`` are taken.
-        keep: Which steps are wanted.
         go_on: Asked before each step; False ends the run.
         on_sample: Called after each sample, for progress.
     """
@@ -115,7 +111,7 @@ def measure_steps(
         nonlocal num_steps, num_with_host
         num_steps += 1
         features = features_of(plan, shape, host_works=host_works)
-        if num_steps > 5 and keep(features):
+        if num_steps > 5:
             samples.append(StepSample(features=features, seconds=seconds))
             num_with_host += features.host_works
             on_sample()
@@ -162,10 +158,6 @@ def measure_mixed_steps(
     first steps, which compile what no module needed; and one engine is gone before the next is made.
 
     Args:
-        model: The model.
-        config: Its settings.
-        timer: Knows the time that is left.
-        progress: Told of each step.
         row_s: Seconds that a row of a large step takes.
     """
     patched: PatchedModel = model.__dict__["omniserve"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from omniserve.latency.accuracy import Accuracy, accuracy_of
-from omniserve.latency.base import LATENCY_MODELS
-from omniserve.latency.profile import STATES, Curve, Profile
+from omniserve.latency import LATENCY_MODELS, Accuracy, Profile, accuracy_of
+from omniserve.latency.omniserve import Curve
+from omniserve.latency.profile import STATES
 
 _ROWS = (1, 4, 16, 64, 256, 1024)
 _LEAST_STEPS = 20

@@ -1,4 +1,4 @@
-"""Timer: samples of everything that is measured, and how much of the time limit is left."""
+"""Timer: samples of everything that is measured, and the time that is left; Surroundings: what may disturb them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from omniserve.ops.waiting import drain
+from omniserve.host.cores import cores_allowed, lines_of, read_core_seconds
+from omniserve.latency.profile import Conditions
+from omniserve.ops.streams import drain
 
 Progress = Callable[[str, float], None]
 """Told what is being measured, and the share of the time limit that has passed."""
@@ -25,7 +27,7 @@ class Timer:
         device: A GPU is waited for before and after each call.
         limit_s: The time limit of the whole measurement, which begins now.
         counts_preparing: What runs under ``preparing`` counts against the limit.
-        while_preparing: Entered for what does not.
+        while_preparing: Entered around what does not count.
     """
 
     def __init__(
@@ -109,3 +111,46 @@ class Timer:
 def _lower_quartile(samples: list[float]) -> float:
     """What disturbs a measurement only makes it longer: of few samples the median may still be a disturbed one."""
     return sorted(samples)[(len(samples) - 1) // 4]
+
+
+class Surroundings:
+    """Looks at the machine from its construction on; ``conditions`` says what it saw. For the measuring thread.
+
+    What the operating system does not tell (this is Linux's ``/proc``) counts as nothing.
+
+    Args:
+        num_threads: Threads that measure at a time, at most.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_cores = len(cores_allowed())
+        self._num_threads = num_threads
+        self._began = self._look()
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Leave out what goes on in here, such as compiling in other processes."""
+        before = self._look()
+        try:
+            yield
+        finally:
+            self._began = [a + end - first for a, first, end in zip(self._began, before, self._look(), strict=True)]
+
+    def conditions(self, spread: float) -> Conditions:
+        """Return what the machine was like since the construction; ``spread`` is the timer's."""
+        seconds, busy_s, own_s, waited_s = (now - a for now, a in zip(self._look(), self._began, strict=True))
+        return Conditions(
+            spread=spread,
+            waited=max(0.0, waited_s) / seconds,
+            others_cores=max(0.0, busy_s - own_s) / seconds,
+            spare_cores=max(0, self._num_cores - self._num_threads),
+        )
+
+    def _look(self) -> list[float]:
+        """Return the time, and the seconds of ``_read``."""
+        return [time.perf_counter(), *self._read()]
+
+    def _read(self) -> tuple[float, float, float]:
+        """Return seconds that our cores were busy or stolen, those of this process, those that this thread waited."""
+        ready = next(iter(lines_of("/proc/thread-self/schedstat")), "0 0 0").split()
+        return *read_core_seconds(), 1e-9 * int(ready[1])

@@ -20,7 +20,7 @@ from torch import Tensor
 from omniserve.core.plan import StepPlan
 from omniserve.host.tier import HostTier
 from omniserve.layers.patching import PatchedModel, Rotary
-from omniserve.ops.device_copies import upload
+from omniserve.ops.streams import upload
 from omniserve.runner.step_inputs import SeatRows, StepInputs
 
 _piggyback_concat = torch.ops.omniserve.piggyback_concat.default

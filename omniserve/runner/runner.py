@@ -1,34 +1,51 @@
 """ModelRunner: StepPlan -> layers -> token ids, whatever the policy. Paper: omniserve 3.2, 4.
 
 Batch rows are ``[device rows | P piggyback seats]``. They pass the layers in constant shapes where such were captured
-(``cuda_graphs``), else in shapes of their own (``layer_loop``).
+(``cuda_graphs``), else in shapes of their own (``LayerLoop``). In layer l a seat holds, up to the attention, the token
+that came through layer l-1 (or, at layer 0, one that enters); from the attention on, a token whose attention at l came
+back from the host tier.
 
-Legend: T rows, D hidden, P seats.
+Legend: T rows, D hidden, N query heads, K KV heads, H head size, P seats.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice, repeat
 
 import torch
+from torch import Tensor
 
+from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
+from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, StepOutput, StepPlan
 from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.layers.patching import PatchedModel
-from omniserve.ops.attention import DeviceAttention
-from omniserve.ops.device_copies import StreamEvent
-from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
-from omniserve.runner.layer_loop import LayerLoop, LayersOutput, stops_between_layers
+from omniserve.layers.patching import PatchedModel, Rotary
+from omniserve.ops.attention import DeviceAttention, resolve_attention
+from omniserve.ops.attention.native import attend_triton
+from omniserve.ops.streams import StreamEvent
+from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner, wants_graphs
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.pipelining import SecondBatch
-from omniserve.runner.safepoint import HaltedRows
-from omniserve.runner.step_inputs import PendingTokens
+from omniserve.runner.safepoint import HaltedRows, Safepoints
+from omniserve.runner.step_inputs import (
+    LayersOutput,
+    PendingTokens,
+    StepInputs,
+    make_step_inputs,
+    stops_between_layers,
+)
+from omniserve.runner.warm_up import warm_up_attention
 from omniserve.sampling.prompt_scores import score_prompts
 from omniserve.sampling.sampler import PendingSample, Sampler
+
+# Looked up once: the attribute chain costs as much as a small operator.
+_store_kv = torch.ops.omniserve.store_kv.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +61,25 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Executes plans; the sampler must know every request that may sample."""
+    """Executes plans; the sampler must know every request that may sample.
+
+    It begins with its kernels compiled, and its steps captured if the settings ask for that. With ``is_directed`` KV
+    blocks may run from the right. ``keep_halted`` and ``safepoint`` as in ``HaltedRows`` and ``LayerLoop``.
+
+    Raises:
+        ValueError: The settings ask for a device attention or graphs that this device or model does not allow.
+    """
 
     def __init__(
-        self, *, model: PatchedModel, storage: DeviceKVStorage, attend: DeviceAttention, sampler: Sampler,
-        tier: HostTier | None, rows: PiggybackRows, cores: CoreSplit, graphs: CudaGraphRunner | None = None,
-        keep_halted: bool = True, safepoint: Callable[[], bool] | None = None,
+        self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler,
+        tier: HostTier | None, host_threads: int, max_model_len: int, is_directed: bool, keep_halted: bool,
+        safepoint: Callable[[], bool] | None,
     ) -> None:  # fmt: skip
-        self._model, self._storage, self._sampler = model, storage, sampler
-        self._tier, self._rows, self._cores = tier, rows, cores
+        self._model, self._storage, self._sampler, self._tier = model, storage, sampler, tier
+        self._cores = CoreSplit(
+            device=model.device, device_threads=config.device_threads,
+            host_threads=host_threads if tier is not None else 0,
+        )  # fmt: skip
         self.host_works = False
         """The host tier attended, or was given a task, when the last step began. Moves do not count: a copy takes a
         small part of a step, and the step would have half of the cores for all of its time."""
@@ -61,17 +88,29 @@ class ModelRunner:
         self.halted = HaltedRows(keep=keep_halted)
         """Rows that left a step between two layers."""
         self._pending = PendingTokens(model.device)
-        self.graphs = graphs
+        attend = resolve_attention(config.execution.attention, model.device, is_directed=is_directed)
+        self._rows = rows = PiggybackRows(model, tier, config.max_host_requests if tier is not None else 0)
+        self.graphs: CudaGraphRunner | None = None
         """Runs the steps that fit a captured shape; None: nothing is captured."""
+        if wants_graphs(config, model, attend):
+            self.graphs = CudaGraphRunner(
+                config, model=model, storage=storage, attention=attend, rows=rows, max_model_len=max_model_len,
+                has_host_tier=tier is not None, is_directed=is_directed,
+            )  # fmt: skip
         self.loop = LayerLoop(
             model=model, storage=storage, attend=attend, rows=rows, halted=self.halted, pending=self._pending,
             safepoint=safepoint,
         )  # fmt: skip
         """Runs the other steps."""
-
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Run one step and wait for its end."""
-        return self.collect(self.launch(plan))
+        if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape
+            warm_up_attention(
+                attend, storage, model.spec, max_rows=config.max_num_batched_tokens,
+                max_requests=2 * config.max_num_seqs,  # best-effort ones come beside as many latency-sensitive ones
+                max_blocks=-(-max_model_len // config.block_size), is_directed=is_directed,
+            )  # fmt: skip
+        if self.graphs is not None:
+            model.warm_up(fused=True)  # also the layers that no graph calls by themselves
+            self.graphs.capture_all()
 
     def collect(self, step: LaunchedStep) -> StepOutput:
         """Wait for a launched step's end or tokens, and for nothing that was launched after it. Call this once a step.
@@ -162,3 +201,99 @@ class ModelRunner:
         pipelined = (row for row in plan.pipelined if isinstance(row, PiggybackEntry))
         for entry in (*plan.entries, *pipelined):
             self._tier.begin_token(entry.slot, entry.epoch, entry.position, entry.block_ids)
+
+
+@dataclass(kw_only=True, slots=True)
+class LayerLoop:
+    """Runs the layers of any plan."""
+
+    model: PatchedModel
+    storage: DeviceKVStorage
+    attend: DeviceAttention
+    rows: PiggybackRows
+    halted: HaltedRows
+    """Holds the rows that leave a step between two layers until a later step goes on with them."""
+    pending: PendingTokens
+    safepoint: Callable[[], bool] | None
+    """Asked between the layers of a step with preemptible rows whether these must leave. None: they never do."""
+
+    def run(self, plan: StepPlan) -> LayersOutput:
+        """Run the layers of a step whose rows are the same in all of them."""
+        inputs, rotary, hidden_TD = self._begin(plan)
+        hidden_TD = self._run_layers(range(self.model.num_layers), inputs, rotary, hidden_TD)
+        return LayersOutput(hidden_TD, inputs.sampled)
+
+    def run_one_by_one(self, plan: StepPlan, second: SecondBatch | None) -> LayersOutput:
+        """Run a step's layers, stopping at each of them.
+
+        Rows may leave the step and rejoin it before a layer. A second sub-batch runs its pre-attention before the layer
+        and its post-attention after it.
+        """
+        safepoints = Safepoints(plan, halted=self.halted, must_leave=self.safepoint, device=self.model.device)
+        present = safepoints.present
+        inputs, rotary, hidden_TD = self._begin(present)
+        for layer in range(self.model.num_layers):
+            hidden_TD = safepoints.before_layer(layer, hidden_TD)
+            if safepoints.present is not present:
+                present = safepoints.present
+                inputs = self._inputs(present)
+                rotary = islice(self._rotary(inputs), layer, None)
+            if second is not None:
+                second.begin_layer(layer)
+            hidden_TD = self._run_layers(range(layer, layer + 1), inputs, rotary, hidden_TD)
+            if second is not None:
+                second.end_layer(layer)
+        return LayersOutput(hidden_TD, inputs.sampled, safepoints.left)
+
+    def _begin(self, plan: StepPlan) -> tuple[StepInputs, Iterator[Rotary], Tensor]:
+        """Return the inputs of a plan, the rotary tables of its layers, and what the first layer is given."""
+        inputs = self._inputs(plan)
+        self.pending.fill(inputs.token_ids_T, plan)
+        hidden_TD = self.model.embed(inputs.token_ids_T, inputs.positions_T)
+        return inputs, self._rotary(inputs), hidden_TD
+
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        block_size, num_layers = self.storage.block_size, self.model.num_layers
+        return make_step_inputs(plan, block_size=block_size, num_layers=num_layers, device=self.model.device)
+
+    def _rotary(self, inputs: StepInputs) -> Iterator[Rotary]:
+        """Return (cos, sin) ``[T, H]`` of each layer's pre-attention; in the seats each layer has other tokens."""
+        if inputs.num_seats:
+            return self.rows.rotary_per_layer(inputs)
+        return repeat(self.model.rotary(inputs.positions_T) or (None, None), self.model.num_layers)
+
+    def _run_layers(self, layers: range, inputs: StepInputs, rotary: Iterator[Rotary], hidden_TD: Tensor) -> Tensor:
+        if not inputs.num_device_rows:
+            return self._run_seats(layers, inputs, rotary, hidden_TD)
+        attend = self._attend_with_seats if inputs.num_seats else self._attend_device
+        return self.model.run_layers(layers, hidden_TD, rotary, partial(attend, inputs))
+
+    def _attend_device(
+        self, inputs: StepInputs, layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor
+    ) -> Tensor:
+        k_cache, v_cache = self.storage.k_layers[layer], self.storage.v_layers[layer]
+        _store_kv(k_TKH, v_TKH, k_cache, v_cache, inputs.slot_mapping)
+        out_TNH = self.attend(q_TNH, k_cache, v_cache, inputs.attention, self.model.spec.attention[layer])
+        return out_TNH.view(inputs.num_device_rows, -1)
+
+    def _attend_with_seats(
+        self, inputs: StepInputs, layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor
+    ) -> Tensor:
+        if (leaving := inputs.leaving(layer)) is not None:
+            self.rows.leave(layer, leaving, hidden_TD, q_TNH, k_TKH, v_TKH)
+        n = inputs.num_device_rows
+        attn_TD = self._attend_device(inputs, layer, hidden_TD, q_TNH[:n], k_TKH[:n], v_TKH[:n])
+        joining = inputs.joining.get(layer)
+        slots_P = joining.slots_P if joining is not None else self.rows.empty_seats(inputs.num_seats)
+        return self.rows.join(slots_P, attn_TD, hidden_TD)
+
+    def _run_seats(self, layers: range, inputs: StepInputs, rotary: Iterator[Rotary], hidden_TD: Tensor) -> Tensor:
+        """Run only the halves that rows in seats need, in a step without device rows."""
+        for layer, (cos, sin) in zip(layers, rotary, strict=False):
+            if (leaving := inputs.leaving(layer)) is not None:
+                q_TNH, k_TKH, v_TKH = self.model.pre_attention(layer, hidden_TD, cos, sin)
+                self.rows.leave(layer, leaving, hidden_TD, q_TNH, k_TKH, v_TKH)
+            if (joining := inputs.joining.get(layer)) is not None:
+                attn_TD = self.rows.join(joining.slots_P, self.rows.no_results, hidden_TD)
+                hidden_TD = self.model.post_attention(layer, attn_TD, hidden_TD)
+        return hidden_TD

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from omniserve.core.plan import DeviceChunk, StepPlan
-from omniserve.ops.device_copies import StreamEvent
+from omniserve.ops.streams import StreamEvent
 
 
 class HaltedRows:

@@ -1,13 +1,14 @@
 """StepInputs, the tensors that a StepPlan's layers need, and PendingTokens, which brings tokens into the next step.
 
-Legend: T packed rows (device rows, then piggyback seats), R device requests, M blocks per request, P piggyback seats.
+Legend: T packed rows (device rows, then piggyback seats), R device requests, M blocks per request, P piggyback seats,
+D hidden.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from omniserve.core.plan import PENDING_TOKEN, PiggybackEntry, PiggybackJoin, PromptScores, StepPlan
 from omniserve.ops.attention import AttentionMetadata, HostLengths
-from omniserve.ops.device_copies import upload
+from omniserve.ops.streams import upload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +42,16 @@ class SampledRows:
     """The request of each of these rows."""
     scores: tuple[tuple[str, int, PromptScores], ...]
     """Chunks of which log-probabilities of the prompt are wanted: request, first row, and which."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayersOutput:
+    """The rows of a step after the last layer."""
+
+    hidden_TD: Tensor
+    sampled: SampledRows
+    halted: Mapping[str, int] = field(default_factory=dict)
+    """Request -> the layer before which its chunk left the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +141,11 @@ def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
         block_table=block_table,
         is_reversed=is_reversed if is_directed else None,
     )
+
+
+def stops_between_layers(plan: StepPlan) -> bool:
+    """Tell whether rows may leave or rejoin a step between its layers, or a second sub-batch runs there."""
+    return bool(plan.preemptible or plan.pipelined or any(chunk.from_layer for chunk in plan.chunks))
 
 
 def joins_by_layer(plan: StepPlan) -> Mapping[int, Sequence[PiggybackJoin]]:

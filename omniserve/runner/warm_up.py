@@ -14,7 +14,7 @@ import torch
 from omniserve.core.spec import ModelSpec
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.ops.attention import AttentionMetadata, DeviceAttention, HostLengths
-from omniserve.ops.device_copies import upload
+from omniserve.ops.streams import upload
 
 
 @torch.inference_mode()

@@ -69,7 +69,8 @@ class GrammarState:
 class GrammarCompiler:
     """Compiles grammars for one model.
 
-    The tokenizer is a fast one of ``transformers``; the model's ``vocab_size`` may be larger than its vocabulary.
+    The tokenizer is a fast one of ``transformers``, or None: then every grammar is refused. The model's ``vocab_size``
+    may be larger than the tokenizer's vocabulary.
     """
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -82,10 +83,12 @@ class GrammarCompiler:
         """Build the vocabulary that all grammars share, once; this takes up to a second if it is large.
 
         Raises:
-            ValueError: llguidance is not installed, or cannot work with this model and tokenizer.
+            ValueError: There is no tokenizer, or llguidance is not installed or cannot work with it and this model.
         """
         if self._built is not None:
             return self._built
+        if self._tokenizer is None:
+            raise ValueError("a grammar needs a tokenizer; give the engine one")
         try:
             from llguidance.hf import from_tokenizer
         except ImportError:

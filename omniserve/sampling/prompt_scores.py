@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omniserve.core.plan import PromptScores
 from omniserve.core.request import TokenLogprob
-from omniserve.ops.device_copies import AsyncHostCopy, upload
+from omniserve.ops.streams import AsyncHostCopy, upload
 
 # The most rows whose logits are held at a time, in float32: 80 MB with a vocabulary of 152,000.
 _ROWS_AT_A_TIME = 128

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from omniserve.core.plan import SampledToken
 from omniserve.core.request import SamplingParams, TokenLogprob
-from omniserve.ops.device_copies import AsyncHostCopy, upload
+from omniserve.ops.streams import AsyncHostCopy, upload
 from omniserve.sampling.grammar import GrammarFailed, GrammarState
 from omniserve.sampling.prompt_scores import logprobs_of, told_logprobs
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from omniserve.core.plan import Bound, HostEvent, HostEventKind, StepPlan
 from omniserve.latency import BatchFeatures, HostSpeed
 from omniserve.sched.batch import Batch, HostRows
+from omniserve.sched.neo import SecondBatch
 from omniserve.sched.omniserve import OmniServePolicy
 from omniserve.sched.policy import SCHEDULERS
-from omniserve.sched.second_batch import SecondBatch
 from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import left_out
 
@@ -35,11 +35,8 @@ class LayerTimes:
 def pipelining_pays(num_device: int, host_rate: float, times: LayerTimes) -> bool:
     """Return whether inequality (5), with prefill its form in Algorithm 1, holds.
 
-    N_G T_gatt is the number of device decodes. With prefill too, Algorithm 1 has the decode-only denominators; so has
-    this.
-
-    Args:
-        host_rate: N_C, decodes a second that the host attends for, one layer.
+    N_G T_gatt is the number of device decodes, ``host_rate`` is N_C, the decodes a second that the host attends for in
+    one layer. With prefill too, Algorithm 1 has the decode-only denominators; so has this.
     """
     alone_s = times.linear_s + times.attention_s
     if num_device == 0 or alone_s <= 0:

@@ -85,9 +85,7 @@ class Batch:
         """Return how many of a request's tokens the step has time and tokens for; if none, also what it lacks.
 
         A chunk that left an earlier step goes on as it is; if it does not fit, the request forgets it and begins anew.
-
-        Args:
-            min_tokens: So many are let in if the bound lets in none.
+        Up to ``min_tokens`` are let in if the bound lets in none.
         """
         count = min(state.num_uncomputed_tokens, self.tokens_left)
         if count <= 0:
@@ -212,8 +210,7 @@ class Batch:
     def admit_waiting(self, kind: ServiceClass, *, victims: Iterable[ServiceClass] = ()) -> Bound | None:
         """Admit waiting requests of one kind in order, until one is kept out; return by what.
 
-        Args:
-            victims: Requests of these kinds are recomputed if that makes room for one.
+        Requests of the kinds ``victims`` are recomputed if that makes room for one.
         """
         for state in self._requests.waiting[kind]:
             refused_by = self.admit(state)
@@ -303,7 +300,9 @@ class Batch:
         per_layer = Counter(join.layer for join in host_rows.joins)
         most = max(len(host_rows.entries), max(per_layer.values(), default=0))
         self._prefetch()
-        copies = requests.start_checkpoints()
+        copies: list[KVMove] = []
+        if requests.host_is_up:
+            copies = requests.checkpoints.plan(requests.device[BE], reserve_blocks=requests.host_headroom)
         return StepPlan(
             step_id=next(requests.step_ids),
             chunks=self.chunks,

@@ -25,7 +25,7 @@ late request resets B_curr, steps of 128 bring less than larger ones, so of more
 
 Prompts are taken whole if they fit what the step's token budget leaves, else cut there, but never for time; so
 ``max_num_batched_tokens`` should be a chunk that fits into a TPOT. Section 5 is the KV manager ``bidirectional``; with
-another one LS requests take whole BE requests' memory (``parking``). Copies to and from the host run beside the steps:
+another one LS requests take whole BE requests' memory (``Parking``). Copies to and from the host run beside the steps:
 C has no swap term, and the order by swapped blocks (line 17) is that in which parked requests, or those that gave way
 and keep some KV, come back; new ones follow them. B_curr does not exceed ``max_num_seqs``. The waiting queue is polled
 in its own order, by class and arrival, which is that of the deadlines if their TTFT is the same. Without a latency
@@ -42,10 +42,10 @@ from dataclasses import dataclass
 from omniserve.core.plan import StepPlan
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
-from omniserve.sched.parking import Parking
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.step_cost import Forecast, TimeBound, decision_of, largest
+from omniserve.sched.tier_moves import Parking
 
 BASE_BATCH_SIZE = 128
 """B_base."""
@@ -75,11 +75,6 @@ class Selection:
         self.chosen.append(Chosen(state, start, count))
         self.tokens_left -= count
 
-    def keep(self, count: int) -> None:
-        """Drop all but the first ``count``."""
-        self.tokens_left += sum(one.count for one in self.chosen[count:])
-        del self.chosen[count:]
-
     def replace(self, chosen: list[Chosen]) -> None:
         """Choose these instead; the tokens they need must be there."""
         self.tokens_left += sum(one.count for one in self.chosen) - sum(one.count for one in chosen)
@@ -101,7 +96,7 @@ class Selection:
         if most <= least or bound_s == math.inf:
             return False
         more = largest(lambda count: self.seconds(self.chosen[: least + count]), most - least, bound_s)
-        self.keep(least + more)
+        self.replace(self.chosen[: least + more])
         return least + more < most
 
 
@@ -235,8 +230,7 @@ class BROSPolicy(Policy):
     def _choose_be(self, step: Selection, residuals: Sequence[float], bound_s: float, *, admits: bool) -> None:
         """Pack BE requests beside the LS ones, then replace the least urgent of these by more.
 
-        Args:
-            admits: Requests without KV may enter.
+        Requests without KV enter only if ``admits``.
         """
         num_ls = len(step.chosen)
         candidates = self._best_effort(step.chosen, admits=admits)
@@ -306,8 +300,7 @@ class BROSPolicy(Policy):
     def _place_be(self, batch: Batch, chosen: Iterable[Chosen], bound_s: float, *, complete: bool) -> None:
         """Put the chosen into the batch.
 
-        Args:
-            complete: All chosen LS requests are in, so that a decode takes no more time than it did in the choice.
+        If it is ``complete``, with all chosen LS requests, a decode takes no more time than it did in the choice.
         """
         for one in chosen:
             state = one.state

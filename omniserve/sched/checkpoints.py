@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from omniserve.core.plan import KVMove
-from omniserve.kv.base import CanCheckpoint, CanEvict, CanShare, MoveResult
+from omniserve.kv.base import CanCheckpoint, CanEvict, CanShare, KVManager, MoveResult
 from omniserve.sched.state import Phase, RequestState
 
 
@@ -19,16 +19,14 @@ class Checkpoints:
     Args:
         kv: Keeps the copies. One that can share blocks saves only what evicted requests are about to lose.
         max_blocks_per_step: Most blocks to begin in a step, less those still under way: copies that are slower than
-            the steps do not pile up in front of a move that a request waits for.
+            the steps do not pile up in front of a move that a request waits for. 0: nothing is copied.
     """
 
-    def __init__(self, kv: CanCheckpoint, block_size: int, *, max_blocks_per_step: int) -> None:
-        if max_blocks_per_step < 1:
-            raise ValueError(f"max_blocks_per_step must be >= 1, got {max_blocks_per_step}")
-        self._kv = kv
+    def __init__(self, kv: KVManager, *, max_blocks_per_step: int) -> None:
+        self._kv = kv if isinstance(kv, CanCheckpoint) and max_blocks_per_step > 0 else None
         self._sharer = kv if isinstance(kv, CanShare) else None
         self._outlive_eviction = isinstance(kv, CanEvict)
-        self._block_size = block_size
+        self._block_size = kv.block_size
         self._max_blocks = max_blocks_per_step
         self._under_way: dict[int, int] = {}
         self.num_blocks_copied = 0
@@ -41,6 +39,8 @@ class Checkpoints:
             states: Requests that may have a checkpoint; those that are not on the device are passed over.
             reserve_blocks: Host blocks to leave free for requests that decode on the host.
         """
+        if self._kv is None:
+            return []
         max_blocks = self._max_blocks - sum(self._under_way.values())
         if self._sharer is not None:
             moves = self._sharer.start_saving(
@@ -53,6 +53,7 @@ class Checkpoints:
 
     def _copy_full_blocks(self, states: Iterable[RequestState], max_blocks: int, reserve_blocks: int) -> list[KVMove]:
         """Begin to copy full blocks of requests on the device; the last in their queue first: they give way first."""
+        assert self._kv is not None
         on_device = sorted((s for s in states if s.phase is Phase.DEVICE), key=lambda state: state.priority_key)
         is_behind = [s.num_computed_tokens // self._block_size > self.num_blocks(s) for s in on_device]
         moves: list[KVMove] = []
@@ -75,8 +76,8 @@ class Checkpoints:
         return moves
 
     def num_blocks(self, state: RequestState) -> int:
-        """Return how many of a request's first blocks have a copy."""
-        return self._kv.num_checkpointed(state.request_id)
+        """Return how many of a request's first blocks have a copy on the host."""
+        return self._kv.num_checkpointed(state.request_id) if self._kv is not None else 0
 
     def on_end(self, move_id: int, result: MoveResult) -> bool:
         """Book the end of a copy; False, and nothing has happened, if the move is another one."""
@@ -84,6 +85,11 @@ class Checkpoints:
         if num_blocks is not None and result is MoveResult.ARRIVED:
             self.num_blocks_copied += num_blocks
         return num_blocks is not None
+
+    @property
+    def are_made(self) -> bool:
+        """False if nothing is ever copied ahead of need."""
+        return self._kv is not None
 
     @property
     def busy(self) -> bool:

@@ -5,7 +5,7 @@ Paper: conserve 4.2. Each step has a token budget of its own: LS requests go in 
 the predicted step within the objective, or none. A BE decode that does not fit is passed over; the first prompt that is
 cut ends the step. A step without LS requests is of the size that brings most tokens a second. Memory that LS requests
 need is taken from BE requests on demand; with checkpoints (4.4) their KV goes to the host and comes back beside the
-steps (see ``parking``).
+steps (see ``Parking``).
 
 A step with BE rows has safepoints (4.3, Algorithm 1): an LS request that comes while it runs, and would miss its TTFT
 if it waited for the step's end, has them leave between two layers. They go on there later, or begin anew as in the
@@ -27,10 +27,10 @@ from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request
 from omniserve.sched.batch import Batch
 from omniserve.sched.options import LayerPreemptionOptions
-from omniserve.sched.parking import Parking
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.state import BE, LS, Phase
 from omniserve.sched.step_cost import Forecast, TimeBound, decision_of, tpot_bound
+from omniserve.sched.tier_moves import Parking
 
 
 @SCHEDULERS.register("conserve")

@@ -1,14 +1,105 @@
 """``neo``: asymmetric pipelining. BE decodes without device memory run in a second sub-batch that the device waits for.
 
-Sources: NEO (Jiang et al., MLSys 2025), sections 3 and 4; its role as a baseline: omniserve 5.1.3.
+Sources: NEO (Jiang et al., MLSys 2025), sections 3 and 4; its role as a baseline: omniserve 5.1.3. For what a second
+sub-batch is, see ``StepPlan.pipelined``.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
+
+from omniserve.core.plan import Bound, PiggybackEntry, PiggybackJoin
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.omniserve import OmniServePolicy
 from omniserve.sched.policy import SCHEDULERS
-from omniserve.sched.second_batch import SecondBatch
+from omniserve.sched.request_table import RequestTable
+from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.step_cost import StepCost, left_out
+
+_MOST_FOR_HOST_ROWS = 0.5
+
+
+class SecondBatch:
+    """Chooses host residents that run a token through its layers in one step, while the device waits for each."""
+
+    def __init__(self, requests: RequestTable) -> None:
+        self._requests = requests
+
+    def candidates(self) -> list[RequestState]:
+        """Return residents that can run: those furthest through the layers first (apex 3.4), then the oldest."""
+        if not self._requests.host_is_up:
+            return []
+        waiting = [s for s in self._requests.residents.queue if s.away is None or s.away.ready]
+        waiting.sort(key=lambda s: -s.away.layer if s.away is not None else 1)
+        return waiting[: self._requests.limits.config.max_piggyback_seats]
+
+    def reserve_s(self, batch: Batch, bound_s: float) -> float:
+        """Return the seconds of a step within a bound that device work leaves for the candidates."""
+        states = self.candidates()
+        if batch.cost is None or bound_s == math.inf or not states:
+            return 0.0
+        cost_s = batch.cost.seconds()
+        # Device work is the better half of a step: it is never kept out for more host rows than that.
+        return min(self.seconds_with(batch.cost, states) - cost_s, _MOST_FOR_HOST_ROWS * max(0.0, bound_s - cost_s))
+
+    def seconds_with(self, cost: StepCost, states: Sequence[RequestState]) -> float:
+        """Return the step's seconds with these states as its second sub-batch."""
+        return cost.seconds_after(lambda step: self._put(step, states))
+
+    def most_per_second(
+        self, cost: StepCost, states: Sequence[RequestState], *, num_requests: int, bound_s: float
+    ) -> int:
+        """Return how many of ``states``, from the first on, let most requests advance a second; 0 if none pay.
+
+        NEO compares what a step with a second sub-batch brings with what one without brings, by predicted times. The
+        step without them lets ``num_requests`` advance.
+        """
+        if not states:
+            return 0
+        seconds = cost.seconds()
+        best, best_rate = 0, num_requests / seconds if seconds > 0 else 0.0
+        for count in _ladder(len(states)):
+            total_s = self.seconds_with(cost, states[:count])
+            if total_s > bound_s:
+                break
+            if (rate := (num_requests + count) / total_s) >= best_rate:
+                best, best_rate = count, rate
+        return best
+
+    def run_through(self, batch: Batch, states: Sequence[RequestState], count: int) -> HostRows:
+        """Make a second sub-batch of the first ``count`` candidates, those of them that get host blocks."""
+        requests, chosen = self._requests, states[:count]
+        rows = self._rows_of(chosen)
+        if count > 0 and not rows and all(state.phase is Phase.HOST for state in chosen):
+            # Those with seats are the oldest, and wait for blocks: the youngest, which has no seat, gives way.
+            requests.preempt(next(state for state in reversed(requests.residents.queue) if state.away is None))
+        if batch.cost is not None:
+            taken = {row.request_id for row in rows}
+            self._put(batch.cost, [s for s in states if s.request_id in taken])
+        kept_out = left_out("pipelined row", count - len(rows), Bound.HOST_MEMORY)
+        return HostRows(pipelined=rows, left_out=kept_out + left_out("pipelined row", len(states) - count, Bound.TIME))
+
+    @staticmethod
+    def _put(cost: StepCost, states: Sequence[RequestState]) -> None:
+        cost.add_pipelined([(s.num_tokens - 1, s.away.layer if s.away is not None else 0) for s in states])
+
+    def _rows_of(self, states: Sequence[RequestState]) -> list[PiggybackEntry | PiggybackJoin]:
+        """Return the plan's rows for these states, entries first and then joins by layer."""
+        residents, allocate = self._requests.residents, self._requests.host_blocks_for
+        chosen = {state.request_id for state in states}
+        entries = residents.plan_entries(
+            lambda state: allocate(state) if state.request_id in chosen else None, max_entries=len(states)
+        )
+        joins = [residents.join_of(state) for state in states if state.away is not None]
+        return [*entries, *sorted(joins, key=lambda join: join.layer)]
+
+
+def _ladder(most: int) -> list[int]:
+    """Return 1, 2, 4, ... and ``most``: a step's time is nearly linear in between."""
+    powers = itertools.takewhile(lambda n: n < most, (1 << i for i in itertools.count()))
+    return [*powers, most]
 
 
 @SCHEDULERS.register("neo")

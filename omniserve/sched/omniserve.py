@@ -15,15 +15,17 @@ from omniserve.core.plan import Bound, LeftOut, StepPlan
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.options import CoServingOptions
-from omniserve.sched.piggyback import PiggybackPlan, choose, fill
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.step_cost import (
     BE_HEADROOM,
     LS_HEADROOM,
+    PiggybackPlan,
     StepCost,
     TimeBound,
+    choose,
     decision_of,
+    fill,
     largest,
     left_out,
     seat_bucket,
@@ -251,12 +253,8 @@ class OmniServePolicy(Policy):
         return 0 if batch.chunks else MIN_BE_CHUNK
 
     def _make_room_for_be(self, batch: Batch, state: RequestState | None) -> None:
-        """Offload decodes, before they run, for a BE prompt that a step had time but no memory for (3.3.5)."""
-        requests = self.requests
-        if state is None or state.phase is not Phase.WAITING or requests.waiting[LS]:
-            return
-        shortage = requests.blocks_for(state) + requests.reserve_for_ls(state) - self.kv.num_free(Tier.DEVICE)
-        self._moves.offload_until(batch, shortage - requests.blocks_moving_out)
+        if state is not None and state.phase is Phase.WAITING and not self.requests.waiting[LS]:
+            self._moves.make_room_for_be(batch, state)
 
     def _decode_be(self, batch: Batch, bound_s: float) -> tuple[LeftOut, ...]:
         """Schedule BE decodes up to the bound, oldest first; those that find no memory move to the host tier."""

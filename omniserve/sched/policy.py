@@ -21,10 +21,8 @@ from omniserve.sched.step_cost import Forecast
 class Policy:
     """Puts together a step from the requests that it is given. It reads no clock and touches no tensor.
 
-    All but ``schedule`` are hooks, for policies that learn from what happens.
-
-    Args:
-        forecast: What a step will take; None: there is no latency model.
+    All but ``schedule`` are hooks, for policies that learn from what happens. Without a latency model there is no
+    ``forecast`` of what a step will take.
     """
 
     predicts: ClassVar[bool] = False
@@ -77,10 +75,8 @@ class Policy:
     def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
         """Return whether the running step's preemptible rows must leave for an LS request that has just come.
 
-        Asked between the layers of a step, before the request is added; ``conserve`` 4.3, Algorithm 1.
-
-        Args:
-            waited_s: How long ago it came.
+        Asked between the layers of a step, before the request is added, which came ``waited_s`` ago.
+        Paper: conserve 4.3, Algorithm 1.
         """
         return False
 

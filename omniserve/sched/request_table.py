@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, SlotCopy
 from omniserve.core.request import ServiceClass
-from omniserve.kv.base import CanCheckpoint, CanEvict, CanMove, CanShare, KVManager, MoveResult, Tier
+from omniserve.kv.base import CanEvict, CanMove, CanShare, KVManager, MoveResult, Tier
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.residents import HostResidents
@@ -23,10 +23,7 @@ class RequestTable:
 
     A request is in exactly one of ``waiting[kind]``, ``device[kind]``, ``residents.queue`` and ``moving``, by its
     phase, or in none of them and ENDING. WAITING and ENDING requests have no block table. HOST requests hold a slot,
-    and so do MOVING ones that come from the host tier or go there.
-
-    Args:
-        offloads: Requests may move to the host tier.
+    and so do MOVING ones that come from the host tier or go there; with ``offloads``, requests may.
     """
 
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, offloads: bool) -> None:
@@ -48,15 +45,8 @@ class RequestTable:
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
         self._cancels: list[int] = []
-        self._checkpoints: Checkpoints | None = None
-        wants_copies = self.evicter is not None or offloads
-        if (
-            wants_copies
-            and isinstance(kv, CanCheckpoint)
-            and limits.checkpoint_blocks > 0
-            and limits.num_host_slots > 0
-        ):
-            self._checkpoints = Checkpoints(kv, kv.block_size, max_blocks_per_step=limits.checkpoint_blocks)
+        wants_copies = (self.evicter is not None or offloads) and limits.num_host_slots > 0
+        self.checkpoints = Checkpoints(kv, max_blocks_per_step=limits.checkpoint_blocks if wants_copies else 0)
 
     # -- arrivals and ends ---------------------------------------------------------------------------------------
 
@@ -106,8 +96,7 @@ class RequestTable:
     @property
     def is_empty(self) -> bool:
         """True if no request is left, and no slot, move or copy has to be given back."""
-        is_copying = self._checkpoints is not None and self._checkpoints.busy
-        return not (self.states or self.moving or self.abandoned_moves or self._draining or is_copying)
+        return not (self.states or self.moving or self.abandoned_moves or self._draining or self.checkpoints.busy)
 
     # -- changes of place ----------------------------------------------------------------------------------------
 
@@ -143,7 +132,7 @@ class RequestTable:
         to_host = direction is MoveDirection.TO_HOST
         if self.mover is None or (to_host and (not self.host_is_up or self.residents.num_free_slots == 0)):
             return None
-        keep_tokens = 0 if to_host or self._checkpoints is None else state.num_computed_tokens
+        keep_tokens = state.num_computed_tokens if not to_host and self.checkpoints.are_made else 0
         move = self.mover.start_move(
             state.request_id, direction, reserve_blocks=reserve_blocks, keep_tokens=keep_tokens
         )
@@ -198,16 +187,6 @@ class RequestTable:
         else:
             self._requeue(state)
 
-    def start_checkpoints(self) -> list[KVMove]:
-        """Begin to copy BE blocks to the host ahead of need; to be called when the step is decided."""
-        if self._checkpoints is None or not self.host_is_up:
-            return []
-        return self._checkpoints.plan(self.device[BE], reserve_blocks=self.host_headroom)
-
-    def num_checkpointed(self, state: RequestState) -> int:
-        """Return how many of a request's first blocks have a copy on the host."""
-        return self._checkpoints.num_blocks(state) if self._checkpoints is not None else 0
-
     def runs_from_right(self, state: RequestState) -> bool:
         """Tell whether the request's tokens fill its device blocks from the right; see ``CanShare``."""
         return self.sharer is not None and self.sharer.runs_from_right(state.request_id)
@@ -253,7 +232,7 @@ class RequestTable:
         assert self.mover is not None
         succeeded = event.kind is HostEventKind.MOVE_DONE
         result = self.mover.finish_move(event.move_id, succeeded=succeeded)
-        if self._checkpoints is not None and self._checkpoints.on_end(event.move_id, result):
+        if self.checkpoints.on_end(event.move_id, result):
             return
         if event.move_id in self.abandoned_moves:
             self.abandoned_moves.remove(event.move_id)
@@ -319,11 +298,6 @@ class RequestTable:
     @property
     def num_preemptions(self) -> int:
         return self.counters["preemptions"]
-
-    @property
-    def num_blocks_checkpointed(self) -> int:
-        """Blocks of the copies that joined a checkpoint, if only in part."""
-        return self._checkpoints.num_blocks_copied if self._checkpoints is not None else 0
 
     @property
     def host_headroom(self) -> int:

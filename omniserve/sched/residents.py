@@ -111,8 +111,7 @@ class HostResidents:
     ) -> list[PiggybackEntry]:
         """Start the next token of residents that stand at a token boundary, oldest first.
 
-        Args:
-            allocate: Returns the request's host blocks for its newest token, or None if the request cannot go on now.
+        ``allocate`` returns a request's host blocks for its newest token, or None if the request cannot go on now.
         """
         entries: list[PiggybackEntry] = []
         for state in self.queue:

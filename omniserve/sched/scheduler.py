@@ -44,9 +44,7 @@ class Scheduler:
     notify, schedule and launch of the next one, then ``settle`` of the first. At most one step is ahead of another, and
     only one whose plan ``is_certain`` is advanced before its outcome is known. Requests may end in between.
 
-    Args:
-        options: The policy's; None: its defaults.
-        forecast: What a step will take; None: there is no latency model.
+    Without ``options`` the policy has its defaults, without a latency model there is no ``forecast``.
     """
 
     def __init__(
@@ -147,9 +145,7 @@ class Scheduler:
         """Book what is known of a step without its tokens: which KV there is, where requests are, which get a token.
 
         Each new token is PENDING_TOKEN until ``settle``. A request that gets its last one is not scheduled any more.
-
-        Args:
-            output: What came of it; None: nothing yet, and the plan is certain.
+        If there is no ``output`` yet, the plan is certain.
         """
         output, requests = output or StepOutput(), self.requests
         rows: list[tuple[RequestState, DeviceChunk | None]] = []
@@ -295,7 +291,7 @@ class Scheduler:
             host_requests=len(self.requests.residents.queue),
             output_tokens=dict(self._output_tokens),
             prompt_tokens=dict(self._prompt_tokens),
-            checkpoints=self.requests.num_blocks_checkpointed,
+            checkpoints=self.requests.checkpoints.num_blocks_copied,
             **counters,
             rejected=dict(self._rejected),
         )

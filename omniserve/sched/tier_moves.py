@@ -1,11 +1,18 @@
-"""TierMoves: which BE requests change tier, and when. Paper: omniserve 3.3.5 (offload), 3.2.4 (delayed swap-in)."""
+"""Which BE requests change tier, and when: to decode on the host tier (TierMoves), or only to be kept there (Parking).
+
+Paper: omniserve 3.3.5 (offload), 3.2.4 (delayed swap-in); conserve 4.4 (incremental checkpoints, release on demand,
+prefetch); bros 5.2 (swapping).
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from omniserve.core.plan import Bound, MoveDirection
+from omniserve.core.request import ServiceClass
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.options import HostTierOptions
@@ -109,11 +116,16 @@ class TierMoves:
                     if batch.make_room(needed, (BE,)):
                         break
 
+    def make_room_for_be(self, batch: Batch, state: RequestState) -> None:
+        """Offload decodes for a BE prompt that a step has time but no memory for (3.3.5)."""
+        requests = self._requests
+        shortage = requests.blocks_for(state) + requests.reserve_for_ls(state) - self._kv.num_free(Tier.DEVICE)
+        self.offload_until(batch, shortage - requests.blocks_moving_out)
+
     def offload_for_time(self, batch: Batch, kept_out: Sequence[RequestState]) -> None:
         """Offload a decode that the time bound has kept out for a while, if the host tier has cores of its own (3.3.5).
 
-        Args:
-            kept_out: Decodes that the bound kept out of it; empty: the step had time for all.
+        ``kept_out`` are the decodes that the bound keeps out of this step.
         """
         can_offload = self._host_has_own_cores and self._requests.host_is_up
         if not (can_offload and kept_out):
@@ -158,3 +170,83 @@ class TierMoves:
 
     def _has_stayed(self, batch: Batch, state: RequestState) -> bool:
         return batch.now_s - state.moved_s >= self._options.min_residence_s
+
+
+# Blocks of a parked request that are still to be copied: the last one, and one that has just been filled.
+_MOST_TO_COPY = 2
+
+
+class Parking:
+    """Takes device memory from BE requests that give way to others, and gives it back; nothing decodes on the host.
+
+    A BE request between two tokens is *parked* if all but a block or two of its KV has a checkpoint: the blocks that
+    have one are free at once, the others when they have been copied. Any other request is recomputed. The host's
+    residents are the parked requests: a policy that parks plans no piggyback entries for them.
+    """
+
+    def __init__(self, requests: RequestTable) -> None:
+        self._requests = requests
+        self._kv = requests.kv
+
+    def bring_back(self, batch: Batch, parked: Iterable[RequestState]) -> None:
+        """Bring parked requests back; to be called when the step is decided.
+
+        They come back beside the steps while no LS request waits, into memory that leaves those on the device the LS
+        reserve and a block each to grow into; one with the device to itself always comes back.
+        """
+        requests = self._requests
+        if requests.waiting[LS]:
+            return
+        for state in parked:
+            if requests.is_full(BE):
+                return
+            others = sum(map(len, requests.device.values())) + len(requests.moving)
+            reserve = requests.limits.ls_reserve_blocks + others + 1 if others else 0
+            if not batch.start_move(state, MoveDirection.TO_DEVICE, reserve_blocks=reserve):
+                return
+
+    def run(
+        self, batch: Batch, state: RequestState, victims: Iterable[ServiceClass], *, bound_s: float = math.inf
+    ) -> Bound | None:
+        """Schedule a DEVICE request as ``run_or_preempt`` does; those that give way are parked."""
+        return batch.run_or_preempt(state, victims, bound_s=bound_s, let_go=functools.partial(self._let_go, batch))
+
+    def admit_ls(self, batch: Batch, state: RequestState) -> Bound | None:
+        """Admit a WAITING LS request, if need be into the memory of BE requests; return what keeps it out."""
+        refused_by = batch.admit(state)
+        if refused_by is not Bound.MEMORY:
+            return refused_by
+        self._make_room(batch, self._requests.blocks_for(state))
+        return batch.admit(state)
+
+    @property
+    def num_obtainable(self) -> int:
+        """Device blocks that LS requests can have: free ones, those of BE requests, and those on their way out."""
+        num_held = sum(self._kv.num_blocks(state.request_id) for state in self._requests.device[BE])
+        return self._kv.num_free(Tier.DEVICE) + num_held + self._requests.blocks_moving_out
+
+    def _make_room(self, batch: Batch, num_blocks: int) -> None:
+        """Free device blocks of BE requests, youngest first; of none if all of them would not do."""
+        if self.num_obtainable < num_blocks:
+            return
+        for victim in reversed(self._requests.device[BE]):
+            if self._kv.num_free(Tier.DEVICE) >= num_blocks:
+                return
+            assert victim not in batch, "LS requests are admitted before BE ones run"
+            self._let_go(batch, victim)
+        for move in self._requests.moves_to_host:
+            # A step ago these were the last blocks of a parked request: the host is too slow to wait for them longer.
+            if self._kv.num_free(Tier.DEVICE) >= num_blocks:
+                return
+            if move not in batch.moves:
+                self._requests.abandon_move(move.move_id)
+
+    def _let_go(self, batch: Batch, state: RequestState) -> None:
+        """Park a request, or recompute it if too little of it has a checkpoint or the host has no room."""
+        num_checkpointed = self._requests.checkpoints.num_blocks(state)
+        num_missing = self._kv.num_blocks(state.request_id) - num_checkpointed
+        can_park = state.decodes and num_checkpointed > 0 and num_missing <= _MOST_TO_COPY
+        # A manager that evicts keeps the checkpoint without a move.
+        can_park &= self._requests.evicter is None
+        if not (can_park and batch.start_move(state, MoveDirection.TO_HOST)):
+            self._requests.preempt(state)

@@ -319,13 +319,7 @@ class AdmissionMargin:
         self.share = FIRST_MARGIN
 
     def learn(self, *, predicted_s: float, actual_s: float, required_s: float) -> None:
-        """Take note of one admitted request's first token.
-
-        Args:
-            predicted_s: Soonest TTFT that was predicted when it was admitted, seconds.
-            actual_s: What it was.
-            required_s: Its objective.
-        """
+        """Learn from an admitted request's first token: the soonest TTFT predicted, the actual one, its objective."""
         if predicted_s < _CLOSE * (1 - self.share) * required_s:
             return
         missed = float(actual_s > required_s)

@@ -1,6 +1,6 @@
 """HTTP server with OpenAI's API. The API runs in one process, the engine in another.
 
-``__main__`` and ``cli`` read flags, ``serve`` runs and stops everything, ``api`` and ``generate`` have the routes,
-``protocol`` checks requests, ``output_stream`` drives engine requests through ``engine_client``, ``engine_process`` is
-the other side, and ``answers`` shapes what comes back.
+``cli`` reads flags, ``serve`` runs and stops everything, ``api`` and ``generate`` have the routes, ``protocol`` checks
+requests, ``output_stream`` drives engine requests through ``engine_client``, ``engine_process`` is the other side, and
+``answers`` shapes what comes back. ``process`` has what both processes set up for themselves.
 """

@@ -7,14 +7,12 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from omniserve.core.request import TokenLogprob
 from omniserve.server.output_stream import Delta
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.service import Service
-from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ParsedCall
 
 # JSON has no infinity, and no client can do anything with one.
@@ -22,25 +20,25 @@ _LOWEST_LOGPROB = -9999.0
 
 
 class AnswerShape(abc.ABC):
-    """Turns deltas into OpenAI's objects.
+    """Turns the deltas of one call into the objects of an endpoint of OpenAI's."""
 
-    Args:
-        call_id: The answer's id.
-        model: The name that the model is served under.
-        service_tier: The tier that was used.
-        codec: Shows tokens beside their log-probabilities.
-        with_logprobs: Log-probabilities were asked for.
-    """
-
+    request_kind: type[GenerationRequest]
+    id_prefix: str
     answer_object: str
     chunk_object: str
 
-    def __init__(
-        self, *, call_id: str, model: str, service_tier: str, codec: TextCodec, with_logprobs: bool
-    ) -> None:  # fmt: skip
-        self._common = {"id": call_id, "created": int(time.time()), "model": model, "service_tier": service_tier}
-        self._codec = codec
-        self._with_logprobs = with_logprobs
+    def __init__(self, service: Service, request: GenerationRequest, call_id: str) -> None:
+        self._common = {
+            "id": call_id,
+            "created": int(time.time()),
+            "model": service.model_name,
+            "service_tier": request.answered_tier,
+        }
+        self.is_streamed = request.stream
+        self.include_usage = request.include_usage
+        """A stream ends with the token counts."""
+        self._codec = service.codec
+        self._with_logprobs = request.num_logprobs is not None
 
     @abc.abstractmethod
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
@@ -63,11 +61,13 @@ class AnswerShape(abc.ABC):
 class CompletionShape(AnswerShape):
     """Text completion objects."""
 
+    request_kind = CompletionRequest
+    id_prefix = "cmpl"
     answer_object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, **common: Any) -> None:
-        super().__init__(**common)
+    def __init__(self, service: Service, request: GenerationRequest, call_id: str) -> None:
+        super().__init__(service, request, call_id)
         self._offsets: defaultdict[int, int] = defaultdict(int)
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
@@ -111,11 +111,13 @@ class CompletionShape(AnswerShape):
 class ChatShape(AnswerShape):
     """Chat completion objects."""
 
+    request_kind = ChatRequest
+    id_prefix = "chatcmpl"
     answer_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, **common: Any) -> None:
-        super().__init__(**common)
+    def __init__(self, service: Service, request: GenerationRequest, call_id: str) -> None:
+        super().__init__(service, request, call_id)
         self._opened: set[int] = set()
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
@@ -159,28 +161,9 @@ class ChatShape(AnswerShape):
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """An endpoint that generates."""
-
-    request_kind: type[GenerationRequest]
-    shape_kind: type[ChatShape] | type[CompletionShape]
-    id_prefix: str
-
-    def shape(self, service: Service, request: GenerationRequest, call_id: str) -> AnswerShape:
-        """Return what shapes the answer of one call."""
-        return self.shape_kind(
-            call_id=call_id,
-            model=service.model_name,
-            service_tier=request.answered_tier,
-            codec=service.codec,
-            with_logprobs=request.num_logprobs is not None,
-        )
-
-
-ENDPOINTS: Mapping[str, Endpoint] = {
-    "/v1/completions": Endpoint(CompletionRequest, CompletionShape, "cmpl"),
-    "/v1/chat/completions": Endpoint(ChatRequest, ChatShape, "chatcmpl"),
+ENDPOINTS: Mapping[str, type[AnswerShape]] = {
+    "/v1/completions": CompletionShape,
+    "/v1/chat/completions": ChatShape,
 }
 
 

@@ -1,7 +1,7 @@
 """The HTTP application: its routes, what errors are answered with, what is around it all.
 
-Routes that generate are in ``generate``, those of the tokenizer in ``tokenize``, of files and batches in
-``batches.routes``, of the page in ``dashboard.pages``; all others are here.
+Routes that generate are in ``generate``, those of files and batches in ``batches.routes``, of the page in
+``dashboard.serving``; all others are here.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -20,14 +22,18 @@ from starlette.types import ASGIApp
 
 from omniserve import __version__
 from omniserve.core.errors import EngineStopped
-from omniserve.server import answer_models, generate, tokenize
+from omniserve.server import generate, openapi
 from omniserve.server.connections import RequestLog
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.keys import KeyRing
-from omniserve.server.limits import Gate, is_free
-from omniserve.server.openapi import answers, document
+from omniserve.server.limits import Gate, is_free, take_body
+from omniserve.server.messages import MAX_MESSAGES, Message, StrictModel
+from omniserve.server.openapi import answers, takes
+from omniserve.server.protocol import read_fields, validate
 from omniserve.server.service import Service
-from omniserve.server.traces import Traces
+
+if TYPE_CHECKING:
+    from omniserve.server.otlp import OtlpTraces
 
 
 def create_app(
@@ -37,32 +43,27 @@ def create_app(
     keys: KeyRing | None = None,
     guard_all: bool = False,
     cors_origins: Sequence[str] = (),
-    traces: Traces | None = None,
+    traces: OtlpTraces | None = None,
 ) -> ASGIApp:
-    """Return the ASGI application of a service.
+    """Return the ASGI application of a service; the options are those of ``ServerOptions``.
 
     Args:
-        service: What is behind the routes.
         routers: More routes, behind the same keys.
-        keys: Keys of which each call needs one; None: it needs none.
-        guard_all: Ask for a key for health and metrics, too.
-        cors_origins: Origins whose pages may call from a browser; ``*`` for all.
-        traces: Told of completions and chats when they are over.
+        traces: It is told of completions and chats when they are over.
     """
     app = FastAPI(title="OmniServe", openapi_url=None)
-    ours = [generate.router(service), tokenize.router(service), _models(service), _health(service)]
-    for router in (*ours, *routers, _metrics(service)):
+    for router in (generate.router(service), _tokenizer(service), _state(service), *routers):
         app.include_router(router)
     _answer_errors(app, service)
-    described = document(
+    document = openapi.document(
         app.routes,
         version=__version__,
         is_guarded=lambda path: keys is not None and not is_free(path, guard_all),
     )
 
     @app.get("/openapi.json", include_in_schema=False)
-    async def openapi() -> Response:
-        return JSONResponse(described)
+    async def describe() -> Response:
+        return JSONResponse(document)
 
     if keys is not None:
         app.add_middleware(Gate, ring=keys, guard_all=guard_all, on_refused=service.metrics.refused)
@@ -77,46 +78,103 @@ def create_app(
     return RequestLog(app, traces)  # around it all, so that internal errors have ids, too
 
 
-def _models(service: Service) -> APIRouter:
-    """Return /v1/models and /v1/models/NAME."""
-    routes = APIRouter()
-    created = int(time.time())
-    model = {"id": service.model_name, "object": "model", "created": created, "owned_by": "omniserve"}
+# Errors of the tokenizer's routes.
+_ERRORS = (400, 404, 408, 413, 429, 503)
 
-    @routes.get("/v1/models", responses=answers(answer_models.ModelList))
+
+class TokenizeRequest(StrictModel):
+    """Body of /tokenize: a text, or messages for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = None
+    """None: to a text, as /v1/completions does, but not to messages, as their template writes them."""
+    add_generation_prompt: bool = True
+    """Field of requests with messages only."""
+    return_token_strs: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _either(cls, fields: Any) -> Any:
+        if isinstance(fields, dict):
+            if ("prompt" in fields) == ("messages" in fields):
+                raise ValueError("give prompt or messages, one of them")
+            if "messages" in fields and fields.get("add_special_tokens"):
+                raise ValueError("add_special_tokens is for prompt: with messages the chat template writes them")
+            if "prompt" in fields and "add_generation_prompt" in fields:
+                raise ValueError("add_generation_prompt is for messages; remove it")
+        return fields
+
+
+class DetokenizeRequest(StrictModel):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+def _tokenizer(service: Service) -> APIRouter:
+    """Return /tokenize and /detokenize: the model's tokenizer, with vLLM's fields."""
+    routes = APIRouter()
+
+    @routes.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=answers(openapi.Tokens, *_ERRORS))
+    async def tokenize(http: Request) -> Response:
+        async with take_body(http, service.bodies) as body:
+            request = validate(TokenizeRequest, read_fields(body))
+            service.check_model(request.model)
+            if request.messages is not None:
+                messages = [message.for_template() for message in request.messages]
+                tokens = await service.codec.encode_chat(messages, add_generation_prompt=request.add_generation_prompt)
+            else:
+                assert request.prompt is not None
+                special = request.add_special_tokens is not False
+                tokens = await service.codec.encode(request.prompt, add_special_tokens=special)
+        pieces = await service.codec.token_texts(tokens) if request.return_token_strs else None
+        answer = {
+            "count": len(tokens),
+            "max_model_len": service.info.limits.max_tokens,
+            "tokens": tokens,
+            "token_strs": pieces,
+        }
+        return JSONResponse(answer)
+
+    @routes.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=answers(openapi.Text, *_ERRORS))
+    async def detokenize(http: Request) -> Response:
+        async with take_body(http, service.bodies) as body:
+            request = validate(DetokenizeRequest, read_fields(body))
+            service.check_model(request.model)
+            service.check_token_ids(request.tokens, "the token id {} is unknown:", param="tokens")
+            return JSONResponse({"prompt": await service.codec.decode(request.tokens)})
+
+    return routes
+
+
+def _state(service: Service) -> APIRouter:
+    """Return /v1/models, /health and /metrics; the port opens when the engine is ready for the first time."""
+    routes = APIRouter()
+    model = {"id": service.model_name, "object": "model", "created": int(time.time()), "owned_by": "omniserve"}
+
+    @routes.get("/v1/models", responses=answers(openapi.ModelList))
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [model]})
 
-    @routes.get("/v1/models/{name:path}", responses=answers(answer_models.Model, 404))
+    @routes.get("/v1/models/{name:path}", responses=answers(openapi.Model, 404))
     async def one_model(name: str) -> Response:
         service.check_model(name)
         return JSONResponse(model)
 
-    return routes
-
-
-def _health(service: Service) -> APIRouter:
-    """Return /health, /health/live and /health/ready; the port opens when the engine is ready for the first time."""
-    routes = APIRouter()
-
-    @routes.get("/health/live", responses=answers(answer_models.Status))
+    @routes.get("/health/live", responses=answers(openapi.Status))
     async def live() -> Response:
         """Answer 200 as long as the process can answer: while the engine is started again, too."""
         return JSONResponse({"status": "ok"})
 
-    @routes.get("/health", responses=answers(answer_models.Status, 503))
-    @routes.get("/health/ready", responses=answers(answer_models.Status, 503))
+    @routes.get("/health", responses=answers(openapi.Status, 503))
+    @routes.get("/health/ready", responses=answers(openapi.Status, 503))
     async def ready() -> Response:
         """Answer 200 while new calls are taken, else 503 with the reason."""
         service.check_open()
         return JSONResponse({"status": "ok"})
-
-    return routes
-
-
-def _metrics(service: Service) -> APIRouter:
-    """Return /metrics."""
-    routes = APIRouter()
 
     @routes.get("/metrics", response_class=PlainTextResponse, responses=answers(None, 503, media_type="text/plain"))
     async def metrics() -> Response:

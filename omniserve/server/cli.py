@@ -1,20 +1,98 @@
-"""The command line of ``python -m omniserve.server``."""
+"""The command line of ``python -m omniserve.server``: its flags, and what they say how to serve.
+
+A flag wins over the environment, that over a YAML file, and that over the default.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
+import configargparse
+import yaml
+
+from omniserve.core.options import make_options
+from omniserve.core.request import ClassSpec
+from omniserve.launch.dataclass_flags import add_field_flags, add_former_flags, add_options_flag
 from omniserve.launch.flags import add_engine_flags, config_from, flag_text
 from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader, builtin_model_path
-from omniserve.server.server_flags import ServerOptions, add_server_flags, options_from
-from omniserve.server.settings import settings_parser, settings_text
+from omniserve.server.batches.files import BatchSettings
+from omniserve.server.errors import ApiError
+from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
+from omniserve.server.limits import Limits
+from omniserve.server.protocol import class_of_tier
+from omniserve.server.traces import checked_endpoint
+
+ENVIRONMENT_PREFIX = "OMNISERVE_"
+# Not settings, but what to do with them.
+_NO_SETTINGS = ("help", "config", "print_config")
+_SECRETS = ("api_key", "database_url")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOptions:
+    """Options of a server that do not concern its engine."""
+
+    tokenizer: str
+    """Folder or hub id of the tokenizer."""
+    model_name: str
+    """The name that the model is served under."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    keys: KeyRing | None = None
+    """Keys of those that may call; None: calls need no key."""
+    guard_all: bool = False
+    """Ask for a key for /health and /metrics, too."""
+    limits: Limits = field(default_factory=Limits)
+    """Upper bounds."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of pages that may call from a browser."""
+    otlp_endpoint: str | None = None
+    """Send an OpenTelemetry trace of each request to this collector, such as http://127.0.0.1:4318 (default:
+    OTEL_EXPORTER_OTLP_ENDPOINT, if set)."""
+    batches: BatchSettings = field(default_factory=BatchSettings)
+    """Where batches are kept."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level of what is logged."""
+    log_format: Literal["text", "json"] = "text"
+    """json: an object a line, and a line for each request."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port must be in 0..65535, got {self.port}")
+        if self.guard_all and self.keys is None:
+            raise ValueError("--guard-all needs keys; give --api-key or --api-key-file")
+        if self.otlp_endpoint is not None:
+            checked_endpoint(self.otlp_endpoint)
+
+
+_FIELDS = ("host", "port", "guard_all", "otlp_endpoint", "log_level", "log_format")
+_BATCH_FIELDS = ("data_dir", "database_url")
+
+FORMER_FLAGS = {
+    "--no-profile": "--profile none",
+    "--shutdown-timeout": "--limit shutdown_timeout_s=...",
+    "--profile-time-limit": "--limit profile_time_limit_s=...",
+    "--stall-timeout": "--limit stall_timeout_s=...",
+} | {
+    f"--{name.replace('_', '-')}": f"--limit {name}=..."
+    for name in (
+        "max_body_mib", "max_queued_requests", "max_unread_tokens", "max_connections", "engine_restarts",
+        "batch_concurrency", "batch_max_lines", "max_file_mib",
+    )
+}  # fmt: skip
+"""Flags that are gone, and what to give instead."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; its defaults for the engine are EngineConfig's."""
-    parser = settings_parser(
+    """Return the parser; its defaults are those of EngineConfig and ServerOptions."""
+    parser = _settings_parser(
         prog="python -m omniserve.server", description="Serve a model behind OpenAI's API, for classes of requests."
     )
     add_engine_flags(parser)
@@ -25,8 +103,66 @@ def build_parser() -> argparse.ArgumentParser:
         help="latency profile (default: the cached one, or made now); none: no latency is predicted, and no objective "
         "enforced",
     )
-    add_server_flags(parser)
+    add_field_flags(parser, ServerOptions, _FIELDS)
+    add_field_flags(parser, BatchSettings, _BATCH_FIELDS)
+    parser.add_argument(
+        "--api-key", action="append", metavar="KEY", help="ask every caller for this key, or another; repeat it"
+    )
+    parser.add_argument(
+        "--api-key-file",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="YAML or JSON: a list of keys with name, key or its sha256, and if wanted tier (the highest "
+        "service_tier), requests_per_minute and tokens_per_minute; repeat it",
+    )
+    parser.add_argument(
+        "--cors-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="pages of this origin may call from a browser, * for all; repeat it (default: none)",
+    )
+    add_options_flag(parser, "--limit", [Limits], "an upper bound, such as max_connections=100")
+    add_former_flags(parser, FORMER_FLAGS)
     return parser
+
+
+def options_from(
+    args: argparse.Namespace, *, tokenizer: str, model_name: str, classes: Sequence[ClassSpec]
+) -> ServerOptions:
+    """Return the options that the parsed flags ask for; the classes are the engine's, highest priority first.
+
+    Raises:
+        ValueError: A flag's value does not fit; the message names it.
+    """
+    return ServerOptions(
+        tokenizer=tokenizer,
+        model_name=model_name,
+        keys=_keys(args.api_key or (), args.api_key_file or (), classes),
+        limits=make_options(Limits, dict(args.limit or ()), owner="--limit"),
+        cors_origins=tuple(args.cors_origin or ()),
+        batches=BatchSettings(**{name: getattr(args, name) for name in _BATCH_FIELDS}),
+        **{name: getattr(args, name) for name in _FIELDS},
+    )
+
+
+def _keys(given: Sequence[str], files: Sequence[Path], classes: Sequence[ClassSpec]) -> KeyRing | None:
+    if not given and not files:
+        return None
+    if any(not key.strip() for key in given):
+        raise ValueError("--api-key is empty; give a key, or leave the flag away")
+    keys = [ApiKey(name=f"--api-key {i}", sha256=digest_of(key.strip())) for i, key in enumerate(given, 1)]
+    for file in files:
+        keys += read_key_file(file)
+    for key in keys:
+        if key.tier is not None:
+            try:
+                class_of_tier(key.tier, classes)
+            except ApiError as error:
+                raise ValueError(f"--api-key-file: key {key.name!r}: {error}") from None
+    if not keys:
+        raise ValueError("--api-key-file: there is no key in it, so nobody could call; add one")
+    return KeyRing(keys)
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, EngineLoader]:
@@ -44,7 +180,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
     except ValueError as error:
         parser.error(str(error))
     if args.print_config:
-        print(settings_text(parser, args, flag_text), end="")
+        print(_settings_text(parser, args), end="")
         parser.exit()
     loader = EngineLoader(
         model=model,
@@ -56,3 +192,63 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
         with_profile=args.profile != "none",
     )
     return options, loader
+
+
+def _settings_parser(*, prog: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser of flags whose values may also come from the environment or a file.
+
+    ``--block-size 16`` is ``OMNISERVE_BLOCK_SIZE=16`` and the line ``block-size: 16`` of the file. A flag without value
+    is ``true`` there, and one that may be repeated a list (in the environment as JSON).
+    """
+    parser: argparse.ArgumentParser = configargparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=f"Every flag can be set in the environment, too ({ENVIRONMENT_PREFIX}BLOCK_SIZE for --block-size), and "
+        "in the file of --config (block-size: 16). A flag wins over the environment, and that over the file.",
+        auto_env_var_prefix=ENVIRONMENT_PREFIX,
+        config_file_parser_class=configargparse.YAMLConfigFileParser,
+        config_file_open_func=functools.partial(open, encoding="utf-8"),
+        add_env_var_help=False,
+        add_config_file_help=False,
+    )
+    add: Callable[..., Any] = parser.add_argument
+    add(
+        "--config",
+        metavar="FILE",
+        is_config_file_arg=True,
+        env_var=f"{ENVIRONMENT_PREFIX}CONFIG",
+        help="YAML file of settings, named as the flags",
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print all settings, as a file for --config, and end"
+    )
+    return parser
+
+
+def _settings_text(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """Return all settings that have a value as YAML, each with its source; of secrets only that they are there."""
+    assert isinstance(parser, configargparse.ArgumentParser)
+    sources = {
+        action: "environment" if source == "environment_variables" else source.partition("|")[2]
+        for source, settings in parser.get_source_to_settings_dict().items()
+        if source not in ("command_line", "defaults")
+        for action, _ in settings.values()
+    }
+    lines = []
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        if action.dest in _NO_SETTINGS or value is None:
+            continue
+        values = value if isinstance(value, list) else [value]
+        texts = [str(text) if isinstance(text, Path) else text for text in (flag_text(action, item) for item in values)]
+        name = action.option_strings[-1].removeprefix("--")
+        line = f"{name}: {_yaml(texts if isinstance(value, list) else texts[0])}"
+        if action.dest in _SECRETS:  # a comment: whatever stood here instead would be one when the text is read again
+            line = f"# {name}: not shown"
+        lines.append(f"{line}  # {sources.get(action, 'default' if value == action.default else 'flag')}\n")
+    return "".join(lines)
+
+
+def _yaml(value: Any) -> str:
+    """Return a value on one line; in a list, because a document of its own ends with more than itself."""
+    return yaml.safe_dump([value], default_flow_style=True, width=10_000).strip()[1:-1]

@@ -1,4 +1,4 @@
-"""Connections, bounded in number and in how long one may stay without a request; and what is logged of each request.
+"""Connections, limited in number and in how long one may be without a request; and the log line of each request.
 
 uvicorn does not limit the time in which the head of a request arrives. Once its limit of connections is reached, it
 answers no request, although most of the connections may be idle.
@@ -13,7 +13,7 @@ import re
 import resource
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h11
 from starlette.datastructures import MutableHeaders
@@ -21,8 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from omniserve.server.errors import ApiError
-from omniserve.server.logs import access_logger, request_id
-from omniserve.server.traces import TRACED_PATHS, FinishedCall, Traces
+from omniserve.server.process import access_logger, request_id
+from omniserve.server.traces import TRACED_PATHS, FinishedCall
+
+if TYPE_CHECKING:
+    from omniserve.server.otlp import OtlpTraces
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +44,9 @@ _RETRY_S = 1.0
 
 
 def allow_connections(wanted: int | None) -> int:
-    """Raise this process's limit of open files as far as it may be (often it is 1024), and return how many
-    connections there may be.
+    """Raise this process's limit of open files as far as it may be (often it is 1024); return how many connections fit.
 
-    Args:
-        wanted: Connections; None: as many as fit, up to 10,000.
+    That is the number that is wanted, or up to 10,000 if that is None.
 
     Raises:
         ValueError: So many do not fit.
@@ -71,8 +72,8 @@ class Connections:
     new one is refused; if many are refused at a time, without an answer.
 
     Args:
-        most: At a time.
-        patience_s: How long one may stay without a request; the head of a request has as long to arrive.
+        most: Most connections at a time.
+        patience_s: How long a connection may stay without a request; the head of a request has as long to arrive.
     """
 
     def __init__(self, most: int, patience_s: float) -> None:
@@ -84,11 +85,11 @@ class Connections:
         self._num_refused = 0
 
     def protocol(self, **uvicorns: Any) -> asyncio.Protocol:
-        """Return what talks to a new connection; for uvicorn's setting ``http``."""
+        """Return the protocol of a new connection; for uvicorn's setting ``http``."""
         return _Connection(self, **uvicorns)
 
     def close_idle(self) -> None:
-        """Close those that have been idle for too long; call it now and then."""
+        """Close connections that have been idle for too long; call it now and then."""
         before_s = time.monotonic() - self._patience_s
         while self._idle and next(iter(self._idle.values())) <= before_s:
             connection = next(iter(self._idle))
@@ -104,7 +105,7 @@ class Connections:
         return True
 
     def note(self, connection: _Connection, *, is_idle: bool) -> None:
-        """Take down whether a connection is idle; one that is stays so since when it became so."""
+        """Note whether a connection is idle; one that is already keeps the time at which it became idle."""
         if is_idle and connection in self._open:
             self._idle.setdefault(connection, time.monotonic())
         else:
@@ -117,7 +118,7 @@ class Connections:
         self._idle.pop(connection, None)
 
     def refuse(self, connection: _Connection) -> ApiError | None:
-        """Return what a connection for which there is no room is told; None: nothing, so many are being told it."""
+        """Return the answer for a connection without room; None if too many are being answered already."""
         self._num_refused += 1
         if self._num_refused & (self._num_refused - 1) == 0:  # 1, 2, 4, 8 and so on: no flood of lines
             logger.warning(
@@ -203,14 +204,11 @@ _GIVEN = re.compile(rb"[\w.:/+=-]{1,128}", re.ASCII)
 class RequestLog:
     """ASGI middleware: takes a request's ``x-request-id`` or makes one, and records the request when it is answered.
 
-    What is behind it leaves ``caller``, ``refusal`` and ``outputs`` in the request's state.
-
-    Args:
-        app: What is behind it.
-        traces: Told of each completion and chat that is over.
+    The application leaves ``caller``, ``refusal`` and ``outputs`` in the request's state. ``traces`` is told of each
+    completion and chat that is over.
     """
 
-    def __init__(self, app: ASGIApp, traces: Traces | None = None) -> None:
+    def __init__(self, app: ASGIApp, traces: OtlpTraces | None = None) -> None:
         self._app = app
         self._traces = traces
 

@@ -6,22 +6,21 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.request import Request, RequestOutput
 from omniserve.core.stats import EngineStats
-from omniserve.server import logs, wire
-from omniserve.server.engine_process import EngineMaker, run_engine_process
+from omniserve.server import engine_process
+from omniserve.server.engine_process import EngineInfo, EngineMaker
 from omniserve.server.errors import ApiError
+from omniserve.server.process import request_id as http_request_id
+from omniserve.server.process import set_engine_environment
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +35,8 @@ class Accepted:
 
 Event = tuple[str, Accepted | RequestOutput | Exception]
 """Request id and that it was accepted, an output, or the error that ended it."""
-
-
-class Events(Protocol):
-    """Takes what happens to a request; must not wait. An ``asyncio.Queue`` is one."""
-
-    def put_nowait(self, event: Event, /) -> None:
-        """Take an event."""
+Listener = Callable[[Event], object]
+"""Takes the events of a request; must not wait. An ``asyncio.Queue``'s ``put_nowait`` is one."""
 
 
 # How long a message that a dying engine sent may still be on its way.
@@ -51,7 +45,7 @@ _CLOSE_S = 5.0
 # How long a killed process may take to end: with gigabytes to give back, seconds. One in a driver's call may never.
 _KILL_S = 30.0
 # While requests run the engine is asked so often how it is. It answers between two steps; none takes as long as this,
-# not even one that compiles, and what hangs in a step has deadlines of a minute (``waiting.py``).
+# not even one that compiles, and what hangs in a step has deadlines of a minute (``ops/streams.py``).
 _ASK_EVERY_S = 30.0
 _SILENCE_S = 600.0
 # Of requests that the engine has not taken out of its socket's queue yet; it does so between two steps.
@@ -61,19 +55,13 @@ _BYTES_BESIDE = 1024
 
 
 class EngineClient:
-    """An engine process.
-
-    Args:
-        make_engine: Makes the engine, in its process.
-        log_level: The process's log level.
-        log_format: Of its logs, ``text`` or ``json``.
-    """
+    """An engine process, and the requests that it has."""
 
     def __init__(self, make_engine: EngineMaker, *, log_level: str = "warning", log_format: str = "text") -> None:
         self._make_engine = make_engine
         self._log_level = log_level
         self._log_format = log_format
-        self._queues: dict[str, Events] = {}
+        self._listeners: dict[str, Listener] = {}
         self._stats: asyncio.Future[EngineStats] | None = None
         """Requests for stats that the engine has not answered yet."""
         self._untaken: dict[str, int] = {}
@@ -88,7 +76,7 @@ class EngineClient:
         """Why the engine stopped; None while it is well."""
         self.stopped = asyncio.Event()
 
-    async def start(self, on_progress: Callable[[str], None]) -> wire.EngineInfo:
+    async def start(self, on_progress: Callable[[str], None]) -> EngineInfo:
         """Start the process; return when the engine is ready.
 
         Raises:
@@ -101,7 +89,7 @@ class EngineClient:
             self.stopped.set()
             raise EngineStopped(self.failure) from error
         loop = asyncio.get_running_loop()
-        ready: asyncio.Future[wire.EngineInfo] = loop.create_future()
+        ready: asyncio.Future[EngineInfo] = loop.create_future()
         # Not zmq.asyncio, whose futures cost more than all the rest of a token's way through this process.
         self._outputs_fd = int(self._outputs.getsockopt(zmq.FD))
         loop.add_reader(self._outputs_fd, self._read, ready, on_progress)
@@ -118,7 +106,7 @@ class EngineClient:
 
     def _launch(self) -> None:
         with contextlib.ExitStack() as made:
-            directory = made.enter_context(_directory_of_sockets())
+            directory = made.enter_context(tempfile.TemporaryDirectory(prefix="omniserve-"))
             context = zmq.Context()
             made.callback(context.destroy, linger=0)
             self._outputs = context.socket(zmq.PULL)
@@ -128,7 +116,7 @@ class EngineClient:
             self._commands.setsockopt(zmq.SNDHWM, 0)
             self._commands.bind(f"ipc://{directory}/commands")
             self._process = multiprocessing.get_context("spawn").Process(
-                target=run_engine_process,
+                target=engine_process.run_engine_process,
                 args=(
                     self._make_engine,
                     f"ipc://{directory}/commands",
@@ -139,17 +127,16 @@ class EngineClient:
                 name="omniserve-engine",
                 daemon=True,
             )
-            set_engine_environment(os.environ)
+            set_engine_environment()
             self._process.start()
             self._launched = made.pop_all()
 
-    def submit(self, request: Request, arrival_s: float, queue: Events) -> None:
-        """Send a request; its events go into ``queue``: that it was accepted, then outputs, or one exception.
+    def submit(self, request: Request, arrival_s: float, listener: Listener) -> None:
+        """Send a request; its events go to ``listener``: that it was accepted, then outputs, or one exception.
 
         Args:
-            request: With an id.
-            arrival_s: When it came; ``time.monotonic``, which is one clock for all processes of a machine.
-            queue: Gets the events.
+            request: A request with an id.
+            arrival_s: Its arrival by ``time.monotonic``, which is one clock for all processes of a machine.
 
         Raises:
             EngineStopped: The engine is gone.
@@ -157,8 +144,8 @@ class EngineClient:
         if self.stopped.is_set():
             raise EngineStopped(self.failure or "the engine has stopped")
         assert request.request_id is not None
-        self._queues[request.request_id] = queue
-        num_bytes = self._send(wire.Add(request, arrival_s, logs.request_id.get())) + _BYTES_BESIDE
+        self._listeners[request.request_id] = listener
+        num_bytes = self._send(engine_process.Add(request, arrival_s, http_request_id.get())) + _BYTES_BESIDE
         self._untaken[request.request_id] = num_bytes
         self._num_untaken_bytes += num_bytes
 
@@ -177,11 +164,11 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """End a request; nothing more is heard of it. Unknown and finished ones are ignored."""
-        if self._queues.pop(request_id, None) is not None and not self.stopped.is_set():
-            self._send(wire.Abort(request_id))
+        if self._listeners.pop(request_id, None) is not None and not self.stopped.is_set():
+            self._send(engine_process.Abort(request_id))
 
     async def stats(self, timeout_s: float = 5.0) -> EngineStats:
-        """Ask the engine for its statistics; it answers between two steps, all callers at once.
+        """Ask the engine for its statistics; it answers between two steps, and one answer goes to all callers.
 
         Raises:
             EngineStopped: The engine is gone.
@@ -191,7 +178,7 @@ class EngineClient:
             raise EngineStopped(self.failure or "the engine has stopped")
         if self._stats is None:  # in a long step another question would only make the queue longer
             self._stats = asyncio.get_running_loop().create_future()
-            self._send(wire.AskStats())
+            self._send(engine_process.AskStats())
         # Not wait_for, which before Python 3.12 forgets that it was cancelled if the answer comes at the same time.
         async with asyncio.timeout(timeout_s):
             return await asyncio.shield(self._stats)
@@ -204,7 +191,7 @@ class EngineClient:
         if not self._ready:
             self._process.kill()  # it loads a model and hears nothing
         elif self._process.is_alive() and not self.stopped.is_set():
-            self._send(wire.Close())
+            self._send(engine_process.Close())
         await asyncio.to_thread(self._process.join, _CLOSE_S)
         if self._process.is_alive():
             self._process.kill()
@@ -234,7 +221,7 @@ class EngineClient:
         """Kill an engine that hangs: its requests would wait for ever."""
         while True:
             await asyncio.sleep(_ASK_EVERY_S)
-            if not self._queues:
+            if not self._listeners:
                 continue
             try:
                 await self.stats(_SILENCE_S)
@@ -247,9 +234,9 @@ class EngineClient:
                 self.kill()
                 return
 
-    def _send(self, message: wire.Command) -> int:
-        """Return how many bytes were sent."""
-        data = wire.encode(message)
+    def _send(self, message: engine_process.Command) -> int:
+        """Send a message; return its number of bytes."""
+        data = engine_process.encode(message)
         try:
             self._commands.send(data, zmq.NOBLOCK)
         except zmq.Again:
@@ -261,41 +248,41 @@ class EngineClient:
     def _taken(self, request_id: str) -> None:
         self._num_untaken_bytes -= self._untaken.pop(request_id)
 
-    def _read(self, ready: asyncio.Future[wire.EngineInfo], on_progress: Callable[[str], None]) -> None:
+    def _read(self, ready: asyncio.Future[EngineInfo], on_progress: Callable[[str], None]) -> None:
         """Handle every message that is there: the descriptor tells of new ones only once all were taken."""
         while True:
             try:
-                report = wire.decode_report(self._outputs.recv(zmq.NOBLOCK))
+                report = engine_process.decode_report(self._outputs.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
             match report:
-                case wire.Step(accepted, outputs):
+                case engine_process.Step(accepted, outputs):
                     for request_id, predicted_ttft_s in accepted:
                         self._taken(request_id)
                         self._deliver(request_id, Accepted(predicted_ttft_s))
                     for output in outputs:
                         self._deliver(output.request_id, output)
-                case wire.Refused(request_id):
+                case engine_process.Refused(request_id):
                     self._taken(request_id)
                     self._deliver(request_id, report.error)
-                case wire.Stats(stats):
+                case engine_process.Stats(stats):
                     assert self._stats is not None
                     self._stats.set_result(stats)
                     self._stats = None
-                case wire.Progress(text):
+                case engine_process.Progress(text):
                     on_progress(text)
-                case wire.Ready(info):
-                    ready.set_result(info)
-                case wire.Failed(reason):
+                case EngineInfo():
+                    ready.set_result(report)
+                case engine_process.Failed(reason):
                     self._fail(reason)
 
     def _deliver(self, request_id: str, item: Accepted | RequestOutput | Exception) -> None:
-        queue = self._queues.get(request_id)
-        if queue is None:
+        listener = self._listeners.get(request_id)
+        if listener is None:
             return  # aborted meanwhile
         if isinstance(item, Exception) or (isinstance(item, RequestOutput) and item.finished):
-            del self._queues[request_id]
-        queue.put_nowait((request_id, item))
+            del self._listeners[request_id]
+        listener((request_id, item))
 
     def _on_death(self) -> None:
         loop = asyncio.get_running_loop()
@@ -304,7 +291,7 @@ class EngineClient:
             self._death = loop.create_task(self._die("", _LAST_WORDS_S))
 
     async def _die(self, reason: str, patience_s: float = 0.0) -> None:
-        """Give the engine's last words a moment to arrive, then speak for it."""
+        """Give a last report of the engine a moment to arrive; without one, fail all requests."""
         try:
             await asyncio.wait_for(self.stopped.wait(), patience_s)
         except TimeoutError:
@@ -314,36 +301,10 @@ class EngineClient:
     def _fail(self, reason: str) -> None:
         self.failure = reason
         self.stopped.set()
-        queues, self._queues = self._queues, {}
-        for request_id, queue in queues.items():
-            queue.put_nowait((request_id, EngineStopped(reason)))
+        listeners, self._listeners = self._listeners, {}
+        for request_id, listener in listeners.items():
+            listener((request_id, EngineStopped(reason)))
         if self._stats is not None:
             self._stats.set_exception(EngineStopped(reason))
             self._stats.exception()  # the caller may have given up
             self._stats = None
-
-
-def set_engine_environment(environment: Any) -> None:
-    """Set what torch reads when it is imported; a spawned process inherits it. What is set already stays.
-
-    OpenMP threads spin for a few microseconds between the many short loops of a step, then sleep. Sleeping at once
-    costs a wake-up per loop and doubles a small step; spinning for long (the default) takes cores that others need.
-    Compiled code is kept between runs, so that only the first start compiles.
-    """
-    defaults: Mapping[str, str] = {
-        "GOMP_SPINCOUNT": "10000",
-        "TORCHINDUCTOR_CACHE_DIR": str(Path.home() / ".cache" / "omniserve" / "inductor"),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    for name, value in defaults.items():
-        environment.setdefault(name, value)
-
-
-@contextlib.contextmanager
-def _directory_of_sockets() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="omniserve-"))
-    try:
-        yield directory
-    finally:
-        with contextlib.suppress(FileNotFoundError):  # cleaners of /tmp take what looks old
-            shutil.rmtree(directory)

@@ -1,4 +1,4 @@
-"""The engine's process: take commands, step, send what came out.
+"""The engine's process: it takes commands, steps, and reports what came out, in MessagePack and once a step.
 
 Nothing here imports torch: the engine's maker does, after the environment was set for it.
 """
@@ -17,16 +17,100 @@ from collections.abc import Callable
 from typing import Protocol
 
 import zmq
+from msgspec import Struct, msgpack
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import OmniServeError, RequestRejected
-from omniserve.core.request import SLO, Request, RequestLimits, RequestOutput, SamplingParams
+from omniserve.core.request import SLO, ClassSpec, Request, RequestLimits, RequestOutput, SamplingParams
 from omniserve.core.stats import EngineStats
-from omniserve.server import wire
-from omniserve.server.garbage import GarbageCollector
-from omniserve.server.logs import set_up_logs
+from omniserve.server.process import GarbageCollector, set_up_logs
 
 logger = logging.getLogger(__name__)
+
+
+class Message(Struct, array_like=True, tag=str.lower):
+    """Base of all messages: the API process sends commands, the engine process reports."""
+
+
+class Add(Message):
+    """Take a request."""
+
+    request: Request
+    arrival_s: float
+    http_request_id: str | None
+    """``x-request-id`` of the call that it belongs to."""
+
+
+class Abort(Message):
+    """End a request."""
+
+    request_id: str
+
+
+class AskStats(Message):
+    """Answer with ``Stats``."""
+
+
+class Close(Message):
+    """End the process."""
+
+
+Command = Add | Abort | AskStats | Close
+
+
+class Progress(Message):
+    """Progress of the engine's start."""
+
+    text: str
+
+
+class EngineInfo(Message):
+    """The engine takes requests from now on, within these limits."""
+
+    limits: RequestLimits
+    classes: tuple[ClassSpec, ...]
+    """Highest priority first."""
+
+
+class Failed(Message):
+    """The engine could not start, or has to stop."""
+
+    reason: str
+
+
+class Step(Message):
+    """The outputs of a step."""
+
+    accepted: list[tuple[str, float | None]]
+    """Ids of requests that were taken before it, and the TTFT that was predicted for each."""
+    outputs: list[RequestOutput]
+
+
+class Refused(Message):
+    """A request was not taken."""
+
+    request_id: str
+    message: str
+    load: dict[str, float | None] | None
+    """The attributes of ``RequestRejected``; None if the request could not be taken at any load."""
+
+    @property
+    def error(self) -> ValueError | RequestRejected:
+        """The engine's error again."""
+        return ValueError(self.message) if self.load is None else RequestRejected(self.message, **self.load)
+
+
+class Stats(Message):
+    """The engine's state."""
+
+    stats: EngineStats
+
+
+Report = Progress | EngineInfo | Failed | Step | Refused | Stats
+
+encode = msgpack.Encoder(enc_hook=float).encode  # for the float64 of numpy, which predictions are made in
+decode_command = msgpack.Decoder[Command](Command).decode
+decode_report = msgpack.Decoder[Report](Report).decode
 
 # How long to sleep when every request waits for the host tier. A command that arrives meanwhile waits as long.
 _HOST_WAIT_S = 0.001
@@ -61,45 +145,18 @@ class EngineLike(Protocol):
     def close(self) -> None: ...
 
 
-Progress = Callable[[str], None]
-EngineMaker = Callable[[Progress], EngineLike]
-"""Makes the engine in its process; has to be picklable. Tells its progress in short sentences."""
-
-
-class RequestNames(logging.Filter):
-    """Gives lines with an ``engine_request_id`` the ``request_id`` of the call that it belongs to.
-
-    The engine knows its own requests only, of which a call may have several.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._names: dict[str, str] = {}
-
-    def add(self, engine_request_id: str, name: str) -> None:
-        """Note the HTTP request to which an engine request belongs."""
-        self._names[engine_request_id] = name
-
-    def forget(self, engine_request_id: str) -> None:
-        """Note that an engine request has ended; one that is not known is no error."""
-        self._names.pop(engine_request_id, None)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Name the line's request; every line passes."""
-        name = self._names.get(getattr(record, "engine_request_id", ""))
-        if name is not None:
-            record.request_id = name
-        return True
+EngineMaker = Callable[[Callable[[str], None]], EngineLike]
+"""Makes the engine in its process; has to be picklable. Tells its argument how it gets on, in short sentences."""
 
 
 def run_engine_process(
     make_engine: EngineMaker, command_address: str, output_address: str, log_level: str, log_format: str
 ) -> None:
-    """Be the engine process until told to close, or until the API process is gone."""
+    """Run the engine process until it is told to close, or until the API process is gone."""
     # Ctrl-C reaches the whole process group; the API process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    names = RequestNames()
+    names: dict[str, str] = {}
     set_up_logs(log_level, log_format, text="%(levelname)s %(name)s: %(message)s", names=names)
     threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
     status = 1
@@ -113,8 +170,8 @@ def run_engine_process(
         os._exit(status)
 
 
-def _run(make_engine: EngineMaker, command_address: str, output_address: str, names: RequestNames) -> int:
-    """Return the exit status."""
+def _run(make_engine: EngineMaker, command_address: str, output_address: str, names: dict[str, str]) -> int:
+    """Start the engine and serve; return the exit status."""
     context = zmq.Context()
     commands, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     commands.connect(command_address)
@@ -131,7 +188,7 @@ def _run(make_engine: EngineMaker, command_address: str, output_address: str, na
             return 0
         except Exception as error:
             logger.exception("the engine's step failed")
-            link.send(wire.Failed(f"{type(error).__name__}: {error}"))
+            link.send(Failed(f"{type(error).__name__}: {error}"))
             return 1
         finally:
             engine.close()
@@ -140,28 +197,28 @@ def _run(make_engine: EngineMaker, command_address: str, output_address: str, na
 
 
 class _Link:
-    """The two sockets."""
+    """Receives commands and sends reports."""
 
     def __init__(self, commands: zmq.Socket, outputs: zmq.Socket) -> None:
         self._commands = commands
         self._outputs = outputs
-        self._early: deque[wire.Command] = deque()
+        self._early: deque[Command] = deque()
 
-    def send(self, report: wire.Report) -> None:
-        self._outputs.send(wire.encode(report))
+    def send(self, report: Report) -> None:
+        self._outputs.send(encode(report))
 
-    def receive(self, *, block: bool) -> wire.Command | None:
+    def receive(self, *, block: bool) -> Command | None:
         """Return the next command; None when there is none now."""
         if self._early:
             return self._early.popleft()
         try:
-            return wire.decode_command(self._commands.recv(0 if block else zmq.NOBLOCK))
+            return decode_command(self._commands.recv(0 if block else zmq.NOBLOCK))
         except zmq.Again:
             return None
 
-    def look_ahead(self) -> list[wire.Command]:
-        """Return what has come since the last look; ``receive`` returns it, too."""
-        new: list[wire.Command] = []
+    def look_ahead(self) -> list[Command]:
+        """Return the commands that came since the last call; ``receive`` returns them, too."""
+        new: list[Command] = []
         early, self._early = self._early, deque()
         while (command := self.receive(block=False)) is not None:
             new.append(command)
@@ -171,16 +228,16 @@ class _Link:
 
 def _start(make_engine: EngineMaker, link: _Link) -> tuple[EngineLike, GarbageCollector] | None:
     try:
-        engine = make_engine(lambda text: link.send(wire.Progress(text)))
-        link.send(wire.Progress("warming up"))
+        engine = make_engine(lambda text: link.send(Progress(text)))
+        link.send(Progress("warming up"))
         _warm_up(engine)
         collector = GarbageCollector()
     except Exception as error:
         logger.debug("the engine could not start", exc_info=True)
         expected = isinstance(error, (ValueError, OSError, OmniServeError, ImportError))
-        link.send(wire.Failed(str(error) if expected and str(error) else f"{type(error).__name__}: {error}"))
+        link.send(Failed(str(error) if expected and str(error) else f"{type(error).__name__}: {error}"))
         return None
-    link.send(wire.Ready(wire.EngineInfo(limits=engine.limits, classes=engine.config.classes)))
+    link.send(EngineInfo(engine.limits, engine.config.classes))
     return engine, collector
 
 
@@ -204,7 +261,7 @@ def _warm_up(engine: EngineLike) -> None:
             engine.wait(_HOST_WAIT_S)
 
 
-def _serve(engine: EngineLike, link: _Link, names: RequestNames, collector: GarbageCollector) -> None:
+def _serve(engine: EngineLike, link: _Link, names: dict[str, str], collector: GarbageCollector) -> None:
     engine.on_safepoint = functools.partial(_announce, engine, link)
     step_s = 0.0
     while True:
@@ -214,7 +271,7 @@ def _serve(engine: EngineLike, link: _Link, names: RequestNames, collector: Garb
         # However many come, those that were taken get on.
         until_s = time.monotonic() + max(_LEAST_TAKING_S, _TAKING * step_s)
         while command is not None:
-            if isinstance(command, wire.Close):
+            if isinstance(command, Close):
                 return
             _obey(engine, link, command, accepted, names)
             command = link.receive(block=False) if time.monotonic() < until_s else None
@@ -222,11 +279,11 @@ def _serve(engine: EngineLike, link: _Link, names: RequestNames, collector: Garb
         outputs = engine.step() if engine.has_unfinished else []
         step_s = time.monotonic() - begun_s
         if outputs or accepted:
-            link.send(wire.Step(accepted, outputs))
+            link.send(Step(accepted, outputs))
         for output in outputs:
             if output.finished:
                 _log(f"ended: {output.finish_reason}, {output.num_output_tokens} tokens", output.request_id)
-                names.forget(output.request_id)
+                names.pop(output.request_id, None)
         if engine.has_unfinished and engine.last_plan_was_empty:
             engine.wait(_HOST_WAIT_S)
 
@@ -234,7 +291,7 @@ def _serve(engine: EngineLike, link: _Link, names: RequestNames, collector: Garb
 def _announce(engine: EngineLike, link: _Link) -> None:
     """Tell the engine, in the middle of a step, of requests that it will get after it."""
     for command in link.look_ahead():
-        if isinstance(command, wire.Add):
+        if isinstance(command, Add):
             try:
                 engine.arriving(command.request, arrival_s=command.arrival_s)
             except ValueError:
@@ -248,30 +305,31 @@ def _log(event: str, request_id: str) -> None:
 def _obey(
     engine: EngineLike,
     link: _Link,
-    command: wire.Command,
+    command: Command,
     accepted: list[tuple[str, float | None]],
-    names: RequestNames,
+    names: dict[str, str],
 ) -> None:
     match command:
-        case wire.Add(request, arrival_s, http_request_id):
+        case Add(request, arrival_s, http_request_id):
             request_id = request.request_id
             assert request_id is not None
             if http_request_id is not None:
-                names.add(request_id, http_request_id)
+                names[request_id] = http_request_id
             try:
                 engine.add(request, arrival_s=arrival_s)
                 accepted.append((request_id, engine.predicted_ttft_s(request_id)))
                 _log("accepted", request_id)
             except (ValueError, RequestRejected) as error:
-                link.send(wire.Refused.of(request_id, error))
+                load = dict(vars(error)) if isinstance(error, RequestRejected) else None
+                link.send(Refused(request_id, str(error), load))
                 _log(f"refused: {error}", request_id)
-                names.forget(request_id)
-        case wire.Abort(request_id):
+                names.pop(request_id, None)
+        case Abort(request_id):
             if engine.abort(request_id):
                 _log("aborted", request_id)
-            names.forget(request_id)
-        case wire.AskStats():
-            link.send(wire.Stats(engine.stats()))
+            names.pop(request_id, None)
+        case AskStats():
+            link.send(Stats(engine.stats()))
 
 
 def _exit_with_parent() -> None:

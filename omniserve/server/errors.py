@@ -97,12 +97,7 @@ def shutting_down() -> ApiError:
 
 
 def engine_gone(reason: str, retry_after_s: float | None = None) -> ApiError:
-    """Return the error of requests that arrive after the engine's death.
-
-    Args:
-        reason: Of its death.
-        retry_after_s: When it is expected back; None: it is not.
-    """
+    """Return the error of requests after the engine's death; without ``retry_after_s`` it is not expected back."""
     message = f"the engine has stopped: {reason}"
     if retry_after_s is not None:
         message += "; it is being started again, send the request again later"

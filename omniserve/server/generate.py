@@ -6,18 +6,16 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from omniserve.server import answer_models
-from omniserve.server.answers import ENDPOINTS, AnswerShape, Endpoint
+from omniserve.server.answers import AnswerShape, ChatShape, CompletionShape
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.limits import caller_of, take_body
-from omniserve.server.openapi import GENERATION_ERRORS, answers, takes
+from omniserve.server.openapi import GENERATION_ERRORS, ChatCompletion, Completion, answers, takes
 from omniserve.server.output_stream import OutputStream
 from omniserve.server.protocol import ChatRequest, CompletionRequest, parse
 from omniserve.server.service import Service, new_call_id
@@ -36,33 +34,24 @@ def router(service: Service) -> APIRouter:
     @routes.post(
         "/v1/completions",
         openapi_extra=takes(CompletionRequest),
-        responses=answers(answer_models.Completion, *GENERATION_ERRORS, streams=True),
+        responses=answers(Completion, *GENERATION_ERRORS, streams=True),
     )
     async def completions(request: Request) -> Response:
-        return await _generate(service, request, ENDPOINTS["/v1/completions"])
+        return await _generate(service, request, CompletionShape)
 
     @routes.post(
         "/v1/chat/completions",
         openapi_extra=takes(ChatRequest),
-        responses=answers(answer_models.ChatCompletion, *GENERATION_ERRORS, streams=True),
+        responses=answers(ChatCompletion, *GENERATION_ERRORS, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
-        return await _generate(service, request, ENDPOINTS["/v1/chat/completions"])
+        return await _generate(service, request, ChatShape)
 
     return routes
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What is left of a request once its prompt is token ids: its texts need not wait in memory with them."""
-
-    outputs: OutputStream
-    shape: AnswerShape
-    stream: bool
-    include_usage: bool
-
-
-async def _begin(service: Service, http: Request, endpoint: Endpoint) -> _Call:
+async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -> tuple[OutputStream, AnswerShape]:
+    """Return a call's outputs and the shape of its answer; the request itself, with its texts, is not kept."""
     arrival_s = time.monotonic()
     service.check_open()
     async with take_body(http, service.bodies) as body:
@@ -70,14 +59,14 @@ async def _begin(service: Service, http: Request, endpoint: Endpoint) -> _Call:
         request = caller_of(http).limited(request, service.info.classes)
         service.check_model(request.model)
         call_id = new_call_id(endpoint.id_prefix)
-        shape = endpoint.shape(service, request, call_id)
+        shape = endpoint(service, request, call_id)
         outputs = http.state.outputs = await service.begin(request, call_id, arrival_s)
-        return _Call(outputs, shape, request.stream, request.include_usage)
+        return outputs, shape
 
 
-async def _generate(service: Service, http: Request, endpoint: Endpoint) -> Response:
-    call = await _begin(service, http, endpoint)
-    outputs, caller = call.outputs, caller_of(http)
+async def _generate(service: Service, http: Request, endpoint: type[AnswerShape]) -> Response:
+    outputs, shape = await _begin(service, http, endpoint)
+    caller = caller_of(http)
 
     def end() -> None:
         service.end(outputs)
@@ -89,18 +78,17 @@ async def _generate(service: Service, http: Request, endpoint: Endpoint) -> Resp
         caller.use_tokens(outputs.usage.num_prompt_tokens)
         predicted_s = outputs.predicted_ttft_s
         headers = {} if predicted_s is None else {_PREDICTED_TTFT_HEADER: str(round(predicted_s * 1e3, 3))}
-        if call.stream:
+        if shape.is_streamed:
             handed_over = True
             return EventStream(
                 outputs,
-                call.shape,
+                shape,
                 headers=headers,
-                include_usage=call.include_usage,
                 stall_timeout_s=service.limits.stall_timeout_s,
                 on_close=end,
             )
         deltas = await or_disconnect(http.receive, outputs.collect())
-        answer = call.shape.answer(deltas, outputs.usage.as_dict())
+        answer = shape.answer(deltas, outputs.usage.as_dict())
         return Response(answer, headers=headers, media_type="application/json")
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -155,10 +143,9 @@ class EventStream(Response):
     """A streamed answer: every step's chunks go out in one write.
 
     Args:
-        outputs: Started already, so that a refusal had its own status.
+        outputs: Outputs that were started, so that a refusal had its own status.
         shape: Makes the chunks.
-        headers: More of the answer's headers.
-        include_usage: Send a last chunk with the token counts.
+        headers: More headers of the answer.
         stall_timeout_s: A client that takes nothing for so long is taken for gone.
         on_close: Called when the stream is over, however it ended.
     """
@@ -171,7 +158,6 @@ class EventStream(Response):
         shape: AnswerShape,
         *,
         headers: Mapping[str, str],
-        include_usage: bool,
         stall_timeout_s: float,
         on_close: Callable[[], None],
     ) -> None:
@@ -179,7 +165,6 @@ class EventStream(Response):
         del self.headers["content-length"]  # of the empty body that Response was made with
         self._outputs = outputs
         self._shape = shape
-        self._include_usage = include_usage
         self._stall_timeout_s = stall_timeout_s
         self._on_close = on_close
         self._sending_since_s: float | None = None
@@ -196,7 +181,7 @@ class EventStream(Response):
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         head = self._shape.chunk_head()
         # OpenAI sends a null usage in the other chunks, if usage was asked for.
-        tail = ',"usage":null}\n\n' if self._include_usage else "}\n\n"
+        tail = ',"usage":null}\n\n' if self._shape.include_usage else "}\n\n"
         dumps, pieces = json.dumps, self._shape.pieces
         try:
             async for deltas in self._outputs.deltas():
@@ -204,7 +189,7 @@ class EventStream(Response):
                 data = "".join([f'data: {head},"choices":[{dumps(choice)}]{tail}' for choice in choices])
                 await self._send(send, {"type": "http.response.body", "body": data.encode(), "more_body": True})
             last = ""
-            if self._include_usage:
+            if self._shape.include_usage:
                 last = f'data: {head},"choices":[],"usage":{dumps(self._outputs.usage.as_dict())}}}\n\n'
         except ApiError as error:
             last = f"data: {dumps(error.body())}\n\n"
@@ -217,6 +202,6 @@ class EventStream(Response):
         self._sending_since_s = None
 
     def _patience_s(self) -> float:
-        """Return the seconds until the client will have stalled, or could have at the soonest."""
+        """Return the seconds until the client has stalled, or could have stalled at the earliest."""
         since_s = self._sending_since_s
         return self._stall_timeout_s - (0.0 if since_s is None else time.monotonic() - since_s)

@@ -37,10 +37,6 @@ class ApiKey:
     def limited_tier(self, asked: str, classes: Sequence[ClassSpec]) -> str:
         """Return the tier to use: the one asked for, or the key's own where that is of lower priority.
 
-        Args:
-            asked: ``service_tier`` of the request.
-            classes: The engine's, highest priority first.
-
         Raises:
             ApiError: There is no such tier.
         """
@@ -113,13 +109,8 @@ class _Entry(BaseModel):
             raise ValueError("give either key or sha256")
         if self.sha256 is not None and not _SHA256.fullmatch(self.sha256.lower()):
             raise ValueError("sha256 must be 64 hexadecimal digits, as sha256sum prints them")
-        return ApiKey(
-            name=self.name,
-            sha256=digest_of(self.key) if self.key is not None else bytes.fromhex(self.sha256 or ""),
-            tier=self.tier,
-            requests_per_minute=self.requests_per_minute,
-            tokens_per_minute=self.tokens_per_minute,
-        )
+        digest = digest_of(self.key) if self.key is not None else bytes.fromhex(self.sha256 or "")
+        return ApiKey(sha256=digest, **self.model_dump(exclude={"key", "sha256"}))
 
 
 def read_key_file(path: Path) -> list[ApiKey]:

@@ -1,4 +1,4 @@
-"""Limits: what one server takes at most, in all and from each key, so that no client can make it grow without bound."""
+"""Upper bounds on what one server accepts, in all and from each key: no client can make it grow without bound."""
 
 from __future__ import annotations
 
@@ -68,12 +68,7 @@ class Limits:
 
 
 class Backlog:
-    """Counts requests from the moment they are sent to the engine until their first token.
-
-    Args:
-        class_names: The engine's classes.
-        most: Requests of one class that may wait at a time, >= 1.
-    """
+    """Counts requests from being sent to the engine until their first token, at most ``most`` of a class."""
 
     def __init__(self, class_names: Iterable[str], most: int) -> None:
         self._most = most
@@ -111,8 +106,8 @@ class BodyReader:
     """Reads bodies of requests: each up to a size, and all that are held at a time up to a few times that.
 
     Args:
-        max_bytes: Of one.
-        timeout_s: How long one may take to arrive.
+        max_bytes: Largest body.
+        timeout_s: How long a body may take to arrive.
     """
 
     def __init__(self, max_bytes: int, timeout_s: float) -> None:
@@ -172,12 +167,7 @@ _PAGE, _PAGE_FILES = "/dashboard", "/dashboard/static/"
 
 
 class _Allowance:
-    """A budget that refills evenly and holds at most a minute's worth.
-
-    Args:
-        per_minute: How fast it refills.
-        now_s: It is full now; seconds on any clock.
-    """
+    """A budget that refills evenly and holds at most a minute's worth, which it has now; seconds on any clock."""
 
     def __init__(self, per_minute: float, now_s: float) -> None:
         self.per_minute = per_minute
@@ -187,12 +177,12 @@ class _Allowance:
         self._at_s = now_s
 
     def wait_s(self, now_s: float) -> float:
-        """Return in how many seconds at least 1 will be there; 0 if it is."""
+        """Return the seconds until at least 1 is left; 0 if it is now."""
         self._refill(now_s)
         return max(0.0, (1 - self._left) / self._per_s)
 
     def use(self, amount: float, now_s: float) -> None:
-        """Take an amount, also one that is not there: the debt is waited for."""
+        """Take an amount; it may exceed what is left, and the debt has to refill first."""
         self._refill(now_s)
         self._left -= amount
 
@@ -202,14 +192,11 @@ class _Allowance:
 
 
 class Caller:
-    """The holder of a key, as calls are made with it.
+    """Counts the calls and tokens of one key.
 
     A call is admitted while requests and tokens are left. Its prompt counts when it begins and its output when it has
-    ended, so that calls which run at the same time may use more than is left; what follows waits for that.
-
-    Args:
-        key: Theirs; None where no keys are asked for.
-        clock: Seconds.
+    ended, so that calls which run at the same time may use more than is left; what follows waits for that. The
+    key is None where no keys are asked for.
     """
 
     def __init__(self, key: ApiKey | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -248,7 +235,7 @@ class Caller:
             self._allowances["tokens"].use(num_tokens, self._clock())
 
     def limited(self, request: R, classes: Sequence[ClassSpec]) -> R:
-        """Return the request with the tier that they get.
+        """Return the request with the tier that this key gets.
 
         Raises:
             ApiError: There is no such tier.
@@ -259,7 +246,7 @@ class Caller:
         return request if tier == request.service_tier else request.model_copy(update={"service_tier": tier})
 
     def reaches(self, tier: str, classes: Sequence[ClassSpec]) -> bool:
-        """Return whether a request of theirs that asks for a tier gets it."""
+        """Return whether a request with this key that asks for a tier gets it."""
         return self._key is None or self._key.limited_tier(tier, classes) == tier
 
 
@@ -284,14 +271,7 @@ async def take_body(http: Request, bodies: BodyReader) -> AsyncIterator[bytes]:
 
 
 class Gate:
-    """ASGI middleware that lets in only requests with a known key, and notes their callers, before all else.
-
-    Args:
-        app: What is behind it.
-        ring: The keys.
-        guard_all: Ask for a key for health and metrics, too.
-        on_refused: Told of each refusal.
-    """
+    """ASGI middleware that lets in only requests with a known key, and notes their callers, before all else."""
 
     def __init__(self, app: ASGIApp, *, ring: KeyRing, guard_all: bool, on_refused: Callable[[ApiError], None]) -> None:
         self._app = app

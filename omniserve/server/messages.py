@@ -11,14 +11,17 @@ from omniserve.server.errors import ApiError
 
 MAX_MESSAGES = 4096
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
 _NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 
 
-class Function(BaseModel):
-    """A function that the model may call."""
+class StrictModel(BaseModel):
+    """Base of what clients send: no field is unknown, and none is converted."""
 
-    model_config = _STRICT
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Function(StrictModel):
+    """A function that the model may call."""
 
     name: str = Field(pattern=_NAME)
     description: str | None = None
@@ -28,27 +31,21 @@ class Function(BaseModel):
     """Calls keep the schema, whatever the model would say. Calls that must be made always do."""
 
 
-class Tool(BaseModel):
+class Tool(StrictModel):
     """An entry of ``tools``."""
-
-    model_config = _STRICT
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(StrictModel):
     """The function of a ``tool_choice``."""
-
-    model_config = _STRICT
 
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(StrictModel):
     """``tool_choice`` as an object: the tool to call."""
-
-    model_config = _STRICT
 
     type: Literal["function"]
     function: NamedFunction
@@ -71,20 +68,16 @@ ToolChoice = Annotated[
 """``none``, ``auto``, ``required`` or a NamedTool."""
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(StrictModel):
     """The function that an assistant's message calls."""
-
-    model_config = _STRICT
 
     name: str
     arguments: str
     """JSON text, as OpenAI has it."""
 
 
-class ToolCall(BaseModel):
+class ToolCall(StrictModel):
     """A call of an assistant's message."""
-
-    model_config = _STRICT
 
     id: str
     type: Literal["function"]
@@ -105,10 +98,8 @@ class ToolCall(BaseModel):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-class TextPart(BaseModel):
+class TextPart(StrictModel):
     """A part of a message's content."""
-
-    model_config = _STRICT
 
     type: Literal["text"]
     text: str
@@ -118,10 +109,8 @@ def _text_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class Message(BaseModel):
+class Message(StrictModel):
     """A message of a chat."""
-
-    model_config = _STRICT
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[TextPart], BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])] = []

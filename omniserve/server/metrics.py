@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,6 +16,8 @@ from omniserve.server.errors import ApiError
 
 if TYPE_CHECKING:
     from omniserve.server.output_stream import Choice
+
+F = TypeVar("F", bound=GaugeMetricFamily | CounterMetricFamily)
 
 _TTFT_BUCKETS_S = (
     0.01, 0.015, 0.025, 0.035, 0.05, 0.07, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64
@@ -32,9 +34,7 @@ _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 class ServerMetrics:
     """All metrics of one server, in a registry of its own.
 
-    Args:
-        class_names: The engine's classes of requests.
-        objectives: Theirs; histograms have a bucket that ends there, so that quantiles are on the right side of them.
+    Histograms have a bucket that ends at each objective, so that quantiles are on the right side of it.
     """
 
     def __init__(self, class_names: Sequence[str], objectives: Sequence[SLO] = ()) -> None:
@@ -148,8 +148,8 @@ class _EngineCollector(Collector):
         self.num_restarts = 0
 
     def collect(self) -> Iterator[Metric]:
-        yield _gauge("engine_up", "1 while the engine takes requests", {"": int(self.stats is not None)}, [])
-        yield _counter("engine_restarts", "Engines started after another's death", {"": self.num_restarts}, [])
+        yield _gauge("engine_up", "1 while the engine takes requests", int(self.stats is not None))
+        yield _counter("engine_restarts", "Engines started after another's death", self.num_restarts)
         if self.stats is None:
             return
         s = self.stats
@@ -163,15 +163,14 @@ class _EngineCollector(Collector):
         yield _gauge("kv_blocks_used", "KV blocks in use", blocks_used, by_tier)
         yield _gauge("kv_blocks", "KV blocks in all", blocks, by_tier)
         yield _gauge("kv_blocks_held", "KV blocks that requests hold", held, [*by_tier, *by_class])
-        yield _gauge("host_requests", "Requests whose KV is on the host tier", {"": s.host_requests}, [])
+        yield _gauge("host_requests", "Requests whose KV is on the host tier", s.host_requests)
         yield _gauge(
             "host_healthy",
             "1 while the host tier has a living thread and gets on with its work",
-            {"": int(s.host_healthy)},
-            [],
+            int(s.host_healthy),
         )
-        yield _gauge("latency_error", "Mean |predicted - measured| / measured of steps", {"": s.latency_error}, [])
-        yield _gauge("latency_drift", "Measured over predicted time of steps, uncorrected", {"": s.latency_drift}, [])
+        yield _gauge("latency_error", "Mean |predicted - measured| / measured of steps", s.latency_error)
+        yield _gauge("latency_drift", "Measured over predicted time of steps, uncorrected", s.latency_drift)
         yield _counter("output_tokens", "Output tokens", s.output_tokens, by_class)
         yield _counter("prompt_tokens", "Prompt tokens", s.prompt_tokens, by_class)
         yield _counter("swaps", "Requests whose KV moved", {"out": s.swaps_out, "in": s.swaps_in}, ["direction"])
@@ -190,7 +189,7 @@ class _EngineCollector(Collector):
             ("host_busy_seconds", "Time of host threads at work, attention and copies", s.host_busy_seconds),
             ("host_failures", "Host attention tasks and moves that failed", s.host_failures),
         ):
-            yield _counter(name, help_text, {"": value}, [])
+            yield _counter(name, help_text, value)
 
 
 def _histogram(registry: CollectorRegistry, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -201,16 +200,16 @@ def _with_bounds(buckets: tuple[float, ...], bounds: Iterable[float | None]) -> 
     return tuple(sorted({*buckets, *(bound for bound in bounds if bound is not None)}))
 
 
-def _gauge(name: str, help_text: str, values: Mapping[Any, float], labels: list[str]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"omniserve_{name}", help_text, labels=labels)
-    for label, value in values.items():
-        values_of = [*label] if isinstance(label, tuple) else [label]
-        family.add_metric(values_of if labels else [], value)
+def _family(
+    kind: type[F], name: str, help_text: str, values: float | Mapping[Any, float], labels: Sequence[str] = ()
+) -> F:
+    """Return a metric of one value, or of one for each label or tuple of labels."""
+    family = kind(f"omniserve_{name}", help_text, labels=labels)
+    by_label: Mapping[Any, float] = values if isinstance(values, Mapping) else {(): values}
+    for label, value in by_label.items():
+        family.add_metric([label] if isinstance(label, str) else [*label], value)
     return family
 
 
-def _counter(name: str, help_text: str, values: Mapping[Any, float], labels: list[str]) -> CounterMetricFamily:
-    family = CounterMetricFamily(f"omniserve_{name}", help_text, labels=labels)
-    for label, value in values.items():
-        family.add_metric([label] if labels else [], value)
-    return family
+_gauge = functools.partial(_family, GaugeMetricFamily)
+_counter = functools.partial(_family, CounterMetricFamily)

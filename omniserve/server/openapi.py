@@ -1,18 +1,201 @@
 """/openapi.json: what the routes take and answer.
 
-The routes check bodies by hand, so that errors are OpenAI's; here the models that they check with are shown.
+The routes check bodies by hand, so that errors are OpenAI's; here the models that they check with are shown. What
+answers look like is here alone, and tests hold the answers to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.routing import BaseRoute
 
-from omniserve.server.answer_models import Error
+
+class ErrorObject(BaseModel):
+    """What is wrong; refusals under load have more fields, such as ``predicted_ttft_ms``."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """Every answer that is no success."""
+
+    error: ErrorObject
+
+
+class Usage(BaseModel):
+    """Tokens of a call."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+    service_tier: str
+    usage: Usage
+
+
+class TextChoice(BaseModel):
+    """A text of a completion."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(_Answer):
+    """Answer of /v1/completions; streamed ones come in pieces of the same form."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class AnsweredCall(BaseModel):
+    """A tool call."""
+
+    id: str
+    type: Literal["function"]
+    function: dict[Literal["name", "arguments"], str]
+
+
+class AnsweredMessage(BaseModel):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[AnsweredCall] = []
+
+
+class ChatChoice(BaseModel):
+    """A choice of a chat completion."""
+
+    index: int
+    message: AnsweredMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatCompletion(_Answer):
+    """Answer of /v1/chat/completions; streamed ones come as ``chat.completion.chunk``."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class Model(BaseModel):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(BaseModel):
+    """Answer of /v1/models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(BaseModel):
+    """Answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(BaseModel):
+    """Answer of /detokenize."""
+
+    prompt: str
+
+
+class Status(BaseModel):
+    """Answer of /health."""
+
+    status: Literal["ok"]
+
+
+class File(BaseModel):
+    """An uploaded or written file."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+
+
+class DeletedFile(BaseModel):
+    """Answer of DELETE /v1/files/{file_id}."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class Batch(BaseModel):
+    """A batch, with OpenAI's other fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    request_counts: dict[Literal["total", "completed", "failed"], int]
+
+
+class _Page(BaseModel):
+    object: Literal["list"]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class FilePage(_Page):
+    """A page of files."""
+
+    data: list[File]
+
+
+class BatchPage(_Page):
+    """A page of batches."""
+
+    data: list[Batch]
+
+
+class Upload(BaseModel):
+    """Form of POST /v1/files; also ``expires_after[anchor]`` and ``expires_after[seconds]``."""
+
+    file: str = Field(json_schema_extra={"format": "binary"})
+    purpose: Literal["batch"]
+
 
 _JSON = "application/json"
 _ERRORS = {
@@ -20,7 +203,7 @@ _ERRORS = {
     401: "There is no key, or a wrong one.",
     404: "There is no such model, file or batch.",
     408: "The body, or the reader of the answer, is too slow.",
-    409: "Not while it is used, or not any more.",
+    409: "The file is in use, or the batch has already ended.",
     413: "The body is too large.",
     429: "Too much work, or too many calls; see Retry-After.",
     500: "The server or its engine failed.",
@@ -47,10 +230,10 @@ def answers(
     """Return a route's ``responses``.
 
     Args:
-        kind: Of a success; None: bytes.
+        kind: Model of a success; None: bytes.
         errors: Statuses of errors.
-        media_type: Of a success.
-        streams: It may be server-sent events, too.
+        media_type: Media type of a success.
+        streams: A success may be server-sent events, too.
     """
     content: dict[str, Any] = {media_type: {"schema": {"type": "string"} if kind is None else _schema(kind)}}
     if streams:
@@ -62,13 +245,7 @@ def answers(
 
 
 def document(routes: Iterable[BaseRoute], *, version: str, is_guarded: Callable[[str], bool]) -> dict[str, Any]:
-    """Return the document.
-
-    Args:
-        routes: The application's.
-        version: Of the server.
-        is_guarded: Whether a key is asked for a path.
-    """
+    """Return the document of an application's routes; ``is_guarded`` tells the paths that ask for a key."""
     found = get_openapi(title="OmniServe", version=version, routes=list(routes))
     schemas: dict[str, Any] = {}
     for path, operations in found["paths"].items():

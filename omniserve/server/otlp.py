@@ -1,4 +1,4 @@
-"""OpenTelemetry: the spans of a call, sent to a collector by OTLP over HTTP, beside the calls.
+"""OpenTelemetry: the spans of a call, sent to a collector by OTLP over HTTP in the background.
 
 A call's spans are made when it is over, from the times that it was answered with anyway: until then it costs nothing.
 ``omniserve.request`` is the call as HTTP saw it; below it, for each of its choices, ``queue`` (from arrival to the
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 
 from opentelemetry import trace
@@ -37,11 +38,9 @@ _FLUSH_S = 5.0
 
 
 class OtlpTraces:
-    """Sends a trace of each call. A collector that is slow or gone costs spans, with a warning, and never a call.
+    """Sends a trace of each call to a collector: to its base URL, or where OpenTelemetry's environment variables say.
 
-    Args:
-        endpoint: A collector's base URL; None: as OpenTelemetry's environment variables say.
-        model_name: The name that the model is served under.
+    A collector that is slow or gone costs spans, with a warning, and never a call.
     """
 
     def __init__(self, endpoint: str | None, *, model_name: str) -> None:
@@ -61,20 +60,25 @@ class OtlpTraces:
 
     def record(self, call: FinishedCall) -> None:
         """Queue the spans of a call that is over; they are sent by another thread."""
-        clock = _WallClock()
+        offset_ns = time.time_ns() - time.monotonic_ns()
+
+        def ns(monotonic_s: float) -> int:
+            """Return nanoseconds since 1970, by what both clocks say now."""
+            return offset_ns + round(monotonic_s * 1e9)
+
         root = self._tracer.start_span(
             "omniserve.request",
             context=self._propagator.extract(call.headers, context=Context()),
             kind=SpanKind.SERVER,
-            start_time=clock.ns(call.began_s),
+            start_time=ns(call.began_s),
         )
         if root.is_recording():
             self._describe(root, call)
             if call.outputs is not None:
                 below = trace.set_span_in_context(root, Context())
                 for choice in call.outputs.choices:
-                    self._add_parts(choice, call, clock, below)
-        root.end(clock.ns(call.ended_s))
+                    self._add_parts(choice, call, ns, below)
+        root.end(ns(call.ended_s))
 
     def close(self) -> None:
         """Send what was not sent yet; give it up after a few seconds."""
@@ -99,7 +103,7 @@ class OtlpTraces:
             _describe_outputs(span, call.outputs)
         _set_status(span, call)
 
-    def _add_parts(self, choice: Choice, call: FinishedCall, clock: _WallClock, below: Context) -> None:
+    def _add_parts(self, choice: Choice, call: FinishedCall, ns: Callable[[float], int], below: Context) -> None:
         times = choice.engine_times
         if times is None or times.first_scheduled_s is None:
             return  # it had no output, so what it waited for is not known here
@@ -118,18 +122,8 @@ class OtlpTraces:
             parts.append(("away on host", times.host_since_s, ended_s))
         for name, from_s, to_s in parts:
             attributes = {"omniserve.choice": choice.index}
-            part = self._tracer.start_span(name, context=below, start_time=clock.ns(from_s), attributes=attributes)
-            part.end(clock.ns(to_s))
-
-
-class _WallClock:
-    """Turns monotonic seconds into nanoseconds since 1970, by what both clocks say now."""
-
-    def __init__(self) -> None:
-        self._offset_ns = time.time_ns() - time.monotonic_ns()
-
-    def ns(self, monotonic_s: float) -> int:
-        return self._offset_ns + round(monotonic_s * 1e9)
+            part = self._tracer.start_span(name, context=below, start_time=ns(from_s), attributes=attributes)
+            part.end(ns(to_s))
 
 
 def _describe_outputs(span: Span, outputs: OutputStream) -> None:

@@ -103,22 +103,14 @@ class Choice:
     """Follows one engine request.
 
     Args:
-        index: Its place in the answer.
         request: The request as the engine gets it, so without stop strings.
-        stop: The stop strings.
-        arrival_s: When the HTTP request came.
         echo: Text of the prompt, which the answer begins with; None: it does not.
-        parser: Tells tool calls from the text; None: it is all text.
-        at_once: The text is read when it is complete, so it may come in large parts.
     """
 
-    def __init__(
-        self, index: int, request: Request, codec: TextCodec, stop: Sequence[str], arrival_s: float,
-        *, echo: str | None = None, parser: ToolCallParser | None = None, at_once: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, index: int, request: Request, job: Job, codec: TextCodec, *, echo: str | None = None) -> None:
         self.index = index
         self.request = request
-        self.times = Times(arrival_s)
+        self.times = Times(job.arrival_s)
         self.finish_reason: str | None = None
         self.predicted_ttft_s: float | None = None
         """The TTFT that the engine predicted when it accepted the request, in seconds from its arrival."""
@@ -128,18 +120,18 @@ class Choice:
         """Stays on the host tier that are over; see ``add_stay``."""
         self.num_host_tokens = 0
         """Number of output tokens with attention computed on the host tier."""
-        self._detokenizer = codec.detokenizer(stop)
+        self._detokenizer = codec.detokenizer(job.stop)
         self._logprobs: list[TokenLogprob] = []
         self._echo = echo
-        self._parser = parser
+        self._parser = ToolCallParser() if job.calls_tools else None
         self._total_logprob, self._num_logprobs = 0.0, 0
         # A stop string has to be found when it is there.
-        self._in_large_parts = at_once and not stop
+        self._in_large_parts = job.at_once and not job.stop
         self._token_ids: list[int] = []
 
     @property
     def mean_logprob(self) -> float:
-        """Sum of the output's log-probabilities so far, a stop token included; 0 if none were asked for."""
+        """Mean log-probability of the tokens so far, a stop token included; 0 if none were asked for."""
         return self._total_logprob / max(1, self._num_logprobs)
 
     def advance(self, output: RequestOutput) -> Delta | None:
@@ -266,10 +258,7 @@ class OutputStream:
                     slo=job.slo,
                 )
                 echo = None if job.echoes is None else job.echoes[i]
-                parser = ToolCallParser() if job.calls_tools else None
-                self._choices[f"{job.call_id}-{index}"] = Choice(
-                    index, request, codec, job.stop, job.arrival_s, echo=echo, parser=parser, at_once=job.at_once
-                )  # fmt: skip
+                self._choices[f"{job.call_id}-{index}"] = Choice(index, request, job, codec, echo=echo)
         self._num_unaccepted = self._num_running = len(self._choices)
         try:
             backlog.enter(job.service_class, len(self._choices))
@@ -286,7 +275,7 @@ class OutputStream:
         """
         try:
             for choice in self._choices.values():
-                self._client.submit(choice.request, self.job.arrival_s, self)
+                self._client.submit(choice.request, self.job.arrival_s, self.put_nowait)
         except EngineStopped as error:
             raise engine_gone(str(error), retry_after_s=1.0) from None
         while self._num_unaccepted:
@@ -298,7 +287,7 @@ class OutputStream:
 
     @property
     def choices(self) -> Sequence[Choice]:
-        """Every choice, those included that the answer may leave away."""
+        """Every choice, also those that are not in the answer."""
         return list(self._choices.values())
 
     @property
@@ -308,7 +297,7 @@ class OutputStream:
         return max((seconds for seconds in predictions if seconds is not None), default=None)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Yield new text until every choice has finished; what is there at one time comes together.
+        """Yield new text until every choice has finished; all text that is there comes as one list.
 
         Raises:
             ApiError: The engine died, the server ended the call, or it was read too slowly.
@@ -385,12 +374,12 @@ class OutputStream:
         await self._news.wait()
 
     def _end(self, error: Exception) -> None:
-        """End the call with an error. What it holds is free now, however long its reader takes to hear of it."""
+        """End the call with an error. What it holds is freed now, not when its reader takes the error."""
         self.error = error
         self.close()
 
     def _advance(self, request_id: str, output: RequestOutput) -> bool:
-        """Take an output; return whether the reader has something to hear."""
+        """Take an output; return whether there is something to read."""
         choice = self._choices[request_id]
         if choice.finish_reason is not None:
             return False  # steps go on for a moment after a stop string was found here
@@ -421,7 +410,7 @@ class OutputStream:
         return bool(self._unread)  # as of the last output of each choice
 
     def _keep(self, delta: Delta) -> None:
-        """Put a delta with those that wait for a reader."""
+        """Add a delta to the unread ones."""
         last = self._last_unread.get(delta.index)
         if last is not None and len(self._unread) >= _MAX_UNREAD_DELTAS:
             last.append(delta)

@@ -6,13 +6,13 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.sampling.grammar import json_grammar
 from omniserve.server.errors import ApiError
-from omniserve.server.messages import MAX_MESSAGES, Message, NamedTool, Tool, ToolChoice
+from omniserve.server.messages import MAX_MESSAGES, Message, NamedTool, StrictModel, Tool, ToolChoice
 from omniserve.server.tool_calls import CALL_END, calls_grammar
 
 M = TypeVar("M", bound=BaseModel)
@@ -53,7 +53,7 @@ def read_fields(body: bytes) -> dict[str, Any]:
 
 
 def refuse_unsupported(fields: dict[str, Any]) -> None:
-    """Take fields that ask for nothing out of a request's body, in place.
+    """Remove unsupported fields that ask for nothing from a request's body, in place.
 
     Raises:
         ApiError: A field asks for something that is not supported.
@@ -66,7 +66,7 @@ def refuse_unsupported(fields: dict[str, Any]) -> None:
 
 
 def validate(kind: type[M], fields: dict[str, Any]) -> M:
-    """Return the fields as a model.
+    """Return the fields as a model of this kind.
 
     Raises:
         ApiError: One is unknown, missing, ill-typed or out of range.
@@ -123,9 +123,7 @@ def class_of_tier(tier: str, classes: Sequence[ClassSpec]) -> ClassSpec:
     class, ``default`` and ``auto`` the one named LS or else the last such class, ``flex`` the one named BE or else the
     first best-effort class.
 
-    Args:
-        tier: From the request.
-        classes: The engine's, highest priority first; at least one of each kind.
+    The classes are the engine's, highest priority first, and at least one of each kind.
 
     Raises:
         ApiError: There is no such tier; the message lists them all.
@@ -153,9 +151,6 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 1024
 MAX_BIASED_TOKENS = 1024
 MAX_GRAMMAR_CHARACTERS = 128 << 10
-
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
 
 # For /openapi.json: what clients may send where a validator makes one form of several.
 _Text = Annotated[str, Field(min_length=1)]
@@ -198,10 +193,8 @@ def _token_bias(value: Any) -> Any:
     return [(int(key), bias) for key, bias in value.items()]
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(StrictModel):
     """The schema of a ``json_schema`` format."""
-
-    model_config = _STRICT
 
     name: str
     """A note for people, which the model does not see."""
@@ -212,10 +205,8 @@ class JsonSchemaFormat(BaseModel):
     """Accepted and without effect: the schema is kept in any case."""
 
 
-class ResponseFormat(BaseModel):
-    """OpenAI's field."""
-
-    model_config = _STRICT
+class ResponseFormat(StrictModel):
+    """OpenAI's ``response_format``."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -234,29 +225,23 @@ class ResponseFormat(BaseModel):
         return json_grammar({"type": "object"} if self.json_schema is None else self.json_schema.schema_)
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(StrictModel):
     """Options of a stream."""
-
-    model_config = _STRICT
 
     include_usage: bool = False
     include_obfuscation: bool = False
     """Accepted and without effect: it only pads events."""
 
 
-class SloFields(BaseModel):
+class SloFields(StrictModel):
     """The request's own latency objectives, in seconds."""
-
-    model_config = _STRICT
 
     ttft_s: float | None = Field(None, gt=0)
     tpot_s: float | None = Field(None, gt=0)
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(StrictModel):
     """Fields that both endpoints have."""
-
-    model_config = _STRICT
 
     model: str | None = None
     stream: bool = False
@@ -275,7 +260,7 @@ class GenerationRequest(BaseModel):
             _stop_strings,
             json_schema_input_type=_StopString | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)],
         ),
-    ] = []
+    ] = Field([])
     logit_bias: Annotated[
         list[tuple[int, Annotated[float, Field(ge=-100, le=100)]]],
         BeforeValidator(
@@ -285,7 +270,7 @@ class GenerationRequest(BaseModel):
                 Field(max_length=MAX_BIASED_TOKENS),
             ],
         ),
-    ] = []  # fmt: skip
+    ] = Field([])  # fmt: skip
     response_format: ResponseFormat | None = None
     service_tier: str = "auto"
     """Names a class of requests (see ``class_of_tier``)."""
@@ -345,7 +330,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """Tools that the model is told of."""
+        """Tools that are shown to the model."""
         return []
 
     @property
@@ -398,7 +383,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """Tools that the model is told of."""
+        """Tools that are shown to the model."""
         return [] if self.tool_choice == "none" else self.tools
 
     @property
@@ -424,12 +409,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def parse(kind: type[R], body: bytes, *, default_tier: str | None = None) -> R:
-    """Check a request's body.
-
-    Args:
-        kind: What it has to be.
-        body: JSON.
-        default_tier: The ``service_tier`` of a request that brings none; None: ``auto``.
+    """Return what a request's body asks for; ``default_tier`` is the ``service_tier`` of one that brings none.
 
     Raises:
         ApiError: It is no JSON object, or a field is unknown, missing, ill-typed, out of range or unsupported; the

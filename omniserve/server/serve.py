@@ -19,13 +19,12 @@ import uvicorn
 from omniserve.core.errors import EngineStopped
 from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
-from omniserve.server.batches.serving import BatchServing
+from omniserve.server.batches.routes import BatchServing
+from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
-from omniserve.server.garbage import GarbageCollector
-from omniserve.server.logs import set_up_logs
-from omniserve.server.server_flags import ServerOptions
+from omniserve.server.process import GarbageCollector, set_up_logs
 from omniserve.server.service import Service
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
@@ -55,7 +54,7 @@ def run(options: ServerOptions, make_engine: EngineMaker) -> int:
 
 
 async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Service:
-    """Start the engine; return the service of it.
+    """Start the engine; return its service.
 
     Raises:
         EngineStopped: Engine or tokenizer could not be loaded; the message says why.
@@ -179,7 +178,7 @@ class _Main:
 
 
 class _UvicornServer(uvicorn.Server):
-    """Leaves signals to us: uvicorn would cut connections where we finish what runs."""
+    """Ignores signals, which ``_Main`` handles: uvicorn would cut connections, and running requests shall finish."""
 
     def __init__(
         self, config: uvicorn.Config, connections: Connections, collector: GarbageCollector, service: Service
@@ -196,7 +195,7 @@ class _UvicornServer(uvicorn.Server):
             listener.listen(_BACKLOG)  # which uvicorn made as short as what is accepted at once
 
     async def on_tick(self, counter: int) -> bool:
-        """Do what is to be done each tenth of a second."""
+        """Close idle connections and collect garbage; uvicorn calls this each tenth of a second."""
         self._connections.close_idle()
         self._collector.collect(is_idle=self._service.is_idle)
         return await super().on_tick(counter)
@@ -233,7 +232,7 @@ def _load_tokenizer(path: str) -> Any:
 
 
 async def _first_of(*awaitables: Any) -> None:
-    """Wait for the first; the waits made here end, tasks go on."""
+    """Wait for the first to end; then cancel the other coroutines, but no tasks."""
     futures = [asyncio.ensure_future(item) for item in awaitables]
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
     for item, future in zip(awaitables, futures, strict=True):

@@ -1,4 +1,4 @@
-"""Service: from a checked request to the stream of its outputs. What all calls share lives here."""
+"""Makes the stream of outputs of a checked request, and holds what all calls share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 from omniserve.core.request import SamplingParams
 from omniserve.server.engine_client import EngineClient
+from omniserve.server.engine_process import EngineInfo
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
 from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.metrics import ServerMetrics
@@ -15,7 +16,6 @@ from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, class_of_tier
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
-from omniserve.server.wire import EngineInfo
 
 # As many tokens as /v1/completions of OpenAI gives when the request does not say.
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -25,24 +25,10 @@ _GOODBYE_S = 2.0
 
 
 class Service:
-    """A model behind the API.
-
-    Args:
-        engine: Started.
-        info: What it said about the engine.
-        codec: The model's tokenizer.
-        model_name: The name that the model is served under.
-        limits: What it takes at most.
-    """
+    """A model behind the API; its engine has been started."""
 
     def __init__(
-        self,
-        *,
-        engine: EngineSupervisor,
-        info: EngineInfo,
-        codec: TextCodec,
-        model_name: str,
-        limits: Limits,
+        self, *, engine: EngineSupervisor, info: EngineInfo, codec: TextCodec, model_name: str, limits: Limits
     ) -> None:
         self.engine = engine
         self.info = info
@@ -72,8 +58,8 @@ class Service:
         """Raise ApiError unless new calls are taken."""
         if self._draining:
             raise shutting_down()
-        if self.engine.failure is not None:
-            raise engine_gone(self.engine.failure, self.engine.retry_after_s)
+        if (death := self.client.failure) is not None:
+            raise engine_gone(self.engine.failure or death, self.engine.retry_after_s)
         self.client.check_room()
 
     def check_model(self, name: str | None) -> None:

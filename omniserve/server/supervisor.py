@@ -1,4 +1,4 @@
-"""Keeps an engine process running: when it dies, another one is started, with growing pauses, up to a limit."""
+"""Keeps an engine process running: after a death another one is started, with growing pauses, up to a limit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from omniserve.core.errors import EngineStopped
 from omniserve.server.engine_client import EngineClient
-from omniserve.server.engine_process import EngineMaker
-from omniserve.server.wire import EngineInfo
+from omniserve.server.engine_process import EngineInfo, EngineMaker
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +26,7 @@ class EngineSupervisor:
     A failure of the first start is the caller's: settings that do not work today will not work in a second.
 
     Args:
-        make_engine: Makes the engine, in its process.
-        log_level: The process's log level.
-        log_format: Of its logs, ``text`` or ``json``.
+        make_engine, log_level, log_format: As ``EngineClient`` takes them.
         max_restarts: Starts in a row after a death, each of which may fail or be short; 0 for none. An engine that
             ran for ten minutes begins a new row.
         on_progress: Told how starts go on.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
@@ -15,9 +15,11 @@ from omniserve.sampling.detokenizer import Detokenizer
 from omniserve.server.errors import ApiError
 from omniserve.server.tool_calls import CALL_BEGIN
 
+T = TypeVar("T")
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Up to this length encoding takes under a millisecond; longer texts must not hold up the tokens of other requests.
-_MAX_INLINE_CHARACTERS = 4096
+# So many characters or tokens take under a millisecond; longer texts must not hold up the tokens of other requests.
+_MAX_INLINE = 4096
 
 
 class TextCodec:
@@ -37,21 +39,15 @@ class TextCodec:
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return a text's token ids."""
-        if len(text) <= _MAX_INLINE_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._encode, text, add_special_tokens)
+        return await self._run(len(text), self._encode, text, add_special_tokens)
 
     async def encode_chat(
         self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = (),
         add_generation_prompt: bool = True,
     ) -> list[int]:  # fmt: skip
-        """Return the token ids of a chat.
+        """Return the token ids of a chat, whose messages and tools are as chat templates take them.
 
-        Args:
-            messages: As chat templates take them.
-            tools: The same.
-            add_generation_prompt: Go on to where the assistant's answer begins.
+        With ``add_generation_prompt`` they go on to where the assistant's answer begins.
 
         Raises:
             ApiError: The model has no chat template, or none for tools, or the template refuses the messages.
@@ -80,20 +76,21 @@ class TextCodec:
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
-        if len(token_ids) <= _MAX_INLINE_CHARACTERS:
-            return self._decode(token_ids)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._decode, token_ids)
+        return await self._run(len(token_ids), self._decode, token_ids)
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return ``token_text`` of each."""
-        if len(token_ids) <= _MAX_INLINE_CHARACTERS:
-            return [self.token_text(token_id) for token_id in token_ids]
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, lambda: [self._token_text(i) for i in token_ids])
+        return await self._run(len(token_ids), lambda: [self._token_text(i) for i in token_ids])
 
     def detokenizer(self, stop: Sequence[str]) -> Detokenizer:
         """Return a detokenizer for one output."""
         return Detokenizer(self._tokenizer, tuple(stop))
+
+    async def _run(self, size: int, work: Callable[..., T], *args: Any) -> T:
+        """Do ``work`` on ``size`` characters or tokens: in this thread if they are few, else in the tokenizer's."""
+        if size <= _MAX_INLINE:
+            return work(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         ids = list(token_ids)

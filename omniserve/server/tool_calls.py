@@ -1,4 +1,4 @@
-"""Tool calls as text: the grammar of those that must be made, and those in an answer as it comes.
+"""Tool calls as text: the grammar of calls that must be made, and the parser of calls in a streamed answer.
 
 The one way of writing a call that is known is Hermes', which Qwen's models share: a line ``<tool_call>``, a line with a
 JSON object of ``name`` and ``arguments``, a line ``</tool_call>``; any number of them, with or without text before.
@@ -60,7 +60,7 @@ class ParsedCall:
 
 
 class ToolCallParser:
-    """Tells the calls of one text from the rest of it.
+    """Separates the calls in one text from the rest of it.
 
     What looks like a call and is none stays text. White space before a call, and at the end after one, belongs to
     neither.

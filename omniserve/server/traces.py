@@ -1,4 +1,4 @@
-"""Traces: what is known of a call when it is over, and what sends it to a collector, if one is named."""
+"""What traces tell of a finished call, and the sender of traces, if a collector is named."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from omniserve.core.request import FinishReason
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.output_stream import OutputStream
+
+if TYPE_CHECKING:
+    from omniserve.server.otlp import OtlpTraces
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ class FinishedCall:
 
     @property
     def error(self) -> Exception | None:
-        """What it ended with instead of an answer, or with a part of one; None: there is nothing to say of that."""
+        """The error that the call ended with, instead of an answer or after a part of one; None without one."""
         return self.refusal or (self.outputs.error if self.outputs is not None else None)
 
     @property
@@ -57,18 +60,8 @@ class FinishedCall:
         return self.error is None and (cut or self.status in (None, CLIENT_CLOSED_REQUEST))
 
 
-class Traces(Protocol):
-    """Is told of calls that are over."""
-
-    def record(self, call: FinishedCall) -> None:
-        """Take a call. Must not wait."""
-
-    def close(self) -> None:
-        """Send what was not sent yet."""
-
-
 def checked_endpoint(url: str) -> str:
-    """Return where to send traces, after making sure that they can be sent.
+    """Return the URL after making sure that traces can be sent to it.
 
     Raises:
         ValueError: It is no URL of a collector, or the packages for it are not installed.
@@ -83,14 +76,10 @@ def checked_endpoint(url: str) -> str:
     return url
 
 
-def open_traces(endpoint: str | None, *, model_name: str) -> Traces | None:
-    """Return what sends traces, to ``endpoint`` or where the environment says; None if neither asks for traces.
+def open_traces(endpoint: str | None, *, model_name: str) -> OtlpTraces | None:
+    """Return the sender of traces to ``endpoint``, or to where the environment says; None if neither names a place.
 
     That the environment asks for what is not installed is a warning: it may mean other programs.
-
-    Args:
-        endpoint: A collector's base URL, checked.
-        model_name: The name that the model is served under.
     """
     if endpoint is None and not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):
         return None

@@ -6,11 +6,12 @@ No torch is loaded. ``python -m omniserve.simulate`` is the command line.
 """
 
 from omniserve.simulate.calibration import Calibration
-from omniserve.simulate.engine import SimulatedEngine
 from omniserve.simulate.host_tier import Copies, HostNode, SimulatedHostTier
+from omniserve.simulate.load import Load, TraceRequest
 from omniserve.simulate.machine import Machine, machine_of_profile
 from omniserve.simulate.results import ClassResult, RequestResult, Result
-from omniserve.simulate.run import Load, SimulationConfig, simulate
+from omniserve.simulate.run import SimulationConfig, simulate
+from omniserve.simulate.runner import StepRecord
 
 __all__ = [
     "Calibration",
@@ -21,9 +22,10 @@ __all__ = [
     "Machine",
     "RequestResult",
     "Result",
-    "SimulatedEngine",
     "SimulatedHostTier",
     "SimulationConfig",
+    "StepRecord",
+    "TraceRequest",
     "machine_of_profile",
     "simulate",
 ]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.latency import BatchFeatures, Predictor
-from omniserve.latency.profile import AlphaBeta
+from omniserve.latency.base import AlphaBeta
 from omniserve.simulate.hardware import DeviceSpec, HostSpec
 from omniserve.simulate.host_tier import Copies, HostNode
 from omniserve.simulate.machine import Machine, host_speed_of
@@ -19,6 +20,12 @@ from omniserve.simulate.models import ModelDims
 
 _BYTES = 2  # of an element
 _LOCAL_CORES_KEPT = 2  # of the device's host: the engine and the server run there
+HOST_SHARE = 0.7
+"""Share of its peak bandwidth at which a host's attention reads K and V: with the device's own share, the 7.6 times of
+omniserve's Table 1 (ten requests of 1,000 tokens)."""
+_THREAD_TASK_S = 15e-6  # of a host's thread for a task, besides those of its bytes
+_HOST_LATENCY_S = 100e-6  # from a step's end to a thread and back
+_NETWORK_LATENCY_S = 100e-6  # the same for a remote host, besides
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,30 +73,10 @@ class Efficiency:
     within omniserve 5.4's 75 us at 400 requests."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostEfficiency:
-    """The shares of a host's peaks that the host tier reaches."""
-
-    bytes_share: float = 0.7
-    """Share of the peak bandwidth at which attention reads K and V: with the device's own share, the 7.6 times of
-    omniserve's Table 1 (ten requests of 1,000 tokens)."""
-    thread_task_s: float = 15e-6
-    """Seconds of a thread for a task, besides those of its bytes."""
-    latency_s: float = 100e-6
-    """Seconds from a step's end to a thread and back."""
-    network_latency_s: float = 100e-6
-    """The same for a remote host, besides."""
-
-
 class AnalyticDevice(Predictor):
     """Predicts steps of one model on one or more equal devices (tensor parallel).
 
-    Args:
-        model: Sizes.
-        device: Data sheet.
-        count: Devices; heads and MLP columns are split among them.
-        hosts: A second sub-batch waits for their attention.
-        efficiency: What kernels reach.
+    Heads and MLP columns are split among the devices. A second sub-batch waits for the hosts' attention.
 
     Raises:
         ValueError: The model's heads cannot be split so.
@@ -102,16 +89,13 @@ class AnalyticDevice(Predictor):
     layer_terms = slice(0, 7)
     attention_terms = (1, 2)
 
-    def __init__(
-        self, model: ModelDims, device: DeviceSpec, count: int = 1, *, hosts: Sequence[HostNode] = (),
-        efficiency: Efficiency | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: ModelDims, device: DeviceSpec, count: int = 1, *, hosts: Sequence[HostNode] = ()) -> None:
         if model.num_heads % count:
             raise ValueError(f"{model.name} has {model.num_heads} heads, which {count} devices cannot share evenly")
         self.num_layers = model.num_layers
         self._device = device
         self._host = host_speed_of(hosts)
-        self._efficiency = eff = efficiency or Efficiency()
+        self._efficiency = eff = Efficiency()
         heads, kv_heads = model.num_heads // count, max(1, model.num_kv_heads // count)
         width, hidden, size = heads * model.head_size, model.hidden_size, model.head_size
         # (columns, rows) of each projection's weight on one device.
@@ -174,15 +158,12 @@ class AnalyticDevice(Predictor):
 
     def dense_layer_s(self, rows: int) -> float:
         """Return the seconds of a layer's projections and elementwise work for so many rows."""
-        seconds = self._dense_cache.get(rows)
-        if seconds is None:
+        if not rows:
+            return 0.0
+        if (seconds := self._dense_cache.get(rows)) is None:
             eff = self._efficiency
-            seconds = 0.0
-            if rows:
-                seconds = eff.elementwise_s + rows * self._row_bytes / (
-                    eff.elementwise_bytes * self._device.bytes_per_s
-                )
-                seconds += sum(self._product_s(rows, *product) for product in self._products)
+            seconds = eff.elementwise_s + rows * self._row_bytes / (eff.elementwise_bytes * self._device.bytes_per_s)
+            seconds += sum(self._product_s(rows, *product) for product in self._products)
             self._dense_cache[rows] = seconds
         return seconds
 
@@ -196,14 +177,9 @@ class AnalyticDevice(Predictor):
 
 
 def analytic_machine(
-    model: ModelDims,
-    device: DeviceSpec,
-    count: int = 1,
-    *,
-    hosts: tuple[HostSpec, ...] = (),
-    efficiency: Efficiency | None = None,
-    host_efficiency: HostEfficiency | None = None,
-) -> Machine:
+    model: ModelDims, device: DeviceSpec, count: int = 1, *, hosts: tuple[HostSpec, ...] = (),
+    host_share: float = HOST_SHARE,
+) -> Machine:  # fmt: skip
     """Return a machine of data sheets.
 
     Args:
@@ -211,8 +187,7 @@ def analytic_machine(
         device: The GPU.
         count: How many, tensor parallel.
         hosts: Hosts that attend for best-effort requests: the device's own first, then remote ones. None: no host tier.
-        efficiency: What kernels reach.
-        host_efficiency: What hosts reach.
+        host_share: See HOST_SHARE.
 
     Raises:
         ValueError: The model does not fit the devices.
@@ -223,10 +198,9 @@ def analytic_machine(
             f"{model.name} needs {model.weight_bytes / 1e9:.0f} GB for its weights, and {count} {device.name} have "
             f"{count * device.memory_bytes / 1e9:.0f} GB: take more devices or larger ones"
         )
-    eff = host_efficiency or HostEfficiency()
     link = AlphaBeta(50e-6, 1 / (count * device.pcie_bytes_per_s))
-    nodes = tuple(_node(model, host, eff, link, is_local=number == 0) for number, host in enumerate(hosts))
-    predictor = AnalyticDevice(model, device, count, hosts=nodes, efficiency=efficiency)
+    nodes = tuple(_node(model, host, host_share, link, is_local=number == 0) for number, host in enumerate(hosts))
+    predictor = AnalyticDevice(model, device, count, hosts=nodes)
     return Machine(
         name=f"{count}x{device.name}" + (f" and {len(hosts)} x {hosts[0].name}" if hosts else ""),
         spec=model.spec,
@@ -239,34 +213,31 @@ def analytic_machine(
     )
 
 
-def _node(model: ModelDims, host: HostSpec, eff: HostEfficiency, link: AlphaBeta, *, is_local: bool) -> HostNode:
-    threads = max(1, host.cores - _LOCAL_CORES_KEPT) if is_local else host.cores
-    key_bytes = 2 * model.num_kv_heads * model.head_size * _BYTES
-    latency_s, slower = eff.latency_s, 0.0
-    if not is_local:
+def _node(model: ModelDims, host: HostSpec, share: float, link: AlphaBeta, *, is_local: bool) -> HostNode:
+    threads, latency_s, slower = host.cores, _HOST_LATENCY_S, 0.0
+    if is_local:
+        threads = max(1, host.cores - _LOCAL_CORES_KEPT)
+    else:
         task_bytes = 2 * (model.num_heads + model.num_kv_heads) * model.head_size * _BYTES
-        latency_s += eff.network_latency_s + task_bytes / host.network_bytes_per_s
+        latency_s += _NETWORK_LATENCY_S + task_bytes / host.network_bytes_per_s
         slower = max(0.0, 1 / host.network_bytes_per_s - link.beta_s)
     return HostNode(
         num_threads=threads,
-        key_s=key_bytes / (eff.bytes_share * host.bytes_per_s),
-        task_s=eff.thread_task_s / threads,
+        key_s=2 * model.num_kv_heads * model.head_size * _BYTES / (share * host.bytes_per_s),
+        task_s=_THREAD_TASK_S / threads,
         latency_s=latency_s,
         move_byte_s=slower,
     )
 
 
-def engine_config_for(machine: Machine, **settings: object) -> EngineConfig:
+def engine_config_for(machine: Machine, **settings: Any) -> EngineConfig:
     """Return engine settings with the machine's own KV pools, other settings as given.
 
     Raises:
         ValueError: A setting is out of range, or the machine does not say its pools and they are not given.
     """
-    values: dict[str, object] = {}
-    for name in ("device_kv_bytes", "host_kv_bytes"):
-        if (size := getattr(machine, name)) is not None:
-            values[name] = size
-    values.update(settings)
+    pools = {"device_kv_bytes": machine.device_kv_bytes, "host_kv_bytes": machine.host_kv_bytes}
+    values: dict[str, Any] = {name: size for name, size in pools.items() if size is not None} | settings
     if "device_kv_bytes" not in values:
         raise ValueError(f"{machine.name} does not say how much KV it holds: give device_kv_bytes")
-    return EngineConfig(**values)  # type: ignore[arg-type]
+    return EngineConfig(**values)

@@ -8,7 +8,7 @@ the load that is simulated, nor under the same scheduler.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ from typing import Self
 
 from omniserve.latency import BatchFeatures, Predictor, ScaledModel
 from omniserve.latency.profile import StepSample
-from omniserve.latency.trace import TracedStep, read_steps
+from omniserve.latency.trace import read_steps
 from omniserve.simulate.machine import Machine
 from omniserve.simulate.spread import Spread
 
@@ -38,15 +38,11 @@ class Calibration:
     """The sum of all measured times over the sum of those that the machine's device predicts."""
     num_steps: int
     num_left_out: int
-    """Number of these steps that compiled something."""
+    """Those that compiled something."""
 
     @classmethod
     def fitted(cls, device: Predictor, samples: Sequence[StepSample]) -> Self:
-        """Fit it to measured steps.
-
-        Args:
-            device: What predicts the steps of the machine that is to be calibrated.
-            samples: The steps, in the order in which they ran.
+        """Fit the factors of a machine's device to measured steps, in the order in which they ran.
 
         Raises:
             ValueError: There are too few steps, or they are of a model with another number of layers.
@@ -89,12 +85,14 @@ class Calibration:
         )
 
 
-def samples_of(steps: Iterable[TracedStep]) -> list[StepSample]:
-    """Return traced steps as measured ones, but for those that rows left or entered between two layers.
+def read_samples(path: Path | str) -> list[StepSample]:
+    """Read the steps of a trace (``--trace-steps``), but for those that rows left or entered between two layers.
 
     Raises:
-        ValueError: A step has features that this version does not know.
+        OSError: The file cannot be read.
+        ValueError: It is no trace of steps that this version knows.
     """
+    steps = read_steps(path).steps
     try:
         return [
             StepSample(features=BatchFeatures(**step.features), seconds=step.measured_s)  # type: ignore[arg-type]
@@ -103,13 +101,3 @@ def samples_of(steps: Iterable[TracedStep]) -> list[StepSample]:
         ]
     except TypeError as error:
         raise ValueError(f"the steps were traced by another version of OmniServe: {error}") from error
-
-
-def read_samples(path: Path | str) -> list[StepSample]:
-    """Read the steps of a trace (``--trace-steps``).
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It is no trace of steps that this version knows.
-    """
-    return samples_of(read_steps(path).steps)

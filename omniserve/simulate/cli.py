@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -22,7 +22,6 @@ from omniserve.sched import SCHEDULERS
 from omniserve.sched.policy import known_options
 from omniserve.simulate.analytic import analytic_machine, engine_config_for
 from omniserve.simulate.calibration import Calibration, read_samples
-from omniserve.simulate.capacity import highest_rate
 from omniserve.simulate.hardware import find_devices, find_hosts
 from omniserve.simulate.load import TraceRequest, read_trace
 from omniserve.simulate.machine import Machine, machine_of_profile
@@ -30,7 +29,7 @@ from omniserve.simulate.models import find_model
 from omniserve.simulate.report import Row, plot, require_matplotlib, table, write_record
 from omniserve.simulate.results import Result
 from omniserve.simulate.run import SimulationConfig, simulate
-from omniserve.simulate.scenario import Scenario, parse_arrivals, parse_lengths
+from omniserve.simulate.scenario import Scenario, highest_rate, parse_arrivals, parse_lengths
 
 _GB = 1e9
 _PLAN_HOST = "Xeon-6342"
@@ -167,20 +166,16 @@ class _Program:
         args = self._args
         minutes = min(_PLAN_MINUTES, args.minutes)
         found: dict[float, Result] = {}
-
-        def attained(rate: float, *, best_effort: bool = True) -> float:
-            result = self._simulate(name, rate, minutes, best_effort=best_effort)
-            if best_effort:
-                found[rate] = result
-            return result.classes[ServiceClass.LS].attainment
-
         with tqdm(
             desc=f"planning with {name}", disable=None, leave=False, file=sys.stderr, bar_format="{desc} {n} runs"
         ) as bar:
 
             def meets(rate: float, *, best_effort: bool = True) -> bool:
                 bar.update()
-                return attained(rate, best_effort=best_effort) >= args.target
+                result = self._simulate(name, rate, minutes, best_effort=best_effort)
+                if best_effort:
+                    found[rate] = result
+                return result.classes[ServiceClass.LS].attainment >= args.target
 
             start, least = min(self._rates), _JUDGED_BY / (minutes * 60 * (1 - args.warm_up))
             best = highest_rate(meets, start, least=least)
@@ -201,21 +196,19 @@ class _Program:
         print(
             f"  best-effort output with it: {base:.0f} tokens/s, {found[best].host_share:.0%} of them by host attention"
         )
-        for variant, machine, slots in self._variants():
-            result = self._simulate(name, best, minutes, machine=machine, slots=slots)
+        slots, larger = args.piggyback_slots, self._make_machine(more_hosts=1)
+        variants = []
+        if len(larger.hosts) > len(self._machine.hosts):
+            variants.append(("one more CPU host", larger, slots))
+        if self._machine.hosts:
+            variants.append((f"P = {2 * slots} instead of {slots}", self._machine, 2 * slots))
+        for variant, machine, seats in variants:
+            result = self._simulate(name, best, minutes, machine=machine, slots=seats)
             be = result.classes[ServiceClass.BE].output_tokens_per_s
             change = f"{be / base - 1:+.0%}" if base else f"{be:.0f} tokens/s"
             print(f"  {variant}: {be:.0f} tokens/s ({change}), LS {result.classes[ServiceClass.LS].attainment:.1%}")
             rows.append(Row(scheduler=name, rate=best, result=result, variant=variant))
         return rows
-
-    def _variants(self) -> list[tuple[str, Machine, int]]:
-        slots = self._args.piggyback_slots
-        machine = self._make_machine(more_hosts=1)
-        variants = [("one more CPU host", machine, slots)] if len(machine.hosts) > len(self._machine.hosts) else []
-        if self._machine.hosts:
-            variants.append((f"P = {2 * slots} instead of {slots}", self._machine, 2 * slots))
-        return variants
 
     def _simulate(
         self, name: str, rate: float, minutes: float, *, best_effort: bool = True, machine: Machine | None = None,
@@ -230,12 +223,10 @@ class _Program:
             noise=self._args.noise,
         )
         self._bar.set_description_str(f"{name}, {rate:.3g}/s", refresh=False)
-        done_s = 0.0
+        shown_s = self._bar.n
 
         def show(now_s: float) -> None:
-            nonlocal done_s
-            self._bar.update(min(now_s, minutes * 60) - done_s)
-            done_s = min(now_s, minutes * 60)
+            self._bar.update(shown_s + min(now_s, minutes * 60) - self._bar.n)
 
         result = simulate(config, progress=show)
         show(minutes * 60)
@@ -257,25 +248,27 @@ class _Program:
 
     def _config(self, name: str, machine: Machine, slots: int | None = None) -> EngineConfig:
         args = self._args
-        settings: dict[str, object] = {
-            "scheduler": name,
-            "max_piggyback_seats": slots or args.piggyback_slots,
-            "max_num_batched_tokens": args.step_tokens,
-            "max_num_seqs": args.max_requests,
-            "max_host_requests": args.host_requests,
-            "scheduler_options": known_options(name, dict(args.scheduler_option)),
-            "classes": (
+        pools: dict[str, int] = {}
+        if args.device_kv_gb is not None:
+            pools["device_kv_bytes"] = int(args.device_kv_gb * _GB)
+        if args.host_kv_gb is not None:
+            pools["host_kv_bytes"] = int(args.host_kv_gb * _GB)
+        elif machine.host_kv_bytes is None:
+            pools["host_kv_bytes"] = EngineConfig.host_kv_bytes if machine.hosts else 0
+        return engine_config_for(
+            machine,
+            scheduler=name,
+            max_piggyback_seats=slots or args.piggyback_slots,
+            max_num_batched_tokens=args.step_tokens,
+            max_num_seqs=args.max_requests,
+            max_host_requests=args.host_requests,
+            scheduler_options=known_options(name, dict(args.scheduler_option)),
+            classes=(
                 ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=args.slo),
                 ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE),
             ),
-        }
-        if args.device_kv_gb is not None:
-            settings["device_kv_bytes"] = int(args.device_kv_gb * _GB)
-        if args.host_kv_gb is not None:
-            settings["host_kv_bytes"] = int(args.host_kv_gb * _GB)
-        elif machine.host_kv_bytes is None:
-            settings["host_kv_bytes"] = EngineConfig.host_kv_bytes if machine.hosts else 0
-        return engine_config_for(machine, **settings)
+            **pools,
+        )
 
 
 def _scenario(args: argparse.Namespace) -> Scenario:
@@ -312,32 +305,22 @@ def _slo(text: str) -> SLO:
     return SLO(ttft_s=_positive(ttft), tpot_s=_positive(tpot))
 
 
-def _positive(text: str) -> float:
-    value = _not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"must be a number > 0, got {text!r}")
-    return value
+def _number(said: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return an argparse type for finite numbers that ``accepts`` takes; ``said`` names them in errors."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+        if not (math.isfinite(value) and accepts(value)):
+            raise argparse.ArgumentTypeError(f"must be a {said}, got {text!r}")
+        return value
+
+    return read
 
 
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
-    return value
-
-
-def _share_below_one(text: str) -> float:
-    value = _not_negative(text)
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"must be a share in [0, 1), got {text!r}")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _positive(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"must be a share in (0, 1], got {text!r}")
-    return value
+_not_negative = _number("number >= 0", lambda value: value >= 0)
+_positive = _number("number > 0", lambda value: value > 0)
+_share = _number("share in (0, 1]", lambda value: 0 < value <= 1)
+_share_below_one = _number("share in [0, 1)", lambda value: 0 <= value < 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 GB = 1e9
-_COUNTED = re.compile(r"(?:(\d+)x)?(.+)", re.IGNORECASE)
+Spec = TypeVar("Spec", "DeviceSpec", "HostSpec")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +87,6 @@ HOSTS = {
 """By name, lower case. The 6342 (one socket: omniserve 5.1.1; two: apex) and 6130 (apex) have the papers' memory."""
 
 _SHORT = {"a100": "a100-80gb", "h100": "h100-80gb", "h200": "h200-141gb", "v100": "v100-32gb"}
-T = TypeVar("T")
 
 
 def find_devices(text: str) -> tuple[int, DeviceSpec]:
@@ -96,9 +95,7 @@ def find_devices(text: str) -> tuple[int, DeviceSpec]:
     Raises:
         ValueError: Unknown, or more devices than a measured link joins.
     """
-    count, name = _split(text)
-    name = _SHORT.get(name.lower(), name)
-    spec = _look_up("device", DEVICES, name)
+    count, spec = _find("device", DEVICES, text)
     if count != 1 and count not in spec.link_bytes_per_s:
         raise ValueError(
             f"{text!r}: {spec.name} devices are known alone or by {', '.join(map(str, spec.link_bytes_per_s))}"
@@ -112,19 +109,14 @@ def find_hosts(text: str) -> tuple[int, HostSpec]:
     Raises:
         ValueError: Unknown.
     """
-    count, name = _split(text)
-    return count, _look_up("host", HOSTS, name)
+    return _find("host", HOSTS, text)
 
 
-def _split(text: str) -> tuple[int, str]:
-    match = _COUNTED.fullmatch(text.strip())
+def _find(kind: str, known: Mapping[str, Spec], text: str) -> tuple[int, Spec]:
+    match = re.fullmatch(r"(?:(\d+)x)?(.+)", text.strip(), re.IGNORECASE)
     if match is None or match[1] == "0":
         raise ValueError(f"{text!r} is no count and name, such as 4xA100-80GB")
-    return int(match[1] or 1), match[2]
-
-
-def _look_up(kind: str, known: Mapping[str, T], name: str) -> T:
-    if (spec := known.get(name.lower())) is None:
-        names = ", ".join(getattr(spec, "name", "") for spec in known.values())
-        raise ValueError(f"unknown {kind} {name!r}; known: {names}")
-    return spec
+    name = match[2].lower()
+    if (spec := known.get(_SHORT.get(name, name))) is None:
+        raise ValueError(f"unknown {kind} {match[2]!r}; known: {', '.join(spec.name for spec in known.values())}")
+    return int(match[1] or 1), spec

@@ -13,11 +13,11 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
+from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.core.spec import ModelSpec
-from omniserve.latency.profile import AlphaBeta
+from omniserve.latency.base import AlphaBeta
 
 _PIECE_KEYS = 256
 """About how many keys a piece of the real tier has; a task is on as many threads as it has pieces."""
@@ -40,36 +40,30 @@ class HostNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copies:
-    """The link over which KV moves between the tiers."""
+    """The link over which KV moves between the tiers, one move at a time."""
 
     to_host: AlphaBeta
     to_device: AlphaBeta
     by_host_threads: bool = False
     """The host's threads copy, before they attend; else copies run beside them."""
-    num_lanes: int = 1
-    """Links that copy at a time: 1 for both directions together, 2 for one each."""
+
+
+_Work = tuple[float, float, float, HostEvent]
+"""(comes at, seconds of the server, least seconds to the event, event)."""
 
 
 @dataclass(slots=True)
 class _Server:
     """Serves in order of arrival, urgent work first."""
 
-    urgent: deque[tuple[float, float, float, HostEvent]]
-    queue: deque[tuple[float, float, float, HostEvent]]
-    """(comes at, seconds of the server, least seconds to the event, event)."""
+    urgent: deque[_Work] = field(default_factory=deque)
+    queue: deque[_Work] = field(default_factory=deque)
     free_s: float = -math.inf
 
-    def next(self) -> tuple[float, deque[tuple[float, float, float, HostEvent]]] | None:
+    def next(self) -> tuple[float, deque[_Work]] | None:
         """Return when the next piece of work begins, and its queue; None if there is none."""
-        first = max(self.free_s, self.urgent[0][0]) if self.urgent else None
-        second = max(self.free_s, self.queue[0][0]) if self.queue else None
-        if first is not None and (second is None or first <= second):
-            return first, self.urgent
-        return (second, self.queue) if second is not None else None
-
-
-def _server() -> _Server:
-    return _Server(deque(), deque())
+        begins = [(max(self.free_s, work[0][0]), work) for work in (self.urgent, self.queue) if work]
+        return min(begins, key=lambda begin: begin[0], default=None)
 
 
 class SimulatedHostTier:
@@ -96,9 +90,9 @@ class SimulatedHostTier:
         self._windows = [layer.window for layer in spec.attention]
         self._last_layer = spec.num_layers - 1
         self._block_bytes = spec.kv_block_bytes(block_size)
-        self._hosts = [_server() for _ in nodes]
-        self._lanes = [_server() for _ in range(copies.num_lanes)]
-        self._servers = [*self._hosts, *self._lanes]
+        self._hosts = [_Server() for _ in nodes]
+        self._link = _Server()
+        self._servers = [*self._hosts, self._link]
         self._events: list[tuple[float, int, HostEvent]] = []
         self._order = itertools.count()
         self._node_of: dict[str, int] = {}
@@ -108,11 +102,6 @@ class SimulatedHostTier:
         """Counter: seconds that hosts spent attending, summed over hosts."""
 
     @property
-    def busy(self) -> bool:
-        """True while tasks or moves are in hand."""
-        return self._in_hand > 0
-
-    @property
     def attends(self) -> bool:
         """True while tasks are in hand; moves do not count."""
         return self._tasks_in_hand > 0
@@ -120,18 +109,14 @@ class SimulatedHostTier:
     def start_moves(self, plan: StepPlan, now_s: float) -> None:
         """Begin the plan's moves, at the start of its step."""
         for move in plan.moves:
-            to_host = move.direction is MoveDirection.TO_HOST
-            if to_host:
+            if move.direction is MoveDirection.TO_HOST:
                 self._settle(move.request_id)
             node = self._node_of.get(move.request_id, 0)
             seconds = self._move_s(move, node)
             event = HostEvent(kind=HostEventKind.MOVE_DONE, move_id=move.move_id)
             self._in_hand += 1
-            if self._copies.by_host_threads:
-                self._hosts[node].urgent.append((now_s, seconds, seconds, event))
-            else:
-                lane = self._lanes[int(not to_host) % len(self._lanes)]
-                lane.queue.append((now_s, seconds, seconds, event))
+            queue = self._hosts[node].urgent if self._copies.by_host_threads else self._link.queue
+            queue.append((now_s, seconds, seconds, event))
 
     def submit(self, plan: StepPlan, start_s: float, step_s: float, *, during_step: bool) -> None:
         """Take the rows that a step sends: its entries at layer 0, its joins at the layer after theirs.
@@ -142,19 +127,14 @@ class SimulatedHostTier:
             step_s: Seconds that it takes.
             during_step: Rows are sent layer by layer as the step runs; else all of them at its end (a GPU).
         """
-        end_s = start_s + step_s
-        layer_s = step_s / (self._last_layer + 1) if during_step else 0.0
-        for entry in plan.entries:
-            at_s = start_s if during_step else end_s
-            self._submit(entry.request_id, entry.slot, entry.epoch, 0, entry.position, at_s)
-        for join in plan.joins:
-            layer = join.layer + 1
-            if layer <= self._last_layer:
-                at_s = start_s + layer * layer_s if during_step else end_s
-                self._submit(join.request_id, join.slot, join.epoch, layer, join.position, at_s)
+        layer_s = step_s / (self._last_layer + 1)
+        sent: list[tuple[PiggybackEntry | PiggybackJoin, int]] = [(entry, 0) for entry in plan.entries]
+        sent += [(join, join.layer + 1) for join in plan.joins if join.layer < self._last_layer]
+        for row, layer in sent:
+            self._submit(row, layer, start_s + (layer * layer_s if during_step else step_s))
 
     def forget(self, request_id: str) -> None:
-        """A request ended: its host has one less."""
+        """Forget a request that has ended, so that its host counts one fewer."""
         node = self._node_of.pop(request_id, None)
         if node is not None:
             self._residents[node] -= 1
@@ -185,16 +165,15 @@ class SimulatedHostTier:
                 self._serve(server, at_s)
         return self._events[0][0]
 
-    def _submit(self, request_id: str, slot: int, epoch: int, layer: int, position: int, at_s: float) -> None:
-        index = self._node_of[request_id]
+    def _submit(self, row: PiggybackEntry | PiggybackJoin, layer: int, at_s: float) -> None:
+        index = self._node_of[row.request_id]
         node = self._nodes[index]
-        window = self._windows[layer]
-        keys = position + 1 if window == 0 else min(position + 1, window)
+        keys = min(row.position + 1, self._windows[layer] or row.position + 1)
         seconds = node.key_s * keys + node.task_s
         threads = min(node.num_threads, keys // _PIECE_KEYS + 1)
         event = HostEvent(
-            kind=HostEventKind.ATTENTION_DONE, slot=slot, epoch=epoch, layer=layer, position=position
-        )  # fmt: skip
+            kind=HostEventKind.ATTENTION_DONE, slot=row.slot, epoch=row.epoch, layer=layer, position=row.position
+        )
         self._hosts[index].queue.append((at_s, seconds, seconds * node.num_threads / threads + node.latency_s, event))
         self._in_hand += 1
         self._tasks_in_hand += 1

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import gzip
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-TRACE_COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
-LENGTH_COLUMNS = TRACE_COLUMNS[1:]
+_TOKENS = ("input_tokens", "output_tokens")
 
 Lengths = Callable[[random.Random], tuple[int, int]]
 """Draws (input tokens, output tokens) of one request."""
@@ -27,20 +28,28 @@ class TraceRequest:
     output_tokens: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """The arrivals of both classes, by the names of the engine's configuration."""
+
+    latency_sensitive: Sequence[TraceRequest] = ()
+    """LS requests by arrival."""
+    best_effort: Sequence[TraceRequest] = ()
+    """BE requests by arrival; with a backlog only their lengths count."""
+    backlog: int = 0
+    """Keep so many best-effort requests unfinished until the load ends, of ``best_effort`` over and over: a pile of
+    batch work that has no end. 0: they arrive."""
+    duration_s: float | None = None
+    """Seconds of the load; None: up to the last arrival."""
+    warm_up_s: float = 0.0
+    """Seconds at the start that are left out of all figures, with their requests: pools and queues fill first."""
+
+
 # -- arrivals ----------------------------------------------------------------------------------------------------------
 
 
 def poisson(rate: float, duration_s: float, rng: random.Random) -> list[float]:
-    """Return the times of a Poisson process, ascending, in ``[0, duration_s)``.
-
-    Args:
-        rate: Mean arrivals a second, >= 0; 0 gives none.
-        duration_s: Seconds.
-        rng: Source of randomness.
-
-    Raises:
-        ValueError: A number is negative or not finite.
-    """
+    """Return the times of a Poisson process, ascending, in ``[0, duration_s)``; as ``gamma`` with a cv of 1."""
     return gamma(rate, 1.0, duration_s, rng)
 
 
@@ -50,8 +59,6 @@ def gamma(rate: float, cv: float, duration_s: float, rng: random.Random) -> list
     Args:
         rate: Mean arrivals a second, >= 0; 0 gives none.
         cv: Coefficient of variation of the gaps, > 0: 1 is a Poisson process, more is burstier.
-        duration_s: Seconds.
-        rng: Source of randomness.
 
     Raises:
         ValueError: A number is out of range.
@@ -59,9 +66,9 @@ def gamma(rate: float, cv: float, duration_s: float, rng: random.Random) -> list
     _not_negative(rate=rate, duration_s=duration_s)
     if not (math.isfinite(cv) and cv > 0):
         raise ValueError(f"cv must be a number > 0 (1 is a Poisson process), got {cv}")
-    times: list[float] = []
     if rate == 0:
-        return times
+        return []
+    times: list[float] = []
     shape = 1.0 / cv**2
     scale = 1.0 / (rate * shape)
     now_s = rng.gammavariate(shape, scale)
@@ -99,7 +106,8 @@ def fixed_lengths(input_tokens: int, output_tokens: int) -> Lengths:
     Raises:
         ValueError: A length is below 1.
     """
-    _lengths("fixed lengths", input_tokens, output_tokens)
+    if min(input_tokens, output_tokens) < 1:
+        raise ValueError(f"fixed lengths must be >= 1 token, got {input_tokens}, {output_tokens}")
     return lambda rng: (input_tokens, output_tokens)
 
 
@@ -108,12 +116,7 @@ def lognormal_lengths(
 ) -> Lengths:
     """Return independent log-normal lengths, cut to ``[1, max]``: many short requests and a long tail, as in chats.
 
-    Args:
-        input_median: Median of the prompts, tokens.
-        output_median: Median of the outputs, tokens.
-        sigma: Standard deviation of the logarithms, >= 0; at 1 the mean is 1.65 medians.
-        max_input: Longest prompt.
-        max_output: Longest output.
+    ``sigma`` is the standard deviation of the logarithms; at 1 the mean is 1.65 medians.
 
     Raises:
         ValueError: A median or maximum is below 1, or sigma is negative.
@@ -159,19 +162,8 @@ def read_trace(path: Path | str) -> list[TraceRequest]:
         OSError: The file cannot be read.
         ValueError: A column is missing or a value is out of range; the message names file and line.
     """
-    requests_read = []
-    for line, row in _rows(Path(path), TRACE_COLUMNS):
-        arrival_s = _number(path, line, "arrival_s", row[0])
-        if arrival_s < 0:
-            raise ValueError(f"{path}, line {line}: arrival_s must be >= 0, got {row[0]!r}")
-        requests_read.append(
-            TraceRequest(
-                arrival_s,
-                _count(path, line, "input_tokens", row[1]),
-                _count(path, line, "output_tokens", row[2]),
-            )
-        )
-    return sorted(requests_read, key=lambda request: request.arrival_s)
+    rows = _rows(Path(path), "arrival_s", *_TOKENS)
+    return sorted(itertools.starmap(TraceRequest, rows), key=lambda request: request.arrival_s)
 
 
 def read_lengths(path: Path | str) -> list[tuple[int, int]]:
@@ -181,14 +173,11 @@ def read_lengths(path: Path | str) -> list[tuple[int, int]]:
         OSError: The file cannot be read.
         ValueError: A column is missing or a value is out of range; the message names file and line.
     """
-    return [
-        (_count(path, line, "input_tokens", row[0]), _count(path, line, "output_tokens", row[1]))
-        for line, row in _rows(Path(path), LENGTH_COLUMNS)
-    ]
+    return [(input_tokens, output_tokens) for input_tokens, output_tokens in _rows(Path(path), *_TOKENS)]
 
 
-def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, list[str]]]:
-    """Return (line number, the named columns) of each row of a CSV file."""
+def _rows(path: Path, *columns: str) -> list[list[Any]]:
+    """Return the numbers in the named columns of each row of a CSV file."""
     text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
     reader = csv.reader(text.splitlines())
     header = [name.strip() for name in next(reader, [])]
@@ -197,33 +186,33 @@ def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, list[str]]]:
             f"{path}, line 1: the header must name {', '.join(columns)}; missing: {', '.join(missing)}, "
             f"found: {', '.join(header) or 'nothing'}"
         )
-    places = [header.index(name) for name in columns]
     rows = []
-    for row in reader:
-        if not row:
-            continue
-        if len(row) != len(header):
-            raise ValueError(f"{path}, line {reader.line_num}: {len(row)} fields where the header has {len(header)}")
-        rows.append((reader.line_num, [row[place] for place in places]))
+    for row in filter(None, reader):
+        try:
+            if len(row) != len(header):
+                raise ValueError(f"{len(row)} fields where the header has {len(header)}")
+            rows.append([_number(name, row[header.index(name)]) for name in columns])
+        except ValueError as error:
+            raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
     if not rows:
         raise ValueError(f"{path} has no rows below its header")
     return rows
 
 
-def _number(path: Path | str, line: int, name: str, text: str) -> float:
+def _number(name: str, text: str) -> float | int:
+    """Return an arrival as a float, a length as an int."""
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"{path}, line {line}: {name} must be a number, got {text!r}") from None
+        raise ValueError(f"{name} must be a number, got {text!r}") from None
     if not math.isfinite(value):
-        raise ValueError(f"{path}, line {line}: {name} must be finite, got {text!r}")
-    return value
-
-
-def _count(path: Path | str, line: int, name: str, text: str) -> int:
-    value = _number(path, line, name, text)
+        raise ValueError(f"{name} must be finite, got {text!r}")
+    if name not in _TOKENS:
+        if value < 0:
+            raise ValueError(f"{name} must be >= 0, got {text!r}")
+        return value
     if value < 1 or value != int(value):
-        raise ValueError(f"{path}, line {line}: {name} must be a whole number >= 1, got {text!r}")
+        raise ValueError(f"{name} must be a whole number >= 1, got {text!r}")
     return int(value)
 
 
@@ -231,8 +220,3 @@ def _not_negative(**numbers: float) -> None:
     for name, value in numbers.items():
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} must be a number >= 0, got {value}")
-
-
-def _lengths(what: str, *counts: int) -> None:
-    if min(counts) < 1:
-        raise ValueError(f"{what} must be >= 1 token, got {', '.join(map(str, counts))}")

@@ -27,19 +27,13 @@ class Machine:
     hosts: tuple[HostNode, ...] = ()
     """Hosts of the host tier; empty without one."""
     copies: Copies
-    sends_during_step: bool = False
-    """Rows go to the host tier while the step runs; else at its end."""
     host_has_own_cores: bool = True
-    """A host tier at work takes nothing from the device tier."""
+    """A host tier at work takes nothing from the device tier, a GPU, which sends rows to it at a step's end. Else both
+    are one CPU, and rows are sent while the step runs."""
     device_kv_bytes: int | None = None
     """Memory for KV, all devices together; None: not known, the engine's settings say it."""
     host_kv_bytes: int | None = None
     """The same for the hosts."""
-
-    @property
-    def host_speed(self) -> HostSpeed | None:
-        """Times of a layer's attention if all hosts share it; None without hosts."""
-        return host_speed_of(self.hosts)
 
     @property
     def shape(self) -> ModelShape:
@@ -62,7 +56,6 @@ def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str 
     """Return the machine that a profile was measured on.
 
     Args:
-        profile: The measurements.
         spec: The model's sizes, which a profile does not name.
         latency_model: What the scheduler predicts with; steps take what the model ``omniserve`` says.
 
@@ -76,27 +69,24 @@ def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str 
         )
     device = OmniServeModel.from_profile(profile)
     forecast = device if latency_model == "omniserve" else LATENCY_MODELS.get(latency_model).from_profile(profile)
-    fingerprint, speed = profile.fingerprint, HostSpeed.from_profile(profile)
-    own_cores = fingerprint.host_has_own_cores
+    hosts: tuple[HostNode, ...] = ()
+    if (speed := HostSpeed.from_profile(profile)) is not None:
+        node = HostNode(
+            num_threads=speed.threads,
+            key_s=speed.per_key_s / speed.threads,
+            task_s=speed.per_request_s / speed.threads,
+            latency_s=speed.per_call_s,
+        )
+        hosts = (node,)
+    own_cores = profile.fingerprint.host_has_own_cores
     return Machine(
-        name=fingerprint.device,
+        name=profile.fingerprint.device,
         spec=spec,
         device=device,
         forecast=forecast,
-        hosts=(_measured_node(speed),) if speed is not None else (),
+        hosts=hosts,
         copies=Copies(
             to_host=profile.copy_to_host, to_device=profile.copy_to_device, by_host_threads=not own_cores
         ),
-        sends_during_step=not own_cores,
         host_has_own_cores=own_cores,
     )  # fmt: skip
-
-
-def _measured_node(speed: HostSpeed) -> HostNode:
-    """Return the host whose tasks take what the profile says."""
-    return HostNode(
-        num_threads=speed.threads,
-        key_s=speed.per_key_s / speed.threads,
-        task_s=speed.per_request_s / speed.threads,
-        latency_s=speed.per_call_s,
-    )

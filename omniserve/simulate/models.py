@@ -42,26 +42,17 @@ class ModelDims:
             )
 
     @property
-    def qkv_size(self) -> int:
-        """Columns of the QKV projection."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
-
-    @property
     def up_size(self) -> int:
         """Columns of the MLP's first projection, the gate included."""
         return self.intermediate_size * (2 if self.is_gated else 1)
 
     @property
-    def layer_weights(self) -> int:
-        """Weights of the four projections of a layer."""
-        attention = self.hidden_size * (self.qkv_size + self.num_heads * self.head_size)
-        return attention + self.hidden_size * (self.up_size + self.intermediate_size)
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights (norms, which are small, left out)."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_size  # q, k, v and the output projection
+        layer = self.hidden_size * (attention + self.up_size + self.intermediate_size)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.ties_embeddings else 2)
-        return _DTYPE_BYTES * (self.num_layers * self.layer_weights + embeddings)
+        return _DTYPE_BYTES * (self.num_layers * layer + embeddings)
 
     @property
     def spec(self) -> ModelSpec:
@@ -112,13 +103,10 @@ MODELS = {
 
 
 def find_model(name: str) -> ModelDims:
-    """Return a known model, or the one whose ``config.json`` (Hugging Face) is at a path.
-
-    Args:
-        name: Name in MODELS, in any case; or a folder with a ``config.json``, or such a file.
+    """Return a known model, or that of a ``config.json`` (Hugging Face), given as a file or its folder.
 
     Raises:
-        ValueError: There is no such model, or the file says too little.
+        ValueError: There is no such model, or the file is not JSON or lacks a size; the message names it.
         OSError: The file cannot be read.
     """
     if (known := MODELS.get(name.lower())) is not None:
@@ -130,16 +118,11 @@ def find_model(name: str) -> ModelDims:
         raise ValueError(
             f"unknown model {name!r}; known: {', '.join(MODELS)}; or give a folder with a config.json, or such a file"
         )
-    return read_config(path)
+    return _read_config(path)
 
 
-def read_config(path: Path) -> ModelDims:
-    """Read the sizes from a ``config.json`` of a decoder with the usual names (Llama, Mistral, Qwen, OPT ...).
-
-    Raises:
-        ValueError: It is not JSON, or a size is missing; the message names it.
-        OSError: It cannot be read.
-    """
+def _read_config(path: Path) -> ModelDims:
+    """Read the sizes of a decoder with the usual names (Llama, Mistral, Qwen, OPT ...)."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

@@ -15,11 +15,6 @@ from typing import Any
 from omniserve import __version__
 from omniserve.simulate.results import Result
 
-_HEADER = (
-    "scheduler", "LS/s", "SLO", "TTFT", "TPOT", "TTFT p50", "p99 s", "TPOT p50", "p99 ms", "goodput/s", "rejected",
-    "BE out/s", "BE in/s", "on host", "hosts busy", "preempted",
-)  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
@@ -34,19 +29,20 @@ class Row:
 
 def table(rows: Sequence[Row]) -> str:
     """Return a plain-text table of simulations."""
-    lines = [_HEADER]
+    cells = []
     for row in rows:
-        first, second = row.result.classes["LS"], row.result.classes["BE"]
-        lines.append(
-            (
-                row.scheduler + (f", {row.variant}" if row.variant else ""),
-                f"{row.rate:.3g}", _share(first.attainment), _share(first.ttft_attainment),
-                _share(first.tpot_attainment), _number(first.ttft_p50_s, 2), _number(first.ttft_p99_s, 2),
-                _number(1e3 * first.tpot_p50_s, 1), _number(1e3 * first.tpot_p99_s, 1), f"{first.goodput:.2f}",
-                str(first.num_rejected), f"{second.output_tokens_per_s:.0f}", f"{second.prompt_tokens_per_s:.0f}",
-                f"{row.result.host_share:.0%}", f"{row.result.host_tier_busy:.0%}", str(row.result.preemptions),
-            )
-        )  # fmt: skip
+        result, ls, be = row.result, row.result.classes["LS"], row.result.classes["BE"]
+        cells.append({
+            "scheduler": row.scheduler + (f", {row.variant}" if row.variant else ""), "LS/s": f"{row.rate:.3g}",
+            "SLO": _share(ls.attainment), "TTFT": _share(ls.ttft_attainment), "TPOT": _share(ls.tpot_attainment),
+            "TTFT p50": _number(ls.ttft_p50_s, 2), "p99 s": _number(ls.ttft_p99_s, 2),
+            "TPOT p50": _number(1e3 * ls.tpot_p50_s, 1), "p99 ms": _number(1e3 * ls.tpot_p99_s, 1),
+            "goodput/s": f"{ls.goodput:.2f}", "rejected": str(ls.num_rejected),
+            "BE out/s": f"{be.output_tokens_per_s:.0f}", "BE in/s": f"{be.prompt_tokens_per_s:.0f}",
+            "on host": f"{result.host_share:.0%}", "hosts busy": f"{result.host_tier_busy:.0%}",
+            "preempted": str(result.preemptions),
+        })  # fmt: skip
+    lines = [tuple(cells[0]), *(tuple(line.values()) for line in cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])

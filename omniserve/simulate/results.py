@@ -129,8 +129,9 @@ def summarise(
     group = list(requests)
     ttfts = [r.ttft_s for r in group if r.ttft_s is not None]
     tpots = [r.tpot_s for r in group if r.tpot_s is not None]
-    count = len(group)
-    met = sum(r.meets_ttft(slo) and r.meets_tpot(slo) for r in group)
+    met_ttft, met_tpot = [r.meets_ttft(slo) for r in group], [r.meets_tpot(slo) for r in group]
+    met = sum(a and b for a, b in zip(met_ttft, met_tpot, strict=True))
+    count = len(group) or math.nan  # a share of none is no number
     return ClassResult(
         num_requests=len(group),
         num_rejected=sum(r.rejected for r in group),
@@ -139,9 +140,9 @@ def summarise(
         ttft_p99_s=percentile(ttfts, 99),
         tpot_p50_s=percentile(tpots, 50),
         tpot_p99_s=percentile(tpots, 99),
-        ttft_attainment=sum(r.meets_ttft(slo) for r in group) / count if count else math.nan,
-        tpot_attainment=sum(r.meets_tpot(slo) for r in group) / count if count else math.nan,
-        attainment=met / count if count else math.nan,
+        ttft_attainment=sum(met_ttft) / count,
+        tpot_attainment=sum(met_tpot) / count,
+        attainment=met / count,
         goodput=met / duration_s,
         output_tokens_per_s=output_tokens / duration_s,
         prompt_tokens_per_s=prompt_tokens / duration_s,

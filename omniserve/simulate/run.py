@@ -1,40 +1,39 @@
-"""simulate: a load through a simulated engine, from the first arrival to the end of the last LS request."""
+"""simulate: a load through the engine's stepper, scheduler and KV manager, on a virtual clock.
+
+It begins with the first arrival and ends with the last LS request. Requests end by their number of tokens: tokens are
+invented.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
+from omniserve.core.plan import is_whole
 from omniserve.core.request import Request, RequestOutput, SamplingParams, ServiceClass
-from omniserve.simulate.engine import SimulatedEngine, StepRecord
-from omniserve.simulate.load import TraceRequest
-from omniserve.simulate.machine import Machine
-from omniserve.simulate.results import ClassResult, RequestResult, Result, summarise
+from omniserve.core.stats import SchedulerStats
+from omniserve.engine.capacity import max_model_len, num_blocks
+from omniserve.engine.outputs import OutputCollector
+from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
+from omniserve.kv import KV_MANAGERS
+from omniserve.latency import CorrectedModel
+from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
+from omniserve.sched.options import LayerPreemptionOptions
+from omniserve.simulate.host_tier import SimulatedHostTier
+from omniserve.simulate.load import Load, TraceRequest
+from omniserve.simulate.machine import Machine, host_speed_of
+from omniserve.simulate.results import RequestResult, Result, summarise
+from omniserve.simulate.runner import SimulatedRunner, StepRecord
 
+_POLL_S = 0.05
+"""An engine that waits for its host tier looks again after so long, as the server does."""
 _PATIENCE_S = 600.0
 """A run in which nothing is computed for so long, and no request comes, is stuck."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """The arrivals of both classes, by the names of the engine's configuration."""
-
-    latency_sensitive: Sequence[TraceRequest] = ()
-    """LS requests by arrival."""
-    best_effort: Sequence[TraceRequest] = ()
-    """BE requests by arrival; with a backlog only their lengths count."""
-    backlog: int = 0
-    """Keep so many best-effort requests unfinished until the load ends, of ``best_effort`` over and over: a pile of
-    batch work that has no end. 0: they arrive."""
-    duration_s: float | None = None
-    """Seconds of the load; None: up to the last arrival, or without arrivals up to the end of all requests."""
-    warm_up_s: float = 0.0
-    """Seconds at the start that are left out of all figures, with their requests: pools and queues fill first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,16 +46,18 @@ class SimulationConfig:
 
     machine: Machine
     engine: EngineConfig
+    """Those of tensors (execution, threads, dtypes) mean nothing here. There is a host tier if the machine has hosts,
+    the KV manager has one, and ``host_kv_bytes`` is not 0."""
     load: Load
     seed: int = 0
     """Seed of the noise and of the machine's spread."""
     noise: float = 0.0
-    """See SimulatedEngine."""
+    """See SimulatedRunner."""
     drain_s: float | None = None
     """How long to go on after the load for LS requests that are unfinished, which miss their objectives if they still
     are; None: a quarter of it, at least a minute. Infinite: until all requests have ended, best-effort ones too."""
     check: bool = False
-    """Verify integrity after each step (slow)."""
+    """Verify the integrity of scheduler and KV manager after each step (slow)."""
 
     def __post_init__(self) -> None:
         load = self.load
@@ -74,13 +75,15 @@ class SimulationConfig:
             raise ValueError(f"warm_up_s must be >= 0 and less than duration_s, got {load.warm_up_s}")
         if self.drain_s is not None and not self.drain_s >= 0:
             raise ValueError(f"drain_s must be >= 0 or None, got {self.drain_s}")
+        if not (math.isfinite(self.noise) and self.noise >= 0):
+            raise ValueError(f"noise must be a number >= 0, got {self.noise}")
 
 
 def simulate(
     config: SimulationConfig,
     *,
-    progress: Callable[[float], object] | None = None,
-    on_step: Callable[[StepRecord], object] | None = None,
+    progress: Callable[[float], object] = lambda now_s: None,
+    on_step: Callable[[StepRecord], object] = lambda step: None,
 ) -> Result:
     """Run a simulation. The same configuration gives the same result.
 
@@ -96,152 +99,156 @@ def simulate(
     return _Run(config, progress, on_step).run()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Counters:
-    """The work that had been done at some time."""
-
-    output_tokens: Mapping[str, int] = field(default_factory=dict)
-    prompt_tokens: Mapping[str, int] = field(default_factory=dict)
-    host_output_tokens: int = 0
-    host_busy_s: float = 0.0
-
-
 class _Run:
     """A simulation under way."""
 
     def __init__(
-        self,
-        config: SimulationConfig,
-        progress: Callable[[float], object] | None,
-        on_step: Callable[[StepRecord], object] | None,
+        self, config: SimulationConfig, progress: Callable[[float], object], on_step: Callable[[StepRecord], object]
     ) -> None:
-        self._config = config
-        self._progress = progress
-        self._on_step = on_step
-        self._engine = SimulatedEngine(
-            config.machine, config.engine, noise=config.noise, seed=config.seed, check=config.check
+        self._config, self._progress, self._on_step = config, progress, on_step
+        machine, settings, spec = config.machine, config.engine, config.machine.spec
+        self._ls, self._be = (
+            next(each for each in settings.classes if each.kind is kind) for kind in (ServiceClass.LS, ServiceClass.BE)
         )
-        classes = config.engine.classes
-        self._ls_name = next(spec.name for spec in classes if spec.kind is ServiceClass.LS)
-        self._be_name = next(spec.name for spec in classes if spec.kind is ServiceClass.BE)
+        self._classes = {each.name: each for each in (self._ls, self._be)}
+        policy, options = policy_of(settings)
+        num_device_blocks, num_host_blocks = num_blocks(settings, spec, has_hosts=bool(machine.hosts))
+        self._tier: SimulatedHostTier | None = None
+        if num_host_blocks:
+            self._tier = SimulatedHostTier(machine.hosts, machine.copies, spec, settings.block_size)
+        kv = KV_MANAGERS.get(settings.kv)(
+            num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=settings.block_size
+        )
+        limits = SchedulerLimits.of(settings, options, spec, kv, max_model_len=max_model_len(settings, spec))
+        # With perfect predictions there is nothing to correct, and correcting costs as much as predicting.
+        is_exact = config.noise == 0 and machine.spread is None and machine.forecast is machine.device
+        self._corrected = None if is_exact else CorrectedModel(machine.forecast)
+        forecast = Forecast(
+            self._corrected or machine.forecast, machine.shape, host_has_own_cores=machine.host_has_own_cores,
+            host=host_speed_of(machine.hosts),
+        )  # fmt: skip
+        self._scheduler = Scheduler(policy, options, limits=limits, kv=kv, forecast=forecast)
+        self._runner = SimulatedRunner(
+            machine, self._tier, noise=config.noise, seed=config.seed,
+            keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
+            must_leave=self._must_leave,
+        )  # fmt: skip
+        self._outputs = OutputCollector(tokenizer=None)
+        self._stepper = Stepper(
+            scheduler=self._scheduler, runner=self._runner, outputs=self._outputs, record=self._record,
+            clock=lambda: self._runner.now_s,
+        )  # fmt: skip
+        self._num_steps = 0
+        self._longest = limits.max_model_len, num_device_blocks * settings.block_size
         self._too_long = 0
-        ls = self._arrivals(config.load.latency_sensitive, self._ls_name)
-        be = self._arrivals(config.load.best_effort, self._be_name)
+        self._results: dict[str, RequestResult] = {}
+        self._unfinished = dict.fromkeys(self._classes, 0)
+        self._queue_arrivals(config.load)
+
+    def _queue_arrivals(self, load: Load) -> None:
+        ls = self._arrivals(load.latency_sensitive, self._ls.name)
+        be = self._arrivals(load.best_effort, self._be.name)
+        limits = "a request may have {} tokens, and the device pool holds {}".format(*self._longest)
         if not ls and not be:
-            raise ValueError(
-                f"none of the {self._too_long} requests fits: a request may have {self._engine.limits.max_model_len} "
-                f"tokens, and the device pool holds {self._engine.num_device_blocks * config.engine.block_size}"
-            )
+            raise ValueError(f"none of the {self._too_long} requests fits: {limits}")
         self._pile: Iterator[tuple[int, Request]] = iter(())
-        if config.load.backlog:
+        if load.backlog:
             if not be:
-                raise ValueError(
-                    f"none of the {len(config.load.best_effort)} best-effort requests of the backlog fits: "
-                    f"a request may have {self._engine.limits.max_model_len} tokens, and the device pool holds "
-                    f"{self._engine.num_device_blocks * config.engine.block_size}"
-                )
+                wanted = len(load.best_effort)
+                raise ValueError(f"none of the {wanted} best-effort requests of the backlog fits: {limits}")
             self._pile = enumerate(itertools.cycle([request for *_, request in be]))
             be = []
         self._upcoming = sorted([*ls, *be], key=lambda arrival: arrival[0], reverse=True)
-        self._engine.newcomers = self._newcomers
-        self._results: dict[str, RequestResult] = {}
-        self._unfinished = {self._ls_name: 0, self._be_name: 0}
-        self._warm: _Counters | None = None if config.load.warm_up_s else _Counters()
-        self._at_end_of_load: _Counters | None = None
+
+    def _arrivals(self, wanted: Sequence[TraceRequest], name: str) -> list[tuple[float, str, Request]]:
+        """Return (arrival, id, request) of each request that the engine would take at all."""
+        arrivals = []
+        for number, row in enumerate(wanted):
+            if row.input_tokens + row.output_tokens > min(self._longest):
+                self._too_long += 1
+                continue
+            request = Request(
+                prompt_token_ids=(0,) * row.input_tokens,
+                sampling=SamplingParams(max_tokens=row.output_tokens, ignore_eos=True),
+                service_class=name,
+            )
+            arrivals.append((row.arrival_s, f"{name}-{number}", request))
+        return arrivals
 
     def run(self) -> Result:
         began_s = time.perf_counter()
-        engine, upcoming = self._engine, self._upcoming
-        duration_s = self._config.load.duration_s
-        if duration_s is None and upcoming:
+        load, runner, upcoming = self._config.load, self._runner, self._upcoming
+        duration_s = load.duration_s
+        if duration_s is None:  # then there is no backlog: something is upcoming
             duration_s = max(upcoming[0][0], 1e-3)  # reversed: the last to come
-        end_s = self._end_of_drain(duration_s)
+        drain_s = max(60.0, duration_s / 4) if self._config.drain_s is None else self._config.drain_s
+        warm = None if load.warm_up_s else self._counters()
+        at_end_of_load = None
         active_s, told_s = 0.0, 0.0
         while True:
-            now_s = engine.now_s
-            if self._warm is None and now_s >= self._config.load.warm_up_s:
-                self._warm = self._count()
-            if self._at_end_of_load is None and duration_s is not None and now_s >= duration_s:
-                self._at_end_of_load = self._count()
-            if now_s >= end_s or self._is_over(duration_s, now_s):
+            now_s = runner.now_s
+            if warm is None and now_s >= load.warm_up_s:
+                warm = self._counters()
+            if at_end_of_load is None and now_s >= duration_s:
+                at_end_of_load = self._counters()
+            if now_s >= duration_s + drain_s:
                 break
-            if self._at_end_of_load is None:
+            if at_end_of_load is not None and not (upcoming or self._unfinished[self._ls.name] or drain_s == math.inf):
+                break
+            if at_end_of_load is None:
                 self._refill()
             while upcoming and upcoming[-1][0] <= now_s:
                 self._add(*upcoming.pop())
-            if not engine.has_unfinished:
-                if not upcoming:
-                    if duration_s is None or now_s >= duration_s:
-                        break
-                    engine.now_s = duration_s
-                else:
-                    engine.now_s = upcoming[-1][0]
-                active_s = engine.now_s
+            if not self._stepper.has_unfinished:
+                if not upcoming and now_s >= duration_s:
+                    break
+                runner.now_s = active_s = upcoming[-1][0] if upcoming else duration_s
                 continue
-            self._book(engine.step())
-            if engine.last_step is not None:
-                active_s = engine.now_s
-                if self._on_step is not None:
-                    self._on_step(engine.last_step)
+            self._book(self._stepper.step())
+            if self._config.check:
+                self._scheduler.check_integrity()
+            if not self._stepper.last_plan_was_empty:
+                active_s = runner.now_s
             else:
-                engine.wait(upcoming[-1][0] if upcoming else math.inf)
-                if engine.now_s - active_s > _PATIENCE_S:
-                    raise RuntimeError(f"stuck at {engine.now_s:.1f} s: nothing goes on with {engine.stats()}")
-            if self._progress is not None and engine.now_s - told_s >= 1.0:
-                told_s = engine.now_s
+                self._wait()
+                if runner.now_s - active_s > _PATIENCE_S:
+                    raise RuntimeError(f"stuck at {runner.now_s:.1f} s: nothing goes on with {self._scheduler.stats()}")
+            if runner.now_s - told_s >= 1.0:
+                told_s = runner.now_s
                 self._progress(told_s)
-        if self._at_end_of_load is None:
-            self._at_end_of_load = self._count()
-        return self._result(duration_s or engine.now_s, time.perf_counter() - began_s)
+        assert warm is not None
+        end = at_end_of_load or self._counters()
+        return self._result(duration_s, warm, end, time.perf_counter() - began_s)
 
-    def _end_of_drain(self, duration_s: float | None) -> float:
-        if duration_s is None or self._config.drain_s == math.inf:
-            return math.inf
-        drain_s = self._config.drain_s
-        return duration_s + (max(60.0, duration_s / 4) if drain_s is None else drain_s)
-
-    def _is_over(self, duration_s: float | None, now_s: float) -> bool:
-        """After the load, only LS requests are waited for (unless all are)."""
-        if duration_s is None or now_s < duration_s or self._config.drain_s == math.inf:
-            return False
-        return self._unfinished[self._ls_name] == 0 and not self._upcoming
-
-    def _arrivals(self, wanted: Sequence[TraceRequest], name: str) -> list[tuple[float, str, Request]]:
-        arrivals = []
-        for number, request in enumerate(wanted):
-            engine_request = Request(
-                prompt_token_ids=(0,) * request.input_tokens,
-                sampling=SamplingParams(max_tokens=request.output_tokens, ignore_eos=True),
-                service_class=name,
-            )
-            if self._engine.fits(engine_request):
-                arrivals.append((request.arrival_s, f"{name}-{number}", engine_request))
-            else:
-                self._too_long += 1
-        return arrivals
-
-    def _newcomers(self, after_s: float, until_s: float) -> Iterator[tuple[float, Request]]:
-        for arrival_s, _, request in reversed(self._upcoming):
-            if arrival_s > until_s:
-                return
-            if arrival_s > after_s:
-                yield arrival_s, request
+    def _wait(self) -> None:
+        """Let time pass after an empty step: to the next arrival or event of the host tier, at most _POLL_S."""
+        now_s = self._runner.now_s
+        next_s = [now_s + _POLL_S]
+        if self._upcoming:
+            next_s.append(self._upcoming[-1][0])
+        if self._tier is not None and (event_s := self._tier.next_event_s()) is not None:
+            next_s.append(event_s)
+        self._runner.now_s = max(now_s, min(next_s))
 
     def _refill(self) -> None:
-        while self._unfinished[self._be_name] < self._config.load.backlog:
+        while self._unfinished[self._be.name] < self._config.load.backlog:
             number, request = next(self._pile)
-            self._add(self._engine.now_s, f"{self._be_name}-{number}", request)
+            self._add(self._runner.now_s, f"{self._be.name}-{number}", request)
 
     def _add(self, arrival_s: float, request_id: str, request: Request) -> None:
+        name = request.service_class
         result = self._results[request_id] = RequestResult(
-            request.service_class, arrival_s, len(request.prompt_token_ids), request.sampling.max_tokens
+            name, arrival_s, len(request.prompt_token_ids), request.sampling.max_tokens
         )
+        slo = self._classes[name].slo
         try:
-            self._engine.add(request_id, request, arrival_s)
+            ttft_s = self._scheduler.add(request_id, request, slo, self._runner.now_s, arrival_s=arrival_s)
         except RequestRejected:
             result.rejected = True
         else:
-            self._unfinished[request.service_class] += 1
+            self._stepper.requests[request_id] = OpenRequest(name, slo, ttft_s)
+            self._outputs.open(request_id, request)
+            self._unfinished[name] += 1
 
     def _book(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
@@ -255,40 +262,55 @@ class _Run:
                     result.num_host_tokens = output.num_host_tokens
                     self._unfinished[output.service_class] -= 1
 
-    def _count(self) -> _Counters:
-        stats, tier = self._engine.stats(), self._engine.tier
-        return _Counters(
-            output_tokens=stats.output_tokens,
-            prompt_tokens=stats.prompt_tokens,
-            host_output_tokens=stats.host_output_tokens,
-            host_busy_s=tier.busy_s if tier is not None else 0.0,
-        )
+    def _must_leave(self, after_s: float, now_s: float) -> bool:
+        """Return whether preemptible rows must leave their step for an LS request that came in ``(after_s, now_s]``."""
+        must = False
+        for arrival_s, _, request in reversed(self._upcoming):
+            if arrival_s > now_s:
+                break
+            if arrival_s > after_s and request.service_class == self._ls.name:
+                must |= self._scheduler.policy.must_preempt(request, self._ls.slo, now_s - arrival_s, now_s)
+        return must
 
-    def _result(self, end_of_load_s: float, wall_s: float) -> Result:
-        warm, end = self._warm, self._at_end_of_load
-        assert warm is not None and end is not None
+    def _record(self, step: FinishedStep) -> None:
+        """Count and report a step, and let the latency model learn from it."""
+        seconds = self._runner.seconds  # exact; a difference of two times of the clock is not
+        self._num_steps += 1
+        if self._corrected is not None and is_whole(step.plan, step.result.halted):
+            self._corrected.observe(self._runner.features, seconds)
+        self._on_step(StepRecord(plan=step.plan, start_s=step.started_s, seconds=seconds))
+
+    def _counters(self) -> tuple[SchedulerStats, float]:
+        """Return the work that has been done, and the seconds that hosts have attended."""
+        return self._scheduler.stats(), self._tier.busy_s if self._tier is not None else 0.0
+
+    def _result(
+        self, end_of_load_s: float, warm: tuple[SchedulerStats, float], end: tuple[SchedulerStats, float], wall_s: float
+    ) -> Result:
+        (before, busy_before_s), (after, busy_after_s) = warm, end
         warm_up_s = self._config.load.warm_up_s
         duration_s = end_of_load_s - warm_up_s
         counted = [result for result in self._results.values() if result.arrival_s >= warm_up_s]
-        classes: dict[str, ClassResult] = {}
-        for name in (self._ls_name, self._be_name):
-            classes[name] = summarise(
+        classes = {
+            name: summarise(
                 [result for result in counted if result.service_class == name],
-                self._config.engine.class_named(name).slo,
+                spec.slo,
                 duration_s=duration_s,
-                output_tokens=end.output_tokens.get(name, 0) - warm.output_tokens.get(name, 0),
-                prompt_tokens=end.prompt_tokens.get(name, 0) - warm.prompt_tokens.get(name, 0),
+                output_tokens=after.output_tokens.get(name, 0) - before.output_tokens.get(name, 0),
+                prompt_tokens=after.prompt_tokens.get(name, 0) - before.prompt_tokens.get(name, 0),
             )
-        best_effort = classes[self._be_name].output_tokens_per_s * duration_s
+            for name, spec in self._classes.items()
+        }
+        best_effort = classes[self._be.name].output_tokens_per_s * duration_s
         num_hosts = len(self._config.machine.hosts)
-        stats = self._engine.stats()
+        stats = self._scheduler.stats()
         return Result(
             duration_s=duration_s,
-            end_s=self._engine.now_s,
-            num_steps=self._engine.num_steps,
+            end_s=self._runner.now_s,
+            num_steps=self._num_steps,
             classes=classes,
-            host_share=(end.host_output_tokens - warm.host_output_tokens) / best_effort if best_effort else 0.0,
-            host_tier_busy=(end.host_busy_s - warm.host_busy_s) / (duration_s * num_hosts) if num_hosts else 0.0,
+            host_share=(after.host_output_tokens - before.host_output_tokens) / best_effort if best_effort else 0.0,
+            host_tier_busy=(busy_after_s - busy_before_s) / (duration_s * num_hosts) if num_hosts else 0.0,
             preemptions=stats.preemptions,
             swaps_out=stats.swaps_out,
             swaps_in=stats.swaps_in,

@@ -1,7 +1,8 @@
-"""Scenario: what comes at which rate, from the words of the command line."""
+"""Scenario: what comes at which rate, from the words of the command line; and the highest rate that goes well."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from omniserve.simulate.load import (
     Lengths,
+    Load,
     TraceRequest,
     fixed_lengths,
     gamma,
@@ -19,11 +21,12 @@ from omniserve.simulate.load import (
     sampled_lengths,
     square_wave,
 )
-from omniserve.simulate.run import Load
 
 Arrivals = Callable[[float, float, random.Random], list[float]]
 """(rate, duration_s, rng) -> times."""
 _PILE = 1000  # lengths of a backlog; then they repeat
+_TOLERANCE = 0.05  # of the highest rate
+_MOST_DOUBLINGS = 16
 
 
 def parse_lengths(text: str) -> Lengths:
@@ -107,34 +110,22 @@ class Scenario:
         return bool(self.backlog or self.be_rate or self.be_trace)
 
     def load(self, rate: float, duration_s: float, seed: int, *, best_effort: bool = True) -> Load:
-        """Draw the load: the same seed and rate give the same one, with or without best-effort work.
-
-        Args:
-            rate: LS requests a second.
-            duration_s: Seconds.
-            seed: Of arrivals and lengths.
-            best_effort: False: latency-sensitive requests only.
-        """
+        """Draw the load: the same seed and rate give the same LS requests, with or without best-effort work."""
         rng = random.Random(f"{seed} LS")
         if self.ls_trace:
             ls = self._stretched(rate, duration_s)
         else:
             assert self.ls_lengths is not None, "without a trace, a scenario needs ls_lengths"
             ls = requests(self.arrivals(rate, duration_s, rng), self.ls_lengths, rng)
+        load = Load(latency_sensitive=ls, duration_s=duration_s, warm_up_s=self.warm_up * duration_s)
         if not best_effort:
-            return Load(latency_sensitive=ls, duration_s=duration_s, warm_up_s=self.warm_up * duration_s)
+            return load
         rng = random.Random(f"{seed} BE")
         be = [request for request in self.be_trace if request.arrival_s < duration_s]
         if self.be_lengths is not None:
             times = [0.0] * _PILE if self.backlog else poisson(self.be_rate, duration_s, rng)
             be = requests(times, self.be_lengths, rng)
-        return Load(
-            latency_sensitive=ls,
-            best_effort=be,
-            backlog=self.backlog,
-            duration_s=duration_s,
-            warm_up_s=self.warm_up * duration_s,
-        )
+        return dataclasses.replace(load, best_effort=be, backlog=self.backlog)
 
     def _stretched(self, rate: float, duration_s: float) -> list[TraceRequest]:
         assert self.trace_rate is not None
@@ -147,6 +138,40 @@ class Scenario:
                 arrival_s = begin_s + request.arrival_s * scale
                 if arrival_s >= duration_s:
                     return stretched
-                stretched.append(TraceRequest(arrival_s, request.input_tokens, request.output_tokens))
+                stretched.append(dataclasses.replace(request, arrival_s=arrival_s))
             begin_s += span_s
         return stretched
+
+
+def highest_rate(meets: Callable[[float], bool], start: float, *, least: float) -> float:
+    """Return the highest rate (to within 5 %) that meets the objectives; 0 if none from ``least`` on does.
+
+    Args:
+        meets: Whether a rate does; it is taken to fail above the first rate that fails.
+        start: A rate to begin at, > 0.
+        least: Lower rates are not tried: they bring too few requests to judge by.
+
+    Raises:
+        ValueError: Every rate up to 65,536 times ``start`` meets them: the load is not what was meant.
+    """
+    low, high = 0.0, start
+    if meets(start):
+        for _ in range(_MOST_DOUBLINGS):
+            low, high = high, 2 * high
+            if not meets(high):
+                break
+        else:
+            raise ValueError(f"even {high:g} requests a second meet the objectives: begin with a higher rate")
+    else:
+        while high / 2 >= least:
+            if meets(high / 2):
+                low = high / 2
+                break
+            high /= 2
+    while low > 0 and high - low > _TOLERANCE * high:
+        middle = (low + high) / 2
+        if meets(middle):
+            low = middle
+        else:
+            high = middle
+    return low

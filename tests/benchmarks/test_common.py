@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import math
@@ -16,11 +15,11 @@ import numpy as np
 import pytest
 
 from benchmarks import demo
-from benchmarks.common.client import LoadRequest, RequestRecord, Wire, body_of, run_load
+from benchmarks.common.client import LoadRequest, RequestRecord, Wire, body_of, drive
 from benchmarks.common.record import ROOT, environment, portable, write_record
-from benchmarks.common.server import ServerFailed, ServerProcess
-from benchmarks.common.step_loads import trace_load
+from benchmarks.common.server import Server, ServerFailed, ServerProcess
 from benchmarks.common.summary import summarize
+from benchmarks.latency_model import trace_load
 from omniserve.simulate.results import percentile
 from tests.stub_server import TOKEN_GAP_S
 
@@ -32,12 +31,9 @@ def load(*prompts: str, tier: str = "priority", at_s: float = 0.0) -> list[LoadR
 def send(
     stub: ThreadingHTTPServer, requests: Sequence[LoadRequest], cutoff_s: float = 60.0
 ) -> tuple[list[RequestRecord], float]:
-    async def watch(now_s: float, records: Sequence[RequestRecord]) -> None:
-        assert now_s >= 0 and len(records) == len(requests)
-
-    url = f"http://127.0.0.1:{stub.server_port}"
     is_ls = lambda request: request.service_tier == "priority"  # noqa: E731
-    return asyncio.run(run_load(url, requests, must_finish=is_ls, cutoff_s=cutoff_s, watch=watch))
+    server = Server(f"http://127.0.0.1:{stub.server_port}")
+    return drive(server, requests, must_finish=is_ls, cutoff_s=cutoff_s, may_be_cut_off=True)
 
 
 def test_client_times_the_tokens_it_gets(stub: ThreadingHTTPServer) -> None:
@@ -66,9 +62,8 @@ def test_client_stops_at_the_cutoff(stub: ThreadingHTTPServer) -> None:
 
 
 def test_client_reports_a_refusal(stub: ThreadingHTTPServer) -> None:
-    (record,), _ = send(stub, load("bad"))
-    assert record.error is not None and "HTTP 400" in record.error and "no" in record.error
-    assert not record.finished
+    with pytest.raises(ServerFailed, match=r"HTTP 400: .*no"):
+        send(stub, load("bad"))
 
 
 def test_another_server_is_sent_only_what_it_knows() -> None:

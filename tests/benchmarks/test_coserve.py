@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from benchmarks import coserve
-from benchmarks.common.client import BE_TIER, LS_TIER, RequestRecord
-from benchmarks.common.loads import Arrivals, TraceSlice, backlog, poisson_stream
+from benchmarks.common.client import BE_TIER, LS_TIER, RequestRecord, backlog, poisson_stream
 from benchmarks.common.summary import medians, summarize_co_serving
-from benchmarks.coserving.report import frontier_of, pareto_optimal, plot
-from benchmarks.coserving.runs import counters, flags_of, joined_records, plan_runs, rows_of
+from benchmarks.coserve import frontier_of, pareto_optimal, plot
+from benchmarks.coserving import Arrivals, TraceSlice, counters, flags_of, joined_records, plan_runs, rows_of
 from omniserve.sched import SCHEDULERS
 from omniserve.simulate.load import TraceRequest
 

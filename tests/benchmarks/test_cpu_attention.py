@@ -27,13 +27,13 @@ def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_all_sections_run_and_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    done = run_benchmark("--int8", "--record", str(path))
+    done = run_benchmark("--record", str(path))
     assert done.returncode == 0, done.stderr
     results: dict[str, Any] = json.loads(path.read_text())["results"]
     for section in ("limits", "rows", "head_sizes", "small", "busy", "prefill", "engine"):
         assert results[section], section
     (row,) = results["rows"].values()
-    assert set(row["candidates"]) >= {"ours", "ours int8", "SDPA", "SDPA grouped"}
+    assert set(row["candidates"]) >= {"ours", "SDPA", "SDPA grouped"}
     assert all(0 < candidate["share"] and candidate["error"] < 0.05 for candidate in row["candidates"].values())
     for team in results["busy"].values():
         assert all(side["gb_per_s"] > 0 for side in team["attention"].values())

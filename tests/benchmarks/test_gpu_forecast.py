@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common.record import ROOT
-from benchmarks.forecast.work import Work, bound_s, eager_work, expected_s, fake_mode
+from benchmarks.forecast.kernels import Work, bound_s, eager_work, expected_s, fake_mode
 from benchmarks.gpu.engines import TINY
 from omniserve.simulate.analytic import Efficiency
 from omniserve.simulate.hardware import find_devices
@@ -55,7 +55,6 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     results = json.loads(path.read_text())["results"][TINY.name]
-    assert done.stdout.count("\n| tiny  |") == len(results["steps"]) + 2
     assert results["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2, "layers, K and V, heads, size, bytes"
     return list(results["steps"])
 

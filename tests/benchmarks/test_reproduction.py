@@ -20,8 +20,8 @@ from benchmarks.reproduction import EXPERIMENTS
 from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.core.request import SLO
 from omniserve.sched import SCHEDULERS
-from omniserve.simulate.engine import StepRecord
 from omniserve.simulate.results import ClassResult, RequestResult, Result, summarise
+from omniserve.simulate.runner import StepRecord
 
 ROOT = Path(__file__).parents[2]
 SMALL = MachineSpec(model="smollm-135m", device="1xT4", hosts="1xXeon-4215")
@@ -307,9 +307,7 @@ def test_gaps_between_tokens_are_the_steps_with_ls_decodes_once_for_each() -> No
             DeviceChunk(request_id=name, token_ids=(1,) * count, start=start, block_ids=(), samples=True)
             for name, start, count in chunks
         ]
-        return StepRecord(
-            plan=StepPlan(step_id=0, chunks=tuple(rows)), start_s=start_s, seconds=seconds, host_works=False
-        )
+        return StepRecord(plan=StepPlan(step_id=0, chunks=tuple(rows)), start_s=start_s, seconds=seconds)
 
     gaps = TokenGaps(begin_s=1.0)
     gaps.note(step(0.0, 9.0, ("LS-0", 5, 1)))  # in the warm-up

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.arguments import argument_parser
+from benchmarks.common.terminal import argument_parser
 
 TINY = {
     "sampling": "--vocabulary 100 --rows 1 2 --repeats 2",

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from omniserve import Engine, EngineConfig, ExecutionConfig, FinishReason, Request, RequestOutput, SamplingParams, patch
 from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, PiggybackEntry, StepPlan
 from omniserve.latency.trace import read_steps
-from omniserve.ops.device_copies import AsyncHostCopy, upload
+from omniserve.ops.streams import AsyncHostCopy, upload
 from omniserve.runner.step_inputs import PendingTokens
 from tests.engine.test_engine import hf_tokens, request
 from tests.parity.models import tiny_model

@@ -124,7 +124,8 @@ class FakeGpuEngine:
     def run(self, **plan: Any) -> StepOutput:
         """Run a plan to its end."""
         self._step_id += 1
-        return self.engine.runner.execute(StepPlan(step_id=self._step_id, **plan))
+        runner = self.engine.runner
+        return runner.collect(runner.launch(StepPlan(step_id=self._step_id, **plan)))
 
     def host_event(self) -> HostEvent:
         """Wait for the host tier's next event."""

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from omniserve.core.config import EngineConfig
-from omniserve.host.direct import DirectMover
 from omniserve.host.memory import allocate_pool
+from omniserve.host.mover import DirectMover
 from omniserve.host.tier import HostTier
-from omniserve.ops.device_copies import AsyncHostCopy, StreamEvent
+from omniserve.ops.streams import AsyncHostCopy, StreamEvent
 from omniserve.profiling.timer import Timer
 from omniserve.runner.cuda_graphs.capture import CudaGraphCapture
 from omniserve.runner.safepoint import LayerThrottle
@@ -99,7 +99,7 @@ def test_kernels_of_moves_are_compiled_for_the_gpu_of_the_tier(cuda: FakeCuda, m
     def copy_blocks(k: Tensor, v: Tensor, pool: Tensor, *ids: Tensor, **options: bool) -> None:
         used.extend(tensor.device for tensor in (k, v, *ids))
 
-    monkeypatch.setattr("omniserve.host.direct.kernels", lambda name: SimpleNamespace(copy_blocks=copy_blocks))
+    monkeypatch.setattr("omniserve.host.mover.kernels", lambda name: SimpleNamespace(copy_blocks=copy_blocks))
     pool = SimpleNamespace(dtype=torch.float32, shape=torch.Size((2, 5, 1, 2, 16, 8)), is_pinned=lambda: True)
     with FakeTensorMode(), torch.cuda.device(SECOND):
         DirectMover(pool)

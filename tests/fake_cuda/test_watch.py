@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omniserve.ops.cuda import kernels
-from omniserve.ops.device_copies import AsyncHostCopy, StreamEvent, upload
+from omniserve.ops.streams import AsyncHostCopy, StreamEvent, upload
 from tests.fake_cuda.runtime import FakeRuntime, RuleBroken
 from tests.fake_cuda.watch import is_on_device
 

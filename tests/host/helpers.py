@@ -13,7 +13,7 @@ from torch import Tensor
 from omniserve.core.plan import HostEvent, HostEventKind
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host.tier import HostTier
-from omniserve.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
+from tests.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
 
 # Against a float64 reference on the same rounded inputs.
 TOLERANCE = {

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
-from omniserve.host.direct import DirectMover
-from omniserve.host.mover import Mover
-from omniserve.host.staging import StagedMover
+from omniserve.host.mover import DirectMover, Mover, StagedMover
 from tests.host.helpers import BLOCK_SIZE, Driver
 
 TO_HOST, TO_DEVICE = MoveDirection.TO_HOST, MoveDirection.TO_DEVICE

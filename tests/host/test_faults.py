@@ -49,7 +49,7 @@ def test_slow_unordered_failing_and_dying_workers_answer_every_task_once(
                 driver.start(slot, choose.randrange(400))
     assert not all(orders[5:])
     assert failed == 7 + 2 and done + failed == submitted
-    assert driver.tier.num_tasks_done == done and driver.tier.stats().failures == failed
+    assert driver.tier.stats().tasks_done == done and driver.tier.stats().failures == failed
     assert driver.tier.stats().threads_alive == 1 and driver.tier.healthy and not driver.tier.busy
 
 
@@ -104,7 +104,7 @@ def test_a_cancelled_task_keeps_its_blocks_until_its_event(open_driver: Callable
         with pytest.raises(ValueError, match="holds no token"):
             tier.submit(1, torch.tensor([slot]), *(driver.random(1, n, 16) for n in (4, 2, 2)))
         driver.release(slot)  # poisons the blocks
-    assert tier.stats().failures == 0 and tier.num_tasks_done == 1
+    assert tier.stats().failures == 0 and tier.stats().tasks_done == 1
     driver.start(3, 290)  # takes over the blocks of both
     for layer in range(3):
         driver.submit(layer, [3])

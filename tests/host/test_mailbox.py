@@ -163,7 +163,7 @@ def test_random_histories_give_submits_results_to_the_bit(
     assert_same_bits(mailbox.tier.pool_LBK2SH, plain.tier.pool_LBK2SH)
     if mailbox.tier.scales_LBK2S is not None and plain.tier.scales_LBK2S is not None:
         assert_same_bits(mailbox.tier.scales_LBK2S, plain.tier.scales_LBK2S)
-    assert mailbox.tier.num_tasks_done == total and not mailbox.tier.busy
+    assert mailbox.tier.stats().tasks_done == total and not mailbox.tier.busy
 
 
 def test_no_flag_but_the_steps_own_is_taken(open_mailbox: Callable[..., MailboxDriver]) -> None:

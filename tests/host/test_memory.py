@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from omniserve.core.spec import HOST_KV_DTYPES, AttentionSpec
 from omniserve.host.memory import allocate_pool
-from omniserve.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
 from tests.host.helpers import assert_same_bits, collect, make_spec, make_tier, poison, wait_until
+from tests.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
-from omniserve.host.direct import DirectMover
-from omniserve.host.staging import StagedMover
+from omniserve.host.mover import DirectMover, StagedMover
 from omniserve.host.tier import HostTier
 from tests.host.helpers import (
     BLOCK_SIZE,

@@ -107,7 +107,7 @@ class SharedBlocks:
             self.kv.declare(request_id, request.kind)
         end = request.num_tokens + self.rng.choice([1, 1, self.rng.randint(1, 3 * BLOCK)])
         num_free, reserve = self.kv.num_free(DEVICE), self.rng.choice([0, 0, 3])
-        num_shared, on_device = self.kv.num_shared_blocks, self.kv.tier(request_id) is not HOST
+        num_shared, on_device = self.kv._device.num_shared_blocks, self.kv.tier(request_id) is not HOST
         blocks = self.kv.allocate(request_id, end, reserve_blocks=reserve)
         if blocks is None:
             assert self.kv.num_free(DEVICE) == num_free and not self.kv.take_relocations()
@@ -117,7 +117,7 @@ class SharedBlocks:
             return
         if on_device and self.kv.num_free(DEVICE) < num_free:
             assert self.kv.num_free(DEVICE) >= reserve
-        if self.kv.num_shared_blocks > num_shared:
+        if self.kv._device.num_shared_blocks > num_shared:
             assert request.kind is LS
             self.reached["shared"] += 1
         self.live[request_id] = request
@@ -277,7 +277,7 @@ class SharedBlocks:
             for position in range(request.num_tokens):
                 yield self.slot(request_id, tier, blocks, position), (request.life, position)
         for request_id, request in self.pending.items():
-            blocks_kept = self.kv._evicted[request_id].blocks
+            blocks_kept = self.kv._device.evicted[request_id].blocks
             for position in range(self.kv.num_kept_tokens(request_id, DEVICE)):
                 yield self.slot(request_id, DEVICE, blocks_kept, position), (request.life, position)
             for index, copy in self.kv._saved.copies(request_id).items():
@@ -291,7 +291,7 @@ def test_everybody_has_what_it_wrote_over_random_histories() -> None:
         history = SharedBlocks(seed)
         history.run(400)
         reached += history.reached
-        reached["overwritten"] += history.kv.num_overwritten_tokens
+        reached["overwritten"] += history.kv._device.num_overwritten_tokens
     kinds = ["out of memory", "shared", "relocated", "overwritten", "evicted from device", "evicted from host"]
     kinds += ["resumed whole", "resumed with part of a block", "restored beside kept blocks", "move lost"]
     kinds += [
@@ -334,7 +334,7 @@ def test_be_blocks_run_from_the_right_and_others_from_the_left() -> None:
 
 def test_while_blocks_are_free_nobody_shares_one() -> None:
     kv = make(b=5, a=5)
-    assert kv.num_shared_blocks == 0 and not set(kv.allocate("a", 5) or ()) & set(kv.allocate("b", 5) or ())
+    assert kv._device.num_shared_blocks == 0 and not set(kv.allocate("a", 5) or ()) & set(kv.allocate("b", 5) or ())
 
 
 def test_an_ls_request_without_a_free_block_moves_in_where_most_slots_are_empty() -> None:
@@ -388,7 +388,7 @@ def test_an_ls_request_overwrites_an_evicted_one_slot_by_slot() -> None:
         assert kv.allocate("a", num_tokens) is not None
         assert kept(kv, "b") == (num_left, 0)
         kv.check_integrity()
-    assert kv.num_overwritten_tokens == 12 and not kv.take_relocations(), "nobody has to move"
+    assert kv._device.num_overwritten_tokens == 12 and not kv.take_relocations(), "nobody has to move"
 
 
 def test_blocks_with_most_empty_slots_are_taken_first_and_then_from_the_end_of_who_was_evicted_first() -> None:
@@ -415,7 +415,7 @@ def test_who_comes_back_shares_on_if_there_is_room() -> None:
     kv = make(num_device_blocks=2, b=6)
     kv.evict("b", 6)
     assert kv.allocate("a", 1) == (1,) and kv.allocate("b", 7) == (0, 1)
-    assert not kv.take_relocations() and kv.num_overwritten_tokens == 0
+    assert not kv.take_relocations() and kv._device.num_overwritten_tokens == 0
     kv.check_integrity()
 
 
@@ -529,6 +529,6 @@ def test_copies_on_the_host_give_way_to_who_moves_there() -> None:
 
 def test_integrity_check_finds_two_requests_in_one_slot() -> None:
     kv = make(num_device_blocks=1, b=2, a=2)
-    kv._directed.num_tokens["a"] = 3
+    kv._device.num_tokens["a"] = 3
     with pytest.raises(AssertionError, match="have 5 tokens in block 0"):
         kv.check_integrity()

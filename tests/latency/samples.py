@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable
 
 from omniserve.latency import BatchFeatures, ModelShape, Profile, StepSample
-from omniserve.latency.profile import STATES, AlphaBeta, Fingerprint
+from omniserve.latency.base import AlphaBeta
+from omniserve.latency.profile import STATES, Fingerprint
 
 LAYERS = 4
 SHAPE = ModelShape(num_layers=LAYERS, windows=((0, 4),))

@@ -8,8 +8,8 @@ import statistics
 import pytest
 
 from omniserve.latency import BatchFeatures, CorrectedModel, accuracy_of
-from omniserve.latency.conserve import ConServeModel
 from omniserve.latency.correction import StepPace
+from omniserve.latency.linear import ConServeModel
 from omniserve.latency.omniserve import OmniServeModel
 from tests.latency.samples import draw_steps, make_profile
 
@@ -128,7 +128,7 @@ def test_its_terms_are_the_models_times_the_factors_and_the_pace() -> None:
     expected = [model.pace * f * t for f, t in zip(model.factors, MODEL.terms(features), strict=True)]
     assert list(model.terms(features)) == pytest.approx(expected)
     assert model.step_s(features) == pytest.approx(sum(expected))
-    assert model.layer_s(features) == pytest.approx(sum(expected[MODEL.layer_terms]) / MODEL.num_layers)
+    assert sum(model.modules_s(features)) == pytest.approx(sum(expected[MODEL.layer_terms]) / MODEL.num_layers)
 
 
 @pytest.mark.parametrize(("settings", "word"), [({"rate": 0.0}, "rate"), ({"bounds": (1.1, 1.5)}, "bounds")])

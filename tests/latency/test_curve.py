@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omniserve.latency.profile import Curve, explore, lower_envelope
+from omniserve.latency.fitting import explore
+from omniserve.latency.omniserve import Curve, lower_envelope
 
 
 def test_a_curve_is_straight_between_its_points_and_goes_on_behind_them() -> None:

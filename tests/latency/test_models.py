@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omniserve.latency import LATENCY_MODELS, BatchFeatures, HostSpeed, StepSample, accuracy_of
-from omniserve.latency.bros import BROSModel
-from omniserve.latency.conserve import ConServeModel
+from omniserve.latency.base import AlphaBeta
+from omniserve.latency.fitting import fit_terms
+from omniserve.latency.linear import BROSModel, ConServeModel
 from omniserve.latency.omniserve import OmniServeModel
-from omniserve.latency.profile import AlphaBeta
-from omniserve.latency.regression import fit_terms
 from tests.latency.samples import (
     LAYERS,
     SHAPE,
@@ -77,7 +76,7 @@ def test_conserve_recovers_its_polynomial() -> None:
 
 def test_bros_recovers_its_coefficients_whatever_waits_for_swaps() -> None:
     swap = AlphaBeta(alpha_s=2e-4, beta_s=2e-10)
-    truth = BROSModel((2e-5, 1e-8, 3e-3, 1e-4, 2e-8, 4e-3), swap, LAYERS)
+    truth = BROSModel((2e-5, 1e-8, 3e-3, 1e-4, 2e-8, 4e-3), LAYERS, swap)
     steps = draw_steps(5, 100, truth.step_s)
     waited = BatchFeatures(decode_requests=1, decode_context=10, swap_bytes=10**9)
     assert truth.step_s(waited) == pytest.approx(swap(10**9))
@@ -112,7 +111,7 @@ def test_terms_are_named_not_negative_and_add_up(name: str, seed: int) -> None:
     assert len(terms) == len(model.term_names)
     assert min(terms) >= 0
     assert sum(terms) == pytest.approx(model.step_s(features))
-    assert 0 <= model.layer_s(features) <= model.step_s(features) / LAYERS * (1 + 1e-12)
+    assert 0 <= sum(model.modules_s(features)) <= model.step_s(features) / LAYERS * (1 + 1e-12)
 
 
 def test_what_piggyback_rows_add_grows_with_them() -> None:

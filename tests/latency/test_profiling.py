@@ -21,8 +21,7 @@ from omniserve.latency import LATENCY_MODELS, Profile, ProfileMismatch
 from omniserve.latency.profile import STATES, Conditions, path_in
 from omniserve.profiling import find_or_make_profile, fingerprint_of, measure_steps, mixed_load, profile_model
 from omniserve.profiling.summary import summarise
-from omniserve.profiling.surroundings import Surroundings
-from omniserve.profiling.timer import Timer
+from omniserve.profiling.timer import Surroundings, Timer
 from tests.parity.models import tiny_model
 
 BLOCK = 8

@@ -17,10 +17,9 @@ from omniserve.host.cores import CoreSplit
 from omniserve.latency import Profile
 from omniserve.layers.patching import PatchedModel
 from omniserve.profiling import fingerprint_of, measure, profile_model, steps
-from omniserve.profiling.bench import ModuleBench
+from omniserve.profiling.bench import ModuleBench, Served
 from omniserve.profiling.host import _HostBench
 from omniserve.profiling.modules import _Sampler
-from omniserve.profiling.served import Served
 from omniserve.profiling.timer import Timer
 from tests.latency.samples import FINGERPRINT
 from tests.parity.models import tiny_model

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.forecast.compiled import layers_on_gpu, pretend_to_have_a_gpu
+from benchmarks.forecast.kernels import layers_on_gpu, pretend_to_have_a_gpu
 
 _SIZES = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2, "num_attention_heads": 32,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from omniserve.core.spec import AttentionSpec
-from omniserve.ops import OPS, Sample
 from omniserve.ops.attention import AttentionMetadata, HostLengths
+from tests.ops.table import OPS, Sample
 from tests.ops.tolerances import Tolerance, tolerance
 
 CPU = torch.device("cpu")

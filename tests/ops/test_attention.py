@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from omniserve.ops import Sample, reference
-from omniserve.ops.host_layout import pack_blocks
-from omniserve.ops.table import AttentionShape, attention_args, cpu_attention_args
+from tests.ops import reference
 from tests.ops.checks import CPU, check_against_reference, op_named
+from tests.ops.host_layout import pack_blocks
+from tests.ops.table import AttentionShape, Sample, attention_args, cpu_attention_args
 from tests.ops.tolerances import ATTENTION, TORCH_HALF_ATTENTION, Tolerance
 
 paged_attention = op_named("paged_attention")

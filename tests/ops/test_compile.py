@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.ops import OPS
 from tests.ops.checks import CPU, assert_same, check_against_reference, op_named
+from tests.ops.table import OPS
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -9,22 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.ops import OPS
-from omniserve.ops.attention import (
-    DEVICE_ATTENTION,
-    DeviceAttention,
-    attend_cpu,
-    attend_flex,
-    attend_sdpa,
-    attend_triton,
-    attend_xformers,
-    gather_keys,
-    head_pages,
-    is_graph_safe,
-    resolve_attention,
-)
-from omniserve.ops.table import AttentionShape, attention_args
+from omniserve.ops.attention import DEVICE_ATTENTION, DeviceAttention, is_graph_safe, resolve_attention
+from omniserve.ops.attention.base import gather_keys, head_pages
+from omniserve.ops.attention.flex import attend_flex
+from omniserve.ops.attention.native import attend_cpu, attend_triton
+from omniserve.ops.attention.sdpa import attend_sdpa
+from omniserve.ops.attention.xformers import attend_xformers
 from tests.ops.checks import CPU, DTYPES, attention_call
+from tests.ops.table import OPS, AttentionShape, attention_args
 from tests.ops.tolerances import TORCH_HALF_ATTENTION
 
 CUDA = torch.device("cuda")

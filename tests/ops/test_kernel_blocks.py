@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.ops.host_layout import pack_blocks, read_blocks
 from omniserve.ops.kernels.blocks import copy_blocks
 from tests.ops.checks import DTYPES
+from tests.ops.host_layout import pack_blocks, read_blocks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYERS = 2

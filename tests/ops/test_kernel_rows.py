@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.ops import OPS, cuda, reference
+from omniserve.ops import cuda
 from omniserve.ops.kernels import rows
+from tests.ops import reference
 from tests.ops.checks import CPU, DTYPES, assert_same, check_against_reference, op_named
+from tests.ops.table import OPS
 from tests.ops.tolerances import EXACT
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

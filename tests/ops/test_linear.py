@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omniserve.ops import Sample
-from omniserve.ops.table import linear_args
 from tests.ops.checks import CPU, DTYPES, check_against_reference, op_named
+from tests.ops.table import Sample, linear_args
 
 skinny_linear = op_named("skinny_linear")
 

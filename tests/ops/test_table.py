@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omniserve.ops import OPS, Sample
 from tests.ops.checks import CPU, DTYPES, check_against_reference, op_named
+from tests.ops.table import OPS, Sample
 
 ELSEWHERE = {
     "packed_linear": "its weight is a handle into a table that omniserve/layers keeps; tests/layers has it",

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.ops import OPS, reference
-from omniserve.ops.table import AttentionShape, attention_args
+from tests.ops import reference
 from tests.ops.checks import CPU
 from tests.ops.compile_cases import DEVICES
+from tests.ops.table import OPS, AttentionShape, attention_args
 from tests.ops.tolerances import TORCH_HALF_ATTENTION
 
 pytest.importorskip("triton")

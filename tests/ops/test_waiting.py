@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from omniserve import Stalled
-from omniserve.ops import waiting
-from omniserve.ops.device_copies import AsyncHostCopy, StreamEvent
-from omniserve.ops.waiting import drain, wait_for
+from omniserve.ops import streams
+from omniserve.ops.streams import AsyncHostCopy, StreamEvent, drain, wait_for
 from omniserve.runner.safepoint import LayerThrottle
 
 CUDA = torch.device("cuda")
@@ -61,7 +60,7 @@ class Never:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(streams, "time", clock)
     return clock
 
 

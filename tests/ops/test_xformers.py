@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.ops import OPS
-from omniserve.ops.attention import attend_cpu, attend_xformers
-from omniserve.ops.table import AttentionShape, attention_args
+from omniserve.ops.attention.native import attend_cpu
+from omniserve.ops.attention.xformers import attend_xformers
 from tests.ops import fake_xformers
 from tests.ops.checks import CPU, attention_call
+from tests.ops.table import OPS, AttentionShape, attention_args
 from tests.ops.tolerances import TORCH_HALF_ATTENTION
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -159,7 +159,7 @@ def poison(engine: Engine) -> None:
         blocks_LB[:, free] = torch.nan
     if isinstance(kv := engine.kv, BidirectionalKVManager):
         for block, (ls, be) in kv._device.sharers.items():
-            empty = slice(kv._growth.num_in_tail(ls), kv.block_size - kv._growth.num_in_tail(be))
+            empty = slice(kv._device.num_in_tail(ls), kv.block_size - kv._device.num_in_tail(be))
             for pool in (storage.k_LBKSH, storage.v_LBKSH):
                 pool[:, block, :, empty] = torch.nan
 
@@ -272,9 +272,9 @@ def run_history(
     tally.halted += stats.layer_preemptions
     tally.resumed_tokens += stats.resumed_tokens
     if isinstance(engine.kv, BidirectionalKVManager):
-        tally.shared_blocks += engine.kv.num_shared_blocks
-        tally.relocated_blocks += engine.kv.num_relocated_blocks
-        tally.overwritten_tokens += engine.kv.num_overwritten_tokens
+        tally.shared_blocks += engine.kv._device.num_shared_blocks
+        tally.relocated_blocks += engine.kv._device.num_relocated_blocks
+        tally.overwritten_tokens += engine.kv._device.num_overwritten_tokens
     tally.checkpoints += stats.checkpoints
     tally.swaps_out += stats.swaps_out
     tally.swaps_in += stats.swaps_in

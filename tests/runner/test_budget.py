@@ -58,7 +58,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaGraphRu
         device = Device()
         monkeypatch.setattr(graph_runner, "Budget", partial(Budget, clock=lambda: device.now_s))
         monkeypatch.setattr(graph_runner, "_used_bytes", lambda _: device.used_bytes)
-        monkeypatch.setattr(graph_runner, "NoCapture", lambda: MeteredCapture(device, first_s))
+        monkeypatch.setattr(graph_runner, "Capture", lambda: MeteredCapture(device, first_s))
         model, _ = model_and_reference("llama", "cpu")
         config = EngineConfig(
             block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, max_model_len=64, max_num_batched_tokens=64,

@@ -11,7 +11,7 @@ import torch
 from omniserve import EngineConfig, ExecutionConfig
 from omniserve.layers import family_of
 from omniserve.ops.attention import resolve_attention
-from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner, why_not_captured
+from omniserve.runner.cuda_graphs.graph_runner import wants_graphs, why_not_captured
 from tests.parity.models import tiny_model
 
 CUDA = torch.device("cuda")
@@ -52,17 +52,15 @@ def test_what_is_asked_for_is_refused_and_what_is_not_is_left_out(
     reason = "set attention='triton' or 'flex'" if attention == "sdpa" else "experts wait"
     model = model_on(CUDA, "experts wait")
 
-    def constant_steps(step_graphs: str) -> CudaGraphRunner | None:
-        return CudaGraphRunner.of(
-            EngineConfig(execution=ExecutionConfig(attention=attention, step_graphs=step_graphs)), model=model,
-            storage=None, attention=attend,
-            rows=None, max_model_len=64, has_host_tier=False, is_directed=False,
-        )  # fmt: skip
+    def constant_steps(step_graphs: str) -> bool:
+        return wants_graphs(
+            EngineConfig(execution=ExecutionConfig(attention=attention, step_graphs=step_graphs)), model, attend
+        )
 
     with pytest.raises(ValueError, match=f"step_graphs='on' is not possible: .*{reason}"):
         constant_steps("on")
     with caplog.at_level(logging.WARNING):
-        assert constant_steps("auto") is None
+        assert not constant_steps("auto")
     assert reason in caplog.text
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from omniserve.runner.cuda_graphs.capture import Attend, CudaGraphCapture, DeviceWorkCapture, NoCapture
+from omniserve.runner.cuda_graphs.capture import Attend, Capture, CudaGraphCapture, DeviceWorkCapture
 from tests.runner.tape import TapeCapture
 
 SHAPE = (4, 2, 3)  # T, N, H
@@ -41,7 +41,7 @@ def test_replays_follow_their_inputs(which: str) -> None:
     device = "cuda" if which == "graph" else "cpu"
     toy = Toy(device)
     capture = (CudaGraphCapture if which == "graph" else TapeCapture)(SHAPE, torch.float32, torch.device(device))
-    plain = NoCapture()
+    plain = Capture()
 
     def attend(layer: int, q_TNH: torch.Tensor) -> torch.Tensor:
         return torch.tanh(q_TNH.flatten(1) + layer)

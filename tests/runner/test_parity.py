@@ -83,7 +83,7 @@ def test_graphs_do_what_the_code_did(scheduler: str, monkeypatch: pytest.MonkeyP
     model, reference = model_and_reference("llama", "cpu")
     spec = model.__dict__["omniserve"].spec
     shape = (64, spec.num_heads, spec.head_size)
-    monkeypatch.setattr(graph_runner, "NoCapture", lambda: TapeCapture(shape, torch.float32, torch.device("cpu")))
+    monkeypatch.setattr(graph_runner, "Capture", lambda: TapeCapture(shape, torch.float32, torch.device("cpu")))
     run_histories(
         model, reference, range(730, 732), reach=("constant_decodes", "constant_chunks"), scheduler=scheduler,
         step_graphs="on", async_steps=True, attention="tests.runner.tape:attend", max_num_batched_tokens=16,
@@ -98,7 +98,7 @@ def test_some_graphs_or_none(kv: str, share: float, monkeypatch: pytest.MonkeyPa
     spec = model.__dict__["omniserve"].spec
     shape = (64, spec.num_heads, spec.head_size)
     rng = random.Random(f"{kv} {share}")
-    monkeypatch.setattr(graph_runner, "NoCapture", lambda: TapeCapture(shape, torch.float32, torch.device("cpu")))
+    monkeypatch.setattr(graph_runner, "Capture", lambda: TapeCapture(shape, torch.float32, torch.device("cpu")))
     monkeypatch.setattr(Budget, "admits", lambda self, kind: rng.random() < share)
     tally = run_histories(
         model, reference, range(740, 742), reach=("host_tokens",), kv=kv, scheduler="omniserve", has_profile=False,

@@ -100,7 +100,7 @@ def test_each_kind_of_layer_with_and_without_a_direction_table(is_directed: bool
 
 
 def test_it_writes_no_kv() -> None:
-    from omniserve.ops.attention import attend_cpu
+    from omniserve.ops.attention.native import attend_cpu
 
     spec: ModelSpec = make_spec(torch.float32)
     storage = DeviceKVStorage(spec, num_blocks=5, block_size=8, dtype=torch.float32, device=torch.device("cpu"))

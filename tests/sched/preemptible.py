@@ -6,7 +6,7 @@ import dataclasses
 
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request
-from omniserve.sched import SarathiPolicy
+from omniserve.sched.baselines import SarathiPolicy
 from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.sched.state import BE
 

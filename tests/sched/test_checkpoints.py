@@ -8,7 +8,7 @@ import pytest
 
 from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
-from omniserve.kv import KV_MANAGERS, Tier, TieredKVManager
+from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.request_table import RequestTable
@@ -22,7 +22,7 @@ class CheckpointBench:
 
     def __init__(self, *, max_blocks: int = 100, host_blocks: int = 32, kv: str = "tiered") -> None:
         self.kv = KV_MANAGERS.get(kv)(num_device_blocks=32, num_host_blocks=host_blocks, block_size=BLOCK)
-        self.checkpoints = Checkpoints(self.kv, BLOCK, max_blocks_per_step=max_blocks)
+        self.checkpoints = Checkpoints(self.kv, max_blocks_per_step=max_blocks)
         self.device = FakeDevice(block_size=BLOCK, num_layers=1, max_tokens=1000, rng=random.Random(0))
         self.states: list[RequestState] = []
         limits = make_limits(num_layers=1, max_num_batched_tokens=1000)
@@ -185,9 +185,11 @@ def test_the_fake_device_tears_a_copy_of_a_block_that_is_still_written() -> None
     assert held == [True] * 6 + [False] * 2
 
 
-def test_a_bound_of_no_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_blocks_per_step must be >= 1, got 0"):
-        Checkpoints(TieredKVManager(num_device_blocks=4, num_host_blocks=4, block_size=4), 4, max_blocks_per_step=0)
+def test_with_a_bound_of_no_blocks_nothing_is_copied() -> None:
+    bench = CheckpointBench(max_blocks=0)
+    state = bench.add(16)
+    bench.step([])
+    assert bench.plan() == [] and not bench.checkpoints.are_made and bench.checkpoints.num_blocks(state) == 0
 
 
 @pytest.mark.parametrize(("kv", "copied"), [("tiered", [4, 2, 0]), ("incremental", [2, 2, 2])])

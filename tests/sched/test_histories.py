@@ -197,14 +197,15 @@ def run_history(
     assert len(sched.requests.kv.free_block_ids(Tier.DEVICE)) == usage.device_total, "somebody who ended still keeps KV"
     stats = sched.stats()
     assert stats.layer_preemptions == device.num_halts
+    shared_blocks = getattr(sched.requests.kv, "_device", None)
     return {"overtaken": getattr(stepping, "num_overtaken", 0), "pending": device.num_pending,
             "stopped": Counter(reasons.values())[FinishReason.STOP], "failed": num_failed, "reused": num_reused,
             "halts": device.num_halts, "joins": device.num_joins, "pipelined": device.num_pipelined,
             "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
             "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,
             "bounded": num_bounded, "resumed": stats.resumed_tokens, "restored": device.num_restored,
-            "relocated": device.num_relocated, "shared": getattr(sched.requests.kv, "num_shared_blocks", 0),
-            "overwritten": getattr(sched.requests.kv, "num_overwritten_tokens", 0),
+            "relocated": device.num_relocated, "shared": getattr(shared_blocks, "num_shared_blocks", 0),
+            "overwritten": getattr(shared_blocks, "num_overwritten_tokens", 0),
             "failed_returns": device.num_failed_returns}  # fmt: skip
 
 

@@ -20,8 +20,8 @@ def main() -> int:
 
     from omniserve.core.config import EngineConfig
     from omniserve.server.batches.offline import OfflineJob, run_offline
-    from omniserve.server.batches.settings import BatchSettings
-    from omniserve.server.server_flags import ServerOptions
+    from omniserve.server.cli import ServerOptions
+    from omniserve.server.limits import Limits
 
     parser = argparse.ArgumentParser()
     parser.add_argument("input", type=Path)
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--work-log")
     args = parser.parse_args()
     logging.basicConfig(level="INFO")
-    options = ServerOptions(tokenizer=args.tokenizer, model_name="fake", batches=BatchSettings(concurrency=4))
+    options = ServerOptions(tokenizer=args.tokenizer, model_name="fake", limits=Limits(batch_concurrency=4))
     errors = args.output.with_suffix(".errors.jsonl")
     job = OfflineJob(input=args.input, output=args.output, errors=errors, endpoint="/v1/completions")
     config = EngineConfig(device_kv_bytes=4 << 20, block_size=16)

@@ -162,7 +162,7 @@ class FakeEngine:
         if cause == HANG:
             time.sleep(3600)
         if cause == STALL:
-            from omniserve.ops.waiting import wait_for  # imports torch
+            from omniserve.ops.streams import wait_for  # imports torch
 
             wait_for(_Never(), "a step's tokens", timeout_s=0.1)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()

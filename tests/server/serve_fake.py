@@ -18,9 +18,8 @@ def main() -> int:
     from fake_engine import FakeLoader
 
     from omniserve.launch.flags import config_from
-    from omniserve.server.cli import build_parser
+    from omniserve.server.cli import build_parser, options_from
     from omniserve.server.serve import run
-    from omniserve.server.server_flags import options_from
 
     parser = build_parser()
     parser.set_defaults(port=0)

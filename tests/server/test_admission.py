@@ -87,7 +87,7 @@ def test_engine_gets_the_arrival_and_tells_its_prediction():
         await client.start(lambda text: None)
         try:
             queue = asyncio.Queue()
-            client.submit(request, arrival_s, queue)
+            client.submit(request, arrival_s, queue.put_nowait)
             return [(await queue.get())[1] for _ in range(2)]
         finally:
             await client.close()

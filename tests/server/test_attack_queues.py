@@ -13,8 +13,8 @@ from fake_engine import FakeLoader
 from omniserve.core.request import Request, SamplingParams
 from omniserve.server import engine_client
 from omniserve.server.engine_client import EngineClient
+from omniserve.server.engine_process import AskStats
 from omniserve.server.errors import ApiError
-from omniserve.server.wire import AskStats
 
 
 class CountingClient(EngineClient):
@@ -104,7 +104,8 @@ def test_requests_that_come_and_go_while_the_engine_hears_nothing(monkeypatch):
             if i % 3 == 0:
                 prompt[0] = 392  # the fake engine refuses it
             sampling = SamplingParams(max_tokens=2)
-            client.submit(Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling), 0.0, asyncio.Queue())
+            request = Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling)
+            client.submit(request, 0.0, asyncio.Queue().put_nowait)
             client.abort(str(i))
 
         stuck(client)

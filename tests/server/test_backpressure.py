@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -23,6 +24,7 @@ from omniserve.server.generate import EventStream
 from omniserve.server.limits import Backlog, BodyReader
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Delta, Job, OutputStream, merge
+from omniserve.server.protocol import CompletionRequest
 from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ParsedCall
 from tests.server.attack.sockets import connect, head, read_all, send
@@ -372,10 +374,9 @@ def test_a_client_is_gone_that_takes_no_message_for_so_long(sending_s, silence_s
                 await asyncio.sleep(sending_s)
             told += message.get("body", b"") or b"head"
 
-        shape = CompletionShape(call_id="c", model="m", service_tier="default", codec=None, with_logprobs=False)
-        stream = EventStream(
-            outputs, shape, headers={}, include_usage=False, stall_timeout_s=1.0, on_close=lambda: closed.append(1)
-        )
+        service = SimpleNamespace(model_name="m", codec=None)
+        shape = CompletionShape(service, CompletionRequest(prompt="a"), "c")
+        stream = EventStream(outputs, shape, headers={}, stall_timeout_s=1.0, on_close=lambda: closed.append(1))
         began_s = time.monotonic()
         task = asyncio.create_task(stream({"type": "http"}, asyncio.Event().wait, send))
         for i in range(3):

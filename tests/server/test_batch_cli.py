@@ -20,9 +20,8 @@ from batch_inputs import completion_line, jsonl, line, prompt_of
 from fake_engine import SLOW
 from tokenizers_for_tests import byte_level_tokenizer
 
-from omniserve.server.batches import remote
-from omniserve.server.batches.cli import main
-from omniserve.server.batches.remote import RemoteBatches, RemoteError
+from omniserve.server.batches import cli
+from omniserve.server.batches.cli import RemoteBatches, RemoteError, main
 from tests.quick import slow_except
 
 ABC = byte_level_tokenizer()("abc").input_ids
@@ -179,7 +178,7 @@ def pauses(monkeypatch):
         pauses.append(seconds)
         clock[0] += seconds
 
-    monkeypatch.setattr(remote, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
+    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
     return pauses
 
 

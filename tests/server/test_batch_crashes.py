@@ -12,14 +12,13 @@ from pathlib import Path
 from batch_inputs import completion_line, jsonl
 from sqlalchemy import URL
 
-from omniserve.server.batches.batch_worker import finish
-from omniserve.server.batches.database import Database
+from omniserve.server.batches.database import BATCHES, FILES, Database
 from omniserve.server.batches.files import FileFolder
-from omniserve.server.batches.leftovers import NewFile
-from omniserve.server.batches.lines import check_file
-from omniserve.server.batches.owner import make_lock, take
-from omniserve.server.batches.progress import LineResult, Progress
-from omniserve.server.batches.store import NewBatch, Storage
+from omniserve.server.batches.lines import LineResult, check_file
+from omniserve.server.batches.locks import make_lock
+from omniserve.server.batches.owner import Owner
+from omniserve.server.batches.runner import finish
+from omniserve.server.batches.store import NewBatch, NewFile, Store
 
 ENDPOINT = "/v1/completions"
 WRONG = 3
@@ -77,8 +76,7 @@ class Life:
     def __init__(self, folder: Path, clock: Clock, computed: list[int]) -> None:
         self.files = FileFolder(folder / "files")
         self.database = Database(URL.create("sqlite", database=str(folder / "db")), clock)
-        self.storage = Storage(self.database, self.files)
-        self.store = self.storage.store
+        self.store = Store(self.database, self.files)
         self._lock = make_lock(self.database, "fake")
         self._computed = computed
 
@@ -89,12 +87,11 @@ class Life:
 
     def accept(self) -> str:
         """Do what a client asks for; what is returned was promised."""
-        file_id, num_bytes = self.storage.write_file([CONTENT[:99], CONTENT[99:]])
-        self.store.add_file(NewFile(id=file_id, filename="f", purpose="batch", num_bytes=num_bytes))
+        file = self.store.add_file(NewFile(filename="f", purpose="batch"), [CONTENT[:99], CONTENT[99:]])
         new = NewBatch(
             model="fake",
             endpoint=ENDPOINT,
-            input_file_id=file_id,
+            input_file_id=file["id"],
             completion_window="24h",
             window_s=86400,
             metadata=None,
@@ -103,32 +100,32 @@ class Life:
 
     def work(self) -> None:
         """Become the owner and do all that there is to do."""
-        owner = take(self.database, self._lock, "fake")
+        owner = Owner.take(self.database, self._lock, "fake")
         assert owner is not None
-        self.progress = Progress(owner)
+        self.owner = owner
         while self._work_on_batch() or self._work_on_lines():
             pass
 
     def _work_on_batch(self) -> bool:
-        batch = self.progress.next_batch(())
+        batch = self.owner.next_batch()
         if batch is None:
             return False
         if batch["status"] == "validating":
             file = self.store.file(batch["input_file_id"])
             content = self.files.path(file["id"], file["num_bytes"]).read_bytes()
             found = check_file(io.BytesIO(content), ENDPOINT, lambda _: None, max_lines=100)
-            assert self.progress.accept_lines(batch["id"], found.lines)
+            assert self.owner.accept_lines(batch["id"], found.lines)
         else:
-            assert finish(self.storage, self.progress, batch)
+            assert finish(self.store, self.owner, batch)
         return True
 
     def _work_on_lines(self) -> bool:
-        lines = self.progress.pending_lines(2)
+        lines = self.owner.pending_lines(2)
         for line in lines:
             raw = self.files.read_part(line.input_file_id, line.start, line.length)
             number = json.loads(raw)["body"]["prompt"][0]
             self._computed.append(number)
-            assert self.progress.save([LineResult(key=line.key, ok=number != WRONG, text=str(number))]) == []
+            assert self.owner.save([LineResult(key=line.key, ok=number != WRONG, text=str(number))]) == []
         return bool(lines)
 
 
@@ -172,7 +169,7 @@ def test_death_at_every_step_loses_nothing_repeats_nothing_and_leaves_nothing(tm
 
         life = Life(folder, clock, computed)
         life.work()
-        batches = life.store.list_batches(limit=9, after=None).rows
+        batches = life.store.page(BATCHES, limit=9).rows
         assert accepted is None or [batch["id"] for batch in batches] == [accepted]
         for batch in batches:
             assert (batch["status"], batch["total"], batch["completed"], batch["failed"]) == ("completed", 5, 4, 1)
@@ -185,10 +182,9 @@ def test_death_at_every_step_loses_nothing_repeats_nothing_and_leaves_nothing(tm
             assert len(again) <= 5 - len(done)
 
         clock.now_s += 2 * 3600
-        life.storage.sweep()
         for path in (folder / "files").glob(".unfinished-*"):
             os.utime(path, (0, 0))
-        life.files.remove_abandoned()
-        known = {row["id"] for row in life.store.list_files(limit=9, after=None, newest_first=True, purpose=None).rows}
+        life.store.sweep()
+        known = {row["id"] for row in life.store.page(FILES, limit=9).rows}
         assert {path.name for path in (folder / "files").iterdir()} == known
         life.end()

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from omniserve.server.batches.leftovers import NewFile
-from omniserve.server.batches.lines import CheckedLine
-from omniserve.server.batches.owner import Owner, make_lock, take
-from omniserve.server.batches.progress import LineKey, LineResult, PendingLine, Progress
+from omniserve.server.batches.files import BatchSettings
+from omniserve.server.batches.lines import CheckedLine, LineKey, LineResult, PendingLine
+from omniserve.server.batches.locks import make_lock
+from omniserve.server.batches.owner import Owner
 from omniserve.server.batches.runner import BatchRunner
-from omniserve.server.batches.settings import BatchSettings
-from omniserve.server.batches.store import NewBatch, Storage
+from omniserve.server.batches.store import NewBatch, NewFile, Store
+from omniserve.server.limits import Limits
 
 PATIENCE_S = 60
 
@@ -25,17 +25,20 @@ class Bench:
     """A runner whose lines take as long as is said, and that looks at the clock often."""
 
     def __init__(self, folder, monkeypatch, *, concurrency: int, line_s: float, hurried_s: float) -> None:
-        settings = BatchSettings(data_dir=folder, concurrency=concurrency)
-        self.storage = Storage.open(settings)
+        self.store = Store.open(BatchSettings(data_dir=folder))
         self.starts: Counter[LineKey] = Counter()
         self.hurried: list[LineKey] = []
         self.stopped: list[LineKey] = []
         self._seconds = (line_s, hurried_s)
         monkeypatch.setattr("omniserve.server.batches.line_worker.run_line", self._run_line)
-        for place in ("runner", "loops"):
-            monkeypatch.setattr(f"omniserve.server.batches.{place}.POLL_S", 0.05)
-        service = SimpleNamespace(model_name="m", check_open=lambda: None, check_model=lambda model: None)
-        self.runner = BatchRunner(service, self.storage, settings)  # type: ignore[arg-type]
+        monkeypatch.setattr("omniserve.server.batches.runner._POLL_S", 0.05)
+        service = SimpleNamespace(
+            model_name="m",
+            limits=Limits(batch_concurrency=concurrency),
+            check_open=lambda: None,
+            check_model=lambda model: None,
+        )
+        self.runner = BatchRunner(service, self.store)  # type: ignore[arg-type]
 
     async def _run_line(self, service, line: PendingLine, raw: bytes, *, escalated: bool) -> LineResult:
         self.starts[line.key] += 1
@@ -53,27 +56,27 @@ class Bench:
         lines = [
             {"custom_id": f"{i}", "method": "POST", "url": "/v1/completions", "body": body} for i in range(num_lines)
         ]
-        file_id, num_bytes = self.storage.write_file([json.dumps(line).encode() + b"\n" for line in lines])
-        self.storage.store.add_file(NewFile(id=file_id, filename="f", purpose="batch", num_bytes=num_bytes))
+        parts = [json.dumps(line).encode() + b"\n" for line in lines]
+        file = self.store.add_file(NewFile(filename="f", purpose="batch"), parts)
         batch = NewBatch(
-            model=model, endpoint="/v1/completions", input_file_id=file_id, completion_window="1h", window_s=window_s,
-            metadata=None,
+            model=model, endpoint="/v1/completions", input_file_id=file["id"], completion_window="1h",
+            window_s=window_s, metadata=None,
         )  # fmt: skip
-        batch_id: str = self.storage.store.create_batch(batch)["id"]
+        batch_id: str = self.store.create_batch(batch)["id"]
         self.runner.notice()
         return batch_id
 
     def num_done(self, batch_id: str) -> int:
-        return self.storage.store.batch(batch_id)["completed"]
+        return self.store.batch(batch_id)["completed"]
 
     def accept(self, batch_id: str, num_lines: int = 1) -> None:
         """Validate a batch."""
-        model = self.storage.store.batch(batch_id)["model"]
-        lock = make_lock(self.storage.database, model)
-        owner = take(self.storage.database, lock, model)
+        model = self.store.batch(batch_id)["model"]
+        lock = make_lock(self.store.database, model)
+        owner = Owner.take(self.store.database, lock, model)
         assert owner is not None
         lines = [CheckedLine(i + 1, f"{i}", 0, 10) for i in range(num_lines)]
-        assert Progress(owner).accept_lines(batch_id, lines)
+        assert owner.accept_lines(batch_id, lines)
         lock.release()
 
 
@@ -112,7 +115,7 @@ def test_nobody_gives_way_to_a_late_batch_of_another_model(tmp_path, monkeypatch
         on_time = bench.add(12, window_s=3600)
         bench.runner.start()
         await until(lambda: bench.num_done(on_time) == 12)
-        assert bench.storage.store.batch(late)["status"] != "in_progress", "its window is over"
+        assert bench.store.batch(late)["status"] != "in_progress", "its window is over"
         await bench.runner.stop()
         assert bench.starts == Counter({(on_time, i + 1): 1 for i in range(12)})
 
@@ -125,12 +128,12 @@ def test_nobody_gives_way_to_a_late_batch_whose_file_is_gone_again_and_again(tmp
     async def trial() -> None:
         damaged = bench.add(1, window_s=61)
         bench.accept(damaged, num_lines=1000)
-        bench.storage.files.remove(bench.storage.store.batch(damaged)["input_file_id"])
+        bench.store.files.remove(bench.store.batch(damaged)["input_file_id"])
         on_time = bench.add(10, window_s=60)
         bench.runner.start()
         await until(lambda: bench.num_done(on_time) == 10)
         await bench.runner.stop()
-        assert bench.storage.store.batch(damaged)["problem"] is not None and bench.starts.total() <= 11
+        assert bench.store.batch(damaged)["problem"] is not None and bench.starts.total() <= 11
 
     asyncio.run(trial())
 
@@ -184,8 +187,8 @@ def test_former_owner_stops_its_lines_and_writes_nothing(tmp_path, monkeypatch):
         await until(lambda: len(bench.starts) == 2)
         (place,) = tmp_path.glob("*.lock")
         place.unlink()  # as if it had lost the lock without notice
-        lock = make_lock(bench.storage.database, "m")
-        assert take(bench.storage.database, lock, "m") is not None
+        lock = make_lock(bench.store.database, "m")
+        assert Owner.take(bench.store.database, lock, "m") is not None
         await asyncio.sleep(0.5)
         assert bench.num_done(batch_id) == 0 and bench.starts.total() == 2
         lock.release()

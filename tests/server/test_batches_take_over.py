@@ -17,7 +17,7 @@ import pytest
 from batch_inputs import completion_line, prompt_of, results, submit, wait_for
 from sqlalchemy import create_engine, text
 
-from omniserve.server.batches.tables import LineState
+from omniserve.server.batches.database import LineState
 from tests.quick import slow_except
 
 NUM_BATCHES = 3

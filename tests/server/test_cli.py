@@ -97,7 +97,7 @@ def test_every_flag_arrives():
     assert (loader.profile, loader.profile_time_limit_s, loader.with_profile) == (Path("p.json"), 5, True)
     assert (options.host, options.port, options.model_name) == ("0.0.0.0", 0, "nick")
     assert (options.limits.shutdown_timeout_s, options.log_level) == (1.5, "error")
-    assert (options.limits.max_connections, options.batches.max_lines) == (None, 3)
+    assert (options.limits.max_connections, options.limits.batch_max_lines) == (None, 3)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from fake_engine import FakeEngine
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import Request, RequestOutput, SamplingParams
-from omniserve.server import engine_process, wire
+from omniserve.server import engine_process
 
 
 class Idle:
@@ -30,11 +30,11 @@ class Link:
         self._commands = iter(commands)
         self._done = done
         self.num_taken = 0
-        self.sent: list[wire.Report] = []
+        self.sent: list[engine_process.Report] = []
 
     def receive(self, *, block: bool):
         if self._done():
-            return wire.Close()
+            return engine_process.Close()
         assert self.num_taken < 2_000_000, "commands are taken and nothing else is done"
         command = next(self._commands, None)
         assert command is not None or not block, "it would wait for ever"
@@ -44,7 +44,7 @@ class Link:
     def look_ahead(self) -> list:
         return []
 
-    def send(self, report: wire.Report) -> None:
+    def send(self, report: engine_process.Report) -> None:
         self.sent.append(report)
 
 
@@ -58,24 +58,26 @@ class Counting(FakeEngine):
         return super().step()
 
 
-def add(number: int, max_tokens: int = 3) -> wire.Add:
+def add(number: int, max_tokens: int = 3) -> engine_process.Add:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     request = Request(request_id=f"r{number}", prompt_token_ids=[5, 6], sampling=sampling, service_class="LS")
-    return wire.Add(request, 0.0, None)
+    return engine_process.Add(request, 0.0, None)
 
 
 def serve(engine: FakeEngine, link: Link) -> Idle:
     collector = Idle()
-    engine_process._serve(engine, link, engine_process.RequestNames(), collector)  # type: ignore[arg-type]
+    engine_process._serve(engine, link, {}, collector)  # type: ignore[arg-type]
     return collector
 
 
 def test_a_flood_of_commands_stops_no_step() -> None:
     """Regression: every command that was there was taken before the next step, and in a flood there is always one."""
     engine = Counting(64, 2, EngineConfig(device_kv_bytes=1 << 20))
-    link = Link(itertools.chain([add(0, 8)], itertools.repeat(wire.Abort("nobody"))), lambda: engine.num_steps >= 8)
+    link = Link(
+        itertools.chain([add(0, 8)], itertools.repeat(engine_process.Abort("nobody"))), lambda: engine.num_steps >= 8
+    )
     serve(engine, link)
-    outputs = [output for report in link.sent if isinstance(report, wire.Step) for output in report.outputs]
+    outputs = [output for report in link.sent if isinstance(report, engine_process.Step) for output in report.outputs]
     assert len(outputs) == 8
 
 
@@ -84,7 +86,7 @@ def test_every_command_is_obeyed_in_its_order() -> None:
     commands = [add(i) for i in range(3000)]
     link = Link(commands, lambda: link.num_taken == len(commands) and not engine.has_unfinished)
     collector = serve(engine, link)
-    accepted = [name for report in link.sent if isinstance(report, wire.Step) for name, _ in report.accepted]
+    accepted = [name for report in link.sent if isinstance(report, engine_process.Step) for name, _ in report.accepted]
     assert accepted == [f"r{i}" for i in range(3000)]
     assert len(collector.asked) == engine.num_steps + 1
     assert collector.asked[0] and collector.asked[-1] and not any(collector.asked[1:-1])

@@ -8,7 +8,7 @@ import sys
 
 CODE = """
 import gc, weakref
-from omniserve.server.garbage import GarbageCollector
+from omniserve.server.process import GarbageCollector
 
 class Node:
     def __init__(self):
@@ -23,7 +23,7 @@ print(old() is None, new() is None, collected, len(gc.get_objects()) < gc.get_fr
 
 FLOOD = """
 import gc
-from omniserve.server.garbage import GarbageCollector
+from omniserve.server.process import GarbageCollector
 
 class Node:
     def __init__(self):
@@ -45,7 +45,7 @@ print(*told, before - len(gc.get_objects()) > 399_000)
 """
 
 SHARE = """
-from omniserve.server.garbage import GarbageCollector
+from omniserve.server.process import GarbageCollector
 
 ticks = iter([0.0, *(t for now in (10.0,) for t in (now, now + 2.0)), 211.0, *(212.0, 212.5), 222.4, 222.6, 222.7])
 collector = GarbageCollector(lambda: next(ticks))

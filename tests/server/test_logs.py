@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from omniserve.server.connections import RequestLog
-from omniserve.server.logs import JsonFormatter
+from omniserve.server.process import JsonFormatter
 
 
 @pytest.fixture(scope="module")

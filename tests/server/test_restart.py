@@ -131,7 +131,7 @@ async def die(client, cause=DIE):
     """Kill the fake engine; return what its request is told when it is dead."""
     queue = asyncio.Queue()
     request = Request(request_id="r", prompt_token_ids=[cause], sampling=SamplingParams(max_tokens=1))
-    client.submit(request, time.monotonic(), queue)
+    client.submit(request, time.monotonic(), queue.put_nowait)
     while not isinstance(event := (await queue.get())[1], EngineStopped):
         pass
     return str(event)
@@ -166,8 +166,8 @@ def test_an_engine_that_hangs_without_a_word_is_killed_and_has_a_successor(monke
             first, process = engine.client, engine.client._process
             queue = asyncio.Queue()
             slow = Request(request_id="s", prompt_token_ids=[SLOW, 5], sampling=SamplingParams(max_tokens=8))
-            first.submit(slow, time.monotonic(), queue)
-            while (await queue.get())[0] != "s" or first._queues:
+            first.submit(slow, time.monotonic(), queue.put_nowait)
+            while (await queue.get())[0] != "s" or first._listeners:
                 assert engine.failure is None, "it is slow, and answers"
             monkeypatch.setattr(engine_client, "_SILENCE_S", 0.5)
             assert "its process hung: it did not answer for 0.5 s, and was killed" in await die(first, HANG)
@@ -215,12 +215,12 @@ def test_a_process_that_cannot_even_be_killed_holds_up_nobody(monkeypatch, caplo
 def test_a_start_that_finds_no_room_on_the_disk_is_a_failed_one_and_the_next_may_do_better(monkeypatch):
     make_directory, folders, num_calls = tempfile.mkdtemp, [], 0
 
-    def make(**kwargs):
+    def make(*arguments):
         nonlocal num_calls
         num_calls += 1
         if num_calls == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        folders.append(make_directory(**kwargs))
+        folders.append(make_directory(*arguments))
         return folders[-1]
 
     async def scenario():

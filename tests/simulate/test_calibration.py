@@ -123,4 +123,4 @@ def test_a_factor_for_each_term() -> None:
         ScaledModel.fitted(DEVICE, [])
     features = BatchFeatures(decode_requests=3, decode_load=100.0, dense_layers=2.0)
     assert ScaledModel(DEVICE, (2.0,) * 4).step_s(features) == pytest.approx(2 * DEVICE.step_s(features))
-    assert ScaledModel(DEVICE, (0.0, 2.0, 0.0, 0.0)).layer_s(features) == pytest.approx(3e-3)
+    assert sum(ScaledModel(DEVICE, (0.0, 2.0, 0.0, 0.0)).modules_s(features)) == pytest.approx(3e-3)

@@ -9,7 +9,7 @@ import pytest
 from omniserve import EngineConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.latency import BatchFeatures, HostSpeed
-from omniserve.latency.conserve import ConServeModel
+from omniserve.latency.linear import ConServeModel
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.simulate import Load, SimulationConfig, machine_of_profile, simulate
 from omniserve.simulate.load import TraceRequest
@@ -33,7 +33,7 @@ def test_steps_hosts_and_copies_take_what_was_measured() -> None:
         assert seconds == pytest.approx(speed(requests, context), rel=1e-6)
     assert machine.copies.to_host == profile.copy_to_host and machine.copies.to_device == profile.copy_to_device
     # Two threads alone and one shared: a CPU, whose host tier copies by itself and takes cores from the device tier.
-    assert machine.copies.by_host_threads and machine.sends_during_step and not machine.host_has_own_cores
+    assert machine.copies.by_host_threads and not machine.host_has_own_cores
 
     request = TraceRequest(0.0, 100, 1)
     config = EngineConfig(device_kv_bytes=1 << 24, host_kv_bytes=0, block_size=16)
@@ -45,7 +45,7 @@ def test_steps_hosts_and_copies_take_what_was_measured() -> None:
 def test_a_gpu_keeps_its_cores_and_copies_by_itself() -> None:
     fingerprint = dataclasses.replace(FINGERPRINT, shared_threads=2)
     machine = machine_of_profile(dataclasses.replace(make_profile(), fingerprint=fingerprint), SPEC)
-    assert machine.host_has_own_cores and not machine.copies.by_host_threads and not machine.sends_during_step
+    assert machine.host_has_own_cores and not machine.copies.by_host_threads
 
 
 def test_the_scheduler_may_believe_another_latency_model() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from omniserve.simulate.capacity import highest_rate
 from omniserve.simulate.load import TraceRequest
-from omniserve.simulate.scenario import Scenario, parse_arrivals, parse_lengths
+from omniserve.simulate.scenario import Scenario, highest_rate, parse_arrivals, parse_lengths
 
 
 @pytest.mark.parametrize("limit", [0.013, 0.8, 1.0, 3.7, 900.0])

@@ -11,8 +11,8 @@ import pytest
 from omniserve import SLO, ClassSpec, EngineConfig
 from omniserve.sched import SCHEDULERS
 from omniserve.simulate import HostNode, Load, Result, SimulationConfig, simulate
-from omniserve.simulate.engine import StepRecord
 from omniserve.simulate.load import TraceRequest, lognormal_lengths, poisson, requests
+from omniserve.simulate.runner import StepRecord
 from tests.engine_settings import flat_config
 from tests.simulate.machines import BLOCK_BYTES, constant, machine
 

@@ -22,7 +22,7 @@ from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention import AttentionMetadata
 from omniserve.ops.attention.base import graph_safe
 from omniserve.ops.cuda import kernels
-from omniserve.ops.host_layout import pack_blocks, read_blocks
+from tests.ops.host_layout import pack_blocks, read_blocks
 from tests.runner import tape
 from tests.streams.device import Graph, LazyDevice, Order, Point, Pool, Stream
 from tests.streams.pinned import PinnedMemory, poison

@@ -17,13 +17,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from omniserve.host import direct, tier
-from omniserve.host.direct import DirectMover
-from omniserve.host.mover import Mover
-from omniserve.host.staging import StagedMover
+from omniserve.host import mover, tier
+from omniserve.host.mover import DirectMover, Mover, StagedMover
 from omniserve.host.tier import HostTier
-from omniserve.ops.device_copies import AsyncHostCopy, StreamEvent
-from omniserve.ops.waiting import wait_for
+from omniserve.ops.streams import AsyncHostCopy, StreamEvent, wait_for
 from omniserve.runner.cuda_graphs.capture import CudaGraphCapture
 from omniserve.runner.cuda_graphs.inputs import StaticInputs
 from omniserve.runner.piggyback_rows import PiggybackRows
@@ -203,7 +200,7 @@ MUTATIONS: Mapping[str, Mutation] = {
         "staged moves", _over_at_once(StagedMover, "_on_device")
     ),
     "a move's block ids are let go at its launch": Mutation(
-        "host", _replace(direct, "_Copy", _copy_without_ids(direct._Copy))
+        "host", _replace(mover, "_Copy", _copy_without_ids(mover._Copy))
     ),
     "moves are compiled in memory that is let go at once": Mutation(
         "host", _replace(DirectMover, "_compile", _compile_without_waiting)

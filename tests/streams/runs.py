@@ -16,8 +16,8 @@ from unittest import mock
 import torch
 
 from omniserve import Engine, FinishReason, Request, SamplingParams, patch
+from omniserve.host.mover import StagedMover
 from omniserve.host.moves import HostMoves
-from omniserve.host.staging import StagedMover
 from tests.engine_settings import flat_config
 from tests.parity.engine_histories import BLOCK, Reference, poison
 from tests.parity.models import tiny_model

@@ -9,11 +9,9 @@ import torch
 
 from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from omniserve.core.spec import AttentionSpec, ModelSpec
-from omniserve.host.direct import DirectMover
-from omniserve.host.mover import Mover
-from omniserve.host.staging import StagedMover
+from omniserve.host.mover import DirectMover, Mover, StagedMover
 from omniserve.host.tier import HostTier
-from omniserve.ops.host_layout import pack_blocks
+from tests.ops.host_layout import pack_blocks
 from tests.streams.device import Order
 from tests.streams.runs import Bench
 from tests.streams.tensors import CUDA, LazyTensor

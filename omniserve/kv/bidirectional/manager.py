@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 
 from omniserve.core.plan import KVMove, MoveDirection, SlotCopy
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import KV_MANAGERS, MoveResult, Tier
-from omniserve.kv.bidirectional.evicted import Evicted, EvictedRequests
-from omniserve.kv.bidirectional.growth import BlockGrowth
-from omniserve.kv.bidirectional.pool import DirectedTables, SharedBlockPool
+from omniserve.kv.bidirectional.device_blocks import DeviceBlocks, Evicted
 from omniserve.kv.bidirectional.saved_blocks import BlockCopy, SavedBlocks
 from omniserve.kv.tiered import Table, TieredKVManager
 
@@ -22,58 +20,41 @@ class BidirectionalKVManager(TieredKVManager):
 
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
         super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
-        self._device = self._pools[Tier.DEVICE] = SharedBlockPool(num_device_blocks, "device")
-        self._directed = DirectedTables(self._tables)
         self._saved = SavedBlocks(self._pools[Tier.HOST])
-        self._evicted = EvictedRequests(self._device, self._saved, self._directed, block_size)
-        self._growth = BlockGrowth(self._device, self._evicted, self._directed, block_size)
+        self._device = DeviceBlocks(num_device_blocks, block_size, self._tables, self._saved)
+        self._pools[Tier.DEVICE] = self._device
         self._restores: dict[int, dict[int, BlockCopy]] = {}
-
-    @property
-    def num_shared_blocks(self) -> int:
-        """Counter: blocks that an LS request moved into beside a BE request."""
-        return self._growth.num_shared_blocks
-
-    @property
-    def num_relocated_blocks(self) -> int:
-        """Counter: shared blocks that one of the two requests outgrew."""
-        return self._growth.num_relocated_blocks
-
-    @property
-    def num_overwritten_tokens(self) -> int:
-        """Counter: tokens of evicted requests that were given up on the device."""
-        return self._evicted.num_overwritten_tokens
 
     # -- directions ----------------------------------------------------------------------------------------------
 
     def declare(self, request_id: str, kind: ServiceClass) -> None:
         if kind is ServiceClass.BE:
-            self._directed.best_effort.add(request_id)
+            self._device.best_effort.add(request_id)
 
     def runs_from_right(self, request_id: str) -> bool:
-        return request_id in self._directed.best_effort
+        return request_id in self._device.best_effort
 
     def take_relocations(self) -> tuple[SlotCopy, ...]:
-        return self._growth.take_relocations()
+        return self._device.take_relocations()
 
     # -- device blocks -------------------------------------------------------------------------------------------
 
     def allocate(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
-        table, evicted = self._tables.get(request_id), self._evicted.get(request_id)
+        table, evicted = self._tables.get(request_id), self._device.evicted.get(request_id)
         if table is not None and (table.tier is Tier.HOST or table.move is not None):
             blocks = super().allocate(request_id, num_tokens, reserve_blocks=reserve_blocks)
             if blocks is not None:
-                self._directed.num_tokens[request_id] = max(num_tokens, self._directed.num_tokens[request_id])
+                self._device.num_tokens[request_id] = max(num_tokens, self._device.num_tokens[request_id])
             return blocks
-        if table is not None and num_tokens <= self._directed.num_tokens[request_id]:
+        if table is not None and num_tokens <= self._device.num_tokens[request_id]:
             return tuple(table.blocks)
         held = table.blocks if table is not None else evicted.blocks if evicted is not None else []
-        if not self._growth.grow(request_id, held, num_tokens, reserve_blocks):
+        if not self._device.grow(request_id, held, num_tokens, reserve_blocks):
             return None
         if evicted is not None:
-            self._evicted.resume(request_id)
+            self._device.resume(request_id)
         self._tables[request_id] = Table(Tier.DEVICE, held)
-        self._directed.num_tokens[request_id] = num_tokens
+        self._device.num_tokens[request_id] = num_tokens
         return tuple(held)
 
     # -- eviction -----------------------------------------------------------------------------------------------
@@ -87,36 +68,37 @@ class BidirectionalKVManager(TieredKVManager):
             self._pools[Tier.HOST].give_back(reversed(table.blocks[num_full:]))
             copies = {index: BlockCopy(block, self.block_size) for index, block in enumerate(table.blocks[:num_full])}
             self._saved.put(request_id, copies)
-            self._evicted[request_id] = Evicted(0, [])
+            self._device.evicted[request_id] = Evicted(0, [])
             return
         num_kept = -(-num_computed_tokens // self.block_size)
         if num_kept and table.blocks[num_kept - 1] in self._device.sharers and not self.runs_from_right(request_id):
             num_kept -= 1  # an evicted request shares no block from the left
         self._device.give_back(reversed(table.blocks[num_kept:]))
         num_tokens = min(num_computed_tokens, num_kept * self.block_size)
-        self._evicted[request_id] = Evicted(num_tokens, table.blocks[:num_kept])
+        self._device.evicted[request_id] = Evicted(num_tokens, table.blocks[:num_kept])
 
     def num_kept_tokens(self, request_id: str, tier: Tier) -> int:
-        evicted = self._evicted.get(request_id)
+        evicted = self._device.evicted.get(request_id)
         if evicted is None:
             return 0
         if tier is Tier.DEVICE:
             return evicted.num_tokens
-        num_tokens = self._evicted.num_restorable(request_id)
+        num_tokens = self._device.num_restorable(request_id)
         return num_tokens if num_tokens > evicted.num_tokens else 0
 
     def free(self, request_id: str) -> None:
-        self._evicted.drop(request_id)
+        evicted = self._device.evicted.pop(request_id, None)
+        if evicted is not None:
+            self._device.give_back(reversed(evicted.blocks))
         super().free(request_id)
         self._saved.drop(request_id)
-        self._directed.num_tokens.pop(request_id, None)
-        self._directed.best_effort.discard(request_id)
+        self._device.num_tokens.pop(request_id, None)
+        self._device.best_effort.discard(request_id)
 
     # -- copies on the host --------------------------------------------------------------------------------------
 
     def start_saving(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> list[KVMove]:
-        crowded = self._growth.crowded(_SLOTS_AHEAD)
-        by_request = self._evicted.unsaved(crowded, num_ahead=num_ahead, max_blocks=max_blocks)
+        by_request = self._device.unsaved(slots_ahead=_SLOTS_AHEAD, num_ahead=num_ahead, max_blocks=max_blocks)
         moves = []
         host = self._pools[Tier.HOST]
         for request_id, wanted in by_request.items():
@@ -125,7 +107,7 @@ class BidirectionalKVManager(TieredKVManager):
             indices = sorted(wanted)[: max(0, host.num_free - reserve_blocks)]
             if not indices:
                 continue
-            src = [self._evicted[request_id].blocks[index] for index in indices]
+            src = [self._device.evicted[request_id].blocks[index] for index in indices]
             move = self._new_move(request_id, MoveDirection.TO_HOST, src, None, is_checkpoint=True)
             targets = zip(indices, move.dst_block_ids, strict=True)
             copies = {index: BlockCopy(block, wanted[index]) for index, block in targets}
@@ -144,8 +126,8 @@ class BidirectionalKVManager(TieredKVManager):
         return move
 
     def start_restore(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> KVMove | None:
-        evicted = self._evicted[request_id]
-        num_restored = self._evicted.num_restorable(request_id)
+        evicted = self._device.evicted[request_id]
+        num_restored = self._device.num_restorable(request_id)
         if num_restored <= evicted.num_tokens:
             return None
         first, stop = evicted.num_tokens // self.block_size, -(-num_restored // self.block_size)
@@ -155,9 +137,8 @@ class BidirectionalKVManager(TieredKVManager):
         missing = -(-num_tokens // self.block_size) - first - len(reused)
         if not self._make_room(Tier.DEVICE, missing, reserve_blocks, request_id):
             return None
-        taken = self._device.take(missing)
-        assert taken is not None, f"no room for all of {request_id}"
-        self._evicted.resume(request_id)
+        taken = self._take(Tier.DEVICE, missing, after=None)
+        self._device.resume(request_id)
         self._device.give_back(block for block in rest if block not in reused)
         target = reused + taken
         copies = self._saved.take(request_id, range(first, stop))
@@ -176,7 +157,7 @@ class BidirectionalKVManager(TieredKVManager):
             arrived=evicted.blocks[:first],
             behind=target[stop - first :],
         )
-        self._directed.num_tokens[request_id] = num_tokens
+        self._device.num_tokens[request_id] = num_tokens
         self._moves[move.move_id] = request_id
         self._restores[move.move_id] = copies
         return move
@@ -192,39 +173,30 @@ class BidirectionalKVManager(TieredKVManager):
         assert table.move is not None
         if succeeded:
             self._saved.put(request_id, copies)
-            self._tables[request_id] = Table(Tier.DEVICE, [*table.arrived, *table.move.dst_block_ids, *table.behind])
+            self._tables[request_id] = Table(Tier.DEVICE, table.target)
             return MoveResult.ARRIVED
         self._pools[Tier.HOST].give_back(table.blocks)
         self._device.give_back([*table.move.dst_block_ids, *table.behind])
-        self._evicted[request_id] = Evicted(len(table.arrived) * self.block_size, table.arrived)
+        self._device.evicted[request_id] = Evicted(len(table.arrived) * self.block_size, table.arrived)
         return MoveResult.LOST
 
-    def _new_move(
-        self,
-        request_id: str,
-        direction: MoveDirection,
-        src: list[int],
-        after: int | None,
-        *,
-        is_checkpoint: bool = False,
-    ) -> KVMove:
-        move = super()._new_move(request_id, direction, src, after, is_checkpoint=is_checkpoint)
-        return dataclasses.replace(move, is_reversed=self.runs_from_right(request_id))
+    def _is_reversed(self, request_id: str) -> bool:
+        return self.runs_from_right(request_id)
 
     # -- what is reclaimed ---------------------------------------------------------------------------------------
 
     def _num_reclaimable(self, tier: Tier, spare: str) -> int:
         if tier is Tier.DEVICE:
-            return self._evicted.num_reclaimable(spare)
+            return self._device.num_reclaimable(spare)
         return self._saved.num_reclaimable(spare)
 
     def _reclaim(self, tier: Tier, num_blocks: int, spare: str) -> None:
         if tier is Tier.DEVICE:
-            self._evicted.reclaim(num_blocks, spare)
+            self._device.reclaim(num_blocks, spare)
         else:
             # A copy of a block that is still on the device may never be needed.
             others = [request_id for request_id in self._saved.request_ids() if request_id != spare]
-            self._saved.reclaim(num_blocks, of=sorted(others, key=self._evicted.__contains__))
+            self._saved.reclaim(num_blocks, of=sorted(others, key=self._device.evicted.__contains__))
 
     def _num_host_copies(self, request_id: str) -> int:
         return self._saved.num_held(request_id)
@@ -233,13 +205,10 @@ class BidirectionalKVManager(TieredKVManager):
 
     def _owned(self) -> dict[Tier, list[int]]:
         owned = super()._owned()
-        owned[Tier.DEVICE] += self._evicted.owned_blocks()
+        owned[Tier.DEVICE] += itertools.chain.from_iterable(evicted.blocks for evicted in self._device.evicted.values())
         owned[Tier.HOST] += self._saved.owned_blocks()
         return owned
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        assert not any(request_id in self._tables for request_id in self._evicted), "an evicted request has a table"
         assert self._restores.keys() <= self._moves.keys(), "a restore that is no move"
-        self._evicted.check()
-        self._growth.check()

@@ -1,9 +1,9 @@
 """DEVICE_ATTENTION: implementations of attention on the device tier, chosen by name. None is a silent fallback.
 
-``base`` has the interface and the choice, ``pages`` reads the paged cache; each other module is one implementation:
+``base`` has the interface and the choice, the other modules the implementations:
 
-* ``cpu``: the C++ operator.
-* ``triton``: our kernel over the pages (``ops/kernels/attention.py``), CUDA; graph-safe.
+* ``cpu`` (in ``native``): the C++ operator.
+* ``triton`` (in ``native``): our kernel over the pages (``ops/kernels/attention.py``), CUDA; graph-safe.
 * ``flex``: torch's FlexAttention over the pages, any device; graph-safe.
 * ``xformers``: CUDA; decodes over the pages, gathers the rest.
 * ``sdpa``: plain torch, any device; gathers each request's KV.
@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from omniserve.ops.attention import flex, native, sdpa, xformers  # noqa: F401  they register implementations
 from omniserve.ops.attention.base import (
     DEVICE_ATTENTION,
     AttentionMetadata,
@@ -19,25 +20,12 @@ from omniserve.ops.attention.base import (
     is_graph_safe,
     resolve_attention,
 )
-from omniserve.ops.attention.cpu import attend_cpu
-from omniserve.ops.attention.flex import attend_flex
-from omniserve.ops.attention.pages import gather_keys, head_pages
-from omniserve.ops.attention.sdpa import attend_sdpa
-from omniserve.ops.attention.triton import attend_triton
-from omniserve.ops.attention.xformers import attend_xformers
 
 __all__ = [
     "DEVICE_ATTENTION",
     "AttentionMetadata",
     "DeviceAttention",
     "HostLengths",
-    "attend_cpu",
-    "attend_flex",
-    "attend_sdpa",
-    "attend_triton",
-    "attend_xformers",
-    "gather_keys",
-    "head_pages",
     "is_graph_safe",
     "resolve_attention",
 ]

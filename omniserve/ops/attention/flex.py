@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from omniserve.core.spec import AttentionSpec
-from omniserve.ops.attention.base import DEVICE_ATTENTION, AttentionMetadata, graph_safe, host_lengths
-from omniserve.ops.attention.pages import head_pages
+from omniserve.ops.attention.base import DEVICE_ATTENTION, AttentionMetadata, graph_safe, head_pages, host_lengths
 
 _TILE_ROWS = 128
 """Rows that share a list of pages: FlexAttention's own default."""

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from omniserve.core.spec import AttentionSpec
-from omniserve.ops.attention.base import DEVICE_ATTENTION, AttentionMetadata, host_lengths
-from omniserve.ops.attention.pages import first_key, gather_keys
+from omniserve.ops.attention.base import DEVICE_ATTENTION, AttentionMetadata, first_key, gather_keys, host_lengths
 
 
 @DEVICE_ATTENTION.register("sdpa")

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from omniserve.core.spec import AttentionSpec
-from omniserve.ops.attention.base import DEVICE_ATTENTION, AttentionMetadata, host_lengths
-from omniserve.ops.attention.pages import first_key, gather_keys, head_pages
+from omniserve.ops.attention.base import (
+    DEVICE_ATTENTION,
+    AttentionMetadata,
+    first_key,
+    gather_keys,
+    head_pages,
+    host_lengths,
+)
 
 
 @DEVICE_ATTENTION.register("xformers")

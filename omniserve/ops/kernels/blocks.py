@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from omniserve.ops.host_layout import has_v_pairs
-
 NUM_PROGRAMS = 32
 """Of a copy. Each has 8 KiB on the way at a time; the bus (PCIe 5.0 x16: about 50 GB/s, 2 us) holds some 100 KiB."""
 
@@ -128,7 +126,7 @@ def copy_blocks(
                 f"{name} must be contiguous {dtype} of shape {list(shape)}, "
                 f"got {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
             )
-    is_paired = has_v_pairs(k_LBKSH.dtype, block_size)
+    is_paired = k_LBKSH.dtype == torch.bfloat16 and block_size % 2 == 0  # as host_layout in csrc/attention.h
     bits = _BITS[k_LBKSH.itemsize]
     tile = min(triton.next_power_of_2(block_size * head_size), _TILE_BYTES // k_LBKSH.itemsize)
     num_units = layers * num_copied * kv_heads * triton.cdiv(block_size * head_size, tile)

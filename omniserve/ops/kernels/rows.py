@@ -1,8 +1,9 @@
 """Kernels that move rows: KV of new tokens, rows that change tiers and their residuals. One launch each.
 
-Nothing here waits for the device, and a grid depends on shapes alone, so all of it can be captured in a CUDA graph. An
-index out of range is a device-side assertion, not an exception. Arguments that are said to be pinned may be on the
-device too; on a machine without one, under Triton's interpreter, all are CPU tensors.
+Nothing here waits for the device, and a grid depends on shapes alone, so all of it can be captured in a CUDA graph. A
+tensor of another shape, dtype or layout than a function says raises ValueError; an index out of range is a device-side
+assertion, not an exception. Arguments that are said to be pinned may be on the device too; on a machine without one,
+under Triton's interpreter, all are CPU tensors.
 
 Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P piggyback
 seats, R rows that are moved, W = (N + 2K) * H.
@@ -172,9 +173,6 @@ def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: T
     """Write each token's K and V to slot ``block * S + offset`` of the contiguous caches; -1 leaves a token out.
 
     k and v have the caches' dtype and may be cut from a fused QKV: only the last dimension must be contiguous.
-
-    Raises:
-        ValueError: A tensor has another shape, dtype or layout.
     """
     num_tokens, kv_heads, head_size = k_TKH.shape
     num_blocks, _, block_size, _ = k_cache_BKSH.shape
@@ -199,9 +197,6 @@ def piggyback_concat(attn_TD: Tensor, results_RD: Tensor, rows_P: Tensor) -> Ten
     """Return a new ``[T + P, D]``: attn, then results[rows]; zeros where a row is -1.
 
     Both are attention rows of the same dtype, of the device and of the host tier, contiguous in the last dimension.
-
-    Raises:
-        ValueError: A tensor has another shape, dtype or layout.
     """
     (num_rows, width), (num_seats,) = attn_TD.shape, rows_P.shape
     _check("attn", attn_TD, (num_rows, width), attn_TD.dtype)
@@ -214,9 +209,6 @@ def residual_fetch(store_SD: Tensor, slots_P: Tensor, hidden_TD: Tensor) -> None
     """Write store[slots] to the last P rows of hidden; zeros where a slot is -1.
 
     Both have the same dtype and are contiguous in the last dimension.
-
-    Raises:
-        ValueError: A tensor has another shape, dtype or layout.
     """
     out_PD = _last_rows(hidden_TD, slots_P)
     _concat(out_PD[:0], "store", store_SD, "slots", slots_P, out_PD)
@@ -226,9 +218,6 @@ def gather_rows(source_SD: Tensor, slots_R: Tensor, destination_SD: Tensor) -> N
     """Write source[slot], in pinned CPU memory, to destination[slot], on the device, for each slot but -1.
 
     Both have the same dtype and are contiguous in the last dimension. No slot may come twice.
-
-    Raises:
-        ValueError: A tensor has another shape, dtype or layout.
     """
     (num_slots, width), (num_rows,) = destination_SD.shape, slots_R.shape
     _check("source", source_SD, (num_slots, width), destination_SD.dtype)
@@ -252,9 +241,6 @@ def piggyback_send(
     ``flags[slots] = step`` is written with release order at system scope, so a CPU thread that reads the step with
     acquire order finds the whole row of the mailbox. A slot of -1 leaves a seat out, and no other slot may come twice.
     All rows have one dtype and are contiguous in the last dimension. Mailbox and flags are pinned CPU memory.
-
-    Raises:
-        ValueError: A tensor has another shape, dtype or layout.
     Paper: omniserve 4.
     """
     num_slots, width = residuals_SD.shape

@@ -13,7 +13,6 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,25 +25,18 @@ PiecewiseStep = Callable[[Attend], Tensor]
 """The same with an attention that is given at each call."""
 
 
-class Capture(Protocol):
-    """Captures steps that wait for nothing, and whose shapes and addresses do not depend on values."""
+class Capture:
+    """Captures steps that wait for nothing, and whose shapes and addresses do not depend on values.
+
+    This one has no graphs and runs the step again each time, on any device: to compare with and to debug.
+    """
 
     def full(self, run: FullStep) -> FullStep:
         """Capture a step with its attention."""
-        ...
-
-    def piecewise(self, run: PiecewiseStep) -> PiecewiseStep:
-        """Capture the parts of a step between its attentions."""
-        ...
-
-
-class NoCapture:
-    """Runs the step again each time: padded steps without graphs on any device, to compare with and to debug."""
-
-    def full(self, run: FullStep) -> FullStep:
         return run
 
     def piecewise(self, run: PiecewiseStep) -> PiecewiseStep:
+        """Capture the parts of a step between its attentions."""
         return run
 
 
@@ -84,7 +76,7 @@ class PiecewiseGraph:
         return self.hidden_TD
 
 
-class DeviceWorkCapture(ABC):
+class DeviceWorkCapture(Capture, ABC):
     """Captures the work that the device is given. The Python code that launches it runs twice, and never again.
 
     ``attention_shape`` is ``[T, N, H]`` of the queries, with the largest T that is captured in pieces.

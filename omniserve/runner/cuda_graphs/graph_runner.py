@@ -3,27 +3,31 @@
 A step in which every request has one device row (decodes, and any rows of the host tier) is one FULL graph and one
 launch. A step with longer chunks is captured PIECEWISE, because its attention depends on the chunks' lengths. A step
 that fits no captured shape runs without padding, in ``LayerLoop``. Capturing ends when its budget is spent.
+
+Legend: T device rows, P piggyback seats, D hidden, N query heads, K KV heads, H head size, L layers.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from itertools import repeat
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from omniserve.core.config import GIB, EngineConfig
 from omniserve.core.plan import StepPlan
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.layers.patching import PatchedModel
-from omniserve.ops.attention import DeviceAttention, is_graph_safe
+from omniserve.layers.patching import PatchedModel, Rotary
+from omniserve.ops.attention import AttentionMetadata, DeviceAttention, is_graph_safe
 from omniserve.runner.cuda_graphs.budget import Budget
-from omniserve.runner.cuda_graphs.capture import Capture, CudaGraphCapture, FullStep, NoCapture, PiecewiseStep
+from omniserve.runner.cuda_graphs.capture import Attend, Capture, CudaGraphCapture, FullStep, PiecewiseStep
 from omniserve.runner.cuda_graphs.inputs import InputMemory, StaticInputs
-from omniserve.runner.cuda_graphs.layers import PaddedLayers
 from omniserve.runner.cuda_graphs.shapes import (
     CHUNK_ROWS,
     DECODE_ROWS,
@@ -33,27 +37,48 @@ from omniserve.runner.cuda_graphs.shapes import (
     size,
     smallest_fitting,
 )
-from omniserve.runner.layer_loop import LayersOutput, stops_between_layers
 from omniserve.runner.piggyback_rows import PiggybackRows
-from omniserve.runner.step_inputs import PendingTokens, make_device_rows, sampled_rows
+from omniserve.runner.step_inputs import (
+    LayersOutput,
+    PendingTokens,
+    make_device_rows,
+    sampled_rows,
+    stops_between_layers,
+)
 
 logger = logging.getLogger(__name__)
 
+_store_kv = torch.ops.omniserve.store_kv.default
+
 
 class CudaGraphRunner:
-    """Runs the layers of the steps that fit a shape.
+    """Runs the layers of the steps that fit a shape; nothing is captured before ``capture_all``.
 
-    ``decodes`` are the shapes of steps with one row a request, ``chunks`` those of other steps; the memory has room for
-    the largest. The limits are those of the seconds and of the device memory that capturing may take.
+    With ``is_directed`` KV blocks may run from the right.
     """
 
     def __init__(
-        self, layers: PaddedLayers, memory: InputMemory, capture: Capture, *, decodes: ShapeTable, chunks: ShapeTable,
-        block_size: int, limit_s: float, limit_bytes: int,
+        self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, attention: DeviceAttention,
+        rows: PiggybackRows, max_model_len: int, has_host_tier: bool, is_directed: bool,
     ) -> None:  # fmt: skip
-        self._layers, self._memory, self._capture, self._block_size = layers, memory, capture, block_size
+        device, spec = model.device, model.spec
+        seats = config.max_piggyback_seats if has_host_tier else 0
+        # A best-effort request may be admitted beside as many latency-sensitive ones.
+        most = min(2 * config.max_num_seqs, config.max_num_batched_tokens)
+        decodes = ShapeTable.of(DECODE_ROWS, max_rows=most, max_seats=seats)
+        # With more rows, launching the kernels of a layer takes less time than running them, captured or not.
+        most = min(config.max_num_batched_tokens, CHUNK_ROWS[-1])
+        chunks = ShapeTable.of(CHUNK_ROWS, max_rows=most, max_seats=seats)
+        self._layers = PaddedLayers(model, storage, attention, rows)
+        self._memory = InputMemory(
+            StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats), num_layers=spec.num_layers,
+            max_blocks=-(-max_model_len // config.block_size), device=device, is_directed=is_directed,
+        )  # fmt: skip
+        self._capture = Capture()
+        if device.type == "cuda":
+            self._capture = CudaGraphCapture((chunks.rows[-1], spec.num_heads, spec.head_size), model.dtype, device)
         self._order = capture_order(decodes, chunks)
-        self._limit_s, self._limit_bytes = limit_s, limit_bytes
+        self._block_size, self._execution = config.block_size, config.execution
         self._decodes: dict[StepShape, tuple[StaticInputs, FullStep]] = {}
         self._chunks: dict[StepShape, tuple[StaticInputs, PiecewiseStep]] = {}
         self._decode_shapes: list[StepShape] = []  # the captured ones, by size
@@ -63,50 +88,12 @@ class CudaGraphRunner:
         self.num_chunk_steps = 0
         """Counter: other steps that ran in a constant shape."""
 
-    @classmethod
-    def of(
-        cls, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, attention: DeviceAttention,
-        rows: PiggybackRows, max_model_len: int, has_host_tier: bool, is_directed: bool,
-    ) -> Self | None:  # fmt: skip
-        """Return the graph runner of an engine, without graphs yet; None if the settings or the device ask for none.
-
-        Raises:
-            ValueError: The settings ask for graphs, which the device attention or the model does not allow.
-        """
-        device, spec, wanted = model.device, model.spec, config.execution.step_graphs
-        if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
-            return None
-        if reason := why_not_captured(model, attention, config):
-            if wanted == "auto":
-                logger.warning("steps are not captured: %s", reason)
-                return None
-            raise ValueError(f"step_graphs={wanted!r} is not possible: {reason}")
-        seats = config.max_piggyback_seats if has_host_tier else 0
-        # A best-effort request may be admitted beside as many latency-sensitive ones.
-        most = min(2 * config.max_num_seqs, config.max_num_batched_tokens)
-        decodes = ShapeTable.of(DECODE_ROWS, max_rows=most, max_seats=seats)
-        # With more rows, launching the kernels of a layer takes less time than running them, captured or not.
-        most = min(config.max_num_batched_tokens, CHUNK_ROWS[-1])
-        chunks = ShapeTable.of(CHUNK_ROWS, max_rows=most, max_seats=seats)
-        largest = StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats)
-        memory = InputMemory(
-            largest, num_layers=spec.num_layers, max_blocks=-(-max_model_len // config.block_size), device=device,
-            is_directed=is_directed,
-        )  # fmt: skip
-        capture: Capture = NoCapture()
-        if device.type == "cuda":
-            capture = CudaGraphCapture((chunks.rows[-1], spec.num_heads, spec.head_size), model.dtype, device)
-        return cls(
-            PaddedLayers(model, storage, attention, rows), memory, capture,
-            decodes=decodes, chunks=chunks, block_size=config.block_size,
-            limit_s=config.execution.step_graphs_limit_s, limit_bytes=int(config.execution.step_graphs_gib * GIB),
-        )  # fmt: skip
-
     @torch.inference_mode()
     def capture_all(self) -> None:
         """Capture the shapes, the most useful ones first, until the budget is spent, with a progress bar."""
         device = self._memory.device
-        budget = Budget(limit_s=self._limit_s, limit_bytes=self._limit_bytes, used_bytes=lambda: _used_bytes(device))
+        limit_s, limit_gib = self._execution.step_graphs_limit_s, self._execution.step_graphs_gib
+        budget = Budget(limit_s=limit_s, limit_bytes=int(limit_gib * GIB), used_bytes=lambda: _used_bytes(device))
         gc.collect()
         gc.disable()  # it is an error to free a graph while another one is being captured
         try:
@@ -127,7 +114,7 @@ class CudaGraphRunner:
             logger.warning(
                 "%d step shapes are not captured: such steps are padded further or run without graphs; for more, raise "
                 "step_graphs_limit_s (%g) or step_graphs_gib (%g)",
-                num_shapes - num_captured, self._limit_s, self._limit_bytes / GIB,
+                num_shapes - num_captured, limit_s, limit_gib,
             )  # fmt: skip
 
     def _capture_shape(self, shape: StepShape, *, is_decode: bool) -> None:
@@ -166,6 +153,86 @@ class CudaGraphRunner:
         return LayersOutput(
             hidden_TD, sampled_rows(plan, num_layers=num_layers, first_seat=shape.rows, device=device)
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedLayers:
+    """Runs the layers of steps whose shapes do not depend on the requests in them.
+
+    Every seat takes part in every layer, empty or not, and no branch depends on the values of tensors. So the work of
+    one run can be replayed with other inputs at the same addresses.
+    """
+
+    model: PatchedModel
+    storage: DeviceKVStorage
+    attention: DeviceAttention
+    rows: PiggybackRows
+
+    def run_decodes(self, inputs: StaticInputs) -> Tensor:
+        """Run the layers of a step in which every request has one device row; return ``[T + P, D]``."""
+        return self.run(inputs, partial(self.attend, metadata=inputs.attention))
+
+    def run(self, inputs: StaticInputs, attend: Attend) -> Tensor:
+        """Run the layers with ``attend`` as the attention of the device rows; return ``[T + P, D]``."""
+        model, num_rows, num_seats = self.model, inputs.shape.rows, inputs.shape.seats
+
+        def attend_with_seats(layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+            if num_seats:
+                self.rows.post(inputs.slots_leaving(layer), hidden_TD, q_TNH, k_TKH, v_TKH)
+            attn_TD = self.rows.no_results
+            if num_rows:
+                k_cache, v_cache = self.storage.k_layers[layer], self.storage.v_layers[layer]
+                _store_kv(k_TKH[:num_rows], v_TKH[:num_rows], k_cache, v_cache, inputs.slot_mapping_T)
+                attn_TD = attend(layer, q_TNH[:num_rows])
+            if num_seats:
+                attn_TD = self.rows.join(inputs.slots_joining(layer), attn_TD, hidden_TD)
+            return attn_TD
+
+        hidden_TD = model.embed(inputs.token_ids_T, inputs.positions_T)
+        rotary = self._rotary_per_layer(inputs)
+        return model.run_layers(range(model.num_layers), hidden_TD, rotary, attend_with_seats, fused=True)
+
+    def attend(self, layer: int, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Return attention rows ``[T, N * H]``."""
+        k_cache, v_cache = self.storage.k_layers[layer], self.storage.v_layers[layer]
+        return self.attention(q_TNH, k_cache, v_cache, metadata, self.model.spec.attention[layer]).flatten(1)
+
+    def attend_padded(self, layer: int, q_TNH: Tensor, metadata: AttentionMetadata, num_rows: int) -> Tensor:
+        """Attend for the first ``num_rows`` of the T rows; the rows that only pad become zeros."""
+        out_TD = torch.zeros_like(q_TNH, memory_format=torch.contiguous_format).flatten(1)
+        out_TD[:num_rows] = self.attend(layer, q_TNH[:num_rows], metadata)
+        return out_TD
+
+    def _rotary_per_layer(self, inputs: StaticInputs) -> Iterator[Rotary]:
+        """Yield (cos, sin) ``[T + P, H]`` for each layer; in the seats each layer has other tokens."""
+        rows, seats, num_layers = inputs.shape.rows, inputs.shape.seats, self.model.num_layers
+        rotary = self.model.rotary(torch.cat([inputs.positions_T[:rows], inputs.seat_positions]))
+        if rotary is None or not seats:
+            yield from repeat(rotary or (None, None), num_layers)
+            return
+        device = inputs.positions_T.device
+        of_seats = rows + torch.arange(num_layers * seats, device=device).view(num_layers, seats)
+        index = torch.cat([torch.arange(rows, device=device).expand(num_layers, rows), of_seats], dim=1)
+        cos_LTH, sin_LTH = (
+            table.index_select(0, index.flatten()).view(num_layers, rows + seats, -1) for table in rotary
+        )
+        yield from zip(cos_LTH, sin_LTH, strict=True)
+
+
+def wants_graphs(config: EngineConfig, model: PatchedModel, attention: DeviceAttention) -> bool:
+    """Tell whether an engine's steps are captured, as its settings and its device say.
+
+    Raises:
+        ValueError: The settings ask for graphs, which the device attention or the model does not allow.
+    """
+    wanted = config.execution.step_graphs
+    if wanted == "off" or (wanted == "auto" and model.device.type != "cuda"):
+        return False
+    if reason := why_not_captured(model, attention, config):
+        if wanted == "on":
+            raise ValueError(f"step_graphs={wanted!r} is not possible: {reason}")
+        logger.warning("steps are not captured: %s", reason)
+    return not reason
 
 
 def why_not_captured(model: PatchedModel, attention: DeviceAttention, config: EngineConfig) -> str:

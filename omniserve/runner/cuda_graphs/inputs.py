@@ -11,7 +11,7 @@ from torch import Tensor
 
 from omniserve.core.plan import StepPlan
 from omniserve.ops.attention import AttentionMetadata
-from omniserve.ops.device_copies import upload
+from omniserve.ops.streams import upload
 from omniserve.runner.cuda_graphs.shapes import StepShape
 from omniserve.runner.step_inputs import DeviceRows, joins_by_layer
 

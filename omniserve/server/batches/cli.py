@@ -3,167 +3,252 @@
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from omniserve.server.batches.remote import RemoteBatches
+import httpx
+
+from omniserve.launch.dataclass_flags import integer
+from omniserve.launch.flags import add_engine_flags, config_from
+from omniserve.server.answers import ENDPOINTS
+from omniserve.server.batches.database import StorageError
+from omniserve.server.batches.files import FileFolder
+from omniserve.server.limits import Limits
+
+_POLL_S = 2.0
+_TIMEOUT_S = 60.0
+# So long a server that was there may give no answer, or say that it cannot, before waiting for a batch ends.
+_PATIENCE_S = 600.0
+_LONGEST_PAUSE_S = 60.0
+_FINAL = ("completed", "failed", "expired", "cancelled")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    from omniserve.launch.dataclass_flags import integer
-    from omniserve.launch.flags import add_engine_flags
-    from omniserve.server.answers import ENDPOINTS
-    from omniserve.server.batches.settings import BatchSettings
-
     parser = argparse.ArgumentParser(
         prog="python -m omniserve.batch",
         description="Work through a file of requests, one JSON object a line, in the format of OpenAI's Batch API.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-
     run = commands.add_parser("run", help="run a file here, without a server; again, to go on after a stop or a crash")
-    run.add_argument("input", type=Path, metavar="INPUT.jsonl")
-    _add_files(run)
-    add_engine_flags(run)
-    run.add_argument("--served-model-name", metavar="NAME", help="the model's name in the file (default: as --model)")
-    concurrency = BatchSettings().concurrency
-    run.add_argument(
-        "--batch-concurrency",
-        type=integer(1),
-        default=concurrency,
-        metavar="N",
-        help="lines at a time (default: %(default)s)",
-    )
-
     submit = commands.add_parser("submit", help="send a file to a server; prints the batch's id")
-    submit.add_argument("input", type=Path, metavar="INPUT.jsonl")
-    submit.add_argument("--completion-window", default="24h", help="like 90m, 24h, 7d (default: %(default)s)")
-    for command in (run, submit):
-        command.add_argument(
-            "--endpoint", choices=list(ENDPOINTS), help="what the lines are for (default: as the first line says)"
-        )
-
     status = commands.add_parser("status", help="print a batch")
     cancel = commands.add_parser("cancel", help="end a batch; what is done is kept")
     fetch = commands.add_parser("fetch", help="wait for the end of a batch and write its files")
-    _add_files(fetch)
+
+    for command in (run, submit):
+        command.add_argument("input", type=Path, metavar="INPUT.jsonl")
+        command.add_argument(
+            "--endpoint", choices=list(ENDPOINTS), help="what the lines are for (default: as the first line says)"
+        )
+    for command in (run, fetch):
+        command.add_argument(
+            "-o", "--output", type=Path, required=True, metavar="OUTPUT.jsonl", help="gets the answers"
+        )
+        command.add_argument(
+            "-e",
+            "--errors",
+            type=Path,
+            metavar="ERRORS.jsonl",
+            help="gets the lines that have an error instead (default: the output's name with .errors)",
+        )
     for command in (status, cancel, fetch):
         command.add_argument("batch", metavar="BATCH_ID")
     for command in (submit, status, cancel, fetch):
         command.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
         command.add_argument("--api-key", default="none", help="if the server asks for one")
+    submit.add_argument("--completion-window", default="24h", help="like 90m, 24h, 7d (default: %(default)s)")
+    add_engine_flags(run)
+    run.add_argument("--served-model-name", metavar="NAME", help="the model's name in the file (default: as --model)")
+    run.add_argument(
+        "--batch-concurrency",
+        type=integer(1),
+        default=Limits.batch_concurrency,
+        metavar="N",
+        help="lines at a time (default: %(default)s)",
+    )
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; return the exit status."""
-    import logging
-
     logging.basicConfig(level="INFO", format="%(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel("WARNING")
     parser = build_parser()
     args = parser.parse_args(arguments)
-    return _run(parser, args) if args.command == "run" else _remote(parser, args)
+    if args.command in ("run", "fetch") and args.errors is None:
+        args.errors = args.output.with_suffix(".errors" + args.output.suffix)
+    if args.command in ("run", "submit") and args.endpoint is None:
+        try:
+            args.endpoint = _endpoint_in(args.input)
+        except ValueError as error:
+            parser.error(str(error))
+    if args.command == "run":
+        return _run(parser, args)
+    try:
+        return _ask_server(RemoteBatches(args.url, args.api_key), args)
+    except (RemoteError, StorageError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _endpoint_in(path: Path) -> str:
+    """Return the endpoint of the first line of an input file.
+
+    Raises:
+        ValueError: The file cannot be read, or does not say.
+    """
+    try:
+        with path.open("rb") as file:
+            url = json.loads(next(line for line in file if line.strip()))["url"]
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, StopIteration):
+        raise ValueError(f"the first line of {path} is no request with a url") from None
+    if url not in ENDPOINTS:
+        raise ValueError(f"the first line of {path} is for {url!r}; there are {' and '.join(ENDPOINTS)}")
+    return str(url)
 
 
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    # Only here: the other commands need no engine.
     import asyncio
 
-    from omniserve.launch.flags import config_from
     from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader, builtin_model_path
     from omniserve.server.batches.offline import OfflineJob, run_offline
-    from omniserve.server.batches.settings import BatchSettings
-    from omniserve.server.server_flags import ServerOptions
+    from omniserve.server.cli import ServerOptions
 
     try:
         config = config_from(args)
         model = builtin_model_path() if args.model is None else args.model
     except ValueError as error:
         parser.error(str(error))
-    endpoint = _endpoint(parser, args)
     options = ServerOptions(
         tokenizer=model,
         model_name=args.served_model_name or args.model or BUILTIN_MODEL_NAME,
-        batches=BatchSettings(concurrency=args.batch_concurrency, max_lines=sys.maxsize),
+        limits=Limits(batch_concurrency=args.batch_concurrency, batch_max_lines=sys.maxsize),
         log_level="warning",
     )
     # Nothing here has an objective, so nothing has to be predicted.
     loader = EngineLoader(model=model, dtype=args.dtype, device=args.device, config=config, with_profile=False)
-    job = OfflineJob(input=args.input, output=args.output, errors=_errors(args), endpoint=endpoint)
+    job = OfflineJob(input=args.input, output=args.output, errors=args.errors, endpoint=args.endpoint)
     return asyncio.run(run_offline(job, options, loader))
 
 
-def _remote(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    import json
+class RemoteError(Exception):
+    """The server did not do what it was asked to; the message is its own.
 
-    from omniserve.server.batches.database import StorageError
-    from omniserve.server.batches.remote import RemoteBatches, RemoteError
+    ``retry_after_s`` is for errors that may pass: when the server asks to be asked again, or 0.
+    """
 
-    batches = RemoteBatches(args.url, args.api_key)
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RemoteBatches:
+    """The batches of the server at a URL; all functions raise RemoteError if it refuses or is not there."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"}
+        self._http = httpx.Client(base_url=f"{url.rstrip('/')}/v1", headers=headers, timeout=_TIMEOUT_S)
+
+    def submit(self, path: Path, *, endpoint: str, completion_window: str) -> dict[str, Any]:
+        """Upload an input file and make a batch of it; return the batch.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        with path.open("rb") as file:
+            upload = self.ask("POST", "/files", data={"purpose": "batch"}, files={"file": (path.name, file)})
+        wanted = {"input_file_id": upload["id"], "endpoint": endpoint, "completion_window": completion_window}
+        return self.ask("POST", "/batches", json=wanted)
+
+    def wait(self, batch_id: str, on_progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Return a batch once it has ended; ``on_progress`` sees it now and then.
+
+        A server that has answered once may be away for some minutes, to be started again for instance.
+        """
+        answered_s: float | None = None
+        while True:
+            pause_s = _POLL_S
+            try:
+                batch = self.ask("GET", f"/batches/{batch_id}")
+            except RemoteError as error:
+                is_away = answered_s is not None and time.monotonic() - answered_s <= _PATIENCE_S
+                if error.retry_after_s is None or not is_away:
+                    raise
+                pause_s = min(max(error.retry_after_s, _POLL_S), _LONGEST_PAUSE_S)
+            else:
+                answered_s = time.monotonic()
+                on_progress(batch)
+                if batch["status"] in _FINAL:
+                    return batch
+            time.sleep(pause_s)
+
+    def fetch(self, file_id: str, target: Path) -> None:
+        """Write a file of the server's; it is complete or not there.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        try:
+            with self._http.stream("GET", f"/files/{file_id}/content") as response:
+                if response.status_code != httpx.codes.OK:
+                    response.read()
+                    raise RemoteError(_message(response))
+                FileFolder(target.parent.absolute()).write(target.name, response.iter_bytes())
+        except httpx.HTTPError as error:
+            raise RemoteError(f"{self._http.base_url}: {error}") from None
+
+    def ask(self, method: str, path: str, **content: Any) -> dict[str, Any]:
+        """Return the object that the server answers."""
+        try:
+            response = self._http.request(method, path, **content)
+        except httpx.HTTPError as error:
+            message = f"{self._http.base_url}: {error}; is the server there? see --url"
+            raise RemoteError(message, 0.0 if isinstance(error, httpx.TransportError) else None) from None
+        if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            after = response.headers.get("retry-after", "")  # of which a date is not understood
+            raise RemoteError(_message(response), float(after) if after.isascii() and after.isdigit() else 0.0)
+        if not response.is_success:
+            raise RemoteError(_message(response))
+        found: dict[str, Any] = response.json()
+        return found
+
+
+def _message(response: httpx.Response) -> str:
     try:
-        match args.command:
-            case "submit":
-                endpoint = _endpoint(parser, args)
-                batch = batches.submit(args.input, endpoint=endpoint, completion_window=args.completion_window)
-                print(batch["id"])
-            case "status":
-                print(json.dumps(batches.status(args.batch), indent=2))
-            case "cancel":
-                print(json.dumps(batches.cancel(args.batch), indent=2))
-            case "fetch":
-                return _fetch(batches.wait(args.batch, _show), batches, args)
-        return 0
-    except (RemoteError, StorageError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{response.request.url}: HTTP {response.status_code}"
 
 
-def _fetch(batch: dict[str, Any], batches: RemoteBatches, args: argparse.Namespace) -> int:
-    batches.fetch(batch, args.output, _errors(args))
-    for fault in (batch["errors"] or {"data": []})["data"]:
-        print(f"line {fault['line']}: {fault['message']}", file=sys.stderr)
-    return 0 if batch["status"] == "completed" and not batch["request_counts"]["failed"] else 1
+def _ask_server(batches: RemoteBatches, args: argparse.Namespace) -> int:
+    match args.command:
+        case "submit":
+            batch = batches.submit(args.input, endpoint=args.endpoint, completion_window=args.completion_window)
+            print(batch["id"])
+        case "status":
+            print(json.dumps(batches.ask("GET", f"/batches/{args.batch}"), indent=2))
+        case "cancel":
+            print(json.dumps(batches.ask("POST", f"/batches/{args.batch}/cancel"), indent=2))
+        case "fetch":
+            batch = batches.wait(args.batch, _show)
+            for file_id, target in ((batch["output_file_id"], args.output), (batch["error_file_id"], args.errors)):
+                if file_id is not None:
+                    batches.fetch(file_id, target)
+            for fault in (batch["errors"] or {"data": []})["data"]:
+                print(f"line {fault['line']}: {fault['message']}", file=sys.stderr)
+            return 0 if batch["status"] == "completed" and not batch["request_counts"]["failed"] else 1
+    return 0
 
 
 def _show(batch: dict[str, Any]) -> None:
     counts = batch["request_counts"]
     print(f"{batch['status']}: {counts['completed']} + {counts['failed']} failed of {counts['total']}", file=sys.stderr)
-
-
-def _add_files(command: argparse.ArgumentParser) -> None:
-    command.add_argument("-o", "--output", type=Path, required=True, metavar="OUTPUT.jsonl", help="gets the answers")
-    command.add_argument(
-        "-e",
-        "--errors",
-        type=Path,
-        metavar="ERRORS.jsonl",
-        help="gets the lines that have an error instead (default: the output's name with .errors)",
-    )
-
-
-def _errors(args: argparse.Namespace) -> Path:
-    return args.errors or args.output.with_suffix(".errors" + args.output.suffix)
-
-
-def _endpoint(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
-    """Return the endpoint that was named, or that of the first line."""
-    import json
-
-    from omniserve.server.answers import ENDPOINTS
-
-    if args.endpoint is not None:
-        return str(args.endpoint)
-    try:
-        with args.input.open("rb") as file:
-            url = json.loads(next(line for line in file if line.strip()))["url"]
-    except OSError as error:
-        parser.error(f"cannot read {args.input}: {error.strerror}")
-    except (ValueError, TypeError, KeyError, StopIteration):
-        parser.error(f"the first line of {args.input} is no request with a url")
-    if url not in ENDPOINTS:
-        parser.error(f"the first line of {args.input} is for {url!r}; there are {' and '.join(ENDPOINTS)}")
-    return str(url)

@@ -1,4 +1,7 @@
-"""The database: transactions, whose clock counts, and what its errors mean to a client."""
+"""The database: its tables, its transactions and its clock, and what its errors mean to a client.
+
+Times are seconds since 1970, JSON is text: the same on every database.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, extract, func, insert, select, text
+import sqlalchemy as sa
+from sqlalchemy import event, exc
 
-from omniserve.server.batches.tables import MAKE_SUSPECT_INDEX, METADATA, SCHEMA_VERSION, VERSION, migrate
 from omniserve.server.errors import ApiError
 
 # How long a transaction waits for another one before it gives up.
@@ -26,8 +30,119 @@ _SCHEMA_LOCK = 0x6F6D6E69
 _MIGRATED_VERSION = 2
 
 
+SCHEMA_VERSION = 3
+
+TIMED_STATUSES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+"""States of a batch of which the table has the time at which they began."""
+UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
+"""States of a batch that has not ended; the others are final."""
+
+
+class LineState(IntEnum):
+    """The state of a line of a batch."""
+
+    PENDING = 0
+    """Without a result. Which of these lines run is known to the owner alone."""
+    DONE = 2
+    """The line has a result, or its batch ended before it was run."""
+
+
+Row = sa.RowMapping
+"""A row of a table, by column name."""
+
+METADATA = sa.MetaData()
+
+VERSION = sa.Table("omniserve_schema", METADATA, sa.Column("version", sa.Integer, primary_key=True))
+
+OWNERS = sa.Table(
+    "omniserve_owners",
+    METADATA,
+    sa.Column("model", sa.Text, primary_key=True),
+    sa.Column("fence", sa.BigInteger, nullable=False),  # counts the owners: only the last one may write
+)
+
+FILES = sa.Table(
+    "omniserve_files",
+    METADATA,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("expires_at", sa.Double),
+    sa.Column("filename", sa.Text, nullable=False),
+    sa.Column("purpose", sa.String(32), nullable=False),
+    sa.Column("num_bytes", sa.BigInteger, nullable=False),
+    sa.Column("caller", sa.Text),  # the name of the API key that it belongs to
+    sa.Index("omniserve_files_by_age", "created_at", "id"),
+)
+
+LEFTOVERS = sa.Table(  # files on the disk that clients do not see: not yet, or not any more
+    "omniserve_leftovers",
+    METADATA,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("remove_after", sa.Double, nullable=False, index=True),
+)
+
+BATCHES = sa.Table(
+    "omniserve_batches",
+    METADATA,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("status", sa.String(16), nullable=False),
+    sa.Column("outcome", sa.String(16), nullable=False),  # the status after finalizing, unless it is cancelled
+    sa.Column("endpoint", sa.String(64), nullable=False),
+    sa.Column("input_file_id", sa.String(64), nullable=False),
+    sa.Column("completion_window", sa.String(32), nullable=False),
+    sa.Column("user_metadata", sa.Text),
+    sa.Column("model", sa.Text, nullable=False),
+    sa.Column("caller", sa.Text),
+    sa.Column("may_escalate", sa.Boolean, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("expires_at", sa.Double, nullable=False),
+    *(sa.Column(f"{status}_at", sa.Double) for status in TIMED_STATUSES),
+    sa.Column("errors", sa.Text),
+    sa.Column("output_file_id", sa.String(64)),
+    sa.Column("error_file_id", sa.String(64)),
+    sa.Column("outputs_expire_after_s", sa.Double),
+    sa.Column("total", sa.Integer, nullable=False, default=0),
+    sa.Column("completed", sa.Integer, nullable=False, default=0),
+    sa.Column("failed", sa.Integer, nullable=False, default=0),
+    sa.Column("escalated", sa.Integer, nullable=False, default=0),
+    sa.Column("input_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("output_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("problem", sa.Text),  # why work on it is held up
+    sa.Index("omniserve_batches_by_age", "created_at", "id"),
+    sa.Index("omniserve_batches_by_status", "status", "expires_at"),
+)
+
+LINES = sa.Table(
+    "omniserve_lines",
+    METADATA,
+    sa.Column("batch_id", sa.String(64), primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True),  # of the line in the input file, from 1
+    sa.Column("custom_id", sa.Text, nullable=False),
+    # Its bytes in the input file are [start, start + length).
+    sa.Column("start", sa.BigInteger, nullable=False),
+    sa.Column("length", sa.Integer, nullable=False),
+    sa.Column("state", sa.Integer, nullable=False, default=int(LineState.PENDING)),
+    sa.Column("engine_stops", sa.Integer, nullable=False, default=0),
+    sa.Column("escalated", sa.Boolean, nullable=False, default=False),
+    sa.Column("ok", sa.Boolean),
+    sa.Column("result", sa.Text),
+    sa.Index("omniserve_lines_by_state", "batch_id", "state", "number"),
+)
+
+SUSPECT_STOPS = 2
+"""A line that ran so often when the engine ended may be the reason."""
+IS_SUSPECT = LINES.c.engine_stops >= sa.literal_column(str(SUSPECT_STOPS))
+"""Whether a line may be what ends the engine; with the number in it, as an index of some rows asks for."""
+MAKE_SUSPECT_INDEX = sa.text(
+    "create index if not exists omniserve_lines_suspect on omniserve_lines (batch_id, state, number) "
+    f"where engine_stops >= {SUSPECT_STOPS}"
+)
+"""Finds the few suspects among many lines. To be made after the tables: of two indexes that are as good by its rules
+SQLite takes the younger one. It came after the tables did, and a database without it is of the same version."""
+
+
 class StorageError(ApiError):
-    """Database or disk do not do what they should; nothing of the failed operation was kept."""
+    """Database or disk have failed; nothing of the failed operation was kept."""
 
 
 def storage_full(reason: object) -> StorageError:
@@ -43,6 +158,8 @@ def storage_full(reason: object) -> StorageError:
 class Database:
     """A database that many processes may use at a time.
 
+    Its functions raise StorageError when it is busy, full, gone or broken.
+
     Args:
         url: SQLAlchemy's.
         clock: Seconds since 1970; None takes the database server's clock, or this machine's for SQLite, so that all
@@ -52,94 +169,63 @@ class Database:
         StorageError: It cannot be opened, is none, or was made by another version.
     """
 
-    def __init__(self, url: URL, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, url: sa.URL, clock: Callable[[], float] | None = None) -> None:
         self._shown = url.set(username=None, password=None).difference_update_query(["password"]).render_as_string()
         try:
-            self._engine, is_sqlite = _engine(url)
+            self._engine = _engine(url)
         except (exc.SQLAlchemyError, ImportError, ValueError) as error:
             raise StorageError(f"--database-url {self._shown}: {error}", status=500) from None
+        is_sqlite = self._engine.dialect.name == "sqlite"
         self.file = Path(url.database or "") if is_sqlite else None
         """The file of an SQLite database; None for PostgreSQL."""
-        self._clock = clock if clock is not None or not is_sqlite else time.time
+        self._clock = clock or (time.time if is_sqlite else None)
         self._reading = self._engine.execution_options(reading=True)
         with self.write() as connection:
             self._make_tables(connection)
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
-        """Open a transaction that changes something: all of it is kept, or nothing.
-
-        Raises:
-            StorageError: The database is busy, full, gone or broken.
-        """
-        with self.told(), self._engine.begin() as connection:
+    def write(self) -> Iterator[sa.Connection]:
+        """Open a transaction that changes something: all of it is kept, or nothing."""
+        with self.storage_errors(), self._engine.begin() as connection:
             yield connection
 
     @contextmanager
-    def read(self) -> Iterator[Connection]:
-        """Open a transaction that changes nothing.
-
-        Raises:
-            StorageError: As for ``write``.
-        """
-        with self.told(), self._reading.begin() as connection:
+    def read(self) -> Iterator[sa.Connection]:
+        """Open a transaction that changes nothing."""
+        with self.storage_errors(), self._reading.begin() as connection:
             yield connection
 
-    def now(self, connection: Connection) -> float:
+    def now(self, connection: sa.Connection) -> float:
         """Return the time, in seconds since 1970."""
         if self._clock is not None:
             return self._clock()
-        return float(connection.execute(select(extract("epoch", func.clock_timestamp()))).scalar_one())
+        return float(connection.execute(sa.select(sa.extract("epoch", sa.func.clock_timestamp()))).scalar_one())
 
     def close(self) -> None:
         """Close the connections."""
         self._engine.dispose()
 
-    def connect(self) -> Connection:
-        """Return a connection of its own, without transactions, that is closed and not given to others after use."""
-        with self.told():
+    def connect(self) -> sa.Connection:
+        """Return a connection outside of the pool, without transactions."""
+        with self.storage_errors():
             connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
             connection.detach()
             return connection
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Let errors of the database be StorageErrors."""
+    def storage_errors(self) -> Iterator[None]:
+        """Raise StorageError for errors of the database."""
         try:
             yield
         except exc.SQLAlchemyError as error:
             cause = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
-            raise self._translated(cause) from error
+            raise _translated(cause, f"{self._shown}: {' '.join(str(cause).split())}") from error
 
-    def _translated(self, cause: BaseException) -> StorageError:
-        # SQLite's code in its lowest byte; the others have a code per detail.
-        code = getattr(cause, "sqlite_errorcode", -1) & 0xFF
-        reason = f"{self._shown}: {' '.join(str(cause).split())}"
-        if code == sqlite3.SQLITE_FULL or getattr(cause, "sqlstate", None) == "53100":
-            return storage_full(reason)
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) or getattr(cause, "sqlstate", None) in _PG_BUSY:
-            return StorageError(
-                f"the database is locked by another process ({reason}); try again",
-                status=503,
-                code="storage_busy",
-                retry_after_s=1,
-            )
-        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            return StorageError(
-                f"the database is damaged ({reason}); stop all servers that use it and restore it from a copy, or move "
-                "it away to begin with an empty one",
-                status=500,
-                code="storage_damaged",
-            )
-        return StorageError(
-            f"the database failed ({reason}); see to it and try again", status=503, code="storage_error"
-        )
-
-    def _make_tables(self, connection: Connection) -> None:
-        if self._engine.dialect.name == "postgresql":
-            connection.execute(text("select pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK})
+    def _make_tables(self, connection: sa.Connection) -> None:
+        if self.file is None:
+            connection.execute(sa.text("select pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK})
         VERSION.create(connection, checkfirst=True)
-        found = connection.execute(select(VERSION.c.version)).scalar()
+        found = connection.execute(sa.select(VERSION.c.version)).scalar()
         if found not in (None, _MIGRATED_VERSION, SCHEMA_VERSION):
             raise StorageError(
                 f"{self._shown} was made by another version of OmniServe (schema {found}, this one has "
@@ -148,56 +234,85 @@ class Database:
             )
         METADATA.create_all(connection)
         if found is None:
-            connection.execute(insert(VERSION).values(version=SCHEMA_VERSION))
+            connection.execute(sa.insert(VERSION).values(version=SCHEMA_VERSION))
         elif found == _MIGRATED_VERSION:
-            migrate(connection)
+            _migrate(connection)
         connection.execute(MAKE_SUSPECT_INDEX)
 
 
-def _engine(url: URL) -> tuple[Engine, bool]:
-    """Return the engine of a URL, and whether it is SQLite.
+def _translated(cause: BaseException, reason: str) -> StorageError:
+    # SQLite's code in its lowest byte; the others have a code per detail.
+    code, sqlstate = getattr(cause, "sqlite_errorcode", -1) & 0xFF, getattr(cause, "sqlstate", None)
+    if code == sqlite3.SQLITE_FULL or sqlstate == "53100":
+        return storage_full(reason)
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) or sqlstate in _PG_BUSY:
+        message = f"the database is locked by another process ({reason}); try again"
+        return StorageError(message, status=503, code="storage_busy", retry_after_s=1)
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return StorageError(
+            f"the database is damaged ({reason}); stop all servers that use it and restore it from a copy, or move "
+            "it away to begin with an empty one",
+            status=500,
+            code="storage_damaged",
+        )
+    message = f"the database failed ({reason}); see to it and try again"
+    return StorageError(message, status=503, code="storage_error")
+
+
+def _engine(url: sa.URL) -> sa.Engine:
+    """Return the engine of a URL.
 
     Raises:
         ValueError: It is of a database that is not supported.
     """
     if url.get_backend_name() == "postgresql":
         gone = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 30_000}
-        engine = create_engine(
+        engine = sa.create_engine(
             url.set(drivername="postgresql+psycopg"),
             pool_pre_ping=True,
             isolation_level="READ COMMITTED",
             connect_args={"connect_timeout": _PG_CONNECT_TIMEOUT_S, **gone},
         )
-        _set_up_postgres(engine)
-        return engine, False
+        event.listen(engine, "connect", _set_up_postgres)
+        return engine
     if url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:"):
-        engine = create_engine(url)
-        _set_up_sqlite(engine)
-        return engine, True
+        engine = sa.create_engine(url)
+        event.listen(engine, "connect", _set_up_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+        return engine
     raise ValueError("it must be postgresql://USER@HOST/NAME or sqlite:////PATH")
 
 
-def _set_up_postgres(engine: Engine) -> None:
-    @event.listens_for(engine, "connect")
-    def connect(connection: Any, _: object) -> None:
-        with connection.cursor() as cursor:
-            cursor.execute(f"SET lock_timeout = {int(_BUSY_TIMEOUT_S * 1000)}")
-            cursor.execute(f"SET idle_in_transaction_session_timeout = {int(_PG_IDLE_TIMEOUT_S * 1000)}")
-        connection.commit()
+def _set_up_postgres(connection: Any, _: object) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET lock_timeout = {int(_BUSY_TIMEOUT_S * 1000)}")
+        cursor.execute(f"SET idle_in_transaction_session_timeout = {int(_PG_IDLE_TIMEOUT_S * 1000)}")
+    connection.commit()
 
 
-def _set_up_sqlite(engine: Engine) -> None:
-    @event.listens_for(engine, "connect")
-    def connect(connection: Any, _: object) -> None:
-        connection.isolation_level = None  # transactions begin where begin, below, says so
-        cursor = connection.cursor()
-        cursor.execute(f"PRAGMA busy_timeout = {int(_BUSY_TIMEOUT_S * 1000)}")
-        cursor.execute("PRAGMA journal_mode = WAL")
-        cursor.execute("PRAGMA synchronous = FULL")  # a commit survives a power cut, too
-        cursor.close()
+def _set_up_sqlite(connection: Any, _: object) -> None:
+    connection.isolation_level = None  # transactions begin in _begin_sqlite
+    connection.execute(f"PRAGMA busy_timeout = {int(_BUSY_TIMEOUT_S * 1000)}")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")  # a commit survives a power cut, too
 
-    @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        # A transaction that first reads and then writes must not find that another process wrote in between.
-        reading = connection.get_execution_options().get("reading")
-        connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    # A transaction that first reads and then writes must not find that another process wrote in between.
+    reading = connection.get_execution_options().get("reading")
+    connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+
+
+def _migrate(connection: sa.Connection) -> None:
+    """Bring a database of version 2, in which servers shared the lines of a batch by leases, to this version.
+
+    A line that was claimed has no result yet: it is pending again. Servers of the old version which still run can no
+    longer write to lines and batches: the columns that they write are gone.
+    """
+    connection.execute(sa.update(LINES).where(LINES.c.state == 1).values(state=LineState.PENDING))
+    for index in ("omniserve_lines_by_owner", "omniserve_lines_by_lease"):
+        connection.execute(sa.text(f"drop index if exists {index}"))
+    for table in (BATCHES, LINES):
+        for column in ("owner", "lease_until", "not_before"):
+            connection.execute(sa.text(f"alter table {table.name} drop column {column}"))
+    connection.execute(sa.update(VERSION).values(version=SCHEMA_VERSION))

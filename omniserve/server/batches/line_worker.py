@@ -1,31 +1,52 @@
-"""The work on lines: start as many as there is room for, hand in what is done, and let those of late batches hurry."""
+"""Runs lines: as many as there is room for; saves their results, and escalates lines of late batches.
+
+An escalated line runs as a latency-sensitive request.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar, TypeVarTuple
 
-from omniserve.server.batches.database import StorageError
+from omniserve.server.batches.database import Row, StorageError
 from omniserve.server.batches.files import FileFolder
-from omniserve.server.batches.line_run import LineNotRun, refused, run_line
-from omniserve.server.batches.loops import RETRY_S, Changes, OneThread, set_or_polled
-from omniserve.server.batches.progress import LineKey, LineResult, PendingLine, Progress
-from omniserve.server.batches.store import Row, new_id
+from omniserve.server.batches.lines import LineKey, LineResult, PendingLine, RunAgain, refused, run_line
+from omniserve.server.batches.owner import Owner
+from omniserve.server.batches.store import new_id
 from omniserve.server.batches.urgency import Urgency
 from omniserve.server.errors import ApiError
 from omniserve.server.service import Service
 
 logger = logging.getLogger(__name__)
 
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
+
+
+class OneThread:
+    """A thread that runs blocking calls, one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def run(self, function: Callable[[*Args], T], *args: *Args) -> T:
+        """Call a function there. A cancelled caller does not wait for it, but it is called all the same."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    async def stop(self) -> None:
+        """Wait for the calls that are under way; take no more."""
+        await asyncio.to_thread(self._executor.shutdown)
+
 
 @dataclass(slots=True, eq=False)
 class RunningLine:
-    """A line that takes a place, until its result is in the database or it may be tried again."""
+    """A line that is counted as running, until its result is in the database or it may be tried again."""
 
     line: PendingLine
     raw: bytes
@@ -41,107 +62,64 @@ class RunningLine:
 class LineWorker:
     """Keeps lines running.
 
-    All that is here may be lost at any moment: what counts is in the database.
-
-    Args:
-        service: Runs the lines.
-        files: Where they lie.
-        progress: Knows them, and takes their results.
-        changes: Says when to look again; told of lines that are done, and of results that are in the database.
-        concurrency: Lines that run at a time.
+    All that is here may be lost at any moment: what counts is in the database. What works with it raises StorageError
+    when it does not work, and NotOwner when there is a new owner. ``done`` is set as results are in the database.
     """
 
-    def __init__(
-        self, service: Service, files: FileFolder, progress: Progress, changes: Changes, *, concurrency: int
-    ) -> None:
+    def __init__(self, service: Service, files: FileFolder, owner: Owner, done: asyncio.Event) -> None:
         self._service = service
         self._files = files
-        self._progress = progress
-        self._changes = changes
-        self._concurrency = concurrency
+        self._owner = owner
+        self._done = done
+        self.changed = asyncio.Event()
+        """Set when there may be lines to start or results to save: time to ``work``."""
+        self._concurrency = service.limits.batch_concurrency
         self._thread = OneThread("batch-lines")
         self._running: dict[LineKey, RunningLine] = {}
-        """The lines that have a place, in the order in which they began."""
+        """In the order in which they began."""
         self._results: list[LineResult] = []
-        self._not_run: list[tuple[RunningLine, LineNotRun]] = []
-        self._put_off: dict[str, float] = {}
-        """Batches of which lines cannot be read, and till when they are put off."""
-        self._urgency = Urgency(concurrency)
+        self._not_run: list[tuple[RunningLine, RunAgain]] = []
+        self._urgency = Urgency(self._concurrency)
         self._urgent: dict[str, int] = {}
         """The number of lines of each late batch that should run as LS requests, in the order of expiry."""
-        self._waiting: set[str] = set()
-        """Batches of which a line could be started now."""
-
-    @property
-    def num_running(self) -> Counter[str]:
-        """The number of lines of each batch that have a place."""
-        return Counter(batch_id for batch_id, _ in self._running)
 
     async def work(self) -> None:
-        """Hand in what is done, start what there is room for, and wait until there may be more.
-
-        Raises:
-            StorageError: The database does not work.
-            NotOwner: There is a new owner.
-        """
-        self._changes.lines.clear()
-        await self._hand_in()
-        if len(self._running) < self._concurrency and self._is_open():
+        """Save results, and start as many lines as there is room for."""
+        await self._save_results()
+        if len(self._running) < self._concurrency:
+            try:
+                self._service.check_open()
+            except ApiError:
+                return
             await self._begin()
-        await set_or_polled(self._changes.lines)
 
     async def watch(self) -> None:
-        """Stop the lines of batches that have ended, and look for batches that are late.
-
-        Raises:
-            StorageError: The database does not work.
-            NotOwner: There is a new owner.
-        """
-        await self._thread.run(self._progress.expire_batches)
+        """Stop the lines of batches that have ended, and look for batches that are late."""
+        await self._thread.run(self._owner.expire_batches)
         before = list(self._running.values())
-        now, batches = await self._thread.run(self._progress.running_batches)
+        now, batches = await self._thread.run(self._owner.running_batches)
         ids = {batch["id"] for batch in batches}
         await self._drop([entry for entry in before if entry.line.batch_id not in ids])
-        self._urgent = self._urgency.judge(now, batches, self.num_running)
-        self._waiting = {batch["id"] for batch in batches if self._has_waiting(batch)}
-        await self._make_way()
+        self._urgent = self._urgency.judge(now, batches, Counter(batch_id for batch_id, _ in self._running))
+        await self._make_way({batch["id"] for batch in batches if self._has_waiting(batch)})
 
-    async def drop_batch(self, batch_id: str) -> None:
-        """Stop the lines of a batch that was ended."""
-        await self._drop([entry for entry in self._running.values() if entry.line.batch_id == batch_id])
-
-    async def drop_all(self) -> None:
-        """Stop all lines."""
-        await self._drop(list(self._running.values()))
+    async def drop(self, batch_id: str | None = None) -> None:
+        """Stop the lines of a batch that was ended, or all lines."""
+        await self._drop([entry for entry in self._running.values() if batch_id in (None, entry.line.batch_id)])
 
     async def stop(self) -> None:
-        """Stop all lines, and hand in what is done.
-
-        Raises:
-            StorageError: The database does not work; what was done is lost.
-            NotOwner: There is a new owner; what was done is lost.
-        """
-        await self.drop_all()
+        """Stop all lines, and save results, which are lost if that fails."""
+        await self.drop()
         try:
-            await self._hand_in()
+            await self._save_results()
         finally:
             await self._thread.stop()
 
-    def _is_open(self) -> bool:
-        try:
-            self._service.check_open()
-        except ApiError:
-            return False
-        return True
-
     async def _begin(self) -> None:
-        now_s = time.monotonic()
-        self._put_off = {batch_id: until_s for batch_id, until_s in self._put_off.items() if until_s > now_s}
         find = partial(
-            self._progress.pending_lines,
+            self._owner.pending_lines,
             self._concurrency - len(self._running),
             held=set(self._running),
-            put_off=set(self._put_off),
             with_suspect=not any(entry.line.is_suspect for entry in self._running.values()),
             first=self._lacking(),
         )
@@ -149,13 +127,12 @@ class LineWorker:
         self._running |= {entry.line.key: entry for entry in entries}
         try:
             await self._escalate(entries)
-        finally:  # at any rate: they have their places
+        finally:  # at any rate: they are counted as running
             for entry in entries:
                 self._start(entry)
         for batch_id, error in unreadable.items():
             logger.warning("batches: %s is held up: %s", batch_id, error)
-            self._put_off[batch_id] = time.monotonic() + 2 * RETRY_S
-            await self._thread.run(self._progress.report, batch_id, error.message)
+            await self._thread.run(self._owner.put_off, batch_id, error.message)
 
     def _read(self, find: partial[list[PendingLine]]) -> tuple[list[RunningLine], dict[str, StorageError]]:
         """Return lines that are to be started, and the batches of which a line cannot be read."""
@@ -176,37 +153,37 @@ class LineWorker:
         line = entry.line
         try:
             result = await run_line(self._service, line, entry.raw, escalated=entry.escalated)
-        except LineNotRun as reason:
-            self._not_run.append((entry, reason))
         except Exception as error:
             logger.exception("batches: line %d of %s failed", line.number, line.batch_id)
             message = f"internal error ({type(error).__name__}); see the server's log"
-            self._results.append(refused(line, ApiError(message, status=500), new_id("req_")))
-        else:
+            result = refused(line, ApiError(message, status=500), new_id("req_"))
+        if isinstance(result, LineResult):
             self._results.append(result)
-        self._changes.lines.set()
+        else:
+            self._not_run.append((entry, result))
+        self.changed.set()
 
-    async def _hand_in(self) -> None:
-        """Bring results to the database, together; they stay here until they are there."""
+    async def _save_results(self) -> None:
+        """Save results, all in one transaction; they are kept here until it has succeeded."""
         if results := list(self._results):
-            await self._thread.run(self._progress.save, results)
+            await self._thread.run(self._owner.save, results)
             del self._results[: len(results)]
             for result in results:
                 self._running.pop(result.key, None)
-            self._changes.batches.set()
+            self._done.set()
         while self._not_run:
-            entry, reason = self._not_run[0]
-            if reason.engine_stopped:
+            entry, again = self._not_run[0]
+            if again.engine_stopped:
                 number = entry.line.engine_stops + 1
-                await self._thread.run(self._progress.note_engine_stops, entry.line.key, number)
+                await self._thread.run(self._owner.note_engine_stops, entry.line.key, number)
             del self._not_run[0]
-            asyncio.get_running_loop().call_later(reason.delay_s, self._free, entry)
+            asyncio.get_running_loop().call_later(again.delay_s, self._free, entry)
 
     def _free(self, entry: RunningLine) -> None:
-        """Let another line have the place; this one is pending again."""
+        """Make room for another line; this one is pending again."""
         if self._running.get(entry.line.key) is entry:
             del self._running[entry.line.key]
-        self._changes.lines.set()
+        self.changed.set()
 
     async def _drop(self, entries: Iterable[RunningLine]) -> None:
         """Stop lines that are computed; those that have a result stay until it is in the database."""
@@ -219,19 +196,19 @@ class LineWorker:
                 self._free(entry)
 
     def _has_waiting(self, batch: Row) -> bool:
-        """Whether a line of a batch could be started; not one that may be what ends the engine, which has to wait."""
+        """Tell whether a batch has a line that could be started; suspects, which have to wait, do not count."""
         held = [entry for entry in self._running.values() if entry.line.batch_id == batch["id"]]
         num_open = batch["total"] - batch["completed"] - batch["failed"] - batch["num_suspects"]
-        return batch["id"] not in self._put_off and num_open > sum(not entry.line.is_suspect for entry in held)
+        return not self._owner.is_put_off(batch["id"]) and num_open > sum(not entry.line.is_suspect for entry in held)
 
     def _lacking(self) -> Mapping[str, int]:
-        """Return how many more lines of late batches should hurry than do, if any."""
-        hurrying = Counter(entry.line.batch_id for entry in self._running.values() if entry.escalated)
-        lacking = {batch_id: number - hurrying[batch_id] for batch_id, number in self._urgent.items()}
+        """Return, for each late batch with too few escalated lines, how many more there should be."""
+        num_escalated = Counter(entry.line.batch_id for entry in self._running.values() if entry.escalated)
+        lacking = {batch_id: number - num_escalated[batch_id] for batch_id, number in self._urgent.items()}
         return {batch_id: number for batch_id, number in lacking.items() if number > 0}
 
     async def _escalate(self, entries: Sequence[RunningLine]) -> None:
-        """Let the first of these lines, not started yet, run as latency-sensitive requests as far as is urgent."""
+        """Escalate the first of these lines, not started yet, as far as their batches lack escalated lines."""
         chosen: list[RunningLine] = []
         room = dict(self._lacking())
         for entry in entries:
@@ -240,15 +217,15 @@ class LineWorker:
                 room[batch_id] -= 1
                 chosen.append(entry)
         if chosen:
-            await self._thread.run(self._progress.escalate, [entry.line.key for entry in chosen])
+            await self._thread.run(self._owner.escalate, [entry.line.key for entry in chosen])
             for entry in chosen:
                 entry.escalated = True
 
-    async def _make_way(self) -> None:
-        """Where a late batch has too few lines that hurry, let one that runs begin again as one that does.
+    async def _make_way(self, waiting: set[str]) -> None:
+        """For each late batch with too few escalated lines, start its oldest running line again, escalated.
 
-        It is the oldest of the batch. If none of its lines run, one of another batch gives way to one that could be
-        started: that will be the next to be. What was computed is lost, so it is one at a time.
+        If none of its lines run, and the batch is among those ``waiting`` for room, a line of another batch is stopped:
+        the next one to start is of the late batch. What was computed is lost, so it is one line at a time.
         """
         for batch_id in self._lacking():
             calm = [entry for entry in self._running.values() if entry.is_computed and not entry.escalated]
@@ -263,5 +240,5 @@ class LineWorker:
                         await self._escalate([again])
                     finally:
                         self._start(again)
-            elif calm and batch_id in self._waiting and len(self._running) >= self._concurrency:
+            elif calm and batch_id in waiting and len(self._running) >= self._concurrency:
                 await self._drop(calm[-1:])

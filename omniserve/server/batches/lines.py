@@ -1,16 +1,24 @@
-"""An input file: one JSON object a line, each a request. Checked as a whole before any line is run."""
+"""Lines of a batch: one JSON object each, a request. Checks an input file as a whole; runs a line as HTTP would."""
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from http import HTTPStatus
+from typing import Any, BinaryIO, NamedTuple
 
 from pydantic_core import from_json
 
+from omniserve.core.request import ServiceClass
+from omniserve.server.answers import ENDPOINTS
+from omniserve.server.batches.database import SUSPECT_STOPS
+from omniserve.server.batches.store import new_id
 from omniserve.server.errors import ApiError
+from omniserve.server.protocol import GenerationRequest, SloFields, class_of_tier, parse
+from omniserve.server.service import Service, new_call_id
 
 MAX_LINE_BYTES = 32 << 20
 """Largest line in bytes: as much as the body of an HTTP request may have."""
@@ -19,25 +27,31 @@ _MAX_CUSTOM_ID = 512
 NO_TEXT = re.compile("[\0\ud800-\udfff]")
 """Characters that databases refuse as text: NUL, and single surrogates."""
 _FIELDS = ("custom_id", "method", "url", "body")
+MAX_ENGINE_STOPS = SUSPECT_STOPS + 1
+"""After so many ends of the engine while a line ran, the line is taken for their cause.
+
+At most as many as the engine is started again in a row.
+"""
+ESCALATED_TIER = "default"
+"""The service tier of an escalated line."""
+_RETRY_S = 1.0
+
+LineKey = tuple[str, int]
+"""Batch and number of a line."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineFault:
-    """An error in an input file."""
+    """An error in an input file, with the fields of OpenAI's object."""
 
     message: str
-    code: str
+    code: str | None
     param: str | None = None
     line: int | None = None
     """Line number from 1; None if the error is about the whole file."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return OpenAI's object."""
-        return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
 
-
-@dataclass(frozen=True, slots=True)
-class CheckedLine:
+class CheckedLine(NamedTuple):
     """A line that holds a request; its bytes in the file are [start, start + length)."""
 
     number: int
@@ -54,11 +68,52 @@ class CheckedFile:
     faults: list[LineFault] = field(default_factory=list)
 
 
-class _Fault(Exception):
-    def __init__(self, message: str, code: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.param = param
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingLine:
+    """A line to be run."""
+
+    batch_id: str
+    number: int
+    custom_id: str
+    endpoint: str
+    input_file_id: str
+    start: int
+    length: int
+    engine_stops: int
+    """How often the engine died while this line ran."""
+    escalated: bool
+    """The line runs as a latency-sensitive request."""
+
+    @property
+    def key(self) -> LineKey:
+        return self.batch_id, self.number
+
+    @property
+    def is_suspect(self) -> bool:
+        """The line may be the cause of the engine's death."""
+        return self.engine_stops >= SUSPECT_STOPS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LineResult:
+    """The result of a line."""
+
+    key: LineKey
+    ok: bool
+    text: str
+    """The text for the output file, or for the error file."""
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunAgain:
+    """A line has no result yet, through no fault of its own."""
+
+    delay_s: float
+    """When to try again."""
+    engine_stopped: bool
+    """The engine ended while the line ran."""
 
 
 def check_file(file: BinaryIO, endpoint: str, check_model: Callable[[str | None], None], max_lines: int) -> CheckedFile:
@@ -71,7 +126,7 @@ def check_file(file: BinaryIO, endpoint: str, check_model: Callable[[str | None]
         file: Read from where it stands.
         endpoint: What every line has to be for.
         check_model: Raises ApiError for a model that is not served.
-        max_lines: Of requests.
+        max_lines: Most requests.
     """
     found, line_of = CheckedFile(), dict[str, int]()
     for number, start, raw in _lines(file):
@@ -85,14 +140,14 @@ def check_file(file: BinaryIO, endpoint: str, check_model: Callable[[str | None]
             break
         try:
             if len(raw) > MAX_LINE_BYTES:
-                raise _Fault(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB; send less", "line_too_long")
+                raise _fault(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB; send less", "line_too_long")
             custom_id = _check_line(raw, endpoint, check_model)
             first = line_of.setdefault(custom_id, number)
             if first != number:
                 message = f"the custom_id {custom_id!r} is that of line {first}, too; give each line its own"
-                raise _Fault(message, "duplicate_custom_id", "custom_id")
-        except _Fault as fault:
-            found.faults.append(LineFault(str(fault), fault.code, fault.param, number))
+                raise _fault(message, "duplicate_custom_id", "custom_id")
+        except ApiError as error:
+            found.faults.append(LineFault(error.message, error.code, error.param, number))
             continue
         found.lines.append(CheckedLine(number, custom_id, start, len(raw)))
     if not found.lines and not found.faults:
@@ -117,35 +172,114 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
         start = file.tell()
 
 
+def _fault(message: str, code: str, param: str | None = None) -> ApiError:
+    return ApiError(message, code=code, param=param)
+
+
 def _check_line(raw: bytes, endpoint: str, check_model: Callable[[str | None], None]) -> str:
     """Return the line's custom_id."""
     try:
         line = from_json(raw)  # as the body of an HTTP request is read, so that what is good here is good there
     except ValueError as error:
-        raise _Fault(f"the line is not valid JSON: {error}", "invalid_json_line") from None
+        raise _fault(f"the line is not valid JSON: {error}", "invalid_json_line") from None
     if not isinstance(line, dict):
-        raise _Fault("the line must be a JSON object", "invalid_json_line")
+        raise _fault("the line must be a JSON object", "invalid_json_line")
     for name in _FIELDS:
         if name not in line:
-            raise _Fault(f"{name} is missing", "missing_required_parameter", name)
+            raise _fault(f"{name} is missing", "missing_required_parameter", name)
     if unknown := next((name for name in line if name not in _FIELDS), None):
-        raise _Fault(f"unknown field {unknown!r}: remove it; known: {', '.join(_FIELDS)}", "unknown_parameter", unknown)
+        raise _fault(f"unknown field {unknown!r}: remove it; known: {', '.join(_FIELDS)}", "unknown_parameter", unknown)
     custom_id, method, url, body = (line[name] for name in _FIELDS)
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_CUSTOM_ID or NO_TEXT.search(custom_id):
-        raise _Fault(
+        raise _fault(
             f"custom_id must be a string of 1 to {_MAX_CUSTOM_ID} characters", "invalid_custom_id", "custom_id"
         )
     if method != "POST":
-        raise _Fault(f"method must be 'POST', got {method!r}", "invalid_method", "method")
+        raise _fault(f"method must be 'POST', got {method!r}", "invalid_method", "method")
     if url != endpoint:
-        raise _Fault(f"url must be the batch's endpoint, {endpoint!r}; got {url!r}", "mismatched_url", "url")
+        raise _fault(f"url must be the batch's endpoint, {endpoint!r}; got {url!r}", "mismatched_url", "url")
     if not isinstance(body, dict):
-        raise _Fault("body must be a JSON object", "invalid_body", "body")
+        raise _fault("body must be a JSON object", "invalid_body", "body")
     model = body.get("model")
     if model is not None and not isinstance(model, str):
-        raise _Fault("body.model must be a string", "invalid_model", "body.model")
+        raise _fault("body.model must be a string", "invalid_model", "body.model")
     try:
         check_model(model)
     except ApiError as error:
-        raise _Fault(error.message, error.code or "model_not_found", "body.model") from None
+        raise _fault(error.message, error.code or "model_not_found", "body.model") from None
     return custom_id
+
+
+async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated: bool) -> LineResult | RunAgain:
+    """Run a line, of which ``raw`` is the text; a request that is wrong has an error as its result.
+
+    If it is escalated, it runs as a latency-sensitive request instead of a best-effort one.
+    """
+    endpoint = ENDPOINTS[line.endpoint]
+    call_id = new_call_id(endpoint.id_prefix)
+    try:
+        request = _classed(service, parse(endpoint.request_kind, body_of(raw)), escalated)
+        service.check_open()
+        service.check_model(request.model)
+        outputs = await service.begin(request, call_id, time.monotonic())
+        try:
+            await outputs.start()
+            shape = endpoint(service, request, call_id)
+            answer = shape.answer(await outputs.collect(), outputs.usage.as_dict())
+        finally:
+            service.end(outputs)
+    except ApiError as error:
+        engine_stopped = error.code == "engine_stopped" and error.status == HTTPStatus.INTERNAL_SERVER_ERROR
+        again = error.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE) or (
+            engine_stopped and line.engine_stops + 1 < MAX_ENGINE_STOPS
+        )
+        if again:
+            return RunAgain(max(_RETRY_S, error.retry_after_s or 0.0), engine_stopped)
+        return refused(line, error, call_id)
+    usage = outputs.usage
+    return LineResult(
+        key=line.key,
+        ok=True,
+        text=_text(line.custom_id, _response(HTTPStatus.OK, call_id, answer.decode())),
+        num_input_tokens=usage.num_prompt_tokens,
+        num_output_tokens=usage.num_output_tokens,
+    )
+
+
+def refused(line: PendingLine, error: ApiError, call_id: str) -> LineResult:
+    """Return the result of a line that has an error instead of an answer."""
+    response = _response(error.status, call_id, json.dumps(error.body()))
+    return LineResult(key=line.key, ok=False, text=_text(line.custom_id, response))
+
+
+def not_run_text(custom_id: str, outcome: str) -> str:
+    """Return the line of the error file for a request whose batch ended before it was run."""
+    why = "expired before this request was run" if outcome == "expired" else "was cancelled before this request was run"
+    return _text(custom_id, "null", {"code": f"batch_{outcome}", "message": f"the batch {why}; send it again"})
+
+
+def _classed(service: Service, request: GenerationRequest, escalated: bool) -> GenerationRequest:
+    """Return the request as one of the class that it is to run in."""
+    if request.stream:
+        raise ApiError("a line of a batch cannot be streamed; remove stream", param="stream")
+    tier = "flex" if request.service_tier in ("auto", "default") else request.service_tier
+    if class_of_tier(tier, service.info.classes).kind != ServiceClass.BE:
+        raise ApiError(
+            f"service_tier {tier!r} is latency-sensitive, and lines of a batch are best-effort; remove service_tier, "
+            "or send the request by itself",
+            param="service_tier",
+            code="invalid_value",
+        )
+    if escalated:
+        # Without objectives: admission control shall not refuse it.
+        return request.model_copy(update={"service_tier": ESCALATED_TIER, "slo": SloFields(ttft_s=None, tpot_s=None)})
+    return request.model_copy(update={"service_tier": tier})
+
+
+def _response(status: int, request_id: str, body: str) -> str:
+    return f'{{"status_code": {int(status)}, "request_id": {json.dumps(request_id)}, "body": {body}}}'
+
+
+def _text(custom_id: str, response: str, error: dict[str, Any] | None = None) -> str:
+    head = f'"id": {json.dumps(new_id("batch_req_"))}, "custom_id": {json.dumps(custom_id)}'
+    return f'{{{head}, "response": {response}, "error": {json.dumps(error)}}}'

@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import shutil
 import signal
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from tqdm import tqdm
 
 from omniserve.core.errors import EngineStopped
-from omniserve.server.batches.database import StorageError
-from omniserve.server.batches.files import FileFolder
-from omniserve.server.batches.leftovers import NewFile
-from omniserve.server.batches.objects import batch_object
-from omniserve.server.batches.owner import FileLock
+from omniserve.server.batches.database import BATCHES, UNFINISHED, Row, StorageError
+from omniserve.server.batches.files import BatchSettings, FileFolder, read_parts
+from omniserve.server.batches.locks import FileLock
 from omniserve.server.batches.runner import BatchRunner
-from omniserve.server.batches.store import NewBatch, Row, Storage
-from omniserve.server.batches.tables import UNFINISHED
+from omniserve.server.batches.store import NewBatch, NewFile, Store
+from omniserve.server.cli import ServerOptions
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.serve import start_service
-from omniserve.server.server_flags import ServerOptions
 from omniserve.server.supervisor import EngineSupervisor
 
 logger = logging.getLogger("omniserve.batch")
 
 _POLL_S = 0.25
 _NO_WINDOW_S = 10 * 365 * 86400.0
-_COPY_BYTES = 1 << 20
 _INTERRUPTED = 130
 
 
@@ -59,19 +55,18 @@ async def run_offline(job: OfflineJob, options: ServerOptions, make_engine: Engi
 
     0 if every line has an answer, 1 if some have an error, 2 if nothing could be run, 130 after Ctrl-C.
     """
-    options = replace(options, batches=replace(options.batches, data_dir=job.journal, database_url=None))
     try:
         with _locked(job.journal):
-            storage = await asyncio.to_thread(Storage.open, options.batches)
-            batch = await asyncio.to_thread(_find_or_create, storage, job, options.model_name)
+            store = await asyncio.to_thread(Store.open, BatchSettings(data_dir=job.journal))
+            batch = await asyncio.to_thread(_find_or_create, store, job, options.model_name)
             stop = asyncio.Event()
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
-            batch = await _work(storage, batch["id"], options, make_engine, stop)
+            batch = await _work(store, batch["id"], options, make_engine, stop)
             if batch["status"] in UNFINISHED:
                 logger.warning("stopped; run the same command again to go on")
                 return _INTERRUPTED
-            status = await asyncio.to_thread(_deliver, job, storage.files, batch)
+            status = await asyncio.to_thread(_deliver, job, store.files, batch)
             _remove(job.journal)
             return status
     except (StorageError, EngineStopped, OSError) as error:
@@ -92,15 +87,13 @@ def _locked(journal: Path) -> Iterator[None]:
         lock.release()
 
 
-def _find_or_create(storage: Storage, job: OfflineJob, model: str) -> Row:
-    digest = hashlib.sha256()
+def _find_or_create(store: Store, job: OfflineJob, model: str) -> Row:
     with job.input.open("rb") as file:
-        for part in _parts(file):
-            digest.update(part)
-    wanted = {"input": digest.hexdigest(), "endpoint": job.endpoint, "model": model}
-    found = storage.store.list_batches(limit=1, after=None).rows
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    wanted = {"input": digest, "endpoint": job.endpoint, "model": model}
+    found = store.page(BATCHES, limit=1).rows
     if found:
-        if batch_object(found[0])["metadata"] != wanted:
+        if json.loads(found[0]["user_metadata"]) != wanted:
             raise StorageError(
                 f"{job.journal} is of another run (other input, endpoint or model); finish that one, delete the "
                 "journal or choose another output"
@@ -108,13 +101,12 @@ def _find_or_create(storage: Storage, job: OfflineJob, model: str) -> Row:
         logger.info("going on with %s", job.journal)
         return found[0]
     with job.input.open("rb") as file:
-        file_id, num_bytes = storage.write_file(_parts(file))
-    storage.store.add_file(NewFile(id=file_id, filename=job.input.name, purpose="batch", num_bytes=num_bytes))
-    return storage.store.create_batch(
+        input_file = store.add_file(NewFile(filename=job.input.name, purpose="batch"), read_parts(file))
+    return store.create_batch(
         NewBatch(
             model=model,
             endpoint=job.endpoint,
-            input_file_id=file_id,
+            input_file_id=input_file["id"],
             completion_window="none",
             window_s=_NO_WINDOW_S,
             metadata=wanted,
@@ -123,7 +115,7 @@ def _find_or_create(storage: Storage, job: OfflineJob, model: str) -> Row:
 
 
 async def _work(
-    storage: Storage, batch_id: str, options: ServerOptions, make_engine: EngineMaker, stop: asyncio.Event
+    store: Store, batch_id: str, options: ServerOptions, make_engine: EngineMaker, stop: asyncio.Event
 ) -> Row:
     """Run until the batch has ended, or until told to stop; return it."""
     engine = EngineSupervisor(
@@ -138,21 +130,21 @@ async def _work(
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
-            return await asyncio.to_thread(storage.store.batch, batch_id)
-        runner = BatchRunner(starting.result(), storage, options.batches)
+            return await asyncio.to_thread(store.batch, batch_id)
+        runner = BatchRunner(starting.result(), store)
         runner.start()
         try:
-            return await _follow(storage, batch_id, engine, stop)
+            return await _follow(store, batch_id, engine, stop)
         finally:
             await runner.stop()
     finally:
         await engine.close()
 
 
-async def _follow(storage: Storage, batch_id: str, engine: EngineSupervisor, stop: asyncio.Event) -> Row:
+async def _follow(store: Store, batch_id: str, engine: EngineSupervisor, stop: asyncio.Event) -> Row:
     with tqdm(unit="line", dynamic_ncols=True) as bar:
         while True:
-            batch = await asyncio.to_thread(storage.store.batch, batch_id)
+            batch = await asyncio.to_thread(store.batch, batch_id)
             if bar.total != batch["total"]:
                 bar.reset(batch["total"])
                 # So that only this run's lines make the rate.
@@ -166,7 +158,7 @@ async def _follow(storage: Storage, batch_id: str, engine: EngineSupervisor, sto
 
 
 def _deliver(job: OfflineJob, files: FileFolder, batch: Row) -> int:
-    for fault in (batch_object(batch)["errors"] or {"data": []})["data"]:
+    for fault in json.loads(batch["errors"] or "[]"):
         logger.error("%s: %s%s", job.input, f"line {fault['line']}: " if fault["line"] else "", fault["message"])
     if batch["status"] == "failed":
         return 2
@@ -193,9 +185,4 @@ def _copy(files: FileFolder, file_id: str | None, target: Path) -> None:
         folder.write(target.name, ())
         return
     with files.open(file_id) as source:
-        folder.write(target.name, _parts(source))
-
-
-def _parts(file: BinaryIO) -> Iterator[bytes]:
-    while part := file.read(_COPY_BYTES):
-        yield part
+        folder.write(target.name, read_parts(source))

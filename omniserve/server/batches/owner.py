@@ -1,172 +1,90 @@
-"""The owner: for each database and model, the one server that runs lines.
+"""The owner: for each database and model, the one server that validates, runs and finalizes its batches.
 
-A server becomes the owner when it gets the lock, which its death frees: for SQLite ``flock`` on a file beside the
-database, for PostgreSQL an advisory lock of a connection. Each owner then gets a fencing number that is higher than all
-before it, and every write of an owner checks, in its transaction, that there is no higher one. A lock may be lost
-without notice (a connection that broke, a machine that was frozen); the fence keeps a former owner from writing.
+A server becomes the owner when it gets the lock, which its death frees. Each owner then gets a fencing number that is
+higher than all before it, and every write of an owner checks, in its transaction, that there is no higher one. A lock
+may be lost without notice (a connection that broke, a machine that was frozen); the fence keeps a former owner from
+writing.
+
+A line is pending until its result is in the database; which lines run is known to the owner alone, so that its death
+leaves nothing to be cleared up.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import os
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import BinaryIO
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, text, update
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, or_, select, update
 
-from omniserve.server.batches.database import Database, StorageError
-from omniserve.server.batches.tables import OWNERS
-
-_NETWORK_FILE_SYSTEMS = re.compile(
-    r"nfs\d?|cifs|smb\d?|smbfs|afs|ceph|lustre|beegfs|gpfs|fuse\.(sshfs|ceph|glusterfs|rclone|s3fs)|glusterfs"
+from omniserve.server.batches.database import (
+    BATCHES,
+    IS_SUSPECT,
+    LINES,
+    OWNERS,
+    UNFINISHED,
+    Database,
+    LineState,
+    Row,
+    StorageError,
 )
-_MOUNTS = Path("/proc/self/mountinfo")
-# PostgreSQL ends a session that shows no sign of life for so long: the lock of a frozen owner, or of a lost machine.
-_PG_GONE_AFTER_S = 20
+from omniserve.server.batches.lines import CheckedLine, LineFault, LineKey, LineResult, PendingLine
+from omniserve.server.batches.locks import Lock
+from omniserve.server.batches.store import NewFile, end_lines, get_row, make_known, set_batch
+
+_ROWS_PER_INSERT = 1000
+# A batch that waits for so long to be finalized has no server of its model; any owner finalizes it.
+_ABANDONED_AFTER_S = 30.0
+_PUT_OFF_S = 10.0
+_PENDING_COLUMNS = LINES.c["batch_id", "number", "custom_id", "start", "length", "engine_stops", "escalated"]
 
 
 class NotOwner(Exception):
     """The server does not own the batches of its model, or cannot prove that it does."""
 
 
-class FileLock:
-    """A lock by ``flock``, which goes with the process; its file stays.
-
-    Every function raises StorageError if the file cannot be opened or locked.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-
-    def acquire(self) -> bool:
-        """Try to get the lock; False if another process has it."""
-        self.release()
-        try:
-            self._file = self._path.open("ab")
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
-            return False
-        except OSError as error:
-            self.release()
-            raise StorageError(
-                f"cannot lock {self._path}: {error.strerror or error}; make it writable, or choose a --data-dir on a "
-                "local disk"
-            ) from error
-        return self.is_held()
-
-    def is_held(self) -> bool:
-        """Tell whether this process still has the lock."""
-        if self._file is None:
-            return False
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False  # it was removed, so another process can lock a new one
-
-    def release(self) -> None:
-        """Give the lock back, if it is held."""
-        if self._file is not None:
-            self._file.close()
-        self._file = None
-
-
-class AdvisoryLock:
-    """A lock of PostgreSQL, which goes with the connection that holds it; that serves nothing else.
-
-    Every function raises StorageError if the database does not work.
-    """
-
-    def __init__(self, database: Database, name: str) -> None:
-        self._database = database
-        digest = hashlib.sha256(name.encode()).digest()
-        self._key = {"high": int.from_bytes(digest[:4]) >> 1, "low": int.from_bytes(digest[4:8]) >> 1}
-        self._connection: Connection | None = None
-
-    def acquire(self) -> bool:
-        """Try to get the lock; False if another process has it."""
-        try:
-            if self._connection is None:
-                self._connection = self._connect()
-            return self._is("select pg_try_advisory_lock(:high, :low)")
-        except StorageError:
-            self.release()
-            raise
-
-    def is_held(self) -> bool:
-        """Tell whether this process still has the lock."""
-        try:
-            return self._connection is not None and self._is(
-                "select exists (select from pg_locks where locktype = 'advisory' and granted and objsubid = 2 "
-                "and pid = pg_backend_pid() and classid = :high and objid = :low)"
-            )
-        except StorageError:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        """Give the lock back, if it is held."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            # PostgreSQL sees the end of a connection a little later, and frees the locks then.
-            with connection, suppress(SQLAlchemyError):  # of a connection that broke it frees them by itself
-                connection.execute(select(func.pg_advisory_unlock_all()))
-
-    def _connect(self) -> Connection:
-        connection = self._database.connect()
-        settings = {
-            "idle_session_timeout": f"{_PG_GONE_AFTER_S}s",
-            "tcp_keepalives_idle": str(_PG_GONE_AFTER_S // 2),
-            "tcp_keepalives_interval": str(_PG_GONE_AFTER_S // 6),
-            "tcp_keepalives_count": "3",
-        }
-        with self._database.told():
-            for name, value in settings.items():  # not every version has each
-                query = text("select set_config(name, :value, false) from pg_settings where name = :name")
-                connection.execute(query, {"name": name, "value": value})
-        return connection
-
-    def _is(self, query: str) -> bool:
-        assert self._connection is not None
-        with self._database.told():
-            return bool(self._connection.execute(text(query), self._key).scalar_one())
-
-
-Lock = FileLock | AdvisoryLock
-
-
 class Owner:
-    """The batches of one model in the hands of this server, until it loses them.
+    """The batches of one model in the hands of this server, until it loses them; ``fence`` is its fencing number.
 
-    Every function blocks: call it in a thread.
-
-    Args:
-        model: The name under which it is served.
-        fence: The owner's fencing number.
+    Every function blocks: call it in a thread. All raise StorageError when the database does not work, and those that
+    write, each in one transaction, raise NotOwner when there is a new owner.
     """
 
     def __init__(self, database: Database, lock: Lock, model: str, fence: int) -> None:
-        self.database = database
-        self.model = model
+        self._database = database
         self._lock = lock
+        self._model = model
         self._fence = fence
+        self._put_off: dict[str, float] = {}
+        """Batches that are held up, and till when they are put off."""
+
+    @classmethod
+    def take(cls, database: Database, lock: Lock, model: str) -> Owner | None:
+        """Become the owner of the batches of a model; None if another process is."""
+        if not lock.acquire():
+            return None
+        try:
+            with database.write() as connection:
+                is_model = OWNERS.c.model == model
+                fence = connection.execute(select(OWNERS.c.fence).where(is_model).with_for_update()).scalar()
+                if fence is None:
+                    connection.execute(insert(OWNERS).values(model=model, fence=1))
+                else:
+                    connection.execute(update(OWNERS).where(is_model).values(fence=fence + 1))
+                return cls(database, lock, model, (fence or 0) + 1)
+        except StorageError:
+            lock.release()
+            raise
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Open a transaction that changes something, all of it or nothing. There is no new owner before it ends.
-
-        Raises:
-            NotOwner: There is a new owner.
-            StorageError: The database is busy, full, gone or broken.
-        """
-        with self.database.write() as connection:
+        """Open a transaction that changes something, all of it or nothing. There is no new owner before it ends."""
+        with self._database.write() as connection:
             self._check_fence(connection)
             yield connection
 
@@ -175,64 +93,215 @@ class Owner:
 
         Raises:
             NotOwner: It is not.
-            StorageError: File or database do not work.
         """
         if not self._lock.is_held() and not self._lock.acquire():
-            raise NotOwner(f"another process has the lock of the batches for {self.model!r}")
-        with self.database.read() as connection:
+            raise NotOwner(f"another process has the lock of the batches for {self._model!r}")
+        with self._database.read() as connection:
             self._check_fence(connection)
+
+    def put_off(self, batch_id: str, problem: str) -> None:
+        """Leave a batch alone for a while, and say in its status what holds it up, unless it has ended."""
+        self._put_off[batch_id] = time.monotonic() + _PUT_OFF_S
+        with self.write() as connection:
+            if _locked(connection, batch_id, *UNFINISHED) is not None:
+                set_batch(connection, batch_id, {"problem": problem})
+
+    def is_put_off(self, batch_id: str) -> bool:
+        """Tell whether a batch is left alone now."""
+        return self._put_off.get(batch_id, 0.0) > time.monotonic()
+
+    def next_batch(self) -> Row | None:
+        """Return the batch that has waited longest to be validated or finalized, if any; not one that is put off."""
+        with self._database.read() as connection:
+            abandoned = self._database.now(connection) - _ABANDONED_AFTER_S
+            its_own = BATCHES.c.model == self._model
+            ended_at = func.coalesce(BATCHES.c.cancelling_at, BATCHES.c.finalizing_at)
+            to_validate = and_(BATCHES.c.status == "validating", its_own)
+            to_finalize = and_(BATCHES.c.status.in_(("finalizing", "cancelling")), or_(its_own, ended_at < abandoned))
+            put_off = [batch_id for batch_id in list(self._put_off) if self.is_put_off(batch_id)]
+            query = select(BATCHES).where(or_(to_validate, to_finalize), BATCHES.c.id.not_in(put_off))
+            return connection.execute(query.order_by(BATCHES.c.created_at).limit(1)).mappings().first()
+
+    def accept_lines(self, batch_id: str, lines: Sequence[CheckedLine]) -> bool:
+        """Add the lines of a batch whose input is valid; False if it was cancelled meanwhile."""
+        with self.write() as connection:
+            if _locked(connection, batch_id, "validating") is None:
+                return False
+            for i in range(0, len(lines), _ROWS_PER_INSERT):
+                rows = [line._asdict() | {"batch_id": batch_id} for line in lines[i : i + _ROWS_PER_INSERT]]
+                # With RETURNING it is one statement. Many small ones psycopg would send in a pipeline, whose end
+                # PostgreSQL awaits for ever if this process is frozen.
+                connection.execute(insert(LINES).returning(LINES.c.number), rows)
+            values = {"status": "in_progress", "total": len(lines), "problem": None}
+            set_batch(connection, batch_id, values | {"in_progress_at": self._database.now(connection)})
+            return True
+
+    def fail_batch(self, batch_id: str, faults: Sequence[LineFault]) -> bool:
+        """End a batch whose input is wrong; False if it was cancelled meanwhile."""
+        with self.write() as connection:
+            if _locked(connection, batch_id, "validating") is None:
+                return False
+            values = {"status": "failed", "errors": json.dumps([asdict(fault) for fault in faults]), "problem": None}
+            set_batch(connection, batch_id, values | {"failed_at": self._database.now(connection)})
+            return True
+
+    def finish_batch(self, batch_id: str, output: NewFile | None, errors: NewFile | None) -> bool:
+        """End a batch whose result files lie on the disk, and forget its lines; False if another owner has ended it."""
+        with self.write() as connection:
+            batch = _locked(connection, batch_id, "finalizing", "cancelling")
+            if batch is None:
+                return False
+            now, status = self._database.now(connection), batch["outcome"]
+            if batch["status"] == "cancelling":
+                status = "cancelled"
+            values: dict[str, Any] = {"status": status, f"{status}_at": now, "problem": None}
+            for column, file in (("output_file_id", output), ("error_file_id", errors)):
+                if file is not None:
+                    make_known(connection, file, now)
+                    values[column] = file.id
+            set_batch(connection, batch_id, values)
+            connection.execute(delete(LINES).where(LINES.c.batch_id == batch_id))
+            return True
+
+    def expire_batches(self) -> None:
+        """End the batches, of any model, whose window is over."""
+        with self.write() as connection:
+            now = self._database.now(connection)
+            late = and_(BATCHES.c.status.in_(("validating", "in_progress")), BATCHES.c.expires_at <= now)
+            for batch in _lock_batches(connection, late):
+                values = {"status": "finalizing", "outcome": "expired", "finalizing_at": now}
+                set_batch(connection, batch["id"], values | end_lines(connection, batch))
+
+    def results(self, batch_id: str, after: int, limit: int) -> Sequence[Row]:
+        """Return the lines of a batch behind the one numbered ``after``, in order."""
+        with self._database.read() as connection:
+            query = select(*LINES.c["number", "custom_id", "ok", "result"])
+            query = query.where(LINES.c.batch_id == batch_id, LINES.c.number > after)
+            return connection.execute(query.order_by(LINES.c.number).limit(limit)).mappings().all()
+
+    def running_batches(self) -> tuple[float, Sequence[Row]]:
+        """Return the time and the batches in progress, in the order in which their lines run.
+
+        Beside its columns each has ``num_suspects``: its lines that may be what ends the engine.
+        """
+        with self._database.read() as connection:
+            suspects = select(func.count()).where(_pending(BATCHES.c.id), IS_SUSPECT)
+            query = self._in_progress(BATCHES, suspects.scalar_subquery().label("num_suspects"))
+            return self._database.now(connection), connection.execute(query).mappings().all()
+
+    def pending_lines(
+        self,
+        limit: int,
+        *,
+        held: AbstractSet[LineKey] = frozenset(),
+        with_suspect: bool = True,
+        first: Mapping[str, int] | None = None,
+    ) -> list[PendingLine]:
+        """Return the lines to run next, of the batch that expires first and in the file's order.
+
+        Args:
+            limit: Most lines.
+            held: Lines that run already.
+            with_suspect: Return one line that may be what ends the engine, too. To find out which one does, only one of
+                them runs at a time.
+            first: So many lines of these batches come before all others.
+        """
+        first = first or {}
+        found: dict[LineKey, PendingLine] = {}
+        with self._database.read() as connection:
+            batches = connection.execute(self._in_progress(*BATCHES.c["id", "endpoint", "input_file_id"])).mappings()
+            able = [batch for batch in batches if not self.is_put_off(batch["id"])]
+            turns = [(batch, first[batch["id"]]) for batch in able if batch["id"] in first]
+            turns += [(batch, limit) for batch in able]
+            for batch, most in turns:
+                room = min(most, limit - len(found))
+                if room > 0:
+                    lines = _pending_of(connection, batch, room, held | found.keys(), with_suspect)
+                    with_suspect = with_suspect and not any(line.is_suspect for line in lines)
+                    found |= {line.key: line for line in lines}
+        return list(found.values())
+
+    def save(self, results: Sequence[LineResult]) -> list[LineKey]:
+        """Write results; return the lines among them that had one, or whose batch has ended: these results are dropped.
+
+        A batch of which every line has its result goes on to be finalized in the same transaction.
+        """
+        with self.write() as connection:
+            ids = {result.key[0] for result in results}
+            batches = _lock_batches(connection, BATCHES.c.id.in_(ids))
+            lost: list[LineKey] = []
+            added: dict[str, Counter[str]] = {batch_id: Counter() for batch_id in ids}
+            for result in results:
+                done = {"state": LineState.DONE, "ok": result.ok, "result": result.text}
+                if not connection.execute(update(LINES).where(_pending(*result.key)).values(done)).rowcount:
+                    lost.append(result.key)
+                    continue
+                counts = added[result.key[0]]
+                counts["completed" if result.ok else "failed"] += 1
+                counts["input_tokens"] += result.num_input_tokens
+                counts["output_tokens"] += result.num_output_tokens
+            for batch in batches:
+                if counts := added[batch["id"]]:
+                    values = {**{name: batch[name] + number for name, number in counts.items()}, "problem": None}
+                    num_done = batch["completed"] + batch["failed"] + counts["completed"] + counts["failed"]
+                    if num_done == batch["total"] and batch["status"] == "in_progress":
+                        values |= {"status": "finalizing", "finalizing_at": self._database.now(connection)}
+                    set_batch(connection, batch["id"], values)
+            return lost
+
+    def escalate(self, keys: Sequence[LineKey]) -> None:
+        """Note that lines run as latency-sensitive requests from now on."""
+        with self.write() as connection:
+            for batch in _lock_batches(connection, BATCHES.c.id.in_({key[0] for key in keys})):
+                numbers = [number for batch_id, number in keys if batch_id == batch["id"]]
+                calm = and_(_pending(batch["id"]), LINES.c.number.in_(numbers), ~LINES.c.escalated)
+                count = connection.execute(update(LINES).where(calm).values(escalated=True)).rowcount
+                set_batch(connection, batch["id"], {"escalated": batch["escalated"] + count})
+
+    def note_engine_stops(self, key: LineKey, number: int) -> None:
+        """Note how often the engine has ended while a line ran."""
+        with self.write() as connection:
+            connection.execute(update(LINES).where(_pending(*key)).values(engine_stops=number))
 
     def _check_fence(self, connection: Connection) -> None:
         # The row stays as it is until the transaction ends.
-        query = select(OWNERS.c.fence).where(OWNERS.c.model == self.model).with_for_update(read=True)
+        query = select(OWNERS.c.fence).where(OWNERS.c.model == self._model).with_for_update(read=True)
         if connection.execute(query).scalar() != self._fence:
-            raise NotOwner(f"another server has taken over the batches for {self.model!r}")
+            raise NotOwner(f"another server has taken over the batches for {self._model!r}")
+
+    def _in_progress(self, *columns: Any) -> Any:
+        is_ours = and_(BATCHES.c.status == "in_progress", BATCHES.c.model == self._model)
+        return select(*columns).where(is_ours).order_by(BATCHES.c.expires_at, BATCHES.c.id)
 
 
-def make_lock(database: Database, model: str) -> Lock:
-    """Return the lock of the batches of a model, not acquired."""
-    if database.file is None:
-        return AdvisoryLock(database, f"omniserve batches of {model}")
-    # By digest, as a model's name may be a path.
-    digest = hashlib.sha256(model.encode()).hexdigest()[:16]
-    return FileLock(database.file.with_name(f"{database.file.name}.{digest}.lock"))
+def _pending_of(
+    connection: Connection, batch: Row, limit: int, held: AbstractSet[LineKey], with_suspect: bool
+) -> list[PendingLine]:
+    """Return pending lines of a batch, without those that are held: one suspect at most, and first."""
+    num_held = sum(batch_id == batch["id"] for batch_id, _ in held)
+
+    def found(is_suspect: ColumnElement[bool], most: int) -> list[PendingLine]:
+        query = select(*_PENDING_COLUMNS).where(_pending(batch["id"]), is_suspect).order_by(LINES.c.number)
+        rows = connection.execute(query.limit(most + num_held)).mappings()
+        files = {"endpoint": batch["endpoint"], "input_file_id": batch["input_file_id"]}
+        lines = [PendingLine(**row, **files) for row in rows]
+        return [line for line in lines if line.key not in held][:most]
+
+    lines = found(IS_SUSPECT, 1) if with_suspect else []
+    return lines + found(~IS_SUSPECT, limit - len(lines))
 
 
-def take(database: Database, lock: Lock, model: str) -> Owner | None:
-    """Become the owner of the batches of a model; None if another process is.
-
-    Raises:
-        StorageError: The database does not work.
-    """
-    if not lock.acquire():
-        return None
-    try:
-        with database.write() as connection:
-            is_model = OWNERS.c.model == model
-            before = connection.execute(select(OWNERS.c.fence).where(is_model).with_for_update()).scalar()
-            if before is None:
-                connection.execute(insert(OWNERS).values(model=model, fence=1))
-                return Owner(database, lock, model, 1)
-            connection.execute(update(OWNERS).where(is_model).values(fence=before + 1))
-            return Owner(database, lock, model, before + 1)
-    except StorageError:
-        lock.release()
-        raise
+def _pending(batch_id: str | ColumnElement[str], number: int | None = None) -> ColumnElement[bool]:
+    lines = and_(LINES.c.batch_id == batch_id, LINES.c.state == LineState.PENDING)
+    return lines if number is None else and_(lines, LINES.c.number == number)
 
 
-def refuse_network_folder(folder: Path) -> None:
-    """Raise StorageError if a folder is on a network file system: SQLite and ``flock`` cannot be relied on there."""
-    if not _MOUNTS.exists():
-        return  # not Linux
-    found, kind = Path("/"), ""
-    for line in _MOUNTS.read_text(errors="surrogateescape").splitlines():
-        fields, _, source = line.partition(" - ")
-        mounted = Path(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields.split()[4]))
-        if folder.resolve().is_relative_to(mounted) and mounted.is_relative_to(found):
-            found, kind = mounted, source.split()[0]
-    if _NETWORK_FILE_SYSTEMS.fullmatch(kind):
-        raise StorageError(
-            f"{folder} is on a network file system ({kind}), where an SQLite database is not safe; choose a --data-dir "
-            "on a local disk, or PostgreSQL with --database-url (then --data-dir may stay where it is)",
-            status=500,
-        )
+def _locked(connection: Connection, batch_id: str, *statuses: str) -> Row | None:
+    """Lock a batch and return it; None if it is in another state."""
+    batch = get_row(connection, BATCHES, batch_id, lock=True)
+    return batch if batch["status"] in statuses else None
+
+
+def _lock_batches(connection: Connection, where: ColumnElement[bool]) -> Sequence[Row]:
+    """Lock batches whose lines the transaction will lock; in this order, so that no two wait for each other."""
+    return connection.execute(select(BATCHES).where(where).order_by(BATCHES.c.id).with_for_update()).mappings().all()

@@ -1,47 +1,82 @@
-"""/v1/files and /v1/batches."""
+"""/v1/files and /v1/batches: a server's part in them, from its start to its stop, and OpenAI's objects."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import re
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import Message
 
-from omniserve.server import answer_models
+from omniserve.server import openapi
 from omniserve.server.answers import ENDPOINTS
-from omniserve.server.batches.database import StorageError
-from omniserve.server.batches.files import told
-from omniserve.server.batches.leftovers import NewFile
-from omniserve.server.batches.line_run import ESCALATED_TIER
-from omniserve.server.batches.lines import NO_TEXT
-from omniserve.server.batches.objects import batch_object, file_object, page_object
+from omniserve.server.batches.database import BATCHES, FILES, TIMED_STATUSES, Row, StorageError
+from omniserve.server.batches.files import BatchSettings, read_parts, storage_errors
+from omniserve.server.batches.lines import ESCALATED_TIER, NO_TEXT
 from omniserve.server.batches.runner import BatchRunner
-from omniserve.server.batches.settings import BatchSettings
-from omniserve.server.batches.store import NewBatch, Storage
+from omniserve.server.batches.store import NewBatch, NewFile, Page, Store
 from omniserve.server.errors import ApiError
-from omniserve.server.limits import caller_of
+from omniserve.server.limits import MIB, Limits, caller_of, take_body
 from omniserve.server.openapi import STORAGE_ERRORS, answers, asks, takes
-from omniserve.server.protocol import read_fields
+from omniserve.server.protocol import read_fields, validate
 from omniserve.server.service import Service
+
+logger = logging.getLogger(__name__)
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 # What a form may have around the file itself.
 _FORM_BYTES = 1 << 16
-_COPY_BYTES = 1 << 20
 _MAX_METADATA = 16
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_WINDOW_S = 30 * 86400
+
+
+class BatchServing:
+    """The batches of one server: open before the engine starts, work while it serves, stop before it ends."""
+
+    def __init__(self, settings: BatchSettings) -> None:
+        self._settings = settings
+        self._store: Store | StorageError = StorageError("not opened")
+        self._runner: BatchRunner | None = None
+
+    async def open(self) -> None:
+        """Open the store. If only the default place for it is unusable, the server goes without, and says so.
+
+        Raises:
+            StorageError: The place that was asked for cannot be used.
+        """
+        try:
+            self._store = await asyncio.to_thread(Store.open, self._settings)
+        except StorageError as error:
+            if self._settings.is_explicit:
+                raise
+            logger.warning("no files and batches: %s", error)
+            self._store = error
+
+    def start(self, service: Service) -> APIRouter:
+        """Begin to work on batches; return the routes."""
+        if isinstance(self._store, StorageError):
+            return _closed_router(self._store)
+        self._runner = BatchRunner(service, self._store)
+        self._runner.start()
+        return _router(self._store, self._runner, service)
+
+    async def stop(self) -> None:
+        """Give back what is not done, and close the store."""
+        if self._runner is not None:
+            await self._runner.stop()
 
 
 class ExpiresAfter(BaseModel):
@@ -100,100 +135,81 @@ class BatchQuery(BaseModel):
     limit: int = Field(20, ge=1, le=100)
 
 
-def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, service: Service) -> APIRouter:
-    """Return the routes. Where API keys are asked for, each key's files and batches are its own.
-
-    Args:
-        storage: Has the files and batches.
-        runner: Is told of what clients change.
-        settings: Its limits.
-        service: What the lines are for.
-    """
-    api, store, files = APIRouter(prefix="/v1"), storage.store, storage.files
+def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
+    """Return the routes. Where API keys are asked for, each key's files and batches are its own."""
+    api = APIRouter(prefix="/v1")
 
     @api.post(
         "/files",
-        openapi_extra=takes(answer_models.Upload, "multipart/form-data"),
-        responses=answers(answer_models.File, 408, 413, 429, *STORAGE_ERRORS),
+        openapi_extra=takes(openapi.Upload, "multipart/form-data"),
+        responses=answers(openapi.File, 408, 413, 429, *STORAGE_ERRORS),
     )
     async def upload(request: Request) -> Response:
         caller = caller_of(request)
         caller.admit()
-        async with _form(request, settings.max_file_bytes, service.limits.stall_timeout_s) as form:
+        async with _form(request, service.limits) as form:
             file, fields = form.get("file"), _nested({name: value for name, value in form.items() if name != "file"})
             if not isinstance(file, UploadFile):
-                raise ApiError(
-                    "the form has no file in its field 'file'", param="file", code="missing_required_parameter"
-                )
-            wanted = _checked(UploadFields, fields)
+                message = "the form has no file in its field 'file'"
+                raise ApiError(message, param="file", code="missing_required_parameter")
+            wanted = validate(UploadFields, fields)
             filename = file.filename or "upload.jsonl"
             if NO_TEXT.search(filename):
-                raise ApiError(
-                    f"the file's name {filename!r} is no text; rename it", param="file", code="invalid_value"
-                )
-            file_id, num_bytes = await run_in_threadpool(storage.write_file, _parts(file.file))
-        new = NewFile(
-            id=file_id,
-            filename=filename,
-            purpose=wanted.purpose,
-            num_bytes=num_bytes,
-            expires_after_s=None if wanted.expires_after is None else wanted.expires_after.seconds,
-            caller=caller.name,
-        )
-        try:
-            return JSONResponse(file_object(await run_in_threadpool(store.add_file, new)))
-        except StorageError:
-            await run_in_threadpool(storage.discard, file_id)
-            raise
-
-    @api.get("/files", openapi_extra=asks(FileQuery), responses=answers(answer_models.FilePage, *STORAGE_ERRORS))
-    async def list_files(request: Request) -> Response:
-        query = _checked(FileQuery, dict(request.query_params))
-        page = await run_in_threadpool(
-            lambda: store.list_files(
-                limit=query.limit,
-                after=query.after,
-                newest_first=query.order == "desc",
-                purpose=query.purpose,
-                caller=caller_of(request).name,
+                message = f"the file's name {filename!r} is no text; rename it"
+                raise ApiError(message, param="file", code="invalid_value")
+            new = NewFile(
+                filename=filename,
+                purpose=wanted.purpose,
+                expires_after_s=None if wanted.expires_after is None else wanted.expires_after.seconds,
+                caller=caller.name,
             )
-        )
-        return JSONResponse(page_object(page, file_object))
+            await file.seek(0)
+            return JSONResponse(file_object(await run_in_threadpool(store.add_file, new, read_parts(file.file))))
 
-    @api.get("/files/{file_id}", responses=answers(answer_models.File, *STORAGE_ERRORS))
-    async def one_file(request: Request, file_id: str) -> Response:
-        return JSONResponse(file_object(await run_in_threadpool(store.file, file_id, caller_of(request).name)))
+    @api.get("/files", openapi_extra=asks(FileQuery), responses=answers(openapi.FilePage, *STORAGE_ERRORS))
+    def list_files(request: Request) -> Response:
+        query = validate(FileQuery, dict(request.query_params))
+        page = store.page(
+            FILES,
+            limit=query.limit,
+            after=query.after,
+            newest_first=query.order == "desc",
+            purpose=query.purpose,
+            caller=caller_of(request).name,
+        )
+        return JSONResponse(_page_object(page, file_object))
+
+    @api.get("/files/{file_id}", responses=answers(openapi.File, *STORAGE_ERRORS))
+    def one_file(request: Request, file_id: str) -> Response:
+        return JSONResponse(file_object(store.file(file_id, caller_of(request).name)))
 
     @api.get(
         "/files/{file_id}/content",
         response_class=FileResponse,
         responses=answers(None, *STORAGE_ERRORS, media_type="application/octet-stream"),
     )
-    async def content(request: Request, file_id: str) -> Response:
-        row = await run_in_threadpool(store.file, file_id, caller_of(request).name)
-        path = await run_in_threadpool(files.path, row["id"], row["num_bytes"])
+    def content(request: Request, file_id: str) -> Response:
+        row = store.file(file_id, caller_of(request).name)
+        path = store.files.path(row["id"], row["num_bytes"])
         return FileResponse(path, media_type="application/octet-stream", filename=row["filename"])
 
-    @api.delete("/files/{file_id}", responses=answers(answer_models.DeletedFile, 409, *STORAGE_ERRORS))
-    async def delete_file(request: Request, file_id: str) -> Response:
-        await run_in_threadpool(store.delete_file, file_id, caller_of(request).name)
-        await run_in_threadpool(storage.discard)
+    @api.delete("/files/{file_id}", responses=answers(openapi.DeletedFile, 409, *STORAGE_ERRORS))
+    def delete_file(request: Request, file_id: str) -> Response:
+        store.delete_file(file_id, caller_of(request).name)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     @api.post(
         "/batches",
         openapi_extra=takes(CreateBatch),
-        responses=answers(answer_models.Batch, 408, 413, 429, *STORAGE_ERRORS),
+        responses=answers(openapi.Batch, 408, 413, 429, *STORAGE_ERRORS),
     )
     async def create(request: Request) -> Response:
-        caller = caller_of(request)
-        caller.admit()
-        async with service.bodies.hold(request) as body:
-            wanted = _checked(CreateBatch, read_fields(body))
+        async with take_body(request, service.bodies) as body:
+            wanted = validate(CreateBatch, read_fields(body))
         if wanted.endpoint not in ENDPOINTS:
             known = " or ".join(ENDPOINTS)
             raise ApiError(f"endpoint must be {known}; got {wanted.endpoint!r}", param="endpoint", code="invalid_value")
-        expires_after = wanted.output_expires_after
+        caller, expires_after = caller_of(request), wanted.output_expires_after
         new = NewBatch(
             model=service.model_name,
             endpoint=wanted.endpoint,
@@ -209,19 +225,17 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, servi
         runner.notice()
         return JSONResponse(batch_object(batch))
 
-    @api.get("/batches", openapi_extra=asks(BatchQuery), responses=answers(answer_models.BatchPage, *STORAGE_ERRORS))
-    async def list_batches(request: Request) -> Response:
-        query = _checked(BatchQuery, dict(request.query_params))
-        page = await run_in_threadpool(
-            lambda: store.list_batches(limit=query.limit, after=query.after, caller=caller_of(request).name)
-        )
-        return JSONResponse(page_object(page, batch_object))
+    @api.get("/batches", openapi_extra=asks(BatchQuery), responses=answers(openapi.BatchPage, *STORAGE_ERRORS))
+    def list_batches(request: Request) -> Response:
+        query = validate(BatchQuery, dict(request.query_params))
+        page = store.page(BATCHES, limit=query.limit, after=query.after, caller=caller_of(request).name)
+        return JSONResponse(_page_object(page, batch_object))
 
-    @api.get("/batches/{batch_id}", responses=answers(answer_models.Batch, *STORAGE_ERRORS))
-    async def one_batch(request: Request, batch_id: str) -> Response:
-        return JSONResponse(batch_object(await run_in_threadpool(store.batch, batch_id, caller_of(request).name)))
+    @api.get("/batches/{batch_id}", responses=answers(openapi.Batch, *STORAGE_ERRORS))
+    def one_batch(request: Request, batch_id: str) -> Response:
+        return JSONResponse(batch_object(store.batch(batch_id, caller_of(request).name)))
 
-    @api.post("/batches/{batch_id}/cancel", responses=answers(answer_models.Batch, 409, *STORAGE_ERRORS))
+    @api.post("/batches/{batch_id}/cancel", responses=answers(openapi.Batch, 409, *STORAGE_ERRORS))
     async def cancel(request: Request, batch_id: str) -> Response:
         batch = await run_in_threadpool(store.cancel_batch, batch_id, caller_of(request).name)
         await runner.drop_batch(batch_id)
@@ -230,7 +244,7 @@ def router(storage: Storage, runner: BatchRunner, settings: BatchSettings, servi
     return api
 
 
-def closed_router(error: StorageError) -> APIRouter:
+def _closed_router(error: StorageError) -> APIRouter:
     """Return routes that say why there are no files and batches."""
     api = APIRouter(prefix="/v1")
 
@@ -242,23 +256,50 @@ def closed_router(error: StorageError) -> APIRouter:
     return api
 
 
-M = TypeVar("M", bound=BaseModel)
+def file_object(row: Row) -> dict[str, Any]:
+    """Return a file as clients see it."""
+    return {
+        "object": "file",
+        **{name: row[name] for name in ("id", "filename", "purpose")},
+        "bytes": row["num_bytes"],
+        "created_at": int(row["created_at"]),
+        "expires_at": _seconds(row["expires_at"]),
+        "status": "processed",
+    }
 
 
-def _checked(kind: type[M], fields: Any) -> M:
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        path = ".".join(map(str, first["loc"]))
-        if first["type"] == "missing":
-            raise ApiError(f"{path} is missing", param=path, code="missing_required_parameter") from None
-        if first["type"] == "extra_forbidden":
-            known = ", ".join(kind.model_fields)
-            message = f"unknown field {path!r}: remove it; known fields: {known}"
-            raise ApiError(message, param=path, code="unknown_parameter") from None
-        message = f"{path}: {first['msg']}; got {str(first['input'])[:80]!r}"
-        raise ApiError(message, param=path or None, code="invalid_value") from None
+_SHOWN = ("id", "endpoint", "model", "input_file_id", "completion_window", "status", "output_file_id", "error_file_id")
+
+
+def batch_object(row: Row) -> dict[str, Any]:
+    """Return a batch as clients see it; what OpenAI has no word for is under ``omniserve``."""
+    faults = None if row["errors"] is None else {"object": "list", "data": json.loads(row["errors"])}
+    return {
+        "object": "batch",
+        **{name: row[name] for name in _SHOWN},
+        "errors": faults,
+        **{f"{name}_at": _seconds(row[f"{name}_at"]) for name in ("created", "expires", *TIMED_STATUSES)},
+        "request_counts": {name: row[name] for name in ("total", "completed", "failed")},
+        "usage": {
+            "input_tokens": row["input_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": row["output_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": row["input_tokens"] + row["output_tokens"],
+        },
+        "metadata": None if row["user_metadata"] is None else json.loads(row["user_metadata"]),
+        "omniserve": {name: row[name] for name in ("escalated", "problem")},
+    }
+
+
+def _page_object(page: Page, shape: Callable[[Row], dict[str, Any]]) -> dict[str, Any]:
+    data = [shape(row) for row in page.rows]
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"object": "list", "data": data, "has_more": page.has_more, **ends}
+
+
+def _seconds(time_s: float | None) -> int | None:
+    return None if time_s is None else int(time_s)
 
 
 def _window_s(window: str) -> float:
@@ -274,7 +315,7 @@ def _window_s(window: str) -> float:
 
 
 @asynccontextmanager
-async def _form(request: Request, max_file_bytes: int, stall_timeout_s: float) -> AsyncIterator[FormData]:
+async def _form(request: Request, limits: Limits) -> AsyncIterator[FormData]:
     """Read a form; its file lies in the system's folder for temporary files.
 
     Raises:
@@ -285,8 +326,8 @@ async def _form(request: Request, max_file_bytes: int, stall_timeout_s: float) -
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":
         raise ApiError(f"the body must be multipart/form-data with the file in its field 'file'; got {kind!r}")
     try:
-        with told(Path(tempfile.gettempdir())):
-            form = await _limited(request, max_file_bytes, stall_timeout_s).form(max_files=1, max_fields=8)
+        with storage_errors(Path(tempfile.gettempdir())):
+            form = await _limited(request, limits).form(max_files=1, max_fields=8)
     except HTTPException as error:
         raise ApiError(f"the form cannot be read: {error.detail}", status=error.status_code) from None
     try:
@@ -295,28 +336,24 @@ async def _form(request: Request, max_file_bytes: int, stall_timeout_s: float) -
         await form.close()
 
 
-def _limited(request: Request, max_file_bytes: int, stall_timeout_s: float) -> Request:
+def _limited(request: Request, limits: Limits) -> Request:
     """Return the request, which fails once its body is larger than a form with the largest file, or stalls."""
     num_bytes = 0
 
     async def receive() -> Message:
         nonlocal num_bytes
         try:
-            async with asyncio.timeout(stall_timeout_s):
-                message = await request.receive()
+            async with asyncio.timeout(limits.stall_timeout_s):
+                received = await request.receive()
         except TimeoutError:
-            raise ApiError(
-                f"nothing more of the file arrived for {stall_timeout_s:g} s (--limit stall_timeout_s); send it again",
-                status=408,
-                code="request_timeout",
-            ) from None
-        num_bytes += len(message.get("body", b""))
-        if num_bytes > max_file_bytes + _FORM_BYTES:
-            limit = max_file_bytes / (1 << 20)
-            raise ApiError(
-                f"the file is larger than {limit:g} MiB (--limit max_file_mib); divide it", status=413, param="file"
-            )
-        return message
+            waited = f"{limits.stall_timeout_s:g} s (--limit stall_timeout_s)"
+            message = f"nothing more of the file arrived for {waited}; send it again"
+            raise ApiError(message, status=408, code="request_timeout") from None
+        num_bytes += len(received.get("body", b""))
+        if num_bytes > limits.max_file_mib * MIB + _FORM_BYTES:
+            message = f"the file is larger than {limits.max_file_mib:g} MiB (--limit max_file_mib); divide it"
+            raise ApiError(message, status=413, param="file")
+        return received
 
     return Request(request.scope, receive)
 
@@ -333,9 +370,3 @@ def _nested(fields: dict[str, Any]) -> dict[str, Any]:
         else:
             nested[name] = value
     return nested
-
-
-def _parts(file: BinaryIO) -> Iterator[bytes]:
-    file.seek(0)
-    while part := file.read(_COPY_BYTES):
-        yield part

@@ -1,4 +1,4 @@
-"""Predicts which batches miss their window, and how many of their lines have to run as LS requests."""
+"""Predicts which batches will miss their window, and how many of their lines have to run as LS requests."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from omniserve.server.batches.store import Row
+from omniserve.server.batches.database import Row
 
 # What a line takes is the mean over so many seconds and lines at least.
 _MIN_SPAN_S = 60.0
 _MIN_LINES = 20
 # Share of the time that is left within which all lines are to be done.
 _USABLE = 0.9
-# So many looks back (one a second) it is seen how many lines run at a time: between two looks there may be a gap.
+# The number of lines that run at a time is the largest of the last so many looks, one a second.
 _LOOKS = 5
 
 
 class Pace:
-    """How long a line of one batch takes; while none of them runs, nothing is learned."""
+    """Measures how long a line of one batch takes; while none of them runs, it learns nothing."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float, int]] = deque()
@@ -29,7 +29,7 @@ class Pace:
         self._num_running = 0
 
     def add(self, now_s: float, num_done: int, num_running: int) -> None:
-        """Take note of how many lines are done now, and how many run."""
+        """Note how many lines are done now, and how many run."""
         samples = self._samples
         if samples:
             self._busy_s += max(num_running, self._num_running) * (now_s - self._now_s)
@@ -51,32 +51,26 @@ class Pace:
         return (self._busy_s - busy_before_s) / num_done if num_done and self._busy_s > busy_before_s else None
 
 
-def predict(open_lines: Sequence[tuple[int, float | None]], num_slots: int) -> list[float]:
-    """Return how many seconds it takes until each of some batches is done, one after the other.
+def predict(open_lines: Sequence[tuple[int, float | None]], concurrency: int) -> list[float]:
+    """Return how many seconds it takes until each batch is done, if they run one after the other.
 
-    Args:
-        open_lines: Of each batch, in their order: how many lines are not done, and what one takes. Where that is not
-            known, the others' is taken; if that of none is known, nothing is predicted: 0.
-        num_slots: Lines that run at a time.
+    ``open_lines`` has, for each batch, the number of its lines that are not done, and the seconds that one takes. Where
+    these are not known, the mean of the other batches is taken; without any, the prediction is 0.
     """
     known = [line_s for _, line_s in open_lines if line_s is not None]
     usual_s, work_s, predicted = fmean(known) if known else 0.0, 0.0, []
     for number, line_s in open_lines:
         each_s = usual_s if line_s is None else line_s
         work_s += number * each_s
-        predicted.append(max(work_s / max(num_slots, 1), each_s))
+        predicted.append(max(work_s / max(concurrency, 1), each_s))
     return predicted
 
 
 def num_urgent(remaining_s: float, left_s: float, concurrency: int) -> int:
-    """Return how many lines of a batch are to run as latency-sensitive requests at a time.
+    """Return how many lines of a batch, of ``concurrency`` lines at a time, are to run as latency-sensitive requests.
 
-    The share of the concurrency that is missing: none if the prediction is within the window, all if that is over.
-
-    Args:
-        remaining_s: What was predicted.
-        left_s: Of the window.
-        concurrency: Lines that run at a time.
+    It is the share of the speed that is missing: none if the predicted ``remaining_s`` is within what is left of the
+    window, all if that is over.
     """
     usable_s = _USABLE * left_s
     if remaining_s <= usable_s:
@@ -85,11 +79,7 @@ def num_urgent(remaining_s: float, left_s: float, concurrency: int) -> int:
 
 
 class Urgency:
-    """Says which batches are late, and by how much.
-
-    Args:
-        concurrency: Lines that run at a time.
-    """
+    """Says which batches are late, and by how much; ``concurrency`` lines run at a time."""
 
     def __init__(self, concurrency: int) -> None:
         self._concurrency = concurrency
@@ -97,12 +87,9 @@ class Urgency:
         self._num_running: deque[int] = deque(maxlen=_LOOKS)
 
     def judge(self, now: float, batches: Sequence[Row], num_running: Mapping[str, int]) -> dict[str, int]:
-        """Return how many lines of each late batch should hurry, if each batch waits for those that expire before it.
+        """Return how many lines of each late batch to escalate, if each batch waits for those that expire before.
 
-        Args:
-            now: The database's time.
-            batches: All that are in progress, in the order in which their lines run.
-            num_running: Lines of each batch that run.
+        ``now`` is the database's time; the batches are all that are in progress, in the order in which their lines run.
         """
         self._paces = {batch["id"]: self._paces.get(batch["id"]) or Pace() for batch in batches}
         self._num_running.append(sum(num_running.get(batch["id"], 0) for batch in batches))

@@ -77,7 +77,7 @@ class History:
         """Return the samples after a number, column by column, as plain data.
 
         Args:
-            run: Whose numbers they are: each server has its own. Of another run, all samples are new.
+            run: The server run that the number is of: each has its own. Of another run, all samples are new.
             number: Of the newest sample that is known already; -1 for none.
         """
         new = [sample for sample in self._samples if run not in (None, self._run) or sample.number > number]
@@ -95,7 +95,7 @@ class History:
 
 
 def _latest(reading: Reading) -> Mapping[str, Any]:
-    """Return what is shown as of now only."""
+    """Return the values that have no history."""
     total = reading.total
     return {
         "engine": reading.engine,

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 from hypothesis import strategies as st
 
+from omniserve.server.api import DetokenizeRequest, TokenizeRequest
 from omniserve.server.protocol import REFUSED, ChatRequest, CompletionRequest
-from omniserve.server.tokenize import DetokenizeRequest, TokenizeRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _SCHEMA = {"name": "s", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}

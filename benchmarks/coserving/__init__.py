@@ -1,1 +1,0 @@
-"""Policies on one load of LS and BE requests: parts of ``benchmarks.coserve``."""

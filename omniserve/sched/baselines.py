@@ -1,0 +1,235 @@
+"""Policies that the papers compare theirs with. They bound no step's time, reject no request and use no latency model.
+
+Kinds are LS and BE, classes the users' names for them. As everywhere in this engine, the limit on requests does not
+count BE requests against LS ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from omniserve.core.plan import Bound, StepPlan
+from omniserve.core.request import ServiceClass
+from omniserve.sched.batch import Batch, HostRows
+from omniserve.sched.options import HostTierOptions
+from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
+from omniserve.sched.tier_moves import TierMoves
+
+
+@SCHEDULERS.register("fcfs")
+class FCFSPolicy(Policy):
+    """Arrival order, whatever the class (vLLM's default policy).
+
+    Continuous batching with chunked prefill; the youngest request is recomputed when memory is short.
+    """
+
+    def schedule(self, now_s: float) -> StepPlan:
+        batch, requests = Batch(self.requests, now_s), self.requests
+        preemptions = requests.num_preemptions
+        batch.run_by_arrival(requests.device)
+        if requests.num_preemptions == preemptions:
+            for state in by_arrival(requests.waiting.values()):
+                if batch.admit(state) is not None:
+                    break
+        return batch.plan()
+
+
+@SCHEDULERS.register("sarathi")
+class SarathiPolicy(Policy):
+    """LS first, chunked prefill under a fixed token budget, BE fills the rest (the papers' Sarathi-P).
+
+    Decodes come before prefills. BE gives way, by recomputing, when memory is short.
+
+    Paper: omniserve 5.1.3, conserve 6.1 (Sarathi-Preemptive).
+    """
+
+    def schedule(self, now_s: float) -> StepPlan:
+        batch = Batch(self.requests, now_s)
+        batch.run_admitted(LS, victims=(BE, LS))
+        batch.admit_waiting(LS, victims=(BE,))
+        batch.run_admitted(BE, victims=(BE,))
+        if not self.requests.waiting[LS]:  # a BE prompt must not take the memory that an LS one waits for
+            batch.admit_waiting(BE)
+        return batch.plan()
+
+
+@SCHEDULERS.register("online-only")
+class OnlineOnlyPolicy(Policy):
+    """LS alone, decodes before prefills, under a fixed token budget; BE while no LS request is unfinished.
+
+    Paper: conserve 6.1, "Online-Only (Latency Optimal)": vLLM that is given the online requests alone, for the best
+    latency there can be. Departure: an engine that was given BE requests must end them, so here they have the time in
+    which there is no LS request at all. An LS request then waits at most for the step that runs as it comes, and for
+    nothing after it: what BE requests hold is theirs only until an LS one needs it. For the paper's own numbers, send
+    none of them.
+    """
+
+    def schedule(self, now_s: float) -> StepPlan:
+        batch, requests = Batch(self.requests, now_s), self.requests
+        kind, victims = (LS, (BE, LS)) if requests.device[LS] or requests.waiting[LS] else (BE, (BE,))
+        batch.run_admitted(kind, victims=victims)
+        batch.admit_waiting(kind, victims=(BE,) if kind is LS else ())
+        return batch.plan()
+
+
+@SCHEDULERS.register("priority")
+class PriorityPolicy(Policy):
+    """vLLM's priority policy, with classes for priorities.
+
+    What vLLM (v1) does, and this class with it: requests that hold KV are served before any that wait; those that wait
+    are admitted by (priority, arrival), and stop at the first that lacks memory, tokens or room. Admission never
+    preempts, so an LS request waits for BE requests that run. Only a running request that finds no block for its next
+    token preempts: the running request that is last by (priority, arrival), perhaps itself, is recomputed. A step that
+    preempts a request admits none. Prefill is chunked, and prompts and decodes share one token budget.
+
+    Departures: running requests take tokens by (class, arrival), where vLLM keeps the order of their admission, so here
+    an LS decode is never left out of a full step for a BE one. Kinds count only through the order of the classes.
+    """
+
+    def schedule(self, now_s: float) -> StepPlan:
+        batch, requests = Batch(self.requests, now_s), self.requests
+        preemptions = requests.num_preemptions
+        for kind, victims in ((LS, (BE, LS)), (BE, (BE,))):  # classes of kind LS come before those of kind BE
+            for state in requests.device[kind]:
+                if state.phase is Phase.DEVICE:
+                    batch.run_or_preempt(state, victims)
+        if requests.num_preemptions == preemptions and batch.admit_waiting(LS) is None:
+            batch.admit_waiting(BE)
+        return batch.plan()
+
+
+@SCHEDULERS.register("non-preemptive")
+class NonPreemptivePolicy(Policy):
+    """Running requests in the order of admission, then waiting LS, then waiting BE, under a fixed token budget.
+
+    Paper: conserve 6.1, "Non-Preemptive (Throughput Optimal)": online requests go before offline ones, which fill what
+    is left of a chunked prefill's fixed budget, and those that run are not preempted when online ones arrive. As in
+    vLLM, which the paper built it on, running requests get tokens and memory before waiting ones, in the order of
+    admission. So an LS prompt waits until BE requests leave it both: its latency pays for their throughput.
+
+    Departures: the paper does not say which request is preempted when running ones outgrow the memory together. Here,
+    as in vLLM without priorities, it is the one that was admitted last, LS or BE.
+    """
+
+    def set_up(self) -> None:
+        self._running: list[RequestState] = []
+        """In the order of admission; those that ended or were preempted leave it as the next step begins."""
+
+    def schedule(self, now_s: float) -> StepPlan:
+        batch, requests = Batch(self.requests, now_s), self.requests
+        preemptions = requests.num_preemptions
+        self._running = [state for state in self._running if state.phase is Phase.DEVICE]
+        for state in self._running:
+            while state.phase is Phase.DEVICE and batch.add(state) is Bound.MEMORY:
+                requests.preempt(next(last for last in reversed(self._running) if last.phase is Phase.DEVICE))
+        if requests.num_preemptions == preemptions:
+            known = {state.request_id for state in self._running}
+            if batch.admit_waiting(LS) is None:
+                batch.admit_waiting(BE)
+            on_device = itertools.chain(requests.device[LS], requests.device[BE])
+            self._running += [state for state in on_device if state.request_id not in known]
+        return batch.plan()
+
+
+@SCHEDULERS.register("round-robin")
+class RoundRobinPolicy(Policy):
+    """A step of LS requests, then a step of BE requests, each in arrival order.
+
+    Paper: bros 2.2 and 7.1 (the RR baseline): two FCFS queues, served in turn, iteration by iteration. A kind without
+    requests leaves its turn to the other, so no step is empty while there is a request.
+
+    Departures: prefill is chunked under the step's token budget. The paper does not say how the queues share memory:
+    here it goes by arrival, whatever the class. If a request finds no block for its next token, the youngest of all is
+    recomputed, and a request is not admitted past an older one of the other kind that lacks memory: small requests of
+    one kind would otherwise take, turn by turn, the memory that a long prompt of the other waits for. Classes of one
+    kind count as one.
+    """
+
+    def set_up(self) -> None:
+        self._turn = LS
+        self._lacks_memory: dict[ServiceClass, RequestState | None] = {LS: None, BE: None}
+
+    def schedule(self, now_s: float) -> StepPlan:
+        batch = Batch(self.requests, now_s)
+        first, second = (LS, BE) if self._turn is LS else (BE, LS)
+        kind = next((kind for kind in (first, second) if self._serve(batch, kind)), second)
+        self._turn = BE if kind is LS else LS
+        return batch.plan()
+
+    def _serve(self, batch: Batch, kind: ServiceClass) -> bool:
+        """Put the requests of one kind into a batch; return whether it has any."""
+        preemptions = self.requests.num_preemptions
+        batch.run_by_arrival([kind])
+        if self.requests.num_preemptions == preemptions:
+            self._admit(batch, kind)
+        return bool(batch.chunks)
+
+    def _admit(self, batch: Batch, kind: ServiceClass) -> None:
+        other = self._lacks_memory[BE if kind is LS else LS]
+        self._lacks_memory[kind] = None
+        for state in by_arrival([self.requests.waiting[kind]]):
+            if other is not None and other.phase is Phase.WAITING and other.order < state.order:
+                return
+            refused_by = batch.admit(state)
+            if refused_by is Bound.MEMORY:
+                self._lacks_memory[kind] = state
+            if refused_by is not None:
+                return
+
+
+@SCHEDULERS.register("llumnix")
+class LlumnixPolicy(Policy):
+    """Part of the KV memory is kept for LS; BE requests that find none decode on the host tier.
+
+    LS, then BE beside the LS reserve, decodes before prefills, then all piggyback rows that find a seat.
+
+    Paper: omniserve 2.1 and 5.1.3, baseline A: Llumnix on the GPU, a vLLM on the CPUs for the BE requests that it
+    cannot accommodate. Performance is isolated by memory alone: BE requests leave ``ls_reserve_blocks`` free, LS ones
+    take them and then the memory of BE requests.
+
+    Departures: this engine has no dense modules on the CPU, so an overflowed request is prefilled on the device and
+    only its decode attention is on the host tier; its rows join the device's steps, as many as find a seat, lowest
+    layer first. A BE prompt that finds no memory therefore has the youngest BE decodes move out. A request that moved
+    stays there to its end, as one that was sent to the other vLLM does. Llumnix's migration between instances has no
+    place on one device. Without a host tier BE requests wait, or are recomputed.
+    """
+
+    options_type = HostTierOptions
+    options: HostTierOptions
+    offloads = True
+
+    def set_up(self) -> None:
+        self._moves = TierMoves(self.requests, self.options, self.forecast)
+        self._max_rows = self.options.most_rows(self.limits)
+
+    def schedule(self, now_s: float) -> StepPlan:
+        batch, requests = Batch(self.requests, now_s), self.requests
+        batch.run_admitted(LS, victims=(BE, LS))
+        self._admit_ls(batch)
+        for state in batch.runnable(BE):
+            self._moves.run_or_offload(batch, state)
+        if not requests.waiting[LS]:  # a BE prompt must not take the memory that an LS one waits for
+            self._admit_be(batch)
+        seats, max_rows = self.limits.config.max_piggyback_seats, self._max_rows
+        max_entries = min(seats, max_rows) if requests.host_is_up else 0
+        entries = requests.residents.plan_entries(requests.host_blocks_for, max_entries)
+        joins = requests.residents.plan_joins(max_rows - len(entries), seats)
+        return batch.plan(host_rows=HostRows(entries=entries, joins=joins))
+
+    def _admit_ls(self, batch: Batch) -> None:
+        for state in self.requests.waiting[LS]:
+            refused_by = batch.admit(state)
+            if refused_by is Bound.MEMORY:
+                self._moves.make_room_for_ls(batch, state)
+                refused_by = batch.admit(state)
+            if refused_by is not None:
+                return
+
+    def _admit_be(self, batch: Batch) -> None:
+        for state in self.requests.waiting[BE]:
+            refused_by = batch.admit(state, reserve_blocks=self.requests.reserve_for_ls(state))
+            if refused_by is Bound.MEMORY:
+                self._moves.make_room_for_be(batch, state)
+            if refused_by is not None:
+                return

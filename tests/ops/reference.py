@@ -1,0 +1,123 @@
+"""Slow references of the operators, for tests: loops and plain torch, with float64 for sums.
+
+Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P seats,
+R requests, M blocks per request, W a slot's q, k and v side by side, I and O input and output features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
+
+
+def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, slot_mapping_T: Tensor) -> None:
+    """Write each token's K and V to slot ``block * S + offset``; -1 leaves a token out."""
+    block_size = k_cache_BKSH.shape[2]
+    for token, slot in enumerate(slot_mapping_T.tolist()):
+        if slot >= 0:
+            k_cache_BKSH[slot // block_size, :, slot % block_size] = k_TKH[token]
+            v_cache_BKSH[slot // block_size, :, slot % block_size] = v_TKH[token]
+
+
+def paged_attention(
+    q_TNH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, block_table_RM: Tensor, query_start_R1: Tensor,
+    seq_lens_R: Tensor, scale: float, window: int, softcap: float, reversed_RM: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend each request's chunk over its cached keys, the chunk's own included; some blocks run from the right."""
+    out_TNH = torch.zeros_like(q_TNH, memory_format=torch.contiguous_format)
+    starts, seq_lens = query_start_R1.tolist(), seq_lens_R.tolist()
+    block_size, group = k_cache_BKSH.shape[2], q_TNH.shape[1] // k_cache_BKSH.shape[1]
+    for request, seq_len in enumerate(seq_lens):
+        begin, end = starts[request], starts[request + 1]
+        if begin == end:
+            continue
+        q_pos = torch.arange(seq_len - (end - begin), seq_len)
+        k_pos = torch.arange(max(0, int(q_pos[0]) + 1 - window) if window else 0, seq_len)
+        block, offset = block_table_RM[request].long()[k_pos // block_size], k_pos % block_size
+        if reversed_RM is not None:
+            offset = torch.where(reversed_RM[request][k_pos // block_size], block_size - 1 - offset, offset)
+        keys = k_cache_BKSH[block, :, offset].double().repeat_interleave(group, dim=1)
+        values = v_cache_BKSH[block, :, offset].double().repeat_interleave(group, dim=1)
+        scores = torch.einsum("inh,jnh->nij", q_TNH[begin:end].double(), keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        seen = k_pos[None] <= q_pos[:, None]
+        if window:
+            seen &= k_pos[None] > q_pos[:, None] - window
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        out_TNH[begin:end] = torch.einsum("nij,jnh->inh", weights, values).to(q_TNH.dtype)
+    return out_TNH
+
+
+def cpu_attention(
+    q_RNH: Tensor, pool_BK2SH: Tensor, scales_BK2S: Tensor | None, block_table_RM: Tensor, seq_lens_R: Tensor,
+    scale: float, window: int, softcap: float, num_threads: int,
+) -> Tensor:  # fmt: skip
+    """Attend one query token of each request, the last of its sequence."""
+    query_start_R1 = torch.arange(q_RNH.shape[0] + 1)
+    k_BKSH, v_BKSH = read_blocks(pool_BK2SH, scales_BK2S)
+    return paged_attention(q_RNH, k_BKSH, v_BKSH, block_table_RM, query_start_R1, seq_lens_R, scale, window, softcap)
+
+
+def store_host_kv(
+    k_TKH: Tensor, v_TKH: Tensor, pool_BK2SH: Tensor, scales_BK2S: Tensor | None, slot_mapping_T: Tensor
+) -> None:
+    """Write each token's K and V to slot ``block * S + offset`` of the host pool; -1 leaves a token out."""
+    block_size = pool_BK2SH.shape[3]
+    for token, slot in enumerate(slot_mapping_T.tolist()):
+        if slot < 0:
+            continue
+        block, offset = divmod(slot, block_size)
+        if scales_BK2S is None:
+            k_KSH, v_KSH = read_blocks(pool_BK2SH[block])
+            k_KSH[:, offset], v_KSH[:, offset] = k_TKH[token], v_TKH[token]
+            pool_BK2SH[block] = pack_blocks(k_KSH, v_KSH)
+        else:
+            values_K2SH, scales_K2S = quantize_blocks(k_TKH[token, :, None], v_TKH[token, :, None])
+            pool_BK2SH[block, :, :, offset] = values_K2SH[:, :, 0]
+            scales_BK2S[block, :, :, offset] = scales_K2S[:, :, 0]
+
+
+def piggyback_concat(attn_TD: Tensor, results_RD: Tensor, rows_P: Tensor) -> Tensor:
+    """Return a new ``[T + P, D]``: attn, then results[rows]; zeros where a row is -1."""
+    zeros_D = attn_TD.new_zeros(attn_TD.shape[1])
+    seats = [results_RD[row] if row >= 0 else zeros_D for row in rows_P.tolist()]
+    return torch.cat([attn_TD, *(seat[None] for seat in seats)]) if seats else attn_TD.clone()
+
+
+def residual_store(hidden_TD: Tensor, store_SD: Tensor, slots_P: Tensor) -> None:
+    """Write the last P rows of hidden to store[slots]; -1 leaves a row out."""
+    first = hidden_TD.shape[0] - slots_P.shape[0]
+    for seat, slot in enumerate(slots_P.tolist()):
+        if slot >= 0:
+            store_SD[slot] = hidden_TD[first + seat]
+
+
+def residual_fetch(store_SD: Tensor, slots_P: Tensor, hidden_TD: Tensor) -> None:
+    """Write store[slots] to the last P rows of hidden; zeros where a slot is -1."""
+    first = hidden_TD.shape[0] - slots_P.shape[0]
+    for seat, slot in enumerate(slots_P.tolist()):
+        hidden_TD[first + seat] = store_SD[slot] if slot >= 0 else 0
+
+
+def piggyback_send(
+    hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, slots_P: Tensor, residuals_SD: Tensor,
+    mailbox_SW: Tensor, flags_S: Tensor, step_1: Tensor,
+) -> None:  # fmt: skip
+    """Write the last P rows to their slots: hidden to residuals, q, k and v to the mailbox, then the step to the flags.
+
+    A slot of -1 leaves a row out. A thread that sees a flag also sees its row of the mailbox.
+    """
+    residual_store(hidden_TD, residuals_SD, slots_P)
+    first = hidden_TD.shape[0] - slots_P.shape[0]
+    for seat, slot in enumerate(slots_P.tolist()):
+        if slot >= 0:
+            mailbox_SW[slot] = torch.cat([rows[first + seat].flatten() for rows in (q_TNH, k_TKH, v_TKH)])
+            flags_S[slot] = step_1[0]
+
+
+def skinny_linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return ``x @ weight.T``, ``[T, O]``; no bias. The weight is in x's dtype, or in bf16 beside fp32."""
+    return (x_TI.double() @ weight_OI.double().T).to(x_TI.dtype)

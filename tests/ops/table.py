@@ -1,0 +1,296 @@
+"""OPS: every operator with its reference and its samples. A test fails for an operator that is missing here.
+
+Samples are small, cover empty and odd sizes, and hold NaN where an operator must not read: in blocks without an owner,
+behind a sequence's end, before its window.
+
+Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, B blocks, S block size or slots, P seats, R
+requests, M blocks per request, W a slot's q, k and v side by side, I and O input and output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
+from tests.ops import reference as references
+from tests.ops.host_layout import pack_blocks, quantize_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Arguments of one call."""
+
+    label: str
+    """What is special about this sample."""
+    args: tuple[Any, ...]
+    """In the schema's order. Clone them before a mutating operator, which changes them in place."""
+
+    def clone(self) -> tuple[Any, ...]:
+        """Return the arguments with every tensor copied, strides kept."""
+        return tuple(_copy(arg) if isinstance(arg, Tensor) else arg for arg in self.args)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    # Tensor.clone makes a slice contiguous.
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach())
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSpec:
+    """One operator."""
+
+    name: str
+    """Its name in ``torch.ops.omniserve``."""
+    reference: Callable[..., Tensor | None]
+    """A slow and plain function with the same arguments, which mutates the same ones."""
+    samples: Callable[[torch.device, torch.dtype], Iterator[Sample]]
+    """(device, dtype) -> samples."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One attention sample."""
+
+    label: str
+    chunks: tuple[tuple[int, int], ...]
+    """(query tokens, context tokens before them) of each request."""
+    heads: tuple[int, int, int]
+    """N, K, H."""
+    block_size: int = 16
+    window: int = 0
+    softcap: float = 0.0
+    strided: bool = False
+    directed: bool = False
+    """Some blocks run from the right."""
+
+
+_MIXED = ((1, 40), (5, 0), (0, 7), (17, 30), (1, 0))
+_TILES = ((150, 70), (1, 300))
+_MIXED_SHAPES = (
+    AttentionShape("no request", (), (2, 1, 16)),
+    AttentionShape("requests without a query", ((0, 9), (0, 0)), (2, 2, 16)),
+    AttentionShape("mixed, group 3, head size 64", _MIXED, (9, 3, 64), block_size=32),
+    AttentionShape("mixed, group 1, head size 8", _MIXED, (3, 3, 8), block_size=4),
+    AttentionShape("mixed, group 2, head size 24, window", _MIXED, (4, 2, 24), block_size=8, window=9),
+    AttentionShape("mixed, group 7, head size 40, strided q", _MIXED, (7, 1, 40), strided=True),
+    AttentionShape("mixed, softcap", _MIXED, (4, 2, 80), softcap=5.0),
+    AttentionShape("mixed, head size 256, softcap and window", _MIXED, (2, 1, 256), window=20, softcap=9.0),
+    AttentionShape("several tiles of queries and keys", _TILES, (8, 4, 16), block_size=64),
+    AttentionShape("window inside a long chunk", ((150, 70),), (2, 2, 16), block_size=1, window=33),
+    AttentionShape("no request, directed", (), (2, 1, 16), directed=True),
+    AttentionShape("directed, head size 64", _MIXED, (9, 3, 64), block_size=16, directed=True),
+    AttentionShape("directed, several tiles, window", _TILES, (8, 4, 32), block_size=64, window=99, directed=True),
+    AttentionShape(
+        "directed, large odd blocks, softcap", _MIXED, (4, 2, 24), block_size=73, softcap=5.0, directed=True
+    ),
+)
+_DECODES = ((1, 0), (1, 31), (1, 128), (1, 300))
+_DECODE_SHAPES = (
+    AttentionShape("no request", (), (2, 1, 16)),
+    AttentionShape("decode, group 3, head size 64", _DECODES, (9, 3, 64), block_size=32),
+    AttentionShape("decode, group 1, head size 8", _DECODES, (2, 2, 8), block_size=4),
+    AttentionShape("decode, group 2, head size 72, window", _DECODES, (4, 2, 72), window=100),
+    AttentionShape("decode, group 7, head size 128, strided q", _DECODES, (7, 1, 128), strided=True),
+    AttentionShape("decode, head size 256, softcap", _DECODES, (4, 2, 256), softcap=5.0),
+    AttentionShape("decode, group 5, head size 128, window that cuts a pair", _DECODES, (5, 1, 128), window=64),
+    AttentionShape("decode, group 4, head size 80, odd blocks", _DECODES, (8, 2, 80), block_size=5),
+    AttentionShape("decode, group 12, head size 96", _DECODES, (24, 2, 96), block_size=64),
+    AttentionShape("decode, window of one, softcap", _DECODES, (5, 1, 24), window=1, softcap=9.0),
+)
+
+
+def attention_args(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return paged_attention's arguments for ``shape``: seeded random keys where they are read, NaN elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    num_heads, kv_heads, head_size = shape.heads
+    query_lens = [query for query, _ in shape.chunks]
+    seq_lens = [query + context for query, context in shape.chunks]
+    width = max((-(-seq_len // shape.block_size) for seq_len in seq_lens), default=1)
+    num_blocks = len(seq_lens) * width + 2
+    table = torch.randperm(num_blocks, generator=generator)[: len(seq_lens) * width].view(len(seq_lens), width).int()
+    is_reversed = torch.rand(table.shape, generator=generator) < 0.5 if shape.directed else None
+    cache = torch.full((2, num_blocks, kv_heads, shape.block_size, head_size), torch.nan)
+    for request, (query_len, context_len) in enumerate(shape.chunks):
+        first = max(0, context_len + 1 - shape.window) if shape.window else 0
+        position = torch.arange(first, seq_lens[request])
+        block, offset = table[request].long()[position // shape.block_size], position % shape.block_size
+        if is_reversed is not None:
+            offset = torch.where(
+                is_reversed[request, position // shape.block_size], shape.block_size - 1 - offset, offset
+            )
+        cache[:, block, :, offset] = torch.randn(len(position), 2, kv_heads, head_size, generator=generator)
+        table[request, : first // shape.block_size] = -1  # a KV manager has freed these
+        table[request, -(-seq_lens[request] // shape.block_size) if query_len else 0 :] = -1
+    q = torch.randn(sum(query_lens), num_heads * (2 if shape.strided else 1), head_size, generator=generator)
+    q = q.to(device, dtype)[:, :num_heads]  # if strided: as cut from a fused QKV
+    k_cache, v_cache = cache.to(device, dtype)
+    starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device)
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    args = (q, k_cache, v_cache, table.to(device), starts, lens, head_size**-0.5, shape.window, shape.softcap)
+    return args if is_reversed is None else (*args, is_reversed.to(device))
+
+
+def _paged_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for shape in _MIXED_SHAPES:
+        yield Sample(label=shape.label, args=attention_args(shape, device, dtype))
+
+
+def cpu_attention_args(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, int8: bool = False, num_threads: int = 1
+) -> tuple[Any, ...]:
+    """Return cpu_attention's arguments for ``shape``, as `attention_args`; ``int8`` quantizes the pool."""
+    q, k, v, table, _, *rest = attention_args(shape, device, dtype)
+    pool, scales = quantize_blocks(k, v) if int8 else (pack_blocks(k, v), None)
+    return q, pool, scales, table, *rest, num_threads
+
+
+def _cpu_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for i, shape in enumerate(_DECODE_SHAPES):
+        for int8 in (False, True):
+            args = cpu_attention_args(shape, device, dtype, int8=int8, num_threads=1 + i % 2)
+            yield Sample(label=f"{shape.label}{', int8' if int8 else ''}", args=args)
+
+
+def _store_host_kv_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, slots, block_size, head_size, int8 in (
+        ("no token", [], 4, 16, False),
+        ("all left out", [-1, -1], 4, 8, False),
+        ("both of a pair, one of a pair", [4, 5, -1, 8, 11], 4, 24, False),
+        ("rows, for want of pairs", [2, 8, 0], 3, 64, False),
+        ("int8", [5, -1, 0, 11], 4, 24, True),
+    ):
+        kv = torch.randn(len(slots), 6, head_size).to(device, dtype)
+        shape = (3, 2, 2, block_size, head_size)
+        pool = torch.full(shape, -99 if int8 else torch.nan, dtype=torch.int8 if int8 else dtype, device=device)
+        scales = torch.full(shape[:-1], torch.nan, device=device) if int8 else None
+        slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
+        k, v = (kv[:, :2], kv[:, 3:5]) if slots else kv.view(2, 0, 2, head_size)
+        yield Sample(label=label, args=(k, v, pool, scales, slot_mapping))
+
+
+def _store_kv_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, slots, head_size in (
+        ("no token", [], 16),
+        ("all left out", [-1, -1], 8),
+        ("some left out, head size 24", [5, -1, 0, 11, -1, 6], 24),
+        ("first left out, last slot", [-1, 11, 3], 64),
+    ):
+        kv = torch.randn(len(slots), 6, head_size).to(device, dtype)
+        cache = torch.full((2, 3, 2, 4, head_size), torch.nan).to(device, dtype)
+        slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
+        # As cut from a fused QKV, but for the empty one: opcheck cannot copy a slice of nothing.
+        k, v = (kv[:, :2], kv[:, 3:5]) if slots else kv.view(2, 0, 2, head_size)
+        yield Sample(label=label, args=(k, v, cache[0], cache[1], slot_mapping))
+
+
+def _seat_samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Yield (label, rows of the step, rows elsewhere with some that hold NaN, indices of the seats)."""
+    for label, num_rows, width, seats in (
+        ("no seat", 3, 8, []),
+        ("nothing at all", 0, 8, []),
+        ("only seats", 2, 5, [3, -1]),
+        ("all seats empty", 4, 8, [-1, -1]),
+        ("rows and seats, odd width", 5, 7, [4, -1, 0]),
+    ):
+        here = torch.randn(num_rows, width)
+        elsewhere = torch.full((6, width), torch.nan)
+        elsewhere[[seat for seat in seats if seat >= 0]] = torch.randn(sum(seat >= 0 for seat in seats), width)
+        index = torch.tensor(seats, dtype=torch.int64, device=device)
+        yield label, here.to(device, dtype), elsewhere.to(device, dtype), index
+
+
+def _piggyback_concat_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, attn, results, rows in _seat_samples(device, dtype):
+        yield Sample(label=label, args=(attn, results, rows))
+    attn, results = torch.randn(2, 3, 4).to(device, dtype)
+    rows = torch.tensor([-1], dtype=torch.int64, device=device)
+    yield Sample(label="no device row, no result", args=(attn[:0], results[:0], rows))
+
+
+def _residual_store_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, *args in _seat_samples(device, dtype):
+        yield Sample(label=label, args=tuple(args))
+
+
+def _residual_fetch_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, hidden, store, slots in _seat_samples(device, dtype):
+        yield Sample(label=label, args=(store, slots, hidden))
+
+
+def _piggyback_send_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, num_rows, (num_heads, kv_heads, head_size), seats in (
+        ("no seat", 3, (2, 1, 16), []),
+        ("nothing at all", 0, (2, 1, 16), []),
+        ("only seats", 2, (4, 2, 8), [3, -1]),
+        ("all seats empty", 4, (2, 1, 16), [-1, -1]),
+        ("rows and seats, odd sizes", 5, (3, 1, 5), [5, -1, 0]),
+    ):
+        hidden = num_heads * head_size + 2
+        width = (num_heads + 2 * kv_heads) * head_size
+        rows = torch.full((num_rows, hidden + width), torch.nan)
+        seated = [num_rows - len(seats) + seat for seat, slot in enumerate(seats) if slot >= 0]
+        rows[seated] = torch.randn(len(seated), hidden + width)
+        rows = rows.to(device, dtype)
+        hidden_TD, qkv = rows[:, :hidden], rows[:, hidden:].view(num_rows, num_heads + 2 * kv_heads, head_size)
+        # q, k and v as cut from a fused QKV, but for the empty ones: opcheck cannot copy a slice of nothing.
+        parts = (hidden_TD, *qkv.split([num_heads, kv_heads, kv_heads], 1))
+        if not num_rows:
+            parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
+        elsewhere = [torch.full((6, size), torch.nan, dtype=dtype, device=device) for size in (hidden, width)]
+        index, flags, step = (torch.tensor(x, dtype=torch.int64, device=device) for x in (seats, [7] * 6, [9]))
+        yield Sample(label=label, args=(*parts, index, *elsewhere, flags, step))
+
+
+def linear_args(
+    num_rows: int, num_in: int, num_out: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return skinny_linear's arguments: seeded random, with NaN behind each row of x and behind the weight."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.full((num_rows, num_in + 8), torch.nan)
+    x[:, :num_in] = torch.randn(num_rows, num_in, generator=generator)
+    weight = torch.full((num_out * num_in + 8,), torch.nan)
+    weight[:-8] = torch.randn(num_out * num_in, generator=generator) / max(1, num_in) ** 0.5
+    x, weight = x.to(device, dtype), weight.to(device, dtype)
+    x_TI, weight_OI = x[:, :num_in], weight[: num_out * num_in].view(num_out, num_in)
+    # opcheck cannot copy a slice of nothing.
+    return (x_TI if x_TI.numel() else x_TI.contiguous()), (weight_OI if weight_OI.numel() else weight_OI.contiguous())
+
+
+def _skinny_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, num_rows, num_in, num_out in (
+        ("no row", 0, 32, 8),
+        ("no output feature", 2, 32, 0),
+        ("no input feature", 3, 0, 5),
+        ("one of each", 1, 1, 1),
+        ("one row, whole vectors", 1, 96, 64),
+        ("two rows, less than a vector", 2, 7, 10),
+        ("three rows, rest of a vector", 3, 45, 33),
+        ("rest of a block of rows, several threads", 7, 200, 203),
+        ("many rows", 33, 72, 50),
+    ):
+        yield Sample(label=label, args=linear_args(num_rows, num_in, num_out, device, dtype))
+        x_TI, weight_OI = linear_args(num_rows, num_in, num_out, device, torch.float32)
+        yield Sample(label=f"{label}, fp32 with a bf16 weight", args=(x_TI, weight_OI.bfloat16()))
+
+
+OPS: dict[str, OpSpec] = {
+    reference.__name__: OpSpec(name=reference.__name__, reference=reference, samples=samples)
+    for reference, samples in (
+        (references.store_kv, _store_kv_samples),
+        (references.paged_attention, _paged_attention_samples),
+        (references.cpu_attention, _cpu_attention_samples),
+        (references.store_host_kv, _store_host_kv_samples),
+        (references.piggyback_concat, _piggyback_concat_samples),
+        (references.residual_store, _residual_store_samples),
+        (references.residual_fetch, _residual_fetch_samples),
+        (references.piggyback_send, _piggyback_send_samples),
+        (references.skinny_linear, _skinny_linear_samples),
+    )
+}
