@@ -13,130 +13,29 @@ from the positions alone. Tensor legend: T packed tokens, R rows that need logit
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
-import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.layers.base import LayerFamily, head_product, refuse_dynamic_rope, why_grouped_mm_waits
+from omniserve.layers.cut import AttentionFunction, calling, described_masks
+from omniserve.layers.inspection import DataDependent, LinearWatch, OperatorLog, Table, TableForm, collect, filled
 
-_NAME = "omniserve_halves"
-"""Of the attention function, in Hugging Face's registry; a model's config names it while a half runs."""
-_FAR = 1 << 24
-"""A position behind every window."""
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
 _KNOWN_ARGUMENTS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids"})
-
-AttentionFunction = Callable[..., Tensor]
-"""(module, query, key, value, mask, keywords) -> attention rows ``[1, T, N, H]``; q, k, v are ``[1, heads, T, H]``."""
-
-
-class _Running:
-    """What the functions that are registered below do."""
-
-    attend: AttentionFunction | None = None
-    """The attention function of the half that runs."""
-    describes_masks = False
-    """The making of a mask describes it; a half needs none."""
-
-
-_running = _Running()
 
 
 class _Cut(Exception):
     """Ends a layer or a model where everything that is wanted has been computed."""
-
-
-def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **keywords: Any) -> Any:
-    assert _running.attend is not None
-    return _running.attend(module, query, key, value, mask, keywords), None
-
-
-def _mask(*args: Any, mask_function: Callable[..., Any], device: Any, **keywords: Any) -> Tensor | None:
-    """Stand in for the making of an attention mask: the result tells which tokens the mask function lets through."""
-    if not _running.describes_masks:
-        return None
-    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-    mask.omniserve_window = _window_of(mask_function)  # type: ignore[attr-defined]
-    return mask
-
-
-def _window_of(mask_function: Callable[..., Any]) -> int | None:
-    """Return the sliding window of a mask function, 0 without one; None if it is no causal mask of one of these."""
-    zero = torch.tensor(0)
-
-    def sees(query: int, key: int) -> bool:
-        return bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
-
-    def width(query: int) -> int | None:
-        """Return how many positions up to its own a query sees; None unless they are the nearest."""
-        if not sees(query, query) or sees(query, query + 1):
-            return None
-        if sees(query, 0):
-            return query + 1
-        hidden, seen = 0, query
-        while seen - hidden > 1:
-            middle = (hidden + seen) // 2
-            hidden, seen = (hidden, middle) if sees(query, middle) else (middle, seen)
-        return query + 1 - seen
-
-    queries = (_FAR, _FAR + 1, _FAR + 4099)
-    try:
-        widths = [width(query) for query in queries]
-    except (IndexError, RuntimeError):  # it looks into tensors of the batch: packed sequences, blocks of images
-        return None
-    if widths == [query + 1 for query in queries]:
-        return 0
-    return widths[0] if len(set(widths)) == 1 else None
-
-
-AttentionInterface.register(_NAME, _attend)
-AttentionMaskInterface.register(_NAME, _mask)
-
-
-class _Table(NamedTuple):
-    """Stands for a tensor that follows from the positions, in the arguments of a layer."""
-
-    number: int
-    """Of the model's tables."""
-
-
-@dataclass(frozen=True, slots=True)
-class _TableForm:
-    """How a tensor of a layer's arguments lies in rows ``[T, W]``."""
-
-    row_dim: int
-    """The dimension of the tokens."""
-    shape: tuple[int, ...]
-    """Sizes of the other dimensions."""
-    dtype: torch.dtype
-
-    @property
-    def width(self) -> int:
-        return math.prod(self.shape) * (2 if self.dtype.is_complex else 1)
-
-    def to_rows(self, tensor: Tensor) -> Tensor:
-        rows = tensor.movedim(self.row_dim, 0)
-        return (torch.view_as_real(rows) if self.dtype.is_complex else rows).reshape(rows.shape[0], -1)
-
-    def from_rows(self, rows_TW: Tensor) -> Tensor:
-        if self.dtype.is_complex:
-            pairs = rows_TW.reshape(rows_TW.shape[0], *self.shape, 2).to(self.dtype.to_real())
-            return torch.view_as_complex(pairs.contiguous()).movedim(0, self.row_dim)
-        return rows_TW.reshape(rows_TW.shape[0], *self.shape).to(self.dtype).movedim(0, self.row_dim)
 
 
 class TracedLayer(nn.Module):
@@ -210,8 +109,12 @@ class TracedFamily(LayerFamily):
             called.append(names[id(module)])
             return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
-        with self._attention(attend):
-            self._call_model(self._int64([1, 1]), self._int64([0, 1]))
+        try:
+            with calling(attend, self._configs):
+                self._call_model(self._int64([1, 1]), self._int64([0, 1]))
+        except Exception as error:  # of the model's own code, which may do without the interface
+            what = f"{type(error).__name__}: {error}"
+            raise self._unsupported(f"does not run with another attention function ({what})") from error
         if not called:
             raise self._unsupported("does not use Hugging Face's attention interface, where its layers could be cut")
         lists = [name for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList)]
@@ -234,14 +137,14 @@ class TracedFamily(LayerFamily):
 
     def _record_arguments(self) -> None:
         """Find out which arguments of the layers follow from the positions, and which are always the same."""
-        _running.describes_masks = True
-        try:
+        with described_masks():
             first, same = self._run([1, 2, 3], [0, 1, 2]), self._run([4, 2, 5], [0, 1, 2])
             other = self._run([1, 2, 3, 4, 5], [3, 4, 5, 6, 7])
-        finally:
-            _running.describes_masks = False
+            unnumbered = self._run([1, 2, 3], None)
+        if not torch.equal(first.inputs[0], unnumbered.inputs[0]):
+            raise self._unsupported("does not number positions from 0")
         self._hidden_size = int(first.inputs[0].shape[-1])
-        self._forms: list[_TableForm] = []
+        self._forms: list[TableForm] = []
         self._windows: list[Any] = []
         """The window of each layer's mask; None: no mask, so that the attention's own argument tells it."""
         tables: list[Tensor] = []
@@ -283,11 +186,11 @@ class TracedFamily(LayerFamily):
             raise self._unsupported(f"{name} how many tokens there are")
         for number, table in enumerate(tables):
             if table is first:
-                return _Table(number)
+                return Table(number)
         tables.append(first)
         shape = tuple(size for d, size in enumerate(first.shape) if d != row_dims[0])
-        self._forms.append(_TableForm(row_dims[0], shape, first.dtype))
-        return _Table(len(tables) - 1)
+        self._forms.append(TableForm(row_dims[0], shape, first.dtype))
+        return Table(len(tables) - 1)
 
     def _record_layers(self) -> None:
         """Run each layer: its attention, its linears that read the same rows, and what it computes."""
@@ -310,9 +213,9 @@ class TracedFamily(LayerFamily):
 
             inputs.append(hidden_TD)
             try:
-                with _LinearWatch(layer) as linears, _OperatorLog() as operators:
+                with LinearWatch(layer) as linears, OperatorLog() as operators:
                     hidden_TD = self._call_layer(layer, hidden_TD, cos, sin, attend)
-            except _DataDependent as error:
+            except DataDependent as error:
                 raise self._unsupported(
                     f"calls {error} in layer {layer.layer_idx}, whose result has a shape that depends on values; for a "
                     "mixture of experts call model.set_experts_implementation('grouped_mm') first"
@@ -428,8 +331,8 @@ class TracedFamily(LayerFamily):
     def _call_layer(
         self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None, attend: AttentionFunction
     ) -> Tensor:
-        args, kwargs = _filled(layer.arguments, self._tables(hidden_TD, cos, sin))
-        with self._attention(attend):
+        args, kwargs = filled(layer.arguments, self._tables(hidden_TD, cos, sin))
+        with calling(attend, self._configs):
             output = layer.layer(hidden_TD[None], *args, **kwargs)
         return (output if isinstance(output, Tensor) else output[0])[0]
 
@@ -468,7 +371,7 @@ class TracedFamily(LayerFamily):
         found: dict[int, Tensor] = {}
         arguments = self._run(torch.ones_like(positions_T), positions_T).arguments
         for layer, given in zip(self.layers, arguments, strict=True):
-            _collect(layer.arguments, given, found)
+            collect(layer.arguments, given, found)
         rows = [self._forms[number].to_rows(found[number]).to(self._table_dtype) for number in self._kept]
         all_TW = torch.cat(rows, dim=-1)
         return all_TW, all_TW
@@ -493,7 +396,7 @@ class TracedFamily(LayerFamily):
             return self._call_model(ids_R, torch.zeros_like(ids_R)).logits[0]
 
     def _run(self, token_ids: Any, positions: Any) -> _Run:
-        """Run the model without its layers."""
+        """Run the model without its layers; None leaves the positions to it."""
         run = _Run([], [])
 
         def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
@@ -502,7 +405,7 @@ class TracedFamily(LayerFamily):
             return hidden
 
         with self._layers_replaced(replace):
-            self._call_model(self._int64(token_ids), self._int64(positions))
+            self._call_model(self._int64(token_ids), None if positions is None else self._int64(positions))
         return run
 
     def _run_to_first_layer(self, token_ids_T: Tensor, positions_T: Tensor) -> list[Tensor]:
@@ -519,8 +422,9 @@ class TracedFamily(LayerFamily):
                 pass
         return inputs
 
-    def _call_model(self, token_ids_T: Tensor, positions_T: Tensor) -> Any:
-        return self.model(input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False)
+    def _call_model(self, token_ids_T: Tensor, positions_T: Tensor | None) -> Any:
+        positions = None if positions_T is None else positions_T[None]
+        return self.model(input_ids=token_ids_T[None], position_ids=positions, use_cache=False)
 
     @contextmanager
     def _layers_replaced(self, replace: Callable[[TracedLayer, Tensor, Any, Any], Tensor]) -> Iterator[None]:
@@ -538,7 +442,7 @@ class TracedFamily(LayerFamily):
         for layer in self.layers:
             layer.layer.__dict__["forward"] = forward_of(layer)
         try:
-            with self._attention(_no_attention):
+            with calling(_no_attention, self._configs):
                 yield
         finally:
             for layer, forward in zip(self.layers, before, strict=True):
@@ -546,30 +450,11 @@ class TracedFamily(LayerFamily):
                 if forward is not None:
                     layer.layer.__dict__["forward"] = forward
 
-    @contextmanager
-    def _attention(self, attend: AttentionFunction) -> Iterator[None]:
-        """Have the model call this attention function."""
-        if torch.compiler.is_compiling():  # in ``compiling``
-            _running.attend = attend
-            yield
-            _running.attend = None
-            return
-        names = [config._attn_implementation_internal for config in self._configs]
-        before, _running.attend = _running.attend, attend
-        for config in self._configs:
-            config._attn_implementation_internal = _NAME
-        try:
-            yield
-        finally:
-            for config, name in zip(self._configs, names, strict=True):
-                config._attn_implementation_internal = name
-            _running.attend = before
-
     # --- for the engine ---------------------------------------------------------------------------------------------
 
     def compiling(self) -> AbstractContextManager[None]:
         """Enter this while halves are traced: the compiler cannot change a model's config."""
-        return self._attention(_no_attention)
+        return calling(_no_attention, self._configs)
 
     def why_not_captured(self) -> str:
         if not any("grouped_mm" in name for name in self._operators):
@@ -602,101 +487,3 @@ class TracedFamily(LayerFamily):
 
 def _no_attention(*args: Any) -> NoReturn:
     raise RuntimeError("the model attends outside of its decoder layers")
-
-
-def _filled(arguments: Any, tables: Sequence[Tensor]) -> Any:
-    """Put tables into a layer's arguments, in the place of what stands for them."""
-    if isinstance(arguments, _Table):
-        return tables[arguments.number]
-    if isinstance(arguments, dict):
-        return {key: _filled(value, tables) for key, value in arguments.items()}
-    if isinstance(arguments, (tuple, list)):
-        return type(arguments)([_filled(value, tables) for value in arguments])
-    return arguments
-
-
-def _collect(arguments: Any, given: Any, found: dict[int, Tensor]) -> None:
-    """Find the tables among the arguments that a layer was given; None among them was a mask."""
-    if isinstance(arguments, _Table):
-        found.setdefault(arguments.number, given)
-    elif isinstance(arguments, dict):
-        for key in arguments:
-            _collect(arguments[key], given[key], found)
-    elif isinstance(arguments, (tuple, list)):
-        for argument, value in zip(arguments, given, strict=True):
-            _collect(argument, value, found)
-
-
-class _LinearWatch:
-    """Notes which linears of a layer are called with the same rows."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-        self._calls: list[tuple[Tensor, list[nn.Module]]] = []
-
-    def __enter__(self) -> _LinearWatch:
-        def note(linear: nn.Module, args: tuple[Any, ...]) -> None:
-            for rows, linears in self._calls:
-                if rows is args[0]:
-                    linears.append(linear)
-                    return
-            self._calls.append((args[0], [linear]))
-
-        linears = [module for module in self._layer.modules() if isinstance(module, nn.Linear)]
-        self._hooks = [linear.register_forward_pre_hook(note) for linear in linears]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def groups(self) -> list[tuple[nn.Module, ...]]:
-        """Return the linears that share their input, in the order called; none is in two groups."""
-        called = Counter(id(linear) for _, linears in self._calls for linear in linears)
-        groups = [tuple(each for each in linears if called[id(each)] == 1) for _, linears in self._calls]
-        return [group for group in groups if len(group) > 1]
-
-
-class _OperatorLog(TorchDispatchMode):
-    """Notes the operators that are called, with the shapes of tensors and the values of everything else.
-
-    Raises:
-        UnsupportedModelError: An operator's result has a shape that depends on values of tensors.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._digest = hashlib.sha256()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.data_dependent_output in function.tags or (
-            torch.Tag.dynamic_output_shape in function.tags
-            and (function is not torch.ops.aten.index.Tensor or _has_mask(args[1]))
-        ):
-            raise _DataDependent(str(function))
-        self.names.add(str(function))
-        self._digest.update(repr((str(function), *map(_described, (args, kwargs or {})))).encode())
-        return function(*args, **(kwargs or {}))
-
-    def digest(self, arguments: str) -> str:
-        self._digest.update(arguments.encode())
-        return self._digest.hexdigest()
-
-
-def _has_mask(indices: Sequence[Tensor | None]) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-
-
-class _DataDependent(Exception):
-    """An operator that no single graph can hold."""
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return (tuple(value.shape), value.dtype, value.stride())
-    if isinstance(value, dict):
-        return {key: _described(each) for key, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_described(each) for each in value]
-    return value

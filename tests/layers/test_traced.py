@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers import LAYER_FAMILIES, family_of
 from omniserve.layers.compiled import structure
+from omniserve.layers.cut import window_of
 from omniserve.layers.patching import PatchedModel, patch, unpatch
-from omniserve.layers.traced import TracedFamily, _window_of
+from omniserve.layers.traced import TracedFamily
 from tests.parity.models import MODELS, tiny_model
 from tests.quick import slow_except
 
@@ -32,6 +33,7 @@ def build(model_type: str, **fields: Any) -> PreTrainedModel:
     [
         ("bloom", {}, "takes no position_ids"),
         ("bert", {"intermediate_size": 48}, "mask that is neither causal nor a sliding window"),
+        ("roberta", {"is_decoder": True, "intermediate_size": 48}, "does not number positions from 0"),
         ("xglm", {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 48}, "attention interface"),
         ("gpt_oss", {"num_local_experts": 4, "intermediate_size": 32, "head_dim": 8}, "'s_aux', which no kernel"),
         ("diffllama", {"intermediate_size": 48}, r"attends 2 times in model\.layers\.0"),
@@ -96,7 +98,7 @@ def test_a_layer_whose_number_changes_what_it_computes_has_its_own_graph() -> No
     ],
 )
 def test_windows_are_found_by_asking_the_mask(function: Any, window: int | None) -> None:
-    assert _window_of(function) == window
+    assert window_of(function) == window
 
 
 @pytest.mark.parametrize("name", TRACED)

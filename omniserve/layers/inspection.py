@@ -1,0 +1,147 @@
+"""What one run of a model tells of its layers: their arguments, the operators and the linears that they call.
+
+Tensor legend: T tokens, W values of a table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Table(NamedTuple):
+    """Stands for a tensor that follows from the positions, in the arguments of a layer."""
+
+    number: int
+    """Of the model's tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableForm:
+    """How a tensor of a layer's arguments lies in rows ``[T, W]``."""
+
+    row_dim: int
+    """The dimension of the tokens."""
+    shape: tuple[int, ...]
+    """Sizes of the other dimensions."""
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.shape) * (2 if self.dtype.is_complex else 1)
+
+    def to_rows(self, tensor: Tensor) -> Tensor:
+        rows = tensor.movedim(self.row_dim, 0)
+        return (torch.view_as_real(rows) if self.dtype.is_complex else rows).reshape(rows.shape[0], -1)
+
+    def from_rows(self, rows_TW: Tensor) -> Tensor:
+        if self.dtype.is_complex:
+            pairs = rows_TW.reshape(rows_TW.shape[0], *self.shape, 2).to(self.dtype.to_real())
+            return torch.view_as_complex(pairs.contiguous()).movedim(0, self.row_dim)
+        return rows_TW.reshape(rows_TW.shape[0], *self.shape).to(self.dtype).movedim(0, self.row_dim)
+
+
+def filled(arguments: Any, tables: Sequence[Tensor]) -> Any:
+    """Put tables into a layer's arguments, in the place of what stands for them."""
+    if isinstance(arguments, Table):
+        return tables[arguments.number]
+    if isinstance(arguments, dict):
+        return {key: filled(value, tables) for key, value in arguments.items()}
+    if isinstance(arguments, (tuple, list)):
+        return type(arguments)([filled(value, tables) for value in arguments])
+    return arguments
+
+
+def collect(arguments: Any, given: Any, found: dict[int, Tensor]) -> None:
+    """Find the tables among the arguments that a layer was given; None among them was a mask."""
+    if isinstance(arguments, Table):
+        found.setdefault(arguments.number, given)
+    elif isinstance(arguments, dict):
+        for key in arguments:
+            collect(arguments[key], given[key], found)
+    elif isinstance(arguments, (tuple, list)):
+        for argument, value in zip(arguments, given, strict=True):
+            collect(argument, value, found)
+
+
+class LinearWatch:
+    """Notes which linears of a layer are called with the same rows."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._calls: list[tuple[Tensor, list[nn.Module]]] = []
+
+    def __enter__(self) -> LinearWatch:
+        def note(linear: nn.Module, args: tuple[Any, ...]) -> None:
+            for rows, linears in self._calls:
+                if rows is args[0]:
+                    linears.append(linear)
+                    return
+            self._calls.append((args[0], [linear]))
+
+        linears = [module for module in self._layer.modules() if isinstance(module, nn.Linear)]
+        self._hooks = [linear.register_forward_pre_hook(note) for linear in linears]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def groups(self) -> list[tuple[nn.Module, ...]]:
+        """Return the linears that share their input, in the order called; none is in two groups."""
+        called = Counter(id(linear) for _, linears in self._calls for linear in linears)
+        groups = [tuple(each for each in linears if called[id(each)] == 1) for _, linears in self._calls]
+        return [group for group in groups if len(group) > 1]
+
+
+class OperatorLog(TorchDispatchMode):
+    """Notes the operators that are called, with the shapes of tensors and the values of everything else.
+
+    Raises:
+        UnsupportedModelError: An operator's result has a shape that depends on values of tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._digest = hashlib.sha256()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in function.tags or (
+            torch.Tag.dynamic_output_shape in function.tags
+            and (function is not torch.ops.aten.index.Tensor or _has_mask(args[1]))
+        ):
+            raise DataDependent(str(function))
+        self.names.add(str(function))
+        self._digest.update(repr((str(function), *map(_described, (args, kwargs or {})))).encode())
+        return function(*args, **(kwargs or {}))
+
+    def digest(self, arguments: str) -> str:
+        self._digest.update(arguments.encode())
+        return self._digest.hexdigest()
+
+
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+class DataDependent(Exception):
+    """An operator that no single graph can hold."""
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype, value.stride())
+    if isinstance(value, dict):
+        return {key: _described(each) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_described(each) for each in value]
+    return value
