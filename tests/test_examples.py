@@ -14,7 +14,7 @@ from benchmarks.common.server import ServerProcess
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-SHORT_EXAMPLES = ("patch_and_generate", "offline_ls_and_be", "http_client", "own_scheduler")
+SHORT_EXAMPLES = ("any_decoder", "patch_and_generate", "offline_ls_and_be", "http_client", "own_scheduler")
 TIMEOUT_S = 300  # a hang, not slowness: the slowest takes seconds
 
 
@@ -36,6 +36,11 @@ def test_patch_and_generate_changes_no_token() -> None:
     output = run("patch_and_generate")
     assert "patched generates the same tokens: True" in output
     assert "unpatched generates the same tokens: True" in output
+
+
+@pytest.mark.slow
+def test_a_decoder_without_a_family_gets_its_own_tokens() -> None:
+    assert "the same tokens as generate(): True" in run("any_decoder")
 
 
 def test_offline_ls_and_be_uses_the_host_tier() -> None:

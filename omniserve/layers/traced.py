@@ -359,7 +359,7 @@ class TracedFamily(LayerFamily):
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         if self._embeds_alone:
             return self.model.get_input_embeddings()(token_ids_T)
-        return self._run_to_first_layer(token_ids_T, positions_T)[0][0]
+        return self._run_to_first_layer(_some(token_ids_T), _some(positions_T))[0][0][: len(token_ids_T)]
 
     def rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return what the layers are given beside their input, as rows ``[T, W]``: cos and sin, or all twice."""
@@ -369,11 +369,12 @@ class TracedFamily(LayerFamily):
             cos, sin = self._rotary_module(self._probe, position_ids=positions_T[None])
             return cos[0], sin[0]
         found: dict[int, Tensor] = {}
-        arguments = self._run(torch.ones_like(positions_T), positions_T).arguments
+        some_T = _some(positions_T)
+        arguments = self._run(torch.ones_like(some_T), some_T).arguments
         for layer, given in zip(self.layers, arguments, strict=True):
             collect(layer.arguments, given, found)
         rows = [self._forms[number].to_rows(found[number]).to(self._table_dtype) for number in self._kept]
-        all_TW = torch.cat(rows, dim=-1)
+        all_TW = torch.cat(rows, dim=-1)[: len(positions_T)]
         return all_TW, all_TW
 
     def final_norm(self, hidden_RD: Tensor) -> Tensor:
@@ -483,6 +484,11 @@ class TracedFamily(LayerFamily):
 
     def _int64(self, values: Any) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self.model.device)
+
+
+def _some(numbers_T: Tensor) -> Tensor:
+    """Return numbers, or a zero if there are none: a model's own forward may not bear an empty batch."""
+    return numbers_T if len(numbers_T) else numbers_T.new_zeros(1)
 
 
 def _no_attention(*args: Any) -> NoReturn:
