@@ -1,4 +1,4 @@
-"""Serve a type that OmniServe has no code for: its own layers are cut at the attention. Random weights, so random text."""
+"""Serve a type that OmniServe has no code for: its own layers are cut at the attention. The weights are random."""
 
 import torch
 from transformers import AutoModelForCausalLM, Olmo2Config

@@ -116,7 +116,7 @@ def tiny_model(
             if parameter.dim() == 1:
                 is_gain = name.endswith("weight") and model_type != "gemma2"  # Gemma's norms multiply by 1 + weight
                 parameter.copy_(0.2 * noise + (1.0 if is_gain else 0.0))
-            elif "embed" in name:
+            elif "embed" in name or "wte" in name:
                 # Under tied weights a large embedding would make every token predict itself.
                 tied = config.tie_word_embeddings and "position" not in name
                 parameter.copy_(noise * (0.08 if tied else 1.0))
