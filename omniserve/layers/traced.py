@@ -33,6 +33,9 @@ from omniserve.layers.inspection import DataDependent, LinearWatch, OperatorLog,
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
 _KNOWN_ARGUMENTS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids"})
 
+_FAR = 4096
+"""A late position, for a model that names no last one."""
+
 
 class _Cut(Exception):
     """Ends a layer or a model where everything that is wanted has been computed."""
@@ -44,12 +47,12 @@ class TracedLayer(nn.Module):
     Its strings and those of its modules are part of what ``compiled.structure`` compares.
     """
 
-    def __init__(self, layer: nn.Module, index: int) -> None:
+    def __init__(self, layer: nn.Module, index: int, *, returns_tuple: bool) -> None:
         super().__init__()
         self.eval()
         self.layer = layer
         self.layer_idx = index
-        self.returns_tuple = False
+        self.returns_tuple = returns_tuple
         self.arguments: tuple[Any, ...] = ()
         """Positional and keyword arguments behind the layer's input, with tables in the place of tensors."""
         self.computes = ""
@@ -109,16 +112,26 @@ class TracedFamily(LayerFamily):
             called.append(names[id(module)])
             return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
+        tuples: set[int] = set()
+
+        def note(layer: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, tuple):
+                tuples.add(id(layer))
+
+        lists = [each for each in self.model.named_modules() if isinstance(each[1], nn.ModuleList)]
+        hooks = [layer.register_forward_hook(note) for _, layers in lists for layer in layers]
         try:
             with calling(attend, self._configs):
                 self._call_model(self._int64([1, 1]), self._int64([0, 1]))
         except Exception as error:  # of the model's own code, which may do without the interface
             what = f"{type(error).__name__}: {error}"
             raise self._unsupported(f"does not run with another attention function ({what})") from error
+        finally:
+            for hook in hooks:
+                hook.remove()
         if not called:
             raise self._unsupported("does not use Hugging Face's attention interface, where its layers could be cut")
-        lists = [name for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList)]
-        list_name = next((name for name in lists if called[0].startswith(f"{name}.")), None)
+        list_name = next((name for name, _ in lists if called[0].startswith(f"{name}.")), None)
         if list_name is None:
             raise self._unsupported(f"attends in {called[0]}, which is in no list of layers")
         layers = self.model.get_submodule(list_name)
@@ -131,7 +144,9 @@ class TracedFamily(LayerFamily):
             raise self._unsupported(
                 f"attends {indices.count(wrong)} times in {where}; each layer must attend once, and nothing else"
             )
-        self.layers: list[Any] = [TracedLayer(layer, index) for index, layer in enumerate(layers)]
+        self.layers: list[Any] = [
+            TracedLayer(layer, index, returns_tuple=id(layer) in tuples) for index, layer in enumerate(layers)
+        ]
         self._attentions = [self.model.get_submodule(name) for name in called]
         self._backbone = self.model.get_submodule(list_name.rpartition(".")[0])
 
@@ -208,8 +223,7 @@ class TracedFamily(LayerFamily):
                 heads = (query, key, value)
                 sizes.add((*(each.shape[1] for each in heads), *(each.shape[3] for each in heads)))
                 self._specs.append(self._spec_of(len(self._specs), query, mask, keywords))
-                # Anything but zeros will do, as wide as the values.
-                return functional.pad(query.transpose(1, 2), (0, value.shape[3] - query.shape[3]))
+                return _stand_in(query, value)
 
             inputs.append(hidden_TD)
             try:
@@ -223,16 +237,13 @@ class TracedFamily(LayerFamily):
             self._groups.append(linears.groups())
             layer.computes = operators.digest(repr(layer.arguments))
             self._operators |= operators.names
-        if len(sizes) != 1:
-            raise self._unsupported(
-                f"has layers with attention of different sizes, {sorted(sizes)}; the KV cache has one"
-            )
-        ((self._num_heads, self._num_kv_heads, num_values, self._head_size, *others),) = sizes
-        if num_values != self._num_kv_heads or set(others) != {self._head_size}:
-            raise self._unsupported(
-                f"has keys of {self._num_kv_heads} x {others[0]} and values of {num_values} x {others[1]}; the KV "
-                f"cache needs both alike, and as wide as the queries, {self._head_size}"
-            )
+        query_heads, kv_heads, _, query_sizes, _, value_sizes = map(set, zip(*sizes, strict=True))
+        self._num_heads, self._num_kv_heads = max(query_heads), max(kv_heads)
+        self._head_size = max(*query_sizes, *value_sizes)
+        if len(query_heads) > 1 or any(self._num_kv_heads % number for number in kv_heads):
+            raise self._unsupported(f"has layers whose numbers of heads do not fit one KV cache: {sorted(sizes)}")
+        if any(size[1] != size[2] or size[3] != size[4] for size in sizes):
+            raise self._unsupported(f"has queries, keys and values that do not match: {sorted(sizes)}")
         self._check_halves(inputs, (cos, sin))
 
     def _check_halves(self, inputs: list[Tensor], tables: tuple[Tensor | None, Tensor | None]) -> None:
@@ -250,7 +261,7 @@ class TracedFamily(LayerFamily):
                     raise self._unsupported(f"mixes the rows of layer {layer.layer_idx} outside of its attention")
 
             def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
-                return attn.reshape(1, attn.shape[0], -1, self._head_size)  # noqa: B023 (called here)
+                return attn.reshape(1, attn.shape[0], -1, self._head_size)[..., : value.shape[3]]  # noqa: B023
 
             if not torch.equal(output_TD, self._call_layer(layer, hidden_TD, *tables, attend)):
                 raise self._unsupported(f"uses positions in layer {layer.layer_idx} after its attention")
@@ -296,6 +307,10 @@ class TracedFamily(LayerFamily):
                 rows = torch.cat([table[0] for table in made], dim=-1)
                 if rows.dtype is wanted[0].dtype and torch.equal(rows, wanted[0]):
                     self._rotary_module = rotary
+        far = int(getattr(self.config, "max_position_embeddings", None) or _FAR) - 1
+        near_TW, far_TW = self.rotary(positions_T), self.rotary(self._int64([0, 1, 2, far]))
+        if near_TW is not None and far_TW is not None and not torch.equal(near_TW[0], far_TW[0][:3]):
+            raise self._unsupported("gives a token other rotary tables if there is a later one beside it")
         logits_RV = self._own_logits(hidden_TD)
         self._last_norm: Any = None
         for module in self._backbone.children():
@@ -310,10 +325,14 @@ class TracedFamily(LayerFamily):
         heads: list[Tensor] = []
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
-            heads.extend(each[0].transpose(0, 1) for each in (query, key, value))
+            kv_heads = self._num_kv_heads
+            counts = (self._num_heads, kv_heads, kv_heads)
+            heads.extend(
+                self._fit(each[0].transpose(0, 1), n) for each, n in zip((query, key, value), counts, strict=True)
+            )
             if not torch.compiler.is_compiling():
                 raise _Cut
-            return query.transpose(1, 2).contiguous()
+            return _stand_in(query, value)
 
         try:
             self._call_layer(layer, hidden_TD, cos, sin, attend)
@@ -324,9 +343,19 @@ class TracedFamily(LayerFamily):
 
     def post_attention(self, layer: Any, attn: Tensor, hidden_TD: Tensor) -> Tensor:
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
-            return attn.reshape(1, attn.shape[0], -1, self._head_size)
+            return attn.reshape(1, attn.shape[0], -1, self._head_size)[..., : value.shape[3]]
 
         return self._call_layer(layer, hidden_TD, None, None, attend)
+
+    def _fit(self, rows: Tensor, num_heads: int) -> Tensor:
+        """Bring heads ``[T, heads, size]`` of one layer to the number and the size that the KV cache has for all.
+
+        Zeros behind a head change no score, and add zeros to the result; a KV head that is there twice serves half as
+        many query heads each.
+        """
+        if rows.shape[2] < self._head_size:
+            rows = functional.pad(rows, (0, self._head_size - rows.shape[2]))
+        return rows if rows.shape[1] == num_heads else rows.repeat_interleave(num_heads // rows.shape[1], dim=1)
 
     def _call_layer(
         self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None, attend: AttentionFunction
@@ -366,8 +395,8 @@ class TracedFamily(LayerFamily):
         if not self._kept:
             return None
         if self._rotary_module is not None:
-            cos, sin = self._rotary_module(self._probe, position_ids=positions_T[None])
-            return cos[0], sin[0]
+            cos, sin = self._rotary_module(self._probe, position_ids=_some(positions_T)[None])
+            return cos[0][: len(positions_T)], sin[0][: len(positions_T)]
         found: dict[int, Tensor] = {}
         some_T = _some(positions_T)
         arguments = self._run(torch.ones_like(some_T), some_T).arguments
@@ -484,6 +513,11 @@ class TracedFamily(LayerFamily):
 
     def _int64(self, values: Any) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self.model.device)
+
+
+def _stand_in(query: Tensor, value: Tensor) -> Tensor:
+    """Return rows of the shape of attention's result, not zeros, where their values do not matter."""
+    return functional.pad(query.transpose(1, 2), (0, value.shape[3] - query.shape[3]))
 
 
 def _some(numbers_T: Tensor) -> Tensor:

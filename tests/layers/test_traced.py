@@ -44,13 +44,6 @@ def build(model_type: str, **fields: Any) -> PreTrainedModel:
              "layer_types": ["linear_attention", "full_attention"]},
             r"attends 0 times in model\.layers\.0",
         ),
-        (
-            "deepseek_v3",
-            {"intermediate_size": 48, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8,
-             "qk_nope_head_dim": 8, "head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-             "num_experts_per_tok": 2, "first_k_dense_replace": 2, "num_key_value_heads": 4},
-            "the KV cache needs both alike",
-        ),
     ],
 )  # fmt: skip
 def test_what_has_no_kernel_here_is_refused_by_name(model_type: str, fields: dict[str, Any], reason: str) -> None:

@@ -26,6 +26,12 @@ _OPT: dict[str, Any] = {**_COMMON, "ffn_dim": 80, "tie_word_embeddings": True}
 _NEOX: dict[str, Any] = {**_COMMON, "intermediate_size": 80, "hidden_size": 96}
 _QUARTER_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
+_MLA: dict[str, Any] = {
+    **_MOE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 40,
+}  # fmt: skip
 _WINDOW_LAST = ["full_attention", "sliding_attention", "sliding_attention"]
 _ALL_FULL = ["full_attention"] * 3
 
@@ -88,6 +94,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "cohere2",
         {**_GQA, "head_dim": 8, "sliding_window": 9, "layer_types": _WINDOW_LAST, "logit_scale": 0.5},
     ),
+    "deepseek_v3": ("deepseek_v3", _MLA),
     "gemma3": ("gemma3_text", {**_GQA, "head_dim": 16, "sliding_window": 9, "layer_types": _WINDOW_LAST}),
     "gpt2": ("gpt2", {**_COMMON, "n_inner": 80}),
     "granitemoe": ("granitemoe", {**_MOE, "num_local_experts": 4, "attention_multiplier": 0.3, "logits_scaling": 2.0}),

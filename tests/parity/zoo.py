@@ -44,7 +44,8 @@ _SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "first_k_dense_replace"), 2),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), 16),
     **dict.fromkeys(("n_group", "topk_group"), 1),
-    **dict.fromkeys(("bos_token_id", "eos_token_id"), None),
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "head_dim": 16,
     "pad_token_id": 0,
     "qk_rope_head_dim": 8,
@@ -52,8 +53,13 @@ _SIZES: Mapping[str, Any] = {
     "sliding_window": 9,
     "vocab_size": VOCAB_SIZE,
 }
+_MLA = {"num_key_value_heads": 4, "v_head_dim": 16, "qk_nope_head_dim": 16, "head_dim": 8, "q_lora_rank": 16}
 # What a type needs beside these sizes. None leaves a field as it is by default.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "axk1": _MLA, "axk2": _MLA, "deepseek_v2": _MLA | {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "deepseek_v3": _MLA,
+    "deepseek_v32": _MLA | {"index_topk": 512}, "glm4_moe_lite": _MLA, "glm_moe_dsa": _MLA, "longcat_flash": _MLA,
+    "minicpm3": _MLA, "mistral4": _MLA, "youtu": _MLA, "kimi_linear": _MLA,
     "bert": {"is_decoder": True},
     "bert-generation": {"is_decoder": True},
     "biogpt": {"scale_embedding": True},
@@ -66,11 +72,15 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "falcon": {"head_dim": None, "alibi": False, "new_decoder_architecture": True},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 9},
     "gptj": {"rotary_dim": 8},
-    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    "hunyuan_v1_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "moe_topk": 1},
+    "hunyuan_v1_dense": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "hunyuan_v1_moe": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "moe_topk": 1},
     "megatron-bert": {"is_decoder": True},
-    "ministral": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    "nemotron": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "moshi": {"sliding_window": 512},  # with a shorter one its generate() contradicts its own forward
+    "ministral": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "nemotron": {
+        "head_dim": 16, "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "rembert": {"is_decoder": True},
     "roberta": {"is_decoder": True},
     "roberta-prelayernorm": {"is_decoder": True},
@@ -99,9 +109,8 @@ def tiny(model_type: str) -> PreTrainedModel:
     usual = AutoConfig.for_model(model_type).get_text_config()
     known = set(inspect.signature(type(usual).__init__).parameters) | set(vars(usual)) | set(usual.attribute_map)
     fields = {name: value for name, value in _SIZES.items() if name in known and getattr(usual, name, None) is not None}
-    fields |= {name: None for name in ("bos_token_id", "eos_token_id")}
     fields |= _FIELDS.get(model_type, {})
-    fields = {name: value for name, value in fields.items() if value is not None or name.endswith("_token_id")}
+    fields = {name: value for name, value in fields.items() if value is not None}
     config = type(usual)(**fields)
     if getattr(config, "_experts_implementation", None) == "eager":
         config._experts_implementation = "grouped_mm"
@@ -142,6 +151,8 @@ def try_type(model_type: str, num_histories: int) -> Outcome:
         patch(model, compile=False)
     except UnsupportedModelError as error:
         return Outcome(model_type, "refused", _one_line(error).removeprefix(type(model).__name__).lstrip(": "))
+    except Exception as error:
+        return Outcome(model_type, "wrong", f"patch: {type(error).__name__}: {_one_line(error)}")
     tally = Tally()
     try:
         for seed in range(num_histories):
