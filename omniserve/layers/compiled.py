@@ -26,7 +26,7 @@ from torch.fx.experimental import _config as fx_config
 logger = logging.getLogger(__name__)
 
 GROUP_PRODUCTS: set[Any] = set()
-"""Operators that compute the products of a group of linears (``groups.py``)."""
+"""Operators of which the product of a group of linears consists (``groups.py``)."""
 
 Half = Callable[..., Any]
 
@@ -90,10 +90,10 @@ class _ShareProducts(CustomGraphPass):
     """Computes once the product of a group of linears, which each of its members asks for."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        found: dict[Any, torch.fx.Node] = {}
+        found: dict[str, torch.fx.Node] = {}
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target in GROUP_PRODUCTS:
-                key = (node.target, node.args, tuple(sorted(node.kwargs.items())))
+                key = repr((node.target, node.args, node.kwargs))  # nodes have names of their own
                 if (first := found.setdefault(key, node)) is not node:
                     node.replace_all_uses_with(first)
                     graph.erase_node(node)

@@ -20,7 +20,7 @@ _FAR = 1 << 24
 """A position behind every window."""
 
 AttentionFunction = Callable[..., Tensor]
-"""(module, query, key, value, mask, keywords) -> attention rows ``[1, T, N, H]``; q, k, v are ``[1, heads, T, H]``."""
+"""(module, query, key, value, mask, keywords) -> attention rows ``[T, 1, N, H]``; q, k, v are ``[T, heads, 1, H]``."""
 
 
 class _Running:

@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from omniserve.layers.compiled import GROUP_PRODUCTS
 from omniserve.layers.groups import GroupLinear, join, part, plain_linears
 
 _DEVICES = frozenset({"cuda"})
+_aten = torch.ops.aten
+GROUP_PRODUCTS.update((_aten.mm.default, _aten.addmm.default, _aten.permute.default, _aten.reshape.default))
 
 
 class MergedLinear(GroupLinear):
@@ -22,6 +25,11 @@ class MergedLinear(GroupLinear):
 
     def group_product(self, input: Tensor) -> Tensor:
         return F.linear(input, self.group_weight, self.group_bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # the compiler computes it once for all members
+            return self.group_product(input).narrow(-1, self.group_start, self.out_features)
+        return super().forward(input)
 
 
 def merge(*linears: nn.Linear) -> None:

@@ -3,8 +3,8 @@
 Nothing is written for an architecture. A half is the layer's own forward with another attention function: in
 pre-attention that function hands out q, k and v, in post-attention it returns the attention rows. What the other half
 needs is dead code in the traced graph, so the compiler drops it; without the compiler pre-attention ends at the
-attention, and post-attention computes what comes before it once more. The embedding, the position tables and the head
-are the model's own forward with its layers replaced.
+attention, and post-attention computes what comes before it once more. Each row is a sequence of one token. The
+embedding, the position tables and the head are the model's own forward with its layers replaced.
 
 What a layer is given beside its input (rotary tables, positions) is recorded from one run of the model. It must follow
 from the positions alone. Tensor legend: T packed tokens, R rows that need logits, D hidden, W values of all tables.
@@ -63,7 +63,7 @@ class _Run(NamedTuple):
     """What one run of the model gave to its layers."""
 
     inputs: list[Tensor]
-    """The input of each layer, ``[1, T, D]``."""
+    """The input of each layer, ``[T, 1, D]``."""
     arguments: list[tuple[Any, ...]]
     """The other arguments of each layer: positional ones, and those with a name."""
 
@@ -110,7 +110,7 @@ class TracedFamily(LayerFamily):
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
             called.append(names[id(module)])
-            return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+            return _stand_in(query, value)
 
         tuples: set[int] = set()
 
@@ -155,8 +155,8 @@ class TracedFamily(LayerFamily):
         with described_masks():
             first, same = self._run([1, 2, 3], [0, 1, 2]), self._run([4, 2, 5], [0, 1, 2])
             other = self._run([1, 2, 3, 4, 5], [3, 4, 5, 6, 7])
-            unnumbered = self._run([1, 2, 3], None)
-        if not torch.equal(first.inputs[0], unnumbered.inputs[0]):
+        unnumbered = self._run([1, 2, 3], None, as_sequence=True)
+        if not torch.equal(first.inputs[0][:, 0], unnumbered.inputs[0][0]):
             raise self._unsupported("does not number positions from 0")
         self._hidden_size = int(first.inputs[0].shape[-1])
         self._forms: list[TableForm] = []
@@ -211,7 +211,7 @@ class TracedFamily(LayerFamily):
         """Run each layer: its attention, its linears that read the same rows, and what it computes."""
         rows = 3
         cos, sin = self.rotary(torch.arange(rows, device=self.model.device)) or (None, None)
-        hidden_TD = self._run([1, 2, 3], [0, 1, 2]).inputs[0][0]
+        hidden_TD = self._run([1, 2, 3], [0, 1, 2]).inputs[0][:, 0]
         inputs: list[Tensor] = []
         self._specs: list[AttentionSpec] = []
         self._groups: list[list[tuple[nn.Module, ...]]] = []
@@ -248,21 +248,27 @@ class TracedFamily(LayerFamily):
 
     def _check_halves(self, inputs: list[Tensor], tables: tuple[Tensor | None, Tensor | None]) -> None:
         """See that rows do not depend on each other, that outputs need no table, and which tables matter."""
-        order = torch.tensor([1, 0, 2], device=self.model.device)  # not a rotation, which a shift of rows survives
         used: set[int] = set()
-        for layer, hidden_TD in zip(self.layers, inputs, strict=True):
+        sequence = self._run([1, 2, 3], [0, 1, 2], as_sequence=True)
+        for layer, hidden_TD, (args, kwargs) in zip(self.layers, inputs, sequence.arguments, strict=True):
             heads = self.pre_attention(layer, hidden_TD, *tables)
             attn = heads[0].flatten(1).contiguous()
             output_TD = self.post_attention(layer, attn, hidden_TD)
-            permuted = self.pre_attention(layer, hidden_TD[order], *(None if t is None else t[order] for t in tables))
-            again_TD = self.post_attention(layer, attn[order], hidden_TD[order])
-            for one, two in zip((*heads, output_TD), (*permuted, again_TD), strict=True):
-                if not torch.allclose(one[order].float(), two.float(), rtol=1e-2, atol=1e-3 * float(one.abs().max())):
-                    raise self._unsupported(f"mixes the rows of layer {layer.layer_idx} outside of its attention")
+            together: list[Tensor] = []
 
             def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
-                return attn.reshape(1, attn.shape[0], -1, self._head_size)[..., : value.shape[3]]  # noqa: B023
+                is_sequence = query.shape[0] == 1
+                if is_sequence:
+                    together.extend(self._heads(*(each.transpose(0, 2) for each in (query, key, value))))  # noqa: B023
+                rows = attn.reshape(attn.shape[0], 1, -1, self._head_size)[..., : value.shape[3]]  # noqa: B023
+                return rows.transpose(0, 1) if is_sequence else rows
 
+            with calling(attend, self._configs):
+                output = layer.layer(hidden_TD[None], *args, **kwargs)
+            together.append((output if isinstance(output, Tensor) else output[0])[0])
+            for one, other in zip((*heads, output_TD), together, strict=True):
+                if not torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-3 * float(one.abs().max())):
+                    raise self._unsupported(f"mixes the rows of layer {layer.layer_idx} outside of its attention")
             if not torch.equal(output_TD, self._call_layer(layer, hidden_TD, *tables, attend)):
                 raise self._unsupported(f"uses positions in layer {layer.layer_idx} after its attention")
             for number in set(self._kept) - used:
@@ -293,7 +299,7 @@ class TracedFamily(LayerFamily):
         """See which modules alone compute what the model's forward does around its layers."""
         ids_T, positions_T = self._int64([1, 2, 3]), self._int64([0, 1, 2])
         run = self._run([1, 2, 3], [0, 1, 2])
-        hidden_TD = run.inputs[0][0]
+        hidden_TD = run.inputs[0][:, 0]
         embedded_TD = self.model.get_input_embeddings()(ids_T)
         self._embeds_alone = embedded_TD.shape == hidden_TD.shape and torch.equal(embedded_TD, hidden_TD)
         rotary = getattr(self._backbone, "rotary_emb", None)
@@ -325,11 +331,7 @@ class TracedFamily(LayerFamily):
         heads: list[Tensor] = []
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
-            kv_heads = self._num_kv_heads
-            counts = (self._num_heads, kv_heads, kv_heads)
-            heads.extend(
-                self._fit(each[0].transpose(0, 1), n) for each, n in zip((query, key, value), counts, strict=True)
-            )
+            heads.extend(self._heads(query, key, value))
             if not torch.compiler.is_compiling():
                 raise _Cut
             return _stand_in(query, value)
@@ -343,9 +345,15 @@ class TracedFamily(LayerFamily):
 
     def post_attention(self, layer: Any, attn: Tensor, hidden_TD: Tensor) -> Tensor:
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
-            return attn.reshape(1, attn.shape[0], -1, self._head_size)[..., : value.shape[3]]
+            return attn.reshape(attn.shape[0], 1, -1, self._head_size)[..., : value.shape[3]]
 
         return self._call_layer(layer, hidden_TD, None, None, attend)
+
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
+        """Yield q, k and v as rows ``[T, heads, H]``."""
+        counts = self._num_heads, self._num_kv_heads, self._num_kv_heads
+        for each, num_heads in zip((query, key, value), counts, strict=True):
+            yield self._fit(each[:, :, 0], num_heads)
 
     def _fit(self, rows: Tensor, num_heads: int) -> Tensor:
         """Bring heads ``[T, heads, size]`` of one layer to the number and the size that the KV cache has for all.
@@ -362,8 +370,8 @@ class TracedFamily(LayerFamily):
     ) -> Tensor:
         args, kwargs = filled(layer.arguments, self._tables(hidden_TD, cos, sin))
         with calling(attend, self._configs):
-            output = layer.layer(hidden_TD[None], *args, **kwargs)
-        return (output if isinstance(output, Tensor) else output[0])[0]
+            output = layer.layer(hidden_TD[:, None], *args, **kwargs)
+        return (output if isinstance(output, Tensor) else output[0])[:, 0]
 
     def _tables(self, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
         """Return all tables as the layers want them; those that were not kept, or not given, are zeros."""
@@ -388,7 +396,7 @@ class TracedFamily(LayerFamily):
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         if self._embeds_alone:
             return self.model.get_input_embeddings()(token_ids_T)
-        return self._run_to_first_layer(_some(token_ids_T), _some(positions_T))[0][0][: len(token_ids_T)]
+        return self._run_to_first_layer(_some(token_ids_T), _some(positions_T))[0][: len(token_ids_T), 0]
 
     def rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return what the layers are given beside their input, as rows ``[T, W]``: cos and sin, or all twice."""
@@ -420,12 +428,12 @@ class TracedFamily(LayerFamily):
         ids_R = torch.ones(hidden_RD.shape[0], dtype=torch.int64, device=hidden_RD.device)
 
         def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
-            return hidden_RD[None]
+            return hidden_RD[:, None]
 
         with self._layers_replaced(replace):
-            return self._call_model(ids_R, torch.zeros_like(ids_R)).logits[0]
+            return self._call_model(ids_R, torch.zeros_like(ids_R)).logits[:, 0]
 
-    def _run(self, token_ids: Any, positions: Any) -> _Run:
+    def _run(self, token_ids: Any, positions: Any, *, as_sequence: bool = False) -> _Run:
         """Run the model without its layers; None leaves the positions to it."""
         run = _Run([], [])
 
@@ -435,7 +443,8 @@ class TracedFamily(LayerFamily):
             return hidden
 
         with self._layers_replaced(replace):
-            self._call_model(self._int64(token_ids), None if positions is None else self._int64(positions))
+            positions_T = None if positions is None else self._int64(positions)
+            self._call_model(self._int64(token_ids), positions_T, as_sequence=as_sequence)
         return run
 
     def _run_to_first_layer(self, token_ids_T: Tensor, positions_T: Tensor) -> list[Tensor]:
@@ -452,9 +461,11 @@ class TracedFamily(LayerFamily):
                 pass
         return inputs
 
-    def _call_model(self, token_ids_T: Tensor, positions_T: Tensor | None) -> Any:
-        positions = None if positions_T is None else positions_T[None]
-        return self.model(input_ids=token_ids_T[None], position_ids=positions, use_cache=False)
+    def _call_model(self, token_ids_T: Tensor, positions_T: Tensor | None, *, as_sequence: bool = False) -> Any:
+        """Run the model on a batch of sequences of one token each, or on one sequence."""
+        dim = 0 if as_sequence else 1
+        positions = None if positions_T is None else positions_T.unsqueeze(dim)
+        return self.model(input_ids=token_ids_T.unsqueeze(dim), position_ids=positions, use_cache=False)
 
     @contextmanager
     def _layers_replaced(self, replace: Callable[[TracedLayer, Tensor, Any, Any], Tensor]) -> Iterator[None]:

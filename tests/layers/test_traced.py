@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers import LAYER_FAMILIES, family_of
-from omniserve.layers.compiled import structure
+from omniserve.layers.compiled import _ShareProducts, structure
 from omniserve.layers.cut import window_of
 from omniserve.layers.patching import PatchedModel, patch, unpatch
 from omniserve.layers.traced import TracedFamily
@@ -126,13 +127,33 @@ def test_compiled_halves_are_the_eager_ones(name: str) -> None:
                 torch.testing.assert_close(result, results[0], atol=1e-4, rtol=1e-4)
 
 
-def test_a_group_of_linears_is_found_and_computed_once() -> None:
+def test_linears_of_one_input_are_found() -> None:
     model = build("olmo2", intermediate_size=48)
     family = family_of(model)
     attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
     assert family.linear_groups(family.layers[1]) == [
         (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj),
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_product_of_a_group_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})  # as on a GPU
+    products: list[int] = []
+
+    def counting(share: _ShareProducts, graph: torch.fx.Graph) -> None:
+        original(share, graph)
+        products.append(
+            sum(node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) for node in graph.nodes)
+        )
+
+    original = _ShareProducts.__call__
+    monkeypatch.setattr(_ShareProducts, "__call__", counting)
+    model = build("olmo2", intermediate_size=48)
+    with fresh_cache():
+        patched = patch(model, prepack=True).omniserve
+        patched.warm_up()
+    assert products == [1, 3], "q, k and v; o, gate and up, down"
 
 
 def test_generate_runs_the_models_own_layers() -> None:
