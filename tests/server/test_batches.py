@@ -283,8 +283,8 @@ def test_late_batch_hurries_from_its_first_line_on(start_server, tmp_path):
     lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=10) for i in range(40)]
     batch = wait_for(client, submit(client, lines, window="5s").id)
     escalated = [entry.split() for entry in log.read_text().splitlines() if entry.startswith("LS")]
-    # The end of the window may meet lines on their way to the engine.
-    assert 0 < len(escalated) <= batch.omniserve["escalated"] <= len(escalated) + 2
+    # The end of the window may meet lines on their way to the engine, booked or about to be.
+    assert escalated and abs(batch.omniserve["escalated"] - len(escalated)) <= 2
     order = [(int(words[3]), int(words[4])) for words in escalated]
     assert order == sorted(order), "oldest first"
     calm = wait_for(client, submit(client, lines[:4], window="1h").id)
