@@ -92,6 +92,8 @@ class TracedFamily(LayerFamily):
         self._configs = list({id(config): config for config in configs if config is not None}.values())
         self._rotary_module: Any = None
         """Makes cos and sin, if these are all that the layers are given."""
+        # What depends on a position may do so only for late ones.
+        self._positions = [1, 2, int(getattr(self.config, "max_position_embeddings", None) or _FAR) - 1]
         with torch.inference_mode():
             self._find_layers()
             self._record_arguments()
@@ -154,7 +156,7 @@ class TracedFamily(LayerFamily):
         """Find out which arguments of the layers follow from the positions, and which are always the same."""
         with described_masks():
             first, same = self._run([1, 2, 3], [0, 1, 2]), self._run([4, 2, 5], [0, 1, 2])
-            other = self._run([1, 2, 3, 4, 5], [3, 4, 5, 6, 7])
+            other = self._run([1, 2, 3, 4, 5], [3, 4, 5, 6, self._positions[-1]])
         unnumbered = self._run([1, 2, 3], None, as_sequence=True)
         if not torch.equal(first.inputs[0][:, 0], unnumbered.inputs[0][0]):
             raise self._unsupported("does not number positions from 0")
@@ -209,9 +211,8 @@ class TracedFamily(LayerFamily):
 
     def _record_layers(self) -> None:
         """Run each layer: its attention, its linears that read the same rows, and what it computes."""
-        rows = 3
-        cos, sin = self.rotary(torch.arange(rows, device=self.model.device)) or (None, None)
-        hidden_TD = self._run([1, 2, 3], [0, 1, 2]).inputs[0][:, 0]
+        cos, sin = self.rotary(self._int64(self._positions)) or (None, None)
+        hidden_TD = self._run([1, 2, 3], self._positions).inputs[0][:, 0]
         inputs: list[Tensor] = []
         self._specs: list[AttentionSpec] = []
         self._groups: list[list[tuple[nn.Module, ...]]] = []
@@ -249,7 +250,7 @@ class TracedFamily(LayerFamily):
     def _check_halves(self, inputs: list[Tensor], tables: tuple[Tensor | None, Tensor | None]) -> None:
         """See that rows do not depend on each other, that outputs need no table, and which tables matter."""
         used: set[int] = set()
-        sequence = self._run([1, 2, 3], [0, 1, 2], as_sequence=True)
+        sequence = self._run([1, 2, 3], self._positions, as_sequence=True)
         for layer, hidden_TD, (args, kwargs) in zip(self.layers, inputs, sequence.arguments, strict=True):
             heads = self.pre_attention(layer, hidden_TD, *tables)
             attn = heads[0].flatten(1).contiguous()
@@ -313,9 +314,8 @@ class TracedFamily(LayerFamily):
                 rows = torch.cat([table[0] for table in made], dim=-1)
                 if rows.dtype is wanted[0].dtype and torch.equal(rows, wanted[0]):
                     self._rotary_module = rotary
-        far = int(getattr(self.config, "max_position_embeddings", None) or _FAR) - 1
-        near_TW, far_TW = self.rotary(positions_T), self.rotary(self._int64([0, 1, 2, far]))
-        if near_TW is not None and far_TW is not None and not torch.equal(near_TW[0], far_TW[0][:3]):
+        near_TW, far_TW = self.rotary(self._int64(self._positions[:2])), self.rotary(self._int64(self._positions))
+        if near_TW is not None and far_TW is not None and not torch.equal(near_TW[0], far_TW[0][:2]):
             raise self._unsupported("gives a token other rotary tables if there is a later one beside it")
         logits_RV = self._own_logits(hidden_TD)
         self._last_norm: Any = None

@@ -32,6 +32,11 @@ _MLA: dict[str, Any] = {
     "head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "moe_intermediate_size": 40,
 }  # fmt: skip
+# Queries are scaled by their position, but only from the eighth on.
+_SCALED_LATE = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
 _WINDOW_LAST = ["full_attention", "sliding_attention", "sliding_attention"]
 _ALL_FULL = ["full_attention"] * 3
 
@@ -98,6 +103,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {**_GQA, "head_dim": 16, "sliding_window": 9, "layer_types": _WINDOW_LAST}),
     "gpt2": ("gpt2", {**_COMMON, "n_inner": 80}),
     "granitemoe": ("granitemoe", {**_MOE, "num_local_experts": 4, "attention_multiplier": 0.3, "logits_scaling": 2.0}),
+    "ministral3": ("ministral3", {**_GQA, "head_dim": 16, "rope_parameters": _SCALED_LATE}),
     "smollm3": ("smollm3", {**_GQA, "no_rope_layers": [1, 0, 1], "layer_types": _ALL_FULL}),
 }
 
