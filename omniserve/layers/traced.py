@@ -17,6 +17,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import reduce
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -149,7 +150,6 @@ class TracedFamily(LayerFamily):
         self.layers: list[Any] = [
             TracedLayer(layer, index, returns_tuple=id(layer) in tuples) for index, layer in enumerate(layers)
         ]
-        self._attentions = [self.model.get_submodule(name) for name in called]
         self._backbone = self.model.get_submodule(list_name.rpartition(".")[0])
 
     def _record_arguments(self) -> None:
@@ -177,7 +177,7 @@ class TracedFamily(LayerFamily):
         dtypes = [self._forms[number].dtype for number in kept]
         real = {dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes}
         # One dtype holds them all: an integer below 2^24 is a float32, and bf16 and back is exact.
-        self._table_dtype = real.pop() if len(real) == 1 else torch.float32
+        self._table_dtype = real.pop() if len(real) == 1 else reduce(torch.promote_types, real, torch.float32)
 
     def _template(self, index: int, first: Any, same: Any, other: Any, tables: list[Tensor]) -> Any:
         """Return what stands for an argument of a layer in three runs: itself, or its table."""
@@ -298,8 +298,8 @@ class TracedFamily(LayerFamily):
 
     def _find_shortcuts(self) -> None:
         """See which modules alone compute what the model's forward does around its layers."""
-        ids_T, positions_T = self._int64([1, 2, 3]), self._int64([0, 1, 2])
-        run = self._run([1, 2, 3], [0, 1, 2])
+        ids_T, positions_T = self._int64([1, 2, 3]), self._int64(self._positions)
+        run = self._run(ids_T, positions_T)
         hidden_TD = run.inputs[0][:, 0]
         embedded_TD = self.model.get_input_embeddings()(ids_T)
         self._embeds_alone = embedded_TD.shape == hidden_TD.shape and torch.equal(embedded_TD, hidden_TD)
@@ -504,9 +504,6 @@ class TracedFamily(LayerFamily):
 
     def linear_groups(self, layer: Any) -> list[tuple[nn.Module, ...]]:
         return self._groups[layer.layer_idx]
-
-    def attention_module(self, layer: Any) -> Any:
-        return self._attentions[layer.layer_idx]
 
     def attention_spec(self, layer: Any) -> AttentionSpec:
         return self._specs[layer.layer_idx]

@@ -161,7 +161,7 @@ def _keys(given: Sequence[str], files: Sequence[Path], classes: Sequence[ClassSp
             except ApiError as error:
                 raise ValueError(f"--api-key-file: key {key.name!r}: {error}") from None
     if not keys:
-        raise ValueError("--api-key-file: there is no key in it, so nobody could call; add one")
+        raise ValueError("--api-key-file: there is no key in it, so every call would be refused; add one")
     return KeyRing(keys)
 
 
