@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import reduce
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,43 +29,13 @@ from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.layers.base import LayerFamily, head_product, refuse_dynamic_rope, why_grouped_mm_waits
 from omniserve.layers.cut import AttentionFunction, calling, described_masks
 from omniserve.layers.inspection import DataDependent, LinearWatch, OperatorLog, Table, TableForm, collect, filled
+from omniserve.layers.shell import Cut, ModelShell, no_attention, some, stand_in, unsupported
 
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
 _KNOWN_ARGUMENTS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids"})
 
 _FAR = 4096
 """A late position, for a model that names no last one."""
-
-
-class _Cut(Exception):
-    """Ends a layer or a model where everything that is wanted has been computed."""
-
-
-class TracedLayer(nn.Module):
-    """A decoder layer with the arguments that the model gives it.
-
-    Its strings and those of its modules are part of what ``compiled.structure`` compares.
-    """
-
-    def __init__(self, layer: nn.Module, index: int, *, returns_tuple: bool) -> None:
-        super().__init__()
-        self.eval()
-        self.layer = layer
-        self.layer_idx = index
-        self.returns_tuple = returns_tuple
-        self.arguments: tuple[Any, ...] = ()
-        """Positional and keyword arguments behind the layer's input, with tables in the place of tensors."""
-        self.computes = ""
-        """A digest of the arguments, and of the operators that the layer calls with all their constants and shapes."""
-
-
-class _Run(NamedTuple):
-    """What one run of the model gave to its layers."""
-
-    inputs: list[Tensor]
-    """The input of each layer, ``[T, 1, D]``."""
-    arguments: list[tuple[Any, ...]]
-    """The other arguments of each layer: positional ones, and those with a name."""
 
 
 class TracedFamily(LayerFamily):
@@ -89,75 +58,28 @@ class TracedFamily(LayerFamily):
             )
         refuse_dynamic_rope(model)
         self._probe = torch.empty(0, dtype=model.dtype, device=model.device)
-        configs = [getattr(module, "config", None) for module in model.modules()]
-        self._configs = list({id(config): config for config in configs if config is not None}.values())
         self._rotary_module: Any = None
         """Makes cos and sin, if these are all that the layers are given."""
         # What depends on a position may do so only for late ones.
         self._positions = [1, 2, int(getattr(self.config, "max_position_embeddings", None) or _FAR) - 1]
         with torch.inference_mode():
-            self._find_layers()
+            self._shell = ModelShell(model)
+            self.layers: list[Any] = self._shell.layers
             self._record_arguments()
             self._record_layers()
             self._find_shortcuts()
 
     def _unsupported(self, what: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{type(self.model).__name__} {what}")
+        return unsupported(self.model, what)
 
     # --- what the model is made of ----------------------------------------------------------------------------------
-
-    def _find_layers(self) -> None:
-        """Find the modules that call attention once each: the members of one ModuleList, in order."""
-        names = {id(module): name for name, module in self.model.named_modules()}
-        called: list[str] = []
-
-        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
-            called.append(names[id(module)])
-            return _stand_in(query, value)
-
-        tuples: set[int] = set()
-
-        def note(layer: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, tuple):
-                tuples.add(id(layer))
-
-        lists = [each for each in self.model.named_modules() if isinstance(each[1], nn.ModuleList)]
-        hooks = [layer.register_forward_hook(note) for _, layers in lists for layer in layers]
-        try:
-            with calling(attend, self._configs):
-                self._call_model(self._int64([1, 1]), self._int64([0, 1]))
-        except Exception as error:  # of the model's own code, which may do without the interface
-            what = f"{type(error).__name__}: {error}"
-            raise self._unsupported(f"does not run with another attention function ({what})") from error
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if not called:
-            raise self._unsupported("does not use Hugging Face's attention interface, where its layers could be cut")
-        list_name = next((name for name, _ in lists if called[0].startswith(f"{name}.")), None)
-        if list_name is None:
-            raise self._unsupported(f"attends in {called[0]}, which is in no list of layers")
-        layers = self.model.get_submodule(list_name)
-        assert isinstance(layers, nn.ModuleList)
-        of_layer = [re.match(rf"{re.escape(list_name)}\.(\d+)(\.|$)", name) for name in called]
-        indices = [int(match[1]) if match else -1 for match in of_layer]
-        if indices != list(range(len(layers))):
-            wrong = next(i for i in [*range(len(layers)), -1] if indices.count(i) != (i >= 0))
-            where = f"{list_name}.{wrong}" if wrong >= 0 else f"modules outside of {list_name}"
-            raise self._unsupported(
-                f"attends {indices.count(wrong)} times in {where}; each layer must attend once, and nothing else"
-            )
-        self.layers: list[Any] = [
-            TracedLayer(layer, index, returns_tuple=id(layer) in tuples) for index, layer in enumerate(layers)
-        ]
-        self._backbone = self.model.get_submodule(list_name.rpartition(".")[0])
 
     def _record_arguments(self) -> None:
         """Find out which arguments of the layers follow from the positions, and which are always the same."""
         with described_masks():
-            first, same = self._run([1, 2, 3], [0, 1, 2]), self._run([4, 2, 5], [0, 1, 2])
-            other = self._run([1, 2, 3, 4, 5], [3, 4, 5, 6, self._positions[-1]])
-        unnumbered = self._run([1, 2, 3], None, as_sequence=True)
+            first, same = self._shell.run([1, 2, 3], [0, 1, 2]), self._shell.run([4, 2, 5], [0, 1, 2])
+            other = self._shell.run([1, 2, 3, 4, 5], [3, 4, 5, 6, self._positions[-1]])
+        unnumbered = self._shell.run([1, 2, 3], None, as_sequence=True)
         if not torch.equal(first.inputs[0][:, 0], unnumbered.inputs[0][0]):
             raise self._unsupported("does not number positions from 0")
         self._hidden_size = int(first.inputs[0].shape[-1])
@@ -211,8 +133,8 @@ class TracedFamily(LayerFamily):
 
     def _record_layers(self) -> None:
         """Run each layer: its attention, its linears that read the same rows, and what it computes."""
-        cos, sin = self.rotary(self._int64(self._positions)) or (None, None)
-        hidden_TD = self._run([1, 2, 3], self._positions).inputs[0][:, 0]
+        cos, sin = self.rotary(self._shell.int64(self._positions)) or (None, None)
+        hidden_TD = self._shell.run([1, 2, 3], self._positions).inputs[0][:, 0]
         inputs: list[Tensor] = []
         self._specs: list[AttentionSpec] = []
         self._groups: list[list[tuple[nn.Module, ...]]] = []
@@ -224,7 +146,7 @@ class TracedFamily(LayerFamily):
                 heads = (query, key, value)
                 sizes.add((*(each.shape[1] for each in heads), *(each.shape[3] for each in heads)))
                 self._specs.append(self._spec_of(len(self._specs), query, mask, keywords))
-                return _stand_in(query, value)
+                return stand_in(query, value)
 
             inputs.append(hidden_TD)
             try:
@@ -250,7 +172,7 @@ class TracedFamily(LayerFamily):
     def _check_halves(self, inputs: list[Tensor], tables: tuple[Tensor | None, Tensor | None]) -> None:
         """See that rows do not depend on each other, that outputs need no table, and which tables matter."""
         used: set[int] = set()
-        sequence = self._run([1, 2, 3], self._positions, as_sequence=True)
+        sequence = self._shell.run([1, 2, 3], self._positions, as_sequence=True)
         for layer, hidden_TD, (args, kwargs) in zip(self.layers, inputs, sequence.arguments, strict=True):
             heads = self.pre_attention(layer, hidden_TD, *tables)
             attn = heads[0].flatten(1).contiguous()
@@ -264,7 +186,7 @@ class TracedFamily(LayerFamily):
                 rows = attn.reshape(attn.shape[0], 1, -1, self._head_size)[..., : value.shape[3]]  # noqa: B023
                 return rows.transpose(0, 1) if is_sequence else rows
 
-            with calling(attend, self._configs):
+            with calling(attend, self._shell.configs):
                 output = layer.layer(hidden_TD[None], *args, **kwargs)
             together.append((output if isinstance(output, Tensor) else output[0])[0])
             for one, other in zip((*heads, output_TD), together, strict=True):
@@ -298,12 +220,12 @@ class TracedFamily(LayerFamily):
 
     def _find_shortcuts(self) -> None:
         """See which modules alone compute what the model's forward does around its layers."""
-        ids_T, positions_T = self._int64([1, 2, 3]), self._int64(self._positions)
-        run = self._run(ids_T, positions_T)
+        ids_T, positions_T = self._shell.int64([1, 2, 3]), self._shell.int64(self._positions)
+        run = self._shell.run(ids_T, positions_T)
         hidden_TD = run.inputs[0][:, 0]
         embedded_TD = self.model.get_input_embeddings()(ids_T)
         self._embeds_alone = embedded_TD.shape == hidden_TD.shape and torch.equal(embedded_TD, hidden_TD)
-        rotary = getattr(self._backbone, "rotary_emb", None)
+        rotary = getattr(self._shell.backbone, "rotary_emb", None)
         if isinstance(rotary, nn.Module) and len(self._kept) == 2:
             wanted = self.rotary(positions_T)
             try:
@@ -314,12 +236,12 @@ class TracedFamily(LayerFamily):
                 rows = torch.cat([table[0] for table in made], dim=-1)
                 if rows.dtype is wanted[0].dtype and torch.equal(rows, wanted[0]):
                     self._rotary_module = rotary
-        near_TW, far_TW = self.rotary(self._int64(self._positions[:2])), self.rotary(self._int64(self._positions))
+        near_TW, far_TW = self.rotary(positions_T[:2]), self.rotary(positions_T)
         if near_TW is not None and far_TW is not None and not torch.equal(near_TW[0], far_TW[0][:2]):
             raise self._unsupported("gives a token other rotary tables if there is a later one beside it")
-        logits_RV = self._own_logits(hidden_TD)
+        logits_RV = self._shell.logits(hidden_TD)
         self._last_norm: Any = None
-        for module in self._backbone.children():
+        for module in self._shell.backbone.children():
             if "norm" in type(module).__name__.lower() and torch.equal(self.lm_head(module(hidden_TD)), logits_RV):
                 self._last_norm = module
 
@@ -333,12 +255,12 @@ class TracedFamily(LayerFamily):
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
             heads.extend(self._heads(query, key, value))
             if not torch.compiler.is_compiling():
-                raise _Cut
-            return _stand_in(query, value)
+                raise Cut
+            return stand_in(query, value)
 
         try:
             self._call_layer(layer, hidden_TD, cos, sin, attend)
-        except _Cut:
+        except Cut:
             pass
         q_TNH, k_TKH, v_TKH = heads
         return q_TNH, k_TKH, v_TKH
@@ -369,7 +291,7 @@ class TracedFamily(LayerFamily):
         self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None, attend: AttentionFunction
     ) -> Tensor:
         args, kwargs = filled(layer.arguments, self._tables(hidden_TD, cos, sin))
-        with calling(attend, self._configs):
+        with calling(attend, self._shell.configs):
             output = layer.layer(hidden_TD[:, None], *args, **kwargs)
         return (output if isinstance(output, Tensor) else output[0])[:, 0]
 
@@ -396,18 +318,18 @@ class TracedFamily(LayerFamily):
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         if self._embeds_alone:
             return self.model.get_input_embeddings()(token_ids_T)
-        return self._run_to_first_layer(_some(token_ids_T), _some(positions_T))[0][: len(token_ids_T), 0]
+        return self._shell.first_input(some(token_ids_T), some(positions_T))[: len(token_ids_T)]
 
     def rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return what the layers are given beside their input, as rows ``[T, W]``: cos and sin, or all twice."""
         if not self._kept:
             return None
         if self._rotary_module is not None:
-            cos, sin = self._rotary_module(self._probe, position_ids=_some(positions_T)[None])
+            cos, sin = self._rotary_module(self._probe, position_ids=some(positions_T)[None])
             return cos[0][: len(positions_T)], sin[0][: len(positions_T)]
         found: dict[int, Tensor] = {}
-        some_T = _some(positions_T)
-        arguments = self._run(torch.ones_like(some_T), some_T).arguments
+        some_T = some(positions_T)
+        arguments = self._shell.run(torch.ones_like(some_T), some_T).arguments
         for layer, given in zip(self.layers, arguments, strict=True):
             collect(layer.arguments, given, found)
         rows = [self._forms[number].to_rows(found[number]).to(self._table_dtype) for number in self._kept]
@@ -421,81 +343,13 @@ class TracedFamily(LayerFamily):
     def logits(self, hidden_RD: Tensor) -> Tensor:
         if self._last_norm is not None:
             return head_product(self.lm_head, self._last_norm(hidden_RD))
-        return self._own_logits(hidden_RD)
-
-    def _own_logits(self, hidden_RD: Tensor) -> Tensor:
-        """Run the model's forward with rows in the place of the last layer's output."""
-        ids_R = torch.ones(hidden_RD.shape[0], dtype=torch.int64, device=hidden_RD.device)
-
-        def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
-            return hidden_RD[:, None]
-
-        with self._layers_replaced(replace):
-            return self._call_model(ids_R, torch.zeros_like(ids_R)).logits[:, 0]
-
-    def _run(self, token_ids: Any, positions: Any, *, as_sequence: bool = False) -> _Run:
-        """Run the model without its layers; None leaves the positions to it."""
-        run = _Run([], [])
-
-        def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
-            run.inputs.append(hidden)
-            run.arguments.append((args, kwargs))
-            return hidden
-
-        with self._layers_replaced(replace):
-            positions_T = None if positions is None else self._int64(positions)
-            self._call_model(self._int64(token_ids), positions_T, as_sequence=as_sequence)
-        return run
-
-    def _run_to_first_layer(self, token_ids_T: Tensor, positions_T: Tensor) -> list[Tensor]:
-        inputs: list[Tensor] = []
-
-        def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
-            inputs.append(hidden)
-            raise _Cut
-
-        with self._layers_replaced(replace):
-            try:
-                self._call_model(token_ids_T, positions_T)
-            except _Cut:
-                pass
-        return inputs
-
-    def _call_model(self, token_ids_T: Tensor, positions_T: Tensor | None, *, as_sequence: bool = False) -> Any:
-        """Run the model on a batch of sequences of one token each, or on one sequence."""
-        dim = 0 if as_sequence else 1
-        positions = None if positions_T is None else positions_T.unsqueeze(dim)
-        return self.model(input_ids=token_ids_T.unsqueeze(dim), position_ids=positions, use_cache=False)
-
-    @contextmanager
-    def _layers_replaced(self, replace: Callable[[TracedLayer, Tensor, Any, Any], Tensor]) -> Iterator[None]:
-        """Call a function in the place of each layer's forward."""
-
-        def forward_of(layer: TracedLayer) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                hidden = args[0] if args else kwargs.pop("hidden_states")
-                output = replace(layer, hidden, args[1:], kwargs)
-                return (output,) if layer.returns_tuple else output
-
-            return forward
-
-        before = [layer.layer.__dict__.get("forward") for layer in self.layers]
-        for layer in self.layers:
-            layer.layer.__dict__["forward"] = forward_of(layer)
-        try:
-            with calling(_no_attention, self._configs):
-                yield
-        finally:
-            for layer, forward in zip(self.layers, before, strict=True):
-                del layer.layer.__dict__["forward"]
-                if forward is not None:
-                    layer.layer.__dict__["forward"] = forward
+        return self._shell.logits(hidden_RD)
 
     # --- for the engine ---------------------------------------------------------------------------------------------
 
     def compiling(self) -> AbstractContextManager[None]:
         """Enter this while halves are traced: the compiler cannot change a model's config."""
-        return calling(_no_attention, self._configs)
+        return calling(no_attention, self._shell.configs)
 
     def why_not_captured(self) -> str:
         if not any("grouped_mm" in name for name in self._operators):
@@ -518,20 +372,3 @@ class TracedFamily(LayerFamily):
             num_heads=self._num_heads,
             num_kv_heads=self._num_kv_heads,
         )
-
-    def _int64(self, values: Any) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.int64, device=self.model.device)
-
-
-def _stand_in(query: Tensor, value: Tensor) -> Tensor:
-    """Return rows of the shape of attention's result, not zeros, where their values do not matter."""
-    return functional.pad(query.transpose(1, 2), (0, value.shape[3] - query.shape[3]))
-
-
-def _some(numbers_T: Tensor) -> Tensor:
-    """Return numbers, or a zero if there are none: a model's own forward may not bear an empty batch."""
-    return numbers_T if len(numbers_T) else numbers_T.new_zeros(1)
-
-
-def _no_attention(*args: Any) -> NoReturn:
-    raise RuntimeError("the model attends outside of its decoder layers")

@@ -1,0 +1,210 @@
+"""ModelShell: a Hugging Face model around its decoder layers, which are found and can be replaced for a run.
+
+So the embedding, the arguments of the layers and the logits come from the model's own forward. Tensor legend: T packed
+tokens, R rows that need logits, D hidden.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from omniserve.core.errors import UnsupportedModelError
+from omniserve.layers.cut import calling
+
+
+class Cut(Exception):
+    """Ends a layer or a model where everything that is wanted has been computed."""
+
+
+class TracedLayer(nn.Module):
+    """A decoder layer with the arguments that the model gives it.
+
+    Its strings and those of its modules are part of what ``compiled.structure`` compares.
+    """
+
+    def __init__(self, layer: nn.Module, index: int, *, returns_tuple: bool) -> None:
+        super().__init__()
+        self.eval()
+        self.layer = layer
+        self.layer_idx = index
+        self.returns_tuple = returns_tuple
+        self.arguments: tuple[Any, ...] = ()
+        """Positional and keyword arguments behind the layer's input, with tables in the place of tensors."""
+        self.computes = ""
+        """A digest of the arguments, and of the operators that the layer calls with all their constants and shapes."""
+
+
+class Run(NamedTuple):
+    """What one run of the model gave to its layers; of a run on one sequence the dimensions are ``[1, T, ...]``."""
+
+    inputs: list[Tensor]
+    """The input of each layer, ``[T, 1, D]``."""
+    arguments: list[tuple[Any, ...]]
+    """The other arguments of each layer: positional ones, and those with a name."""
+
+
+class ModelShell:
+    """A model whose layers are found by a run.
+
+    Raises:
+        UnsupportedModelError: Its layers do not attend once each, through the attention interface.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        self.configs = list({id(config): config for config in configs if config is not None}.values())
+        """All that name the attention function of a part of the model."""
+        self._find_layers()
+
+    def _find_layers(self) -> None:
+        """Find the modules that call attention once each: the members of one ModuleList, in order."""
+        names = {id(module): name for name, module in self._model.named_modules()}
+        called: list[str] = []
+
+        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
+            called.append(names[id(module)])
+            return stand_in(query, value)
+
+        tuples: set[int] = set()
+
+        def note(layer: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, tuple):
+                tuples.add(id(layer))
+
+        lists = [each for each in self._model.named_modules() if isinstance(each[1], nn.ModuleList)]
+        hooks = [layer.register_forward_hook(note) for _, layers in lists for layer in layers]
+        try:
+            with calling(attend, self.configs):
+                self._call_model(self.int64([1, 1]), self.int64([0, 1]))
+        except Exception as error:  # of the model's own code, which may do without the interface
+            what = f"{type(error).__name__}: {error}"
+            raise unsupported(self._model, f"does not run with another attention function ({what})") from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not called:
+            raise unsupported(
+                self._model, "does not use Hugging Face's attention interface, where its layers could be cut"
+            )
+        list_name = next((name for name, _ in lists if called[0].startswith(f"{name}.")), None)
+        if list_name is None:
+            raise unsupported(self._model, f"attends in {called[0]}, which is in no list of layers")
+        layers = self._model.get_submodule(list_name)
+        assert isinstance(layers, nn.ModuleList)
+        of_layer = [re.match(rf"{re.escape(list_name)}\.(\d+)(\.|$)", name) for name in called]
+        indices = [int(match[1]) if match else -1 for match in of_layer]
+        if indices != list(range(len(layers))):
+            wrong = next(i for i in [*range(len(layers)), -1] if indices.count(i) != (i >= 0))
+            where = f"{list_name}.{wrong}" if wrong >= 0 else f"modules outside of {list_name}"
+            raise unsupported(
+                self._model,
+                f"attends {indices.count(wrong)} times in {where}; each layer must attend once, and nothing else",
+            )
+        self.layers = [
+            TracedLayer(layer, index, returns_tuple=id(layer) in tuples) for index, layer in enumerate(layers)
+        ]
+        """The decoder layers, in order."""
+        self.backbone = self._model.get_submodule(list_name.rpartition(".")[0])
+        """The module that owns the layers."""
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Run the model's forward with rows in the place of the last layer's output."""
+        ids_R = torch.ones(hidden_RD.shape[0], dtype=torch.int64, device=hidden_RD.device)
+
+        def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
+            return hidden_RD[:, None]
+
+        with self._layers_replaced(replace):
+            return self._call_model(ids_R, torch.zeros_like(ids_R)).logits[:, 0]
+
+    def run(self, token_ids: Any, positions: Any, *, as_sequence: bool = False) -> Run:
+        """Run the model without its layers; None leaves the positions to it."""
+        run = Run([], [])
+
+        def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
+            run.inputs.append(hidden)
+            run.arguments.append((args, kwargs))
+            return hidden
+
+        with self._layers_replaced(replace):
+            positions_T = None if positions is None else self.int64(positions)
+            self._call_model(self.int64(token_ids), positions_T, as_sequence=as_sequence)
+        return run
+
+    def first_input(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Run the model up to its first layer; return that layer's input ``[T, D]``."""
+        inputs: list[Tensor] = []
+
+        def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
+            inputs.append(hidden)
+            raise Cut
+
+        with self._layers_replaced(replace):
+            try:
+                self._call_model(token_ids_T, positions_T)
+            except Cut:
+                pass
+        return inputs[0][:, 0]
+
+    def _call_model(self, token_ids_T: Tensor, positions_T: Tensor | None, *, as_sequence: bool = False) -> Any:
+        """Run the model on a batch of sequences of one token each, or on one sequence."""
+        dim = 0 if as_sequence else 1
+        positions = None if positions_T is None else positions_T.unsqueeze(dim)
+        return self._model(input_ids=token_ids_T.unsqueeze(dim), position_ids=positions, use_cache=False)
+
+    @contextmanager
+    def _layers_replaced(self, replace: Callable[[TracedLayer, Tensor, Any, Any], Tensor]) -> Iterator[None]:
+        """Call a function in the place of each layer's forward."""
+
+        def forward_of(layer: TracedLayer) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                hidden = args[0] if args else kwargs.pop("hidden_states")
+                output = replace(layer, hidden, args[1:], kwargs)
+                return (output,) if layer.returns_tuple else output
+
+            return forward
+
+        before = [layer.layer.__dict__.get("forward") for layer in self.layers]
+        for layer in self.layers:
+            layer.layer.__dict__["forward"] = forward_of(layer)
+        try:
+            with calling(no_attention, self.configs):
+                yield
+        finally:
+            for layer, forward in zip(self.layers, before, strict=True):
+                del layer.layer.__dict__["forward"]
+                if forward is not None:
+                    layer.layer.__dict__["forward"] = forward
+
+    def int64(self, values: Any) -> Tensor:
+        """Return numbers on the model's device."""
+        return torch.as_tensor(values, dtype=torch.int64, device=self._model.device)
+
+
+def unsupported(model: PreTrainedModel, what: str) -> UnsupportedModelError:
+    """Return the error for a model that cannot be served; ``what`` follows its name."""
+    return UnsupportedModelError(f"{type(model).__name__} {what}")
+
+
+def stand_in(query: Tensor, value: Tensor) -> Tensor:
+    """Return rows of the shape of attention's result, not zeros, where their values do not matter."""
+    return functional.pad(query.transpose(1, 2), (0, value.shape[3] - query.shape[3]))
+
+
+def some(numbers_T: Tensor) -> Tensor:
+    """Return numbers, or a zero if there are none: a model's own forward may not bear an empty batch."""
+    return numbers_T if len(numbers_T) else numbers_T.new_zeros(1)
+
+
+def no_attention(*args: Any) -> NoReturn:
+    """Stand for the attention function where the model must not attend."""
+    raise RuntimeError("the model attends outside of its decoder layers")
