@@ -46,10 +46,6 @@ class LayerFamily(ABC):
 
     attention_name = "self_attn"
     """Attribute of a decoder layer that holds its attention module."""
-    cache_argument = "past_key_values"
-    """The keyword with which HF passes the cache to a decoder layer."""
-    replaces_forward = True
-    """``model.generate()`` uses the halves, too."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

@@ -14,7 +14,6 @@ class GPTNeoXFamily(LayerFamily):
     """GPT-NeoX with parallel or serial residual."""
 
     attention_name = "attention"
-    cache_argument = "layer_past"
 
     @property
     def backbone(self) -> Any:

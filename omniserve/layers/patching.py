@@ -1,13 +1,11 @@
 """Install the layer halves on a Hugging Face model, in place, and remove them again.
 
-While patched, each decoder layer's ``forward`` runs pre-attention, HF's own attention function with HF's cache, and
-post-attention, so ``model.generate()`` uses the same code as the engine; the engine itself calls ``model.omniserve``.
+The engine calls ``model.omniserve``. ``model.generate()`` still runs Hugging Face's own layers, with prepacked weights.
 Tensor legend: T packed tokens, R rows that need logits, D hidden, N query heads, K KV heads, H head size.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable
 from itertools import pairwise, repeat
@@ -16,7 +14,6 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from omniserve.layers import LayerFamily, family_of
 from omniserve.layers.compiled import USUAL_TOKENS, Half, compile_halves
@@ -219,12 +216,9 @@ class _Patch:
         self._held: list[tuple[HeldForm, list[tuple[nn.Linear, ...]]]] = []  # each form's groups
         if options[1] is not False:
             self._prepack(family, is_required=options[1] is True)
-        patched = PatchedModel(family, compile=options[0])
-        self._replaced: list[tuple[nn.Module, Any]] = []  # (layer, its own "forward" entry or None)
-        for index, layer in enumerate(family.layers if family.replaces_forward else ()):
-            self._replaced.append((layer, layer.__dict__.get("forward")))
-            layer.__dict__["forward"] = functools.partial(_layer_forward, patched, index, layer.forward)
-        model.__dict__["omniserve"] = patched  # __setattr__ would register it as a submodule
+        model.__dict__["omniserve"] = PatchedModel(
+            family, compile=options[0]
+        )  # __setattr__ would register it as a submodule
         logger.info("installed model.omniserve (%s, compile=%s)", type(family).__name__, options[0])
 
     def _prepack(self, family: LayerFamily, *, is_required: bool) -> None:
@@ -252,66 +246,13 @@ class _Patch:
     def remove(self) -> None:
         """Undo everything, last change first."""
         del self._model.__dict__["omniserve"]
-        for layer, forward in self._replaced:
-            if forward is None:
-                del layer.__dict__["forward"]
-            else:
-                layer.__dict__["forward"] = forward
         self._model.__dict__.pop("_apply", None)
         linears = [group for _, groups in self._held for group in groups]
         for form, groups in self._held:
             for group in groups:
                 form.release(*group)
-        logger.info("restored %d layers and %d linears", len(self._replaced), sum(map(len, linears)))
+        logger.info("restored %d linears", sum(map(len, linears)))
 
 
 def _refuse_conversion(*args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError("a prepacked model cannot change its device or dtype; call omniserve.unpatch(model) first")
-
-
-def _layer_forward(
-    patched: PatchedModel, index: int, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
-    """Replace a decoder layer's forward: HF's arguments, batch and cache; hidden states ``[batch, length, D]``."""
-    family = patched.family
-    layer = family.layers[index]
-    attention = family.attention_module(layer)
-    if args or _needs_original(layer, attention, hidden_states):
-        return original(hidden_states, *args, **kwargs)
-    mask = kwargs.pop("attention_mask", None)
-    cache = kwargs.pop(family.cache_argument, None)
-    embeddings = kwargs.pop("position_embeddings", None)
-
-    batch, length, _ = hidden_states.shape
-    rows_TD = hidden_states.reshape(batch * length, -1)
-    cos = sin = None
-    if embeddings is not None:
-        cos, sin = (table.expand(batch, -1, -1).reshape(batch * length, -1) for table in embeddings)
-    heads = patched.pre_attention(index, rows_TD, cos, sin)
-    query, key, value = (rows.reshape(batch, length, *rows.shape[1:]).transpose(1, 2) for rows in heads)
-    if cache is not None:
-        key, value = cache.update(key, value, attention.layer_idx)
-
-    spec = patched.spec.attention[index]
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-        attention.config._attn_implementation, family.modeling.eager_attention_forward
-    )
-    attended, _ = attend(
-        attention, query, key, value, mask, dropout=0.0, scaling=spec.scale, sliding_window=spec.window or None,
-        softcap=spec.softcap or None, **kwargs,
-    )  # fmt: skip
-    attended = attended.reshape(batch * length, -1).contiguous()
-    return patched.post_attention(index, attended, rows_TD).view_as(hidden_states)
-
-
-def _needs_original(layer: nn.Module, attention: nn.Module, hidden_states: Tensor) -> bool:
-    """Tell whether a call needs something that the halves do not do."""
-    return bool(
-        torch.is_grad_enabled()
-        or layer.training
-        or torch.compiler.is_compiling()
-        or torch.is_autocast_enabled(hidden_states.device.type)
-        # Hooks of the attention module need its call. HF installs some when attentions or router logits are wanted.
-        or attention._forward_hooks
-        or attention._forward_pre_hooks
-    )

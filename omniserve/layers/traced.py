@@ -41,8 +41,6 @@ _FAR = 4096
 class TracedFamily(LayerFamily):
     """Any Hugging Face decoder, by its own code."""
 
-    replaces_forward = False
-
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.config = model.config
