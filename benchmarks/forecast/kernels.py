@@ -27,10 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
-from omniserve.layers import family_of
-from omniserve.layers.compiled import USUAL_TOKENS
+from omniserve.layers.compiled import USUAL_TOKENS, ShareProducts
 from omniserve.layers.merged import merge
+from omniserve.layers.traced import TracedFamily
 from omniserve.simulate.analytic import Efficiency
 from omniserve.simulate.hardware import DeviceSpec
 
@@ -172,20 +173,27 @@ def compiled_for_gpu(
     The kernels' work is counted for each of these numbers of tokens.
     """
     import torch._inductor.config as config
+    from torch._functorch.compile_utils import fx_graph_cse
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import NopKernelSchedulerNode
     from torch._inductor.virtualized import V
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+    graph.graph.eliminate_dead_code()  # what only the other half needs
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    weights: dict[Any, torch.fx.Node] = {}
     for node in list(graph.graph.nodes):
         if node.op == "get_attr":  # weights become inputs too
-            inputs.append(getattr(graph, node.target))
-            with graph.graph.inserting_after(placeholders[-1]):
-                placeholders.append(graph.graph.placeholder(f"weight{len(inputs)}"))
-            node.replace_all_uses_with(placeholders[-1])
+            if node.target not in weights:
+                inputs.append(getattr(graph, node.target))
+                with graph.graph.inserting_after(placeholders[-1]):
+                    placeholders.append(graph.graph.placeholder(f"weight{len(inputs)}"))
+                weights[node.target] = placeholders[-1]
+            node.replace_all_uses_with(weights[node.target])
             graph.graph.erase_node(node)
+    graph.graph = fx_graph_cse(graph.graph)
+    ShareProducts()(graph.graph)
     graph.recompile()
     with ExitStack() as stack:
         for context in (mode, torch.no_grad(), V.set_fake_mode(mode)):
@@ -226,14 +234,33 @@ def _work(name: str, node: Any, lowering: Any, num_tokens: int) -> Work:
     return Work(kind="product", name=name, num_bytes=num_bytes, flops=flops)
 
 
+def recorded(model_type: str, fields: Mapping[str, Any]) -> TracedFamily:
+    """Return the layers of a model with two of them in bf16, as ``patch`` finds them, and a vocabulary that is small.
+
+    Args:
+        model_type: transformers' name of the architecture.
+        fields: Of its configuration.
+    """
+    small = {"num_hidden_layers": 2, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = AutoConfig.for_model(model_type, **{**fields, **small})
+    with no_init_weights():  # drawing all of a large model's takes longer than all that follows
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values = noise.repeat(-(-parameter.numel() // len(noise)))[: parameter.numel()].view_as(parameter)
+            parameter.copy_(values * parameter.shape[-1] ** -0.5)
+    return TracedFamily(model)
+
+
 def layers_on_gpu(
-    model_type: str, fields: Mapping[str, Any], *, parts: Sequence[str] = ("between",), is_merged: bool = True,
-    has_example: bool = False, counts: tuple[int, ...] = (),
+    family: TracedFamily, *, parts: Sequence[str] = ("between",), is_merged: bool = True, has_example: bool = False,
+    counts: tuple[int, ...] = (),
 ) -> dict[str, Compiled]:  # fmt: skip
     """Return what is launched ``before`` a layer's attention, ``behind`` it, or ``between`` it and the next layer's.
 
     Args:
-        model_type: transformers' name of the architecture; ``fields`` are of its configuration.
+        family: The layers, as ``recorded`` returns them; their weights are fake afterwards.
         parts: Which of the three.
         is_merged: Projections of one input are one product, and the compiler hears of a usual number of tokens.
         has_example: The compiler sees a usual number of tokens, as where torch is older than 2.13.
@@ -244,9 +271,14 @@ def layers_on_gpu(
 
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
-    with mode, torch.no_grad():
-        config = AutoConfig.for_model(model_type, **{**fields, "num_hidden_layers": 2})
-        family = family_of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    spec = family.spec()
+    for module in (module for layer in family.layers for module in layer.modules()):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                with mode:
+                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                module._parameters[name] = torch.nn.Parameter(fake, requires_grad=False)
+    with mode, torch.no_grad(), family.compiling(), patch("torch.compiler.is_compiling", lambda: True):
         first, second = family.layers
         for layer in family.layers if is_merged else ():
             for group in family.linear_groups(layer):
@@ -261,7 +293,6 @@ def layers_on_gpu(
             torch._check(num_tokens >= 1)
             if is_merged:
                 shapes.var_to_hint_override[num_tokens.node.expr] = USUAL_TOKENS
-        spec = family.spec()
 
         def rows(width: int) -> Tensor:
             return torch.empty(num_tokens, width, dtype=torch.bfloat16)

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.forecast.kernels import Compiled, Work, eager_work, fake_mode, layers_on_gpu
+from benchmarks.forecast.kernels import Compiled, Work, eager_work, fake_mode, layers_on_gpu, recorded
 from omniserve import EngineConfig
-from omniserve.layers import family_of
 from omniserve.ops.kernels.attention_launch import Device, choose_launch
 
 _BF16 = 2
@@ -56,17 +55,18 @@ class StepCounter:
 
     def __init__(self, model_type: str, fields: Mapping[str, Any], counts: Sequence[int]) -> None:
         counts = tuple(sorted(set(counts)))
-        self._layers: dict[str, Compiled] = layers_on_gpu(model_type, fields, parts=PARTS, counts=counts)
+        family = recorded(model_type, fields)
+        self.spec = family.spec()
+        self._layers: dict[str, Compiled] = layers_on_gpu(family, parts=PARTS, counts=counts)
         self._mode = fake_mode()
         with self._mode:
             # Two layers: all have the same, and what is around them has no part in their number.
             config = AutoConfig.for_model(model_type, **{**fields, "num_hidden_layers": 2})
-            self._family = family_of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
-        self.spec = self._family.spec()
+            self._model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         self.num_layers = int(fields["num_hidden_layers"])
-        total = sum(each.numel() for each in self._family.model.parameters())
-        in_layer = sum(each.numel() for each in self._family.layers[0].parameters())
-        embedding: Any = self._family.model.get_input_embeddings()
+        total = sum(each.numel() for each in self._model.parameters())
+        in_layer = sum(each.numel() for each in self._model.model.layers[0].parameters())
+        embedding: Any = self._model.get_input_embeddings()
         self.embedding_bytes: int = _BF16 * embedding.weight.numel()
         """Of which a step reads a few rows."""
         self.parameter_bytes = _BF16 * (total + (self.num_layers - 2) * in_layer)
@@ -105,29 +105,29 @@ class StepCounter:
 
     def _first(self, num_rows: int, step: Decode | None = None) -> tuple[Work, ...]:
         """Embedding and rotary tables; seats have a row of these for each layer."""
-        family = self._family
+        model = self._model
         seats = step.seats if step is not None else 0
         with self._mode:
             tokens = torch.zeros(num_rows, dtype=torch.int64)
             positions = torch.zeros(num_rows - seats + self.num_layers * seats, dtype=torch.int64)
 
             def run() -> None:
-                family.embed(tokens, tokens)
-                tables = family.rotary(positions)
-                if seats and tables is not None:
+                rows = model.get_input_embeddings()(tokens)
+                tables = model.model.rotary_emb(rows, position_ids=positions[None])
+                if seats:
                     index = torch.zeros(self.num_layers * num_rows, dtype=torch.int64)
                     for table in tables:
-                        table.index_select(0, index)
+                        table[0].index_select(0, index)
 
             return eager_work(run)
 
     def _last(self, num_rows: int) -> tuple[Work, ...]:
         """The rows that sample, final norm, head and the likeliest tokens."""
-        family = self._family
+        model = self._model
         with self._mode:
             hidden = torch.empty(num_rows, self.spec.hidden_size, dtype=torch.bfloat16)
             rows = torch.zeros(num_rows, dtype=torch.int64)
-            return eager_work(lambda: F.linear(family.final_norm(hidden[rows]), family.lm_head.weight).max(dim=-1))
+            return eager_work(lambda: F.linear(model.model.norm(hidden[rows]), model.lm_head.weight).max(dim=-1))
 
     # -- attention and the operators that move rows --------------------------------------------------------------------
 

@@ -1,17 +1,1 @@
-"""Decoder layers split around their attention, one family per architecture."""
-
-from omniserve.layers import gemma2, gpt_neox, llama, moe, opt, phi3, qwen3
-from omniserve.layers.base import LAYER_FAMILIES, LayerFamily, family_of
-
-__all__ = [
-    "LAYER_FAMILIES",
-    "LayerFamily",
-    "family_of",
-    "gemma2",
-    "gpt_neox",
-    "llama",
-    "moe",
-    "opt",
-    "phi3",
-    "qwen3",
-]
+"""Decoder layers split around their attention: any Hugging Face decoder, by its own code (``traced.py``)."""

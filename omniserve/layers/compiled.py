@@ -3,7 +3,8 @@
 The result of ``torch.compile(...).aot_compile`` is called directly. The ``torch.compile`` wrapper would evaluate guards
 and swap the interpreter's frame evaluator, which takes 40 us a call, where a half of a small model takes 80. Without
 guards a layer that changes later goes unnoticed: layers are compared by ``structure`` before, and adapters must be
-added to a model before it is patched.
+added to a model before it is patched. Each layer is bound to the compiled code at its first call: later calls hand its
+own parameters to the kernels' wrapper, without the layers of Python around it (12 to 17 us a call).
 
 The first call of a half compiles it (10 s in all if nothing is cached). Compiled code is kept in
 ``TORCHINDUCTOR_CACHE_DIR``; with it a new process needs 3 s of CPU time, most of it to import the compiler.
@@ -12,15 +13,17 @@ The first call of a half compiles it (10 s in all if nothing is cached). Compile
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.decorators import mark_dynamic, mark_static, mark_unbacked
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.output_code import CompiledFxGraph
 from torch.fx.experimental import _config as fx_config
 
 logger = logging.getLogger(__name__)
@@ -86,7 +89,7 @@ def needs_example(on_gpu: bool) -> bool:
     return on_gpu and version < _HEEDS_HINTS
 
 
-class _ShareProducts(CustomGraphPass):
+class ShareProducts(CustomGraphPass):
     """Computes once the product of a group of linears, which each of its members asks for."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -142,7 +145,10 @@ class CompiledHalf:
             options: dict[str, Any] = {
                 "guard_filter_fn": _no_guards,
                 "assume_32bit_indexing": on_gpu,
-                "post_grad_custom_pre_pass": _ShareProducts(),
+                # Checks of what operators return, at each call; the tests of each operator make them.
+                "size_asserts": False,
+                "alignment_asserts": False,
+                "post_grad_custom_pre_pass": ShareProducts(),
             }
             lazy: Any = torch.compile(self._half, fullgraph=True, options=options)
             # The graph must hold for 1 token, too, although the example has 512.
@@ -153,15 +159,98 @@ class CompiledHalf:
         return compiled
 
 
+class _GraphCall(NamedTuple):
+    """A call of a compiled graph."""
+
+    graph: CompiledFxGraph
+    arguments: list[Any]
+    """Parameters, inputs and numbers of tokens, in the graph's order."""
+    outputs: tuple[Any, ...]
+
+
+@contextmanager
+def _graph_calls() -> Iterator[list[_GraphCall]]:
+    """Note the graphs that this thread calls."""
+    calls: list[_GraphCall] = []
+    thread, before = threading.get_ident(), CompiledFxGraph.__call__
+
+    def noted(graph: CompiledFxGraph, inputs: Sequence[Any]) -> Any:
+        arguments = list(inputs)  # the graph empties them
+        outputs = before(graph, inputs)
+        if threading.get_ident() == thread:
+            calls.append(_GraphCall(graph, arguments, tuple(outputs)))
+        return outputs
+
+    CompiledFxGraph.__call__ = noted  # type: ignore[assignment,method-assign]
+    try:
+        yield calls
+    finally:
+        CompiledFxGraph.__call__ = before  # type: ignore[method-assign]
+
+
+class BoundHalf:
+    """A compiled half of certain layers, called with its tensors alone."""
+
+    def __init__(self, half: CompiledHalf, layers: Sequence[nn.Module]) -> None:
+        self._half, self._layers = half, layers
+        self._call: Half | None = None
+        """Takes a list: parameters, inputs and numbers of tokens, in the graph's order."""
+        self._arguments: list[Any] = []
+        """That list, with the parameters alone."""
+        self._inputs: list[tuple[int, int]] = []
+        """(place in the list, number of the tensor)."""
+        self._counts: list[int] = []
+        """Places of numbers of tokens."""
+        self._is_single = False
+        """The half returns one tensor."""
+        self.is_direct: bool | None = None
+        """Calls go to the graph itself; None before the first."""
+
+    def __call__(self, *tensors: Tensor | None) -> Any:
+        if self._call is None:
+            return self._bind(tensors)
+        arguments = self._arguments.copy()
+        num_tokens = tensors[0].shape[0]  # type: ignore[union-attr]
+        for place in self._counts:
+            arguments[place] = num_tokens
+        for place, number in self._inputs:
+            arguments[place] = tensors[number]
+        outputs = self._call(arguments)
+        return outputs[0] if self._is_single else outputs
+
+    def _bind(self, tensors: Sequence[Tensor | None]) -> Any:
+        """Make a call through torch's own wrapper, and find out what it hands to the graph."""
+        if self.is_direct is False:
+            return self._half(*self._layers, *tensors)
+        views = [tensor if tensor is None else tensor.view_as(tensor) for tensor in tensors]  # none is there twice
+        with _graph_calls() as calls:
+            result = self._half(*self._layers, *views)
+        outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+        # Otherwise the wrapper does something to the outputs: one of them is an input, for instance.
+        self.is_direct = len(calls) == 1 and list(map(id, calls[0].outputs)) == list(map(id, outputs))
+        if not self.is_direct:
+            return result
+        numbers = {id(view): number for number, view in enumerate(views) if view is not None}
+        for place, argument in enumerate(calls[0].arguments):
+            if isinstance(argument, int):
+                self._counts.append(place)
+            elif id(argument) in numbers:
+                self._inputs.append((place, numbers[id(argument)]))
+            self._arguments.append(argument if isinstance(argument, Tensor) and id(argument) not in numbers else None)
+        self._is_single = isinstance(result, Tensor)
+        self._call = calls[0].graph.current_callable
+        return result
+
+
 def compile_halves(
     half: Half,
     entries: Sequence[tuple[nn.Module, ...]],
     name: str,
     tracing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[Half]:
-    """Return one callable per entry, a layer or a pair of layers; entries of the same structure share one graph.
+    """Return one callable per entry, a layer or a pair of layers, that takes the half's tensors.
 
-    ``tracing`` makes the context in which the halves are traced.
+    Entries of the same structure share one graph. ``tracing`` makes the context in which the halves are traced.
     """
     by_structure: dict[tuple[Any, ...], CompiledHalf] = {}
     halves: list[Half] = []
@@ -169,5 +258,5 @@ def compile_halves(
         key = tuple(map(structure, layers))
         if key not in by_structure:
             by_structure[key] = CompiledHalf(half, f"{name} (structure {len(by_structure)})", tracing)
-        halves.append(by_structure[key])
+        halves.append(BoundHalf(by_structure[key], layers))
     return halves

@@ -1,14 +1,14 @@
 """Groups: linears that read the same input are held together, so that one product serves all of them.
 
 The subclasses of ``GroupLinear`` hold the weights: ``packed.py`` and ``narrow.py`` for the CPU, ``merged.py`` for a
-GPU. The halves of the layers call ``project``.
+GPU. Each member asks for the product of the whole group, and the compiler computes it once (``compiled.py``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +80,8 @@ class HeldLinear(GroupLinear):
     """A member whose weight is not dense any more, alone or in a group.
 
     The Parameter keeps its shape and dtype but holds NaN without storage, so that a use of it is noticed; ``weight``
-    and ``state_dict()`` return the dense values. A call of a member computes the whole group and drops the rest; the
-    halves call ``project`` instead.
+    and ``state_dict()`` return the dense values. A call of a member computes the whole group and drops the rest; in a
+    compiled half the members share one product.
     """
 
     def held_product(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
@@ -173,19 +173,6 @@ def is_group(linears: Sequence[Any]) -> bool:
             return False
         rows += linear.out_features
     return rows == first.group_rows
-
-
-def fused(*linears: nn.Module) -> bool:
-    """Tell whether ``project`` computes these in one call: they are one group, and no member has a hook."""
-    return is_group(linears) and not any(_is_watched(linear) for linear in linears)
-
-
-def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
-    """Return ``linear(x)`` for each linear, as views of one product if they are a group."""
-    if not fused(*linears):
-        return tuple(linear(x) for linear in linears)
-    members = cast(tuple[GroupLinear, ...], linears)
-    return members[0].group_product(x).split([member.out_features for member in members], dim=-1)
 
 
 def groups_of(linears: Sequence[nn.Linear], groups: Iterable[Sequence[nn.Module]]) -> list[tuple[nn.Linear, ...]]:

@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from omniserve.layers.base import HAS_VECTOR_KERNEL
 from omniserve.layers.compiled import GROUP_PRODUCTS
 from omniserve.layers.groups import HeldLinear, hide, join, part, plain_linears
+from omniserve.layers.head import HAS_VECTOR_KERNEL
 from omniserve.ops.isa import has_products
 
 _FEW_FLOATS = 48 << 10  # of rows that fit in L2 beside a group of weights, while all groups are read

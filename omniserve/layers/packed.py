@@ -83,7 +83,7 @@ def packable(model: nn.Module, candidates: Iterable[nn.Module]) -> list[nn.Linea
     """Return the candidates for which packing is better: plain bf16 CPU linears with a weight of their own.
 
     fp32 linears are not (slower with one row; see ``narrow.py``), nor are subclasses (quantised, adapters) or tied
-    weights, because an embedding needs dense rows (``layers/base.py`` serves such a head).
+    weights, because an embedding needs dense rows (``layers/head.py`` serves such a head).
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return []

@@ -6,6 +6,7 @@ Tensor legend: T packed tokens, R rows that need logits, D hidden, N query heads
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from itertools import pairwise, repeat
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from omniserve.layers import LayerFamily, family_of
-from omniserve.layers.compiled import USUAL_TOKENS, Half, compile_halves
+from omniserve.layers.compiled import USUAL_TOKENS, compile_halves
 from omniserve.layers.groups import HeldForm, groups_of
 from omniserve.layers.merged import merge, mergeable, unmerge
 from omniserve.layers.narrow import narrow, narrowable, widen
 from omniserve.layers.packed import pack, packable, unpack
+from omniserve.layers.traced import TracedFamily
 from omniserve.ops.isa import has_products
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class PatchedModel:
     Hidden states, q, k, v and logits are in the model's ``dtype``.
     """
 
-    def __init__(self, family: LayerFamily, *, compile: bool) -> None:
+    def __init__(self, family: TracedFamily, *, compile: bool) -> None:
         self.family = family
         self.spec = family.spec()
         self.num_layers = self.spec.num_layers
@@ -56,7 +57,6 @@ class PatchedModel:
         self.embed = family.embed
         self.rotary = family.rotary
         self.logits = family.logits
-        self._layers = family.layers
 
         # These are plain functions because aot_compile loses the self of a bound method.
         def pre(layer: nn.Module, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> Any:
@@ -74,27 +74,28 @@ class PatchedModel:
             hidden_TD = post(layer, attn, hidden_TD)
             return hidden_TD, *pre(after, hidden_TD, cos, sin)
 
-        alone = [(layer,) for layer in self._layers]
-        pairs = [*pairwise(self._layers)]
-        self._pre: list[Half] = [pre] * len(alone)
-        self._post: list[Half] = [post] * len(alone)
-        self._post_pre: list[Half] = [post_pre] * len(pairs)
+        alone = [(layer,) for layer in family.layers]
+        pairs = [*pairwise(family.layers)]
         if compile:
             self._pre = compile_halves(pre, alone, "pre-attention", family.compiling)
             self._post = compile_halves(post, alone, "post-attention", family.compiling)
             self._post_pre = compile_halves(
                 post_pre, pairs, "post-attention with the next pre-attention", family.compiling
             )
+        else:
+            self._pre = [functools.partial(pre, *layers) for layers in alone]
+            self._post = [functools.partial(post, *layers) for layers in alone]
+            self._post_pre = [functools.partial(post_pre, *layers) for layers in pairs]
 
     def pre_attention(
         self, layer: int, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(q_TNH, k_TKH, v_TKH)`` of layer ``layer``; inputs contiguous, T >= 1, cos and sin from rotary."""
-        return self._pre[layer](self._layers[layer], hidden_TD, cos, sin)
+        return self._pre[layer](hidden_TD, cos, sin)
 
     def post_attention(self, layer: int, attn: Tensor, hidden_TD: Tensor) -> Tensor:
         """Return the layer's output ``[T, D]`` from attention rows ``[T, N * H]`` and the layer's input, contiguous."""
-        return self._post[layer](self._layers[layer], attn, hidden_TD)
+        return self._post[layer](attn, hidden_TD)
 
     def post_pre(
         self, layer: int, attn: Tensor, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
@@ -103,9 +104,7 @@ class PatchedModel:
 
         They are compiled as one function, so that a residual sum and the norm behind it are one kernel.
         """
-        hidden_TD, q_TNH, k_TKH, v_TKH = self._post_pre[layer](
-            self._layers[layer], self._layers[layer + 1], attn, hidden_TD, cos, sin
-        )
+        hidden_TD, q_TNH, k_TKH, v_TKH = self._post_pre[layer](attn, hidden_TD, cos, sin)
         return hidden_TD, q_TNH, k_TKH, v_TKH
 
     def run_layers(
@@ -187,7 +186,7 @@ def patch(model: PreTrainedModel, *, compile: bool = True, prepack: Prepack = "a
         raise ValueError("the model is in training mode; call model.eval() before patch")
     if model.device.type == "cpu" and not has_products(model.dtype):
         logger.warning("this CPU has no products of %s: loaded with dtype=torch.float32 it is faster", model.dtype)
-    model.__dict__["_omniserve_patch"] = _Patch(model, family_of(model), options)
+    model.__dict__["_omniserve_patch"] = _Patch(model, TracedFamily(model), options)
     return model
 
 
@@ -210,7 +209,7 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
 class _Patch:
     """The changes of a model, and the way back."""
 
-    def __init__(self, model: PreTrainedModel, family: LayerFamily, options: tuple[bool, Prepack]) -> None:
+    def __init__(self, model: PreTrainedModel, family: TracedFamily, options: tuple[bool, Prepack]) -> None:
         self.options = options
         self._model = model
         self._held: list[tuple[HeldForm, list[tuple[nn.Linear, ...]]]] = []  # each form's groups
@@ -221,7 +220,7 @@ class _Patch:
         )  # __setattr__ would register it as a submodule
         logger.info("installed model.omniserve (%s, compile=%s)", type(family).__name__, options[0])
 
-    def _prepack(self, family: LayerFamily, *, is_required: bool) -> None:
+    def _prepack(self, family: TracedFamily, *, is_required: bool) -> None:
         candidates = [*(module for layer in family.layers for module in layer.modules()), family.lm_head]
         of_one_input = [group for layer in family.layers for group in family.linear_groups(layer)]
         for form in _FORMS:

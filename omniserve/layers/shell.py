@@ -195,7 +195,8 @@ def unsupported(model: PreTrainedModel, what: str) -> UnsupportedModelError:
 
 def stand_in(query: Tensor, value: Tensor) -> Tensor:
     """Return rows of the shape of attention's result, not zeros, where their values do not matter."""
-    return functional.pad(query.transpose(1, 2), (0, value.shape[3] - query.shape[3]))
+    rows, wider = query.transpose(1, 2), value.shape[3] - query.shape[3]
+    return functional.pad(rows, (0, wider)) if wider else rows
 
 
 def some(numbers_T: Tensor) -> Tensor:

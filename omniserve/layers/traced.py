@@ -12,7 +12,6 @@ from the positions alone. Tensor legend: T packed tokens, R rows that need logit
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -26,8 +25,9 @@ from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.spec import AttentionSpec, ModelSpec
-from omniserve.layers.base import LayerFamily, head_product, refuse_dynamic_rope, why_grouped_mm_waits
+from omniserve.layers.checks import refuse_dynamic_rope, why_grouped_mm_waits
 from omniserve.layers.cut import AttentionFunction, calling, described_masks
+from omniserve.layers.head import head_product
 from omniserve.layers.inspection import DataDependent, LinearWatch, OperatorLog, Table, TableForm, collect, filled
 from omniserve.layers.shell import Cut, ModelShell, no_attention, some, stand_in, unsupported
 
@@ -38,8 +38,15 @@ _FAR = 4096
 """A late position, for a model that names no last one."""
 
 
-class TracedFamily(LayerFamily):
-    """Any Hugging Face decoder, by its own code."""
+class TracedFamily:
+    """Any Hugging Face decoder, by its own code, without state apart from its model.
+
+    Every tensor is token-packed: the rows of all requests in one ``[T, D]``, no batch dimension and no padding. One
+    compiled function serves all layers of the same structure (``compiled.structure``).
+
+    Raises:
+        UnsupportedModelError: The model does something that the halves or the attention kernels do not have.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -248,6 +255,7 @@ class TracedFamily(LayerFamily):
     def pre_attention(
         self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run a layer up to its attention; return ``(q_TNH, k_TKH, v_TKH)``, model dtype, perhaps views."""
         heads: list[Tensor] = []
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
@@ -264,6 +272,11 @@ class TracedFamily(LayerFamily):
         return q_TNH, k_TKH, v_TKH
 
     def post_attention(self, layer: Any, attn: Tensor, hidden_TD: Tensor) -> Tensor:
+        """Run a layer from its attention on; return its output ``[T, D]``.
+
+        ``attn`` is ``[T, N * H]``, contiguous, in the model's dtype; ``hidden_TD`` is the layer's input, the residual.
+        """
+
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
             return attn.reshape(attn.shape[0], 1, -1, self._head_size)[..., : value.shape[3]]
 
@@ -314,6 +327,7 @@ class TracedFamily(LayerFamily):
     # --- around the layers ------------------------------------------------------------------------------------------
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Turn int64 token ids and positions ``[T]`` into the first layer's input ``[T, D]``."""
         if self._embeds_alone:
             return self.model.get_input_embeddings()(token_ids_T)
         return self._shell.first_input(some(token_ids_T), some(positions_T))[: len(token_ids_T)]
@@ -334,11 +348,8 @@ class TracedFamily(LayerFamily):
         all_TW = torch.cat(rows, dim=-1)[: len(positions_T)]
         return all_TW, all_TW
 
-    def final_norm(self, hidden_RD: Tensor) -> Tensor:
-        assert self._last_norm is not None
-        return self._last_norm(hidden_RD)
-
     def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Turn rows of the last layer's output into logits ``[R, vocabulary]``, model dtype."""
         if self._last_norm is not None:
             return head_product(self.lm_head, self._last_norm(hidden_RD))
         return self._shell.logits(hidden_RD)
@@ -350,23 +361,35 @@ class TracedFamily(LayerFamily):
         return calling(no_attention, self._shell.configs)
 
     def why_not_captured(self) -> str:
+        """Return why a CUDA graph cannot hold the halves, and what to do about it; empty if it can."""
         if not any("grouped_mm" in name for name in self._operators):
             return ""
         return why_grouped_mm_waits(self._probe.device, self._probe.dtype)
 
     def linear_groups(self, layer: Any) -> list[tuple[nn.Module, ...]]:
+        """Return the linears of a layer that read the same rows: disjoint groups, in the order called."""
         return self._groups[layer.layer_idx]
 
-    def attention_spec(self, layer: Any) -> AttentionSpec:
-        return self._specs[layer.layer_idx]
-
-    def head_size(self, layer: nn.Module) -> int:
-        return self._head_size
-
     def spec(self, max_model_len: int | None = None) -> ModelSpec:
-        return dataclasses.replace(
-            super().spec(max_model_len),
+        """Return the model's sizes; ``max_model_len``, the longest prompt plus output, is by default the model's.
+
+        Raises:
+            ValueError: ``max_model_len`` is not in ``[1, the model's]``.
+        """
+        limit = int(self.config.max_position_embeddings)
+        if max_model_len is not None and not 1 <= max_model_len <= limit:
+            raise ValueError(f"max_model_len must be in [1, {limit}] for this model, got {max_model_len}")
+        sources = (self.model.generation_config, self.config)
+        eos = next((e for source in sources if (e := getattr(source, "eos_token_id", None)) is not None), ())
+        return ModelSpec(
+            num_layers=len(self.layers),
             hidden_size=self._hidden_size,
             num_heads=self._num_heads,
             num_kv_heads=self._num_kv_heads,
+            head_size=self._head_size,
+            vocab_size=int(self.lm_head.out_features),
+            max_model_len=max_model_len or limit,
+            eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
+            dtype_bytes=self.model.dtype.itemsize,
+            attention=tuple(self._specs),
         )

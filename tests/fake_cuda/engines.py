@@ -25,7 +25,8 @@ from omniserve.core.plan import (
     StepOutput,
     StepPlan,
 )
-from omniserve.layers import groups
+from omniserve.layers import groups, patching
+from omniserve.layers.traced import TracedFamily
 from omniserve.runner.cuda_graphs import graph_runner
 from omniserve.runner.runner import LaunchedStep
 from tests.engine_settings import flat_config
@@ -62,8 +63,11 @@ class FakeGpuEngine:
             }
         )  # fmt: skip
         with gpu.lenient(), pytest.MonkeyPatch.context() as patch:  # an engine may wait for the device as it starts
-            with torch.device("cuda"):
-                self.model = blank_model(family, dtype, num_layers=2)
+            self.model = blank_model(family, dtype, num_layers=2)
+            layers = TracedFamily(self.model)  # on the CPU: it looks at values, which fake tensors do not have
+            self.model.to("cuda")
+            layers._probe = layers._probe.to("cuda")
+            patch.setattr(patching, "TracedFamily", lambda model: layers)
             patch.setattr(graph_runner, "DECODE_ROWS", (0,))  # and all that max_num_seqs allows: few shapes
             # A Parameter on the fake GPU is a FakeTensor, which `is_plain` takes for a subclass of some library's.
             patch.setattr(groups, "is_plain", lambda module: type(module) is nn.Linear)

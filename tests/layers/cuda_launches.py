@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.forecast.kernels import layers_on_gpu, pretend_to_have_a_gpu
+from benchmarks.forecast.kernels import layers_on_gpu, pretend_to_have_a_gpu, recorded
 
 _SIZES = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2, "num_attention_heads": 32,
@@ -23,7 +23,6 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         model_type, _, how = name.partition("/")
         parts = ("behind", "before") if how == "apart" else ("between",)
-        compiled = layers_on_gpu(
-            model_type, _SIZES, parts=parts, is_merged=how != "apart", has_example=how == "example"
-        )  # fmt: skip
+        family = recorded(model_type, _SIZES)
+        compiled = layers_on_gpu(family, parts=parts, is_merged=how != "apart", has_example=how == "example")
         print(name, *(launch for part in parts for launch in compiled[part].launches))

@@ -29,9 +29,9 @@ def test_launches_between_two_attentions() -> None:
     if needs_example(on_gpu=True):  # what this torch makes of a hint is not what it is given
         launches |= {name: launches["llama/example"] for name in ALIKE} | {"qwen3": launches["qwen3/example"]}
     for name in (*ALIKE, "llama/example"):
-        # o, norm, gate and up, activation, down, norm, q and k and v, rotary
+        # o, norm, gate and up, activation, down, norm, q and k and v, rotary of q, and of k
         kinds = ["mm" if each in ("mm", "addmm") else each.split("_")[1] for each in launches[name]]
-        assert kinds == ["mm", "red", "mm", "poi", "mm", "red", "mm", "poi"], name
+        assert kinds == ["mm", "red", "mm", "poi", "mm", "red", "mm", "poi", "poi"], name
     for name in ("qwen3", "qwen3/example"):
         assert len(launches[name]) == 9 and launches[name].count("mm") == 4, "norm and rotary of q, and of k"
     assert len(launches["llama/apart"]) == 15 and launches["llama/apart"].count("mm") == 7

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from omniserve.layers.base import MAX_SKINNY_ROWS, head_product
+from omniserve.layers.head import MAX_SKINNY_ROWS, head_product
 from omniserve.layers.patching import patch
 from tests.parity.models import tiny_model
 

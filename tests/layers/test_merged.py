@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from omniserve.layers.groups import fused, project
+from omniserve.layers.groups import is_group
 from omniserve.layers.merged import MergedLinear, merge, mergeable, unmerge
 
 
@@ -27,11 +27,12 @@ def test_group_product_equals_the_linears(rows: tuple[int, ...], bias: bool, dty
     x = torch.randn(*rows, 40, dtype=dtype)
     expected = [linear(x) for linear in linears]
     merge(*linears)
-    assert fused(*linears)
+    assert is_group(linears)
     tolerance = {"atol": 1e-5, "rtol": 0} if dtype is torch.float32 else {"atol": 1e-3, "rtol": 2**-7}
-    for product, own, want in zip(project(x, *linears), (linear(x) for linear in linears), expected, strict=True):
+    together = linears[0].group_product(x).split([linear.out_features for linear in linears], dim=-1)
+    for product, linear, want in zip(together, linears, expected, strict=True):
         torch.testing.assert_close(product, want, **tolerance)
-        torch.testing.assert_close(own, want, **tolerance)
+        torch.testing.assert_close(linear(x), want, **tolerance)
 
 
 def test_there_is_one_copy_of_the_weights_and_what_is_written_is_used() -> None:
@@ -43,9 +44,9 @@ def test_there_is_one_copy_of_the_weights_and_what_is_written_is_used() -> None:
         assert linear.weight.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
         assert linear.weight.is_contiguous() and linear.group_weight is weight
     x = torch.randn(3, 40)
-    before = project(x, *linears)
+    before = linears[0].group_product(x).split([33, 17, 5], dim=-1)
     linears[1].load_state_dict({"weight": 2 * linears[1].weight, "bias": 2 * linears[1].bias})
-    after = project(x, *linears)
+    after = linears[0].group_product(x).split([33, 17, 5], dim=-1)
     assert torch.equal(after[0], before[0]) and torch.equal(after[2], before[2])
     torch.testing.assert_close(after[1], 2 * before[1])
 
@@ -100,9 +101,9 @@ def test_a_watched_member_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     merge(*linears)
     seen = []
     with linears[1].register_forward_hook(lambda module, inputs, output: seen.append(module)):
-        assert not fused(*linears)
-        project(torch.zeros(1, 40), *linears)
-    assert seen == [linears[1]] and fused(*linears)
+        for linear in linears:
+            linear(torch.zeros(1, 40))
+    assert seen == [linears[1]]
 
 
 def test_only_plain_unshared_linears_of_a_gpu_are_mergeable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from omniserve.layers import narrow as narrow_module
 from omniserve.layers.compiled import compile_halves, structure
-from omniserve.layers.groups import fused, project
+from omniserve.layers.groups import is_group
 from omniserve.layers.narrow import NarrowLinear, few_rows, narrow, narrowable, widen
 from omniserve.layers.patching import patch, unpatch
 from tests.ops.tolerances import LINEAR
@@ -144,17 +144,14 @@ def test_a_group_keeps_and_restores_the_bits_of_every_member(bias: bool) -> None
         assert not any(parameter.is_inference() for parameter in own.values())
 
 
-def test_a_group_is_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_shares_one_weight() -> None:
     linears = _group()
     x = torch.randn(3, 40)
     exact = [_exact(linear, x) for linear in linears]
     narrow(*linears)
-    assert fused(*linears) and len({linear.group_weight.data_ptr() for linear in linears}) == 1
-    products = project(x, *linears)
-    for product, linear, expected in zip(products, linears, exact, strict=True):
-        _is_close(product, expected)
-        assert torch.equal(linear(x), product)
-    assert len({product.untyped_storage().data_ptr() for product in products}) == 1
+    assert is_group(linears) and len({linear.group_weight.data_ptr() for linear in linears}) == 1
+    for linear, expected in zip(linears, exact, strict=True):
+        _is_close(linear(x), expected)
 
 
 def test_a_group_is_widened_only_as_a_whole_and_in_order() -> None:
@@ -233,15 +230,14 @@ def test_one_graph_takes_any_number_of_rows_and_another_linear_of_the_same_shape
     assert structure(first) == structure(second)
 
     def half(layer: nn.ModuleList, x: Tensor) -> tuple[Tensor, ...]:
-        return project(x, *layer)
+        return tuple(linear(x) for linear in layer)
 
     with torch.inference_mode():
-        halves = compile_halves(half, [(first,), (second,)], "project")
-        assert halves[0] is halves[1]
-        for layer in (first, second):
+        halves = compile_halves(half, [(first,), (second,)], "products")
+        for layer, compiled in zip((first, second), halves, strict=True):
             for rows in (1, 5, MANY):
                 x = torch.randn(rows, 40)
-                for result, linear in zip(halves[0](layer, x), layer, strict=True):
+                for result, linear in zip(compiled(x), layer, strict=True):
                     assert torch.equal(result, linear(x))
 
 
@@ -253,7 +249,9 @@ def test_patch_narrows_a_bf16_checkpoint_in_fp32_and_unpatch_restores_its_bits(f
     with torch.inference_mode():
         expected = model(ids).logits
     patch(model, compile=False)
-    linears = [module for layer in model.omniserve._layers for module in layer.modules() if type(module) is nn.Linear]
+    linears = [
+        module for layer in model.omniserve.family.layers for module in layer.modules() if type(module) is nn.Linear
+    ]
     assert not linears, "a linear of a layer was left as it is"
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name][1]) if name in before else True

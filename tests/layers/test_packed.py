@@ -8,13 +8,15 @@ import gc
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
 
 from omniserve.layers import packed
-from omniserve.layers.compiled import compile_halves, structure
-from omniserve.layers.groups import fused, groups_of, project
+from omniserve.layers.compiled import ShareProducts, compile_halves, structure
+from omniserve.layers.groups import groups_of, is_group
 from omniserve.layers.packed import PackedLinear, pack, packable, unpack
 from omniserve.layers.patching import patch
 from tests.parity.models import tiny_model
+from tests.quick import slow_except
 
 pytestmark = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 on this CPU"
@@ -156,23 +158,19 @@ def test_group_product_equals_the_dense_linears(rows: tuple[int, ...], bias: boo
     x = torch.randn(*rows, 40, dtype=torch.bfloat16)
     expected = [linear(x) for linear in linears]
     pack(*linears)
-    assert fused(*linears)
-    for product, own, dense in zip(project(x, *linears), (linear(x) for linear in linears), expected, strict=True):
+    assert is_group(linears)
+    for linear, dense in zip(linears, expected, strict=True):
+        product = linear(x)
         torch.testing.assert_close(product, dense, atol=1e-3, rtol=2**-7)  # as above
-        assert torch.equal(own, product) and own.is_contiguous()
+        assert product.is_contiguous()
 
 
-def test_a_group_is_one_product_and_one_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_one_copy_of_the_weights() -> None:
     linears = _group()
     parameters, table_size = [linear.weight for linear in linears], len(packed._TABLE)
     pack(*linears)
     assert len(packed._TABLE) == table_size + 1
     assert all(parameter.untyped_storage().nbytes() == parameter.itemsize for parameter in parameters)
-    products = []
-    original = PackedLinear.group_product
-    monkeypatch.setattr(PackedLinear, "group_product", lambda self, x: products.append(x) or original(self, x))
-    project(torch.zeros(1, 40, dtype=torch.bfloat16), *linears)
-    assert len(products) == 1
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -209,7 +207,7 @@ def test_a_group_is_unpacked_only_as_a_whole_and_in_order() -> None:
     q, k, v = _group()
     pack(q, k, v)
     for wrong in [(q,), (q, k), (k, v), (q, v, k)]:
-        assert not fused(*wrong)
+        assert not is_group(wrong)
         with pytest.raises(ValueError, match="in the order"):
             unpack(*wrong)
     unpack(q, k, v)
@@ -219,23 +217,12 @@ def test_a_hooked_member_is_called() -> None:
     linears = _group()
     pack(*linears)
     x = torch.randn(3, 40, dtype=torch.bfloat16)
-    expected = project(x, *linears)
-    handle = linears[1].register_forward_hook(lambda module, inputs, output: output + 1)
-    assert not fused(*linears)
-    results = project(x, *linears)
-    handle.remove()
+    expected = [linear(x) for linear in linears]
+    with linears[1].register_forward_hook(lambda module, inputs, output: output + 1):
+        results = [linear(x) for linear in linears]
     assert torch.equal(results[1], expected[1] + 1) and torch.equal(results[2], expected[2])
     linears[2].forward = lambda x: torch.zeros(1)  # type: ignore[method-assign]
-    assert torch.equal(project(x, *linears)[2], torch.zeros(1))
-
-
-def test_an_adapter_around_a_member_is_called() -> None:
-    linears = _group()
-    pack(*linears)
-    adapter = nn.Sequential(linears[1], nn.ReLU())
-    x = torch.randn(3, 40, dtype=torch.bfloat16)
-    q, k, _ = project(x, linears[0], adapter, linears[2])
-    assert torch.equal(q, linears[0](x)) and torch.equal(k, linears[1](x).relu())
+    assert torch.equal(linears[2](x), torch.zeros(1))
 
 
 def test_a_group_lives_as_long_as_any_member() -> None:
@@ -273,23 +260,27 @@ def test_layers_whose_linears_are_grouped_differently_get_graphs_of_their_own() 
     other[0].bias.data.add_(1)  # the group's bias is the members'
 
     def half(layer: nn.ModuleList, x: Tensor) -> tuple[Tensor, ...]:
-        return project(x, *layer)
+        return tuple(linear(x) for linear in layer)
 
     layers = [grouped, other, singles]
     with torch.inference_mode():
         for layer, compiled in zip(
-            layers, compile_halves(half, [(layer,) for layer in layers], "project"), strict=True
+            layers, compile_halves(half, [(layer,) for layer in layers], "products"), strict=True
         ):
-            for result, linear in zip(compiled(layer, x), layer, strict=True):
+            for result, linear in zip(compiled(x), layer, strict=True):
                 assert torch.equal(result, linear(x))
 
 
-@pytest.mark.parametrize(("name", "per_layer"), [("llama", 4), ("gemma2", 4), ("opt", 4), ("phi3", 4), ("gpt_neox", 4)])
-def test_families_make_four_products_a_layer(name: str, per_layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    products = []
-    original = PackedLinear.group_product
-    monkeypatch.setattr(PackedLinear, "group_product", lambda self, x: products.append(self) or original(self, x))
-    model = patch(tiny_model(name, torch.bfloat16), compile=False)
-    model.omniserve.warm_up()
-    per_layers = [p for p in products if p is not model.get_output_embeddings()]
-    assert len(per_layers) == per_layer * model.omniserve.num_layers
+@pytest.mark.parametrize("name", slow_except(("llama",), ("llama", "gemma2", "opt", "phi3", "gpt_neox")))
+def test_a_layer_has_four_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[int] = []
+    original = ShareProducts.__call__
+
+    def counting(share: ShareProducts, graph: torch.fx.Graph) -> None:
+        original(share, graph)
+        products.append(sum(node.target is torch.ops.omniserve.packed_linear.default for node in graph.nodes))
+
+    monkeypatch.setattr(ShareProducts, "__call__", counting)
+    with fresh_cache():
+        patch(tiny_model(name, torch.bfloat16)).omniserve.warm_up()
+    assert products == [1, 3]

@@ -12,15 +12,13 @@ from torch._inductor.utils import fresh_cache
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
-from omniserve.layers import LAYER_FAMILIES, family_of
-from omniserve.layers.compiled import _ShareProducts, structure
+from omniserve.layers.compiled import ShareProducts, structure
 from omniserve.layers.cut import window_of
 from omniserve.layers.patching import PatchedModel, patch, unpatch
 from omniserve.layers.traced import TracedFamily
 from tests.parity.models import MODELS, tiny_model
 from tests.quick import slow_except
 
-TRACED = [name for name, (model_type, _) in MODELS.items() if model_type not in LAYER_FAMILIES.names()]
 _SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 
 
@@ -75,7 +73,7 @@ def test_a_layer_whose_number_changes_what_it_computes_has_its_own_graph() -> No
     model = build(
         "smollm3", intermediate_size=48, num_key_value_heads=2, num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0]
     )
-    family = family_of(model)
+    family = TracedFamily(model)
     kinds = [structure(layer) for layer in family.layers]
     assert kinds[0] == kinds[1] == kinds[2] != kinds[3]
 
@@ -95,19 +93,20 @@ def test_windows_are_found_by_asking_the_mask(function: Any, window: int | None)
     assert window_of(function) == window
 
 
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", MODELS)
 def test_layers_know_their_windows(name: str) -> None:
     model = tiny_model(name)
     windows = [spec.window for spec in patch(model, compile=False).omniserve.spec.attention]
-    types = getattr(model.config, "layer_types", None) or ["full_attention"] * len(windows)
-    assert windows == [9 if each == "sliding_attention" else 0 for each in types]
+    usual = "sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"
+    types = getattr(model.config, "layer_types", None) or [usual] * len(windows)
+    width = getattr(model.config, "sliding_window", None) or 0
+    assert windows == [width if each == "sliding_attention" else 0 for each in types]
 
 
-@pytest.mark.parametrize("name", slow_except(("cohere2",), TRACED))
+@pytest.mark.parametrize("name", slow_except(("cohere2",), MODELS))
 def test_compiled_halves_are_the_eager_ones(name: str) -> None:
     model = tiny_model(name)
-    family = family_of(model)
-    assert isinstance(family, TracedFamily)
+    family = TracedFamily(model)
     halves = [PatchedModel(family, compile=compile) for compile in (False, True)]
     with torch.inference_mode():
         for rows in (1, 2, 9):
@@ -125,11 +124,13 @@ def test_compiled_halves_are_the_eager_ones(name: str) -> None:
                     )  # fmt: skip
             for result in results[1:]:
                 torch.testing.assert_close(result, results[0], atol=1e-4, rtol=1e-4)
+    compiled = halves[1]
+    assert all(half.is_direct for half in [*compiled._pre, *compiled._post, *compiled._post_pre])
 
 
 def test_linears_of_one_input_are_found() -> None:
     model = build("olmo2", intermediate_size=48)
-    family = family_of(model)
+    family = TracedFamily(model)
     attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
     assert family.linear_groups(family.layers[1]) == [
         (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj),
@@ -141,14 +142,14 @@ def test_the_product_of_a_group_is_computed_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})  # as on a GPU
     products: list[int] = []
 
-    def counting(share: _ShareProducts, graph: torch.fx.Graph) -> None:
+    def counting(share: ShareProducts, graph: torch.fx.Graph) -> None:
         original(share, graph)
         products.append(
             sum(node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) for node in graph.nodes)
         )
 
-    original = _ShareProducts.__call__
-    monkeypatch.setattr(_ShareProducts, "__call__", counting)
+    original = ShareProducts.__call__
+    monkeypatch.setattr(ShareProducts, "__call__", counting)
     model = build("olmo2", intermediate_size=48)
     with fresh_cache():
         patched = patch(model, prepack=True).omniserve

@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from omniserve.core.spec import AttentionSpec
-from omniserve.layers import family_of
 from omniserve.layers.compiled import structure
 from omniserve.layers.patching import PatchedModel, patch, unpatch
+from omniserve.layers.traced import TracedFamily
 from tests.parity.models import MODELS, tiny_model
 from tests.quick import slow_except
 
@@ -176,7 +176,7 @@ def test_unpatch_restores_every_object_and_bit(name: str, dtype: torch.dtype, me
 @pytest.mark.parametrize("name", MODELS)
 def test_halves_trace_as_one_graph_and_no_layer_recompiles(name: str) -> None:
     model = tiny_model(name, num_layers=4)
-    family = family_of(model)
+    family = TracedFamily(model)
     torch._dynamo.reset()
     counters.clear()
     pre = torch.compile(family.pre_attention, fullgraph=True, dynamic=True, backend="eager")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from omniserve import EngineConfig, ExecutionConfig
-from omniserve.layers import family_of
+from omniserve.layers.traced import TracedFamily
 from omniserve.ops.attention import resolve_attention
 from omniserve.runner.cuda_graphs.graph_runner import wants_graphs, why_not_captured
 from tests.parity.models import tiny_model
@@ -32,7 +32,7 @@ CUDA = torch.device("cuda")
 def test_experts_whose_products_wait_for_the_device(
     family: str, dtype: torch.dtype, capability: tuple[int, int], is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = family_of(tiny_model(family))
+    layers = TracedFamily(tiny_model(family))
     assert not layers.why_not_captured(), "it is not on a GPU"
     layers._probe = SimpleNamespace(device=CUDA, dtype=dtype)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
