@@ -6,6 +6,7 @@ GPU. Each member asks for the product of the whole group, and the compiler compu
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeGuard
@@ -29,6 +30,28 @@ class HeldForm(NamedTuple):
     """The form is better for a linear without a group, too."""
 
 
+class _LastProduct:
+    """A group's product of the input that its members were last called with, as long as that input lives."""
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+
+    def of(self, input: Tensor, product_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the product, computed once for all members that are given this input."""
+        if torch.is_grad_enabled() or input.is_inference():  # inference tensors do not count how often they change
+            return product_of(input)
+        last = self._last
+        if last is not None and last[0]() is input and last[1] == input._version:
+            return last[2]
+        product = product_of(input)
+        self._last = (weakref.ref(input, self._forget), input._version, product)
+        return product
+
+    def _forget(self, input: weakref.ref[Tensor]) -> None:
+        if self._last is not None and self._last[0] is input:
+            self._last = None
+
+
 class GroupLinear(nn.Linear):
     """A member of a group.
 
@@ -44,6 +67,8 @@ class GroupLinear(nn.Linear):
     """The member's first row in the group."""
     group_rows: int
     """Rows of the group."""
+    group_last: _LastProduct
+    """The same object for all members."""
 
     def group_product(self, input: Tensor) -> Tensor:
         """Return the products of all members, one after the other in the last dimension."""
@@ -80,8 +105,8 @@ class HeldLinear(GroupLinear):
     """A member whose weight is not dense any more, alone or in a group.
 
     The Parameter keeps its shape and dtype but holds NaN without storage, so that a use of it is noticed; ``weight``
-    and ``state_dict()`` return the dense values. A call of a member computes the whole group and drops the rest; in a
-    compiled half the members share one product.
+    and ``state_dict()`` return the dense values. The members compute their product together, in ``generate()`` as in a
+    compiled half.
     """
 
     def held_product(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
@@ -93,9 +118,10 @@ class HeldLinear(GroupLinear):
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
-        product = self.group_product(input)
         if self.group_rows == self.out_features:
-            return product
+            return self.group_product(input)
+        is_compiling = torch.compiler.is_compiling()
+        product = self.group_product(input) if is_compiling else self.group_last.of(input, self.group_product)
         return product.narrow(-1, self.group_start, self.out_features).contiguous()
 
     def group_product(self, input: Tensor) -> Tensor:
@@ -135,8 +161,11 @@ def join(linears: Sequence[nn.Linear], kind: type[GroupLinear], group_weight: Te
     biases = [linear.bias.data for linear in linears if linear.bias is not None]
     group_bias = torch.cat(biases) if biases else None
     rows, start = sum(linear.out_features for linear in linears), 0
+    last = _LastProduct()
     for linear in linears:
-        linear.__dict__.update(group_weight=group_weight, group_bias=group_bias, group_start=start, group_rows=rows)
+        linear.__dict__.update(
+            group_weight=group_weight, group_bias=group_bias, group_start=start, group_rows=rows, group_last=last
+        )
         if group_bias is not None:
             linear.bias.data = group_bias.narrow(0, start, linear.out_features)
         start += linear.out_features

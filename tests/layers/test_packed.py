@@ -173,6 +173,25 @@ def test_a_group_is_one_copy_of_the_weights() -> None:
     assert all(parameter.untyped_storage().nbytes() == parameter.itemsize for parameter in parameters)
 
 
+def test_members_share_the_product_of_an_input_while_it_lives_and_is_not_changed() -> None:
+    linears = _group()
+    pack(*linears)
+    x = torch.randn(3, 40, dtype=torch.bfloat16)
+    products: list[int] = []
+    original = PackedLinear.group_product
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(PackedLinear, "group_product", lambda self, x: products.append(1) or original(self, x))
+        together = [linear(x) for linear in linears]
+        assert len(products) == 1
+        for linear, product in zip(linears, together, strict=True):
+            again = linear(x.clone())
+            assert torch.equal(product, again) and linear.group_last._last is None
+        assert torch.equal(linears[0](x), together[0])
+        x.mul_(2)
+        assert torch.equal(linears[1](x), linears[1](x.clone())), "a changed input has another product"
+    assert linears[0](x.requires_grad_()).requires_grad, "nothing is kept where gradients are wanted"
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_group_keeps_and_restores_the_bits_of_every_member(bias: bool) -> None:
     linears = _group(bias=bias)
