@@ -119,6 +119,16 @@ def test_structure_tells_apart_what_a_graph_bakes_in() -> None:
     assert structure(layer) != structure(same)
 
 
+@pytest.mark.parametrize(("one", "other"), [({"default": 0.5}, {"default": 2.0}), (["a"], ["a", "b"]), (None, 1)])
+def test_structure_looks_into_dicts_and_lists(one: object, other: object) -> None:
+    """As into the scaling of a LoRA layer, which may differ between layers of equal ranks."""
+    layer, same = tiny_model("llama", num_layers=2).model.layers
+    layer.self_attn.q_proj.scaling, same.self_attn.q_proj.scaling = one, one
+    assert structure(layer) == structure(same)
+    same.self_attn.q_proj.scaling = other
+    assert structure(layer) != structure(same)
+
+
 def test_max_model_len_is_checked_against_the_model() -> None:
     family = patch(tiny_model("llama"), compile=False).omniserve.family
     assert family.spec().max_model_len == 512 and family.spec(100).max_model_len == 100
