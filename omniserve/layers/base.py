@@ -141,11 +141,6 @@ class LayerFamily(ABC):
                 raise UnsupportedModelError(f"{name}: layer {index} uses attention sinks, which no kernel here has")
             if getattr(attention, "is_causal", True) is False:
                 raise UnsupportedModelError(f"{name}: layer {index} attends to later tokens; only causal layers work")
-        devices = set(getattr(self.model, "hf_device_map", {}).values())
-        if len(devices) > 1:
-            raise UnsupportedModelError(
-                f"{name} is spread over {sorted(map(str, devices))}; load it on one device (device_map={{'': device}})"
-            )
 
     def spec(self, max_model_len: int | None = None) -> ModelSpec:
         """Return the model's sizes; ``max_model_len``, the longest prompt plus output, is by default the model's.

@@ -49,11 +49,6 @@ class TracedFamily(LayerFamily):
             raise self._unsupported("has no language modelling head; load it with AutoModelForCausalLM")
         if "position_ids" not in inspect.signature(model.forward).parameters:
             raise self._unsupported("takes no position_ids, so rows of several requests cannot be one batch")
-        devices = set(getattr(model, "hf_device_map", {}).values())
-        if len(devices) > 1:
-            raise self._unsupported(
-                f"is spread over {sorted(map(str, devices))}; load it on one device (device_map={{'': device}})"
-            )
         refuse_dynamic_rope(model)
         self._probe = torch.empty(0, dtype=model.dtype, device=model.device)
         self._rotary_module: Any = None

@@ -66,7 +66,7 @@ class _Mixes(nn.Module):
 
 def test_a_layer_that_mixes_rows_is_refused() -> None:
     model = build("olmo2", intermediate_size=48)
-    model.model.layers[1].mlp = _Mixes()
+    model.model.layers[1].mlp = _Mixes().eval()
     with pytest.raises(UnsupportedModelError, match="mixes the rows of layer 1"):
         patch(model)
 
