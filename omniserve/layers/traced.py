@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.layers.base import LayerFamily, head_product, refuse_dynamic_rope, why_grouped_mm_waits
+from omniserve.layers.compiled import structure
 from omniserve.layers.cut import AttentionFunction, calling, described_masks
 from omniserve.layers.inspection import DataDependent, LinearWatch, OperatorLog, Table, TableForm, collect, filled
 from omniserve.layers.shell import Cut, ModelShell, no_attention, some, stand_in, unsupported
@@ -163,10 +164,18 @@ class TracedFamily(LayerFamily):
         self._check_halves(inputs, (cos, sin))
 
     def _check_halves(self, inputs: list[Tensor], tables: tuple[Tensor | None, Tensor | None]) -> None:
-        """See that rows do not depend on each other, that outputs need no table, and which tables matter."""
+        """See that rows do not depend on each other, that outputs need no table, and which tables matter.
+
+        Of layers that differ in nothing but their weights, the first and the last are tried.
+        """
         used: set[int] = set()
         sequence = self._shell.run([1, 2, 3], self._positions, as_sequence=True)
+        kinds = [structure(layer) for layer in self.layers]
+        last = {kind: index for index, kind in enumerate(kinds)}
+        tried = {kinds.index(kind) for kind in last} | set(last.values())
         for layer, hidden_TD, (args, kwargs) in zip(self.layers, inputs, sequence.arguments, strict=True):
+            if layer.layer_idx not in tried:
+                continue
             heads = self.pre_attention(layer, hidden_TD, *tables)
             attn = heads[0].flatten(1).contiguous()
             output_TD = self.post_attention(layer, attn, hidden_TD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import repeat
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -125,6 +126,23 @@ def test_compiled_halves_are_the_eager_ones(name: str) -> None:
                     )  # fmt: skip
             for result in results[1:]:
                 torch.testing.assert_close(result, results[0], atol=1e-4, rtol=1e-4)
+
+
+def test_of_layers_that_differ_in_their_weights_alone_two_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("olmo2", intermediate_size=48, num_hidden_layers=5)
+    mlps, calls = [layer.mlp for layer in model.model.layers], [0] * 5
+    forward = type(mlps[0]).forward
+
+    def counting(mlp: nn.Module, x: Tensor) -> Tensor:
+        calls[mlps.index(mlp)] += 1
+        return forward(mlp, x)
+
+    monkeypatch.setattr(type(mlps[0]), "forward", counting)
+    with mock.patch.object(model.lm_head, "forward", wraps=model.lm_head.forward) as head:
+        family_of(model)
+    assert calls[1:4] == [2, 2, 2], "once to find the layers, once to record them"
+    assert calls[0] == calls[4] > 2
+    assert head.call_count < 6, "what layers are given is recorded without the head"
 
 
 def test_linears_of_one_input_are_found() -> None:
