@@ -126,6 +126,10 @@ class LayerFamily(ABC):
         """Return a layer's head size."""
         return int(self.attention_module(layer).head_dim)
 
+    def vocab_size(self) -> int:
+        """Return how many logits there are for a row."""
+        return int(self.lm_head.out_features)
+
     def check(self) -> None:
         """Raise UnsupportedModelError for features of the config that are not supported."""
         name = type(self.model).__name__
@@ -160,7 +164,7 @@ class LayerFamily(ABC):
             num_heads=int(config.num_attention_heads),
             num_kv_heads=int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads),
             head_size=self.head_size(self.layers[0]),
-            vocab_size=int(self.lm_head.out_features),
+            vocab_size=self.vocab_size(),
             max_model_len=max_model_len or limit,
             eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
             dtype_bytes=self.model.dtype.itemsize,
@@ -170,7 +174,7 @@ class LayerFamily(ABC):
 
 def refuse_dynamic_rope(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError if rotary frequencies depend on the length of the longest sequence of a batch."""
-    rope = getattr(model.config, "rope_parameters", None) or {}
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = [each for each in rope.values() if isinstance(each, dict)] or [rope]  # one for each type of layer
     for rope_type in (kind.get("rope_type", "default") for kind in kinds):
         if rope_type not in _STATIC_ROPE_TYPES:

@@ -44,7 +44,7 @@ class TracedFamily(LayerFamily):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.config = model.config
+        self.config = model.config.get_text_config(decoder=True)
         self.lm_head = model.get_output_embeddings()
         if self.lm_head is None:
             raise self._unsupported("has no language modelling head; load it with AutoModelForCausalLM")
@@ -242,6 +242,7 @@ class TracedFamily(LayerFamily):
         if near_TW is not None and far_TW is not None and not torch.equal(near_TW[0], far_TW[0][:2]):
             raise self._unsupported("gives a token other rotary tables if there is a later one beside it")
         logits_RV = self._shell.logits(hidden_TD)
+        self._vocab_size = int(logits_RV.shape[1])
         self._last_norm: Any = None
         for module in self._shell.backbone.children():
             if "norm" in type(module).__name__.lower() and torch.equal(self.lm_head(module(hidden_TD)), logits_RV):
@@ -366,6 +367,9 @@ class TracedFamily(LayerFamily):
 
     def head_size(self, layer: nn.Module) -> int:
         return self._head_size
+
+    def vocab_size(self) -> int:
+        return self._vocab_size
 
     def spec(self, max_model_len: int | None = None) -> ModelSpec:
         return dataclasses.replace(

@@ -13,7 +13,9 @@ import torch
 from accelerate import dispatch_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from tests.parity.models import VOCAB_SIZE
 
 Form = Callable[[PreTrainedModel], Any]
 
@@ -101,6 +103,61 @@ def checkpointing(model: PreTrainedModel) -> PreTrainedModel:
     """Ask for gradient checkpointing, which only training heeds."""
     model.gradient_checkpointing_enable()
     return model
+
+
+class OpaqueHead(nn.Module):
+    """A head that tells nothing of itself, as those of some remote code."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.matrix = linear.weight
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix.T
+
+
+_TEXT: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+_IMAGES: Mapping[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+# Type -> (fields of its text model, fields of the part for images, fields beside these).
+MULTIMODAL: Mapping[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        {"head_dim": 16, "sliding_window": 9},
+        {**_IMAGES},
+        {"mm_tokens_per_image": 4, "image_token_index": 157, "boi_token_index": 158, "eoi_token_index": 159},
+    ),
+    "llava": (
+        {"model_type": "llama"},
+        {**_IMAGES, "model_type": "clip_vision_model", "projection_dim": 32},
+        {"image_token_id": 157},
+    ),
+    "qwen2_vl": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+        {"depth": 1, "embed_dim": 32, "hidden_size": 48, "num_heads": 2, "patch_size": 14},
+        {"image_token_id": 157, "video_token_id": 158, "vision_start_token_id": 156, "vision_end_token_id": 159},
+    ),
+}
+
+
+def multimodal(model_type: str) -> PreTrainedModel:
+    """Build a small random model of texts and images."""
+    text, images, fields = MULTIMODAL[model_type]
+    config = AutoConfig.for_model(model_type, text_config={**_TEXT, **text}, vision_config=images, **fields)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_().mul_(1.0 if "embed" in name else 1.6 * parameter.shape[-1] ** -0.5)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model.eval()
 
 
 FORMS: Mapping[str, Form] = {

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from omniserve import Engine, Request, SamplingParams, patch, unpatch
 from tests.engine_settings import flat_config
 from tests.parity.engine_histories import Reference, Tally, run_histories, run_history
-from tests.parity.formats import FORMS, quantised
+from tests.parity.formats import FORMS, MULTIMODAL, OpaqueHead, multimodal, quantised
 from tests.parity.models import tiny_model
 from tests.quick import slow_except
 
@@ -87,6 +87,17 @@ def test_a_quantiser_of_transformers_is_served(family: str, tmp_path: Path) -> N
     config = TorchAoConfig(quantization.Int8WeightOnlyConfig())
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
     model.generation_config.pad_token_id = 0
+    is_served_exactly(model)
+
+
+@pytest.mark.parametrize("model_type", slow_except(("qwen2_vl",), MULTIMODAL))
+def test_a_model_of_texts_and_images_serves_texts(model_type: str) -> None:
+    is_served_exactly(multimodal(model_type))
+
+
+def test_a_head_need_not_be_a_linear() -> None:
+    model = tiny_model("smollm3")
+    model.lm_head = OpaqueHead(model.lm_head)
     is_served_exactly(model)
 
 
