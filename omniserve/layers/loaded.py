@@ -19,6 +19,8 @@ from omniserve.core.errors import UnsupportedModelError
 
 # These have no dropout, so their mode says nothing; a resized embedding, for instance, is a new one in training mode.
 _WITHOUT_MODE = (nn.Linear, nn.Embedding)
+_OWN_CODE = ("torch.", "transformers.", "transformers_modules.", "omniserve.")
+"""Where modules come from of which the config of a model tells."""
 
 
 def language_model(model: Any) -> PreTrainedModel:
@@ -92,6 +94,13 @@ def in_adapters(model: nn.Module) -> set[int]:
     """Return the ids of all modules in adapters, which read the weights of the modules that they wrap."""
     adapters = [module for module in model.modules() if isinstance(getattr(module, "base_layer", None), nn.Module)]
     return {id(module) for adapter in adapters for module in adapter.modules()}
+
+
+def forms_of_weights(model: nn.Module) -> list[str]:
+    """Return the names of the classes of modules and weights of other libraries: adapters and quantised weights."""
+    modules = {type(module) for module in model.modules() if not type(module).__module__.startswith(_OWN_CODE)}
+    weights = {type(parameter) for parameter in model.parameters()} - {nn.Parameter}
+    return sorted({f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in modules | weights})
 
 
 class IdleHooks:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from omniserve import Engine, EngineConfig
 from omniserve.core.errors import UnsupportedModelError
+from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.layers.compiled import structure
 from omniserve.layers.groups import GroupLinear
 from omniserve.layers.patching import PatchedModel, patch, unpatch
@@ -67,6 +68,22 @@ def test_a_peft_model_is_patched_as_it_is(peft: Any, family: str) -> None:
     assert sorted(model.__dict__) == names and forwards(model) == state
     with pytest.raises(ValueError, match="not patched"):
         unpatch(model)
+
+
+def test_a_profile_of_a_model_is_not_one_of_its_adapted_form(peft: Any) -> None:
+    config = EngineConfig(device_kv_bytes=1 << 20, host_kv_bytes=0)
+    plain, model = fingerprint_of(tiny_model("smollm3"), config), adapted(peft, "smollm3")
+    assert plain.weights == ""
+    assert fingerprint_of(model, config).weights == "peft.Linear"
+    assert fingerprint_of(model, config) == fingerprint_of(patch(model, compile=False).get_base_model(), config)
+    assert fingerprint_of(unpatch(model).merge_and_unload(), config) == plain
+
+
+def test_a_profile_of_a_model_is_not_one_of_its_quantised_form() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = tiny_model("smollm3")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    assert fingerprint_of(model, EngineConfig()).weights == "torchao.Int8Tensor"
 
 
 def test_adapters_may_be_without_a_wrapper(peft: Any) -> None:
