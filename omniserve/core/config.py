@@ -39,7 +39,7 @@ _FORMER_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """How the device tier runs a step.
+    """How the device tier gets its model and runs a step.
 
     Raises:
         ValueError: A setting is out of its range; the message says which and what to give instead.
@@ -62,6 +62,8 @@ class ExecutionConfig:
     a minute."""
     step_graphs_gib: float = 2.0
     """Most GiB of device memory that captured steps may take, beside the KV pool and the weights."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model or its tokenizer, when it is loaded by its name; it can do anything."""
 
     def __post_init__(self) -> None:
         for name in ("step_graphs_limit_s", "step_graphs_gib"):

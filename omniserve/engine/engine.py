@@ -31,7 +31,7 @@ from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
 from omniserve.latency.profile import Profile
 from omniserve.latency.trace import StepTracer
-from omniserve.layers.patching import PatchedModel, patch
+from omniserve.layers.patching import patched_model
 from omniserve.ops.streams import drain
 from omniserve.runner.runner import ModelRunner
 from omniserve.sampling.grammar import GrammarCompiler
@@ -69,10 +69,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config = config or EngineConfig()
-        if "omniserve" not in model.__dict__:
-            patch(model, compile=config.execution.compile)
-        patched: PatchedModel = model.__dict__["omniserve"]
-        self.model = patched
+        self.model = patched = patched_model(model, compile=config.execution.compile)
         """The patched model."""
         self._clock = clock
         self._outputs = OutputCollector(tokenizer)

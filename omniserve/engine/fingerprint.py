@@ -16,6 +16,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.engine.capacity import has_host_tier
 from omniserve.host.cores import CoreSplit, available_cores, default_host_threads
 from omniserve.latency.profile import Fingerprint
+from omniserve.layers.loaded import forms_of_weights, language_model
 from omniserve.layers.narrow import holds_narrow
 
 
@@ -24,6 +25,7 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
 
     The host tier is part of it only as far as threads and dtype go: pool sizes and policies change no module's time.
     """
+    model = language_model(model)
     description = model.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"):
         description.pop(name, None)
@@ -33,7 +35,7 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
     return Fingerprint(
         model=hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:16],
         dtype=str(model.dtype).removeprefix("torch."),
-        weights="bfloat16" if holds_narrow(model) else "",
+        weights=" ".join([*(["bfloat16"] if holds_narrow(model) else []), *forms_of_weights(model)]),
         device=_device_name(device),
         device_threads=cores.threads_alone,
         shared_threads=cores.threads_shared,

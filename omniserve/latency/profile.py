@@ -65,7 +65,8 @@ class Fingerprint:
     kernels: str
     """The instruction set asked for by OMNISERVE_ISA; empty: the best."""
     weights: str = ""
-    """Dtype in which linears hold their weights where that is not ``dtype``."""
+    """Dtype in which linears hold their weights where that is not ``dtype``, and classes of adapters and of quantised
+    weights."""
     constant_steps: bool = False
     """Modules were measured as they run in steps of constant shapes, on a GPU as CUDA graphs."""
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omniserve.core.config import EngineConfig
 
@@ -69,7 +69,7 @@ class EngineLoader:
 
         Raises:
             OSError: There is no such model.
-            ValueError: The device is not there.
+            ValueError: The device is not there, or the model comes with code that is not trusted.
         """
         progress("importing torch")
         import torch
@@ -94,7 +94,10 @@ class EngineLoader:
             dtype, why = auto_dtype(self.model, device, self.config)
             if why:
                 progress(why)
-        model = AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype or "auto", device_map=device)
+        model = from_pretrained(
+            AutoModelForCausalLM, self.model, self.config.execution.trust_remote_code,
+            dtype=dtype or "auto", device_map=device,
+        )  # fmt: skip
         model.eval()
         progress(f"{model.num_parameters() / 1e6:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, {device}")
         return model
@@ -105,9 +108,7 @@ class EngineLoader:
         Raises:
             OSError, ValueError, ImportError: There is none.
         """
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.model)
+        return load_tokenizer(self.model, self.config.execution.trust_remote_code)
 
     def _find_profile(self, model: PreTrainedModel, progress: Callable[[str], None]) -> Profile | None:
         from omniserve.sched import SCHEDULERS
@@ -129,6 +130,32 @@ class EngineLoader:
         return find_or_make_profile(
             model, self.config, path=self.profile, time_limit_s=self.profile_time_limit_s, progress=tell
         )
+
+
+def from_pretrained(auto: Any, model: str | Path, trusts_code: bool, **options: Any) -> Any:
+    """Call ``from_pretrained`` of a class of transformers, which never asks at a terminal whether code may be run.
+
+    Raises:
+        OSError: There is no such model.
+        ValueError: It comes with Python code of its own, and that is not trusted.
+    """
+    try:
+        return auto.from_pretrained(model, trust_remote_code=trusts_code, **options)
+    except ValueError as error:
+        if trusts_code or "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{model} comes with Python code of its own, which is not run: read it, and if you trust it, give "
+            "--execution trust_remote_code=true"
+        ) from error
+
+
+def load_tokenizer(model: str, trusts_code: bool) -> PreTrainedTokenizerBase:
+    """Load a tokenizer; see ``from_pretrained``."""
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = from_pretrained(AutoTokenizer, model, trusts_code)
+    return tokenizer
 
 
 def _select_gpu(device: torch.device) -> None:

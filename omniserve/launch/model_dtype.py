@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from omniserve.core.config import GIB, EngineConfig
 from omniserve.engine.capacity import has_host_tier
+from omniserve.launch.loading import from_pretrained
 from omniserve.launch.memory import available_bytes
 from omniserve.ops.isa import has_products
 
@@ -30,11 +31,12 @@ def auto_dtype(model: str | Path, device: str, config: EngineConfig) -> tuple[to
         The dtype, or None for the checkpoint's own; and a line to tell, empty where nothing is out of the ordinary.
 
     Raises:
-        OSError, ValueError: There is no such model.
+        OSError, ValueError: There is no such model, or it comes with code that is not trusted.
     """
     if device != "cpu":
         return None, ""
-    description = AutoConfig.from_pretrained(model)
+    trusts_code = config.execution.trust_remote_code
+    description = from_pretrained(AutoConfig, model, trusts_code)
     own = getattr(description, "dtype", None)
     if not isinstance(own, torch.dtype) or getattr(description, "quantization_config", None):
         return None, ""
@@ -43,7 +45,7 @@ def auto_dtype(model: str | Path, device: str, config: EngineConfig) -> tuple[to
         return own, ""
     name, other = _name(own), _name(dtype)
     pools = config.device_kv_bytes + (config.host_kv_bytes if has_host_tier(config) else 0)
-    needed, available = _num_parameters(description) * dtype.itemsize + pools, available_bytes()
+    needed, available = _num_parameters(description, trusts_code) * dtype.itemsize + pools, available_bytes()
     if needed > available:
         return own, (
             f"warning: {name}, slowly: this CPU has no {name} products, and {other} weights with the KV pools need "
@@ -53,10 +55,11 @@ def auto_dtype(model: str | Path, device: str, config: EngineConfig) -> tuple[to
     return dtype, f"{other} instead of the model's {name}, of which this CPU has no products; --dtype {name} keeps it"
 
 
-def _num_parameters(description: Any) -> int:
+def _num_parameters(description: Any, trusts_code: bool) -> int:
     """Count a model's parameters from its configuration; shared ones once."""
     with torch.device("meta"):
-        return int(AutoModelForCausalLM.from_config(description).num_parameters())
+        model = AutoModelForCausalLM.from_config(description, trust_remote_code=trusts_code)
+    return int(model.num_parameters())
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ _GROUPED_ON_DEVICE = (9, 10)
 
 def refuse_dynamic_rope(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError if rotary frequencies depend on the length of the longest sequence of a batch."""
-    rope = getattr(model.config, "rope_parameters", None) or {}
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = [each for each in rope.values() if isinstance(each, dict)] or [rope]  # one for each type of layer
     for rope_type in (kind.get("rope_type", "default") for kind in kinds):
         if rope_type not in _STATIC_ROPE_TYPES:

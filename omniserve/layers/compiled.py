@@ -42,6 +42,7 @@ _HEEDS_HINTS = (2, 13)
 
 # Attributes that differ between layers and that no half may read.
 _PER_LAYER_ATTRIBUTES = frozenset({"layer_idx", "layer_type", "attention_type", "sliding_window"})
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
 def structure(layer: nn.Module) -> tuple[Any, ...]:
@@ -63,13 +64,22 @@ def structure(layer: nn.Module) -> tuple[Any, ...]:
                 ),
                 tuple(map(id, [*module._forward_hooks.values(), *module._forward_pre_hooks.values()])),
                 tuple(
-                    (key, value)
+                    (key, repr(value))
                     for key, value in sorted(module.__dict__.items())
-                    if isinstance(value, (bool, int, float, str)) and key not in _PER_LAYER_ATTRIBUTES
+                    if key not in _PER_LAYER_ATTRIBUTES | _OF_EVERY_MODULE and _is_plain(value)
                 ),
             )
         )
     return tuple(parts)
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether an attribute is a number or a string, or consists of such; an adapter has its scaling in a dict."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 from itertools import pairwise, repeat
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from omniserve.layers.compiled import USUAL_TOKENS, compile_halves
 from omniserve.layers.groups import HeldForm, groups_of
+from omniserve.layers.loaded import IdleHooks, check_loaded, in_adapters, language_model
 from omniserve.layers.merged import merge, mergeable, unmerge
 from omniserve.layers.narrow import narrow, narrowable, widen
 from omniserve.layers.packed import pack, packable, unpack
@@ -25,6 +26,8 @@ from omniserve.layers.traced import TracedFamily
 from omniserve.ops.isa import has_products
 
 logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
 
 Prepack = bool | Literal["auto"]
 
@@ -147,34 +150,34 @@ class PatchedModel:
             self.logits(hidden_TD[:1])  # the head is not compiled, and with many rows it takes much memory
 
 
-def patch(model: PreTrainedModel, *, compile: bool = True, prepack: Prepack = "auto") -> PreTrainedModel:
+def patch(model: Model, *, compile: bool = True, prepack: Prepack = "auto") -> Model:
     """Split a model's decoder layers around their attention, in place, and install ``model.omniserve``.
 
-    Add adapters and quantisation before, not after. Patching a patched model with the same options does nothing.
+    Add, switch and merge adapters and quantise before, not after: compiled code and prepacked weights stay as they are.
+    Patching a patched model with the same options does nothing.
 
     Args:
-        model: A causal language model in eval mode, on one device.
+        model: A causal language model in eval mode, whole on one device; or a PEFT model of one.
         compile: Compile the halves with ``torch.compile(fullgraph=True)``, at their first use.
         prepack: Hold the weights of linears in the form that is best for the device. On a CPU that is oneDNN's blocked
             layout instead of the dense one, or bf16 for fp32 weights whose every value is exact in bf16 (products and
             sums stay fp32). On a GPU the weights of projections with the same input are views of one tensor. ``"auto"``
             prepacks where it pays: bf16 on a CPU, as measured; fp32 with bf16 values on a CPU without bf16 products, as
-            measured; any dtype on a GPU, which is not measured yet.
+            measured; any dtype on a GPU, which is not measured yet. Quantised linears and those in adapters stay as
+            they are.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: Not a ``PreTrainedModel``.
-        UnsupportedModelError: No layer family for this architecture, or a feature of its config is not supported.
-        ValueError: The model is in training mode, is patched with other options, or has nothing that can be prepacked
-            although ``prepack`` is True.
+        TypeError: Not a ``PreTrainedModel``, nor a PEFT model of one.
+        UnsupportedModelError: The model's layers, a feature of its config or its adapters are not supported, or it is
+            not whole on one device.
+        ValueError: A part of the model is in training mode, or the model is patched with other options, or has nothing
+            that can be prepacked although ``prepack`` is True.
     """
-    if not isinstance(model, PreTrainedModel):
-        hint = "; for a PEFT model pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
-        raise TypeError(f"patch needs a transformers PreTrainedModel, got {type(model).__name__}{hint}")
-    options = (compile, prepack)
-    installed: _Patch | None = model.__dict__.get("_omniserve_patch")
+    inner, options = language_model(model), (compile, prepack)
+    installed: _Patch | None = inner.__dict__.get("_omniserve_patch")
     if installed is not None:
         if installed.options != options:
             raise ValueError(
@@ -182,15 +185,14 @@ def patch(model: PreTrainedModel, *, compile: bool = True, prepack: Prepack = "a
                 f"prepack={installed.options[1]!r}; call omniserve.unpatch(model) first"
             )
         return model
-    if model.training:
-        raise ValueError("the model is in training mode; call model.eval() before patch")
-    if model.device.type == "cpu" and not has_products(model.dtype):
-        logger.warning("this CPU has no products of %s: loaded with dtype=torch.float32 it is faster", model.dtype)
-    model.__dict__["_omniserve_patch"] = _Patch(model, TracedFamily(model), options)
+    check_loaded(model)
+    if inner.device.type == "cpu" and not has_products(inner.dtype):
+        logger.warning("this CPU has no products of %s: loaded with dtype=torch.float32 it is faster", inner.dtype)
+    inner.__dict__["_omniserve_patch"] = _Patch(inner, options)
     return model
 
 
-def unpatch(model: PreTrainedModel) -> PreTrainedModel:
+def unpatch(model: Model) -> Model:
     """Restore a patched model exactly: same objects, same forward, same weights bit for bit.
 
     Returns:
@@ -199,29 +201,46 @@ def unpatch(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: The model is not patched.
     """
-    installed: _Patch | None = model.__dict__.pop("_omniserve_patch", None)
+    installed: _Patch | None = language_model(model).__dict__.pop("_omniserve_patch", None)
     if installed is None:
         raise ValueError("the model is not patched")
     installed.remove()
     return model
 
 
+def patched_model(model: nn.Module, *, compile: bool) -> PatchedModel:
+    """Return what ``patch`` installs on a model, which is patched if it is not yet."""
+    inner = language_model(model)
+    if "omniserve" not in inner.__dict__:
+        patch(model, compile=compile)
+    patched: PatchedModel = inner.__dict__["omniserve"]
+    return patched
+
+
 class _Patch:
     """The changes of a model, and the way back."""
 
-    def __init__(self, model: PreTrainedModel, family: TracedFamily, options: tuple[bool, Prepack]) -> None:
+    def __init__(self, model: PreTrainedModel, options: tuple[bool, Prepack]) -> None:
         self.options = options
         self._model = model
         self._held: list[tuple[HeldForm, list[tuple[nn.Linear, ...]]]] = []  # each form's groups
-        if options[1] is not False:
-            self._prepack(family, is_required=options[1] is True)
+        self._hooks = IdleHooks(model)
+        try:
+            family = TracedFamily(model)
+            if options[1] is not False:
+                self._prepack(family, is_required=options[1] is True)
+        except BaseException:
+            self._hooks.put_back()
+            raise
         model.__dict__["omniserve"] = PatchedModel(
             family, compile=options[0]
         )  # __setattr__ would register it as a submodule
         logger.info("installed model.omniserve (%s, compile=%s)", type(family).__name__, options[0])
 
     def _prepack(self, family: TracedFamily, *, is_required: bool) -> None:
-        candidates = [*(module for layer in family.layers for module in layer.modules()), family.lm_head]
+        adapted = in_adapters(self._model)
+        modules = [*(module for layer in family.layers for module in layer.modules()), family.lm_head]
+        candidates = [module for module in modules if id(module) not in adapted]
         of_one_input = [group for layer in family.layers for group in family.linear_groups(layer)]
         for form in _FORMS:
             groups = groups_of(form.suitable(self._model, candidates), of_one_input)
@@ -250,6 +269,7 @@ class _Patch:
         for form, groups in self._held:
             for group in groups:
                 form.release(*group)
+        self._hooks.put_back()
         logger.info("restored %d linears", sum(map(len, linears)))
 
 

@@ -125,17 +125,22 @@ class ModelShell:
             return self._call_model(ids_R, torch.zeros_like(ids_R)).logits[:, 0]
 
     def run(self, token_ids: Any, positions: Any, *, as_sequence: bool = False) -> Run:
-        """Run the model without its layers; None leaves the positions to it."""
+        """Run the model up to its last layer, without its layers; None leaves the positions to it."""
         run = Run([], [])
 
         def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
             run.inputs.append(hidden)
             run.arguments.append((args, kwargs))
+            if layer is self.layers[-1]:
+                raise Cut  # the head takes longer than all the rest
             return hidden
 
         with self._layers_replaced(replace):
             positions_T = None if positions is None else self.int64(positions)
-            self._call_model(self.int64(token_ids), positions_T, as_sequence=as_sequence)
+            try:
+                self._call_model(self.int64(token_ids), positions_T, as_sequence=as_sequence)
+            except Cut:
+                pass
         return run
 
     def first_input(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:

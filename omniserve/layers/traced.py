@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.layers.checks import refuse_dynamic_rope, why_grouped_mm_waits
+from omniserve.layers.compiled import structure
 from omniserve.layers.cut import AttentionFunction, calling, described_masks
 from omniserve.layers.head import head_product
 from omniserve.layers.inspection import DataDependent, LinearWatch, OperatorLog, Table, TableForm, collect, filled
@@ -50,17 +51,12 @@ class TracedFamily:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.config = model.config
+        self.config = model.config.get_text_config(decoder=True)
         self.lm_head = model.get_output_embeddings()
         if self.lm_head is None:
             raise self._unsupported("has no language modelling head; load it with AutoModelForCausalLM")
         if "position_ids" not in inspect.signature(model.forward).parameters:
             raise self._unsupported("takes no position_ids, so rows of several requests cannot be one batch")
-        devices = set(getattr(model, "hf_device_map", {}).values())
-        if len(devices) > 1:
-            raise self._unsupported(
-                f"is spread over {sorted(map(str, devices))}; load it on one device (device_map={{'': device}})"
-            )
         refuse_dynamic_rope(model)
         self._probe = torch.empty(0, dtype=model.dtype, device=model.device)
         self._rotary_module: Any = None
@@ -175,10 +171,18 @@ class TracedFamily:
         self._check_halves(inputs, (cos, sin))
 
     def _check_halves(self, inputs: list[Tensor], tables: tuple[Tensor | None, Tensor | None]) -> None:
-        """See that rows do not depend on each other, that outputs need no table, and which tables matter."""
+        """See that rows do not depend on each other, that outputs need no table, and which tables matter.
+
+        Of layers that differ in nothing but their weights, the first and the last are tried.
+        """
         used: set[int] = set()
         sequence = self._shell.run([1, 2, 3], self._positions, as_sequence=True)
+        kinds = [structure(layer) for layer in self.layers]
+        last = {kind: index for index, kind in enumerate(kinds)}
+        tried = {kinds.index(kind) for kind in last} | set(last.values())
         for layer, hidden_TD, (args, kwargs) in zip(self.layers, inputs, sequence.arguments, strict=True):
+            if layer.layer_idx not in tried:
+                continue
             heads = self.pre_attention(layer, hidden_TD, *tables)
             attn = heads[0].flatten(1).contiguous()
             output_TD = self.post_attention(layer, attn, hidden_TD)
@@ -245,6 +249,7 @@ class TracedFamily:
         if near_TW is not None and far_TW is not None and not torch.equal(near_TW[0], far_TW[0][:2]):
             raise self._unsupported("gives a token other rotary tables if there is a later one beside it")
         logits_RV = self._shell.logits(hidden_TD)
+        self._vocab_size = int(logits_RV.shape[1])
         self._last_norm: Any = None
         for module in self._shell.backbone.children():
             if "norm" in type(module).__name__.lower() and torch.equal(self.lm_head(module(hidden_TD)), logits_RV):
@@ -387,7 +392,7 @@ class TracedFamily:
             num_heads=self._num_heads,
             num_kv_heads=self._num_kv_heads,
             head_size=self._head_size,
-            vocab_size=int(self.lm_head.out_features),
+            vocab_size=self._vocab_size,
             max_model_len=max_model_len or limit,
             eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
             dtype_bytes=self.model.dtype.itemsize,

@@ -12,7 +12,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.engine.fingerprint import fingerprint_of, has_constant_steps
 from omniserve.latency.base import ModelShape
 from omniserve.latency.profile import Profile, default_folder, load_matching, path_in
-from omniserve.layers.patching import PatchedModel, patch
+from omniserve.layers.patching import patched_model
 from omniserve.profiling.host import measure_host
 from omniserve.profiling.modules import measure_modules
 from omniserve.profiling.steps import measure_mixed_steps
@@ -44,9 +44,7 @@ def profile_model(
     """
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be > 0, got {time_limit_s}")
-    if "omniserve" not in model.__dict__:
-        patch(model, compile=config.execution.compile)
-    patched: PatchedModel = model.__dict__["omniserve"]
+    patched = patched_model(model, compile=config.execution.compile)
     fingerprint = fingerprint_of(model, config)
     progress("compiling", 0.0)
     patched.warm_up(fused=has_constant_steps(config, patched.device))

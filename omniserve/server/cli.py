@@ -15,6 +15,7 @@ from typing import Any, Literal
 import configargparse
 import yaml
 
+from omniserve.core.config import EngineConfig
 from omniserve.core.options import make_options
 from omniserve.core.request import ClassSpec
 from omniserve.launch.dataclass_flags import add_field_flags, add_former_flags, add_options_flag
@@ -39,6 +40,8 @@ class ServerOptions:
 
     tokenizer: str
     """Folder or hub id of the tokenizer."""
+    trust_remote_code: bool = False
+    """Run code that comes with it."""
     model_name: str
     """The name that the model is served under."""
     host: str = "127.0.0.1"
@@ -127,18 +130,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def options_from(
-    args: argparse.Namespace, *, tokenizer: str, model_name: str, classes: Sequence[ClassSpec]
-) -> ServerOptions:
-    """Return the options that the parsed flags ask for; the classes are the engine's, highest priority first.
+def options_from(args: argparse.Namespace, *, tokenizer: str, model_name: str, config: EngineConfig) -> ServerOptions:
+    """Return the options that the parsed flags ask for, of a server of an engine with these settings.
 
     Raises:
         ValueError: A flag's value does not fit; the message names it.
     """
     return ServerOptions(
         tokenizer=tokenizer,
+        trust_remote_code=config.execution.trust_remote_code,
         model_name=model_name,
-        keys=_keys(args.api_key or (), args.api_key_file or (), classes),
+        keys=_keys(args.api_key or (), args.api_key_file or (), config.classes),
         limits=make_options(Limits, dict(args.limit or ()), owner="--limit"),
         cors_origins=tuple(args.cors_origin or ()),
         batches=BatchSettings(**{name: getattr(args, name) for name in _BATCH_FIELDS}),
@@ -176,7 +178,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
         config = config_from(args)
         model = builtin_model_path() if args.model is None else args.model
         name = args.served_model_name or args.model or BUILTIN_MODEL_NAME
-        options = options_from(args, tokenizer=model, model_name=name, classes=config.classes)
+        options = options_from(args, tokenizer=model, model_name=name, config=config)
     except ValueError as error:
         parser.error(str(error))
     if args.print_config:

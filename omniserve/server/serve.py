@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 
 from omniserve.core.errors import EngineStopped
+from omniserve.launch.loading import load_tokenizer
 from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.routes import BatchServing
@@ -61,7 +62,7 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
     """
     started_s = time.monotonic()
     # Both take seconds, so at the same time.
-    tokenizer = asyncio.create_task(asyncio.to_thread(_load_tokenizer, options.tokenizer))
+    tokenizer = asyncio.create_task(asyncio.to_thread(load_tokenizer, options.tokenizer, options.trust_remote_code))
     try:
         info = await engine.start()
     finally:
@@ -223,12 +224,6 @@ def _listen(host: str, port: int, stall_timeout_s: float) -> socket.socket:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(stall_timeout_s * 1000))
     listener.bind((host, port))
     return listener
-
-
-def _load_tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path)
 
 
 async def _first_of(*awaitables: Any) -> None:

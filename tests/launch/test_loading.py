@@ -1,18 +1,22 @@
-"""Which latency profile the engine is made with."""
+"""How a model is loaded, and which latency profile the engine is made with."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import omniserve.engine.engine
 import omniserve.launch.loading
 import omniserve.profiling
-from omniserve.core.config import EngineConfig
-from omniserve.launch.loading import EngineLoader
+from omniserve.core.config import EngineConfig, ExecutionConfig
+from omniserve.launch.loading import EngineLoader, builtin_model_path, load_tokenizer
+from tests.parity.own_code import write
 
 
 @pytest.fixture
@@ -76,7 +80,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: seen.update(current=str(device)))
 
-    def from_pretrained(model, *, dtype, device_map):
+    def from_pretrained(model, *, dtype, device_map, trust_remote_code):
         seen["loaded"] = device_map
         return SimpleNamespace(num_parameters=lambda: 1, dtype=torch.float32, eval=lambda: None)
 
@@ -108,3 +112,48 @@ def test_device_that_is_not_there_is_refused_with_those_that_are(gpus, monkeypat
     with pytest.raises(ValueError, match="--device cuda:1: torch finds no CUDA device here; use --device cpu"):
         load("cuda:1")
     assert not gpus
+
+
+@pytest.fixture
+def own_code(tmp_path, monkeypatch):
+    """Return a folder with a model whose code is beside it."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setattr("builtins.input", lambda text: pytest.fail(f"asked at the terminal: {text}"))
+    write(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_code_of_a_model_is_not_run_unless_it_is_trusted(own_code, dtype):
+    loader = EngineLoader(model=own_code, dtype=dtype, device="cpu", config=EngineConfig())
+    with pytest.raises(ValueError, match=r"comes with Python code of its own.*--execution trust_remote_code=true"):
+        loader.load_model(lambda what: None)
+    assert not [*Path(own_code).parent.glob("modules/**/modeling_tern.py")]  # from where it would be run
+    trusting = EngineConfig(execution=ExecutionConfig(trust_remote_code=True))
+    model = EngineLoader(model=own_code, dtype=dtype, device="cpu", config=trusting).load_model(lambda what: None)
+    assert type(model).__name__ == "TernForCausalLM" and type(model).__module__.startswith("transformers_modules.")
+
+
+def test_code_of_a_tokenizer_is_not_run_unless_it_is_trusted(own_code):
+    folder = Path(own_code)
+    (folder / "tokenization_tern.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nclass TernTokenizer(PreTrainedTokenizerFast): pass\n"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(builtin_model_path())
+    tokenizer.save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {
+        "tokenizer_class": "TernTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "tokenization_tern.TernTokenizer"]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="comes with Python code of its own"):
+        load_tokenizer(own_code, False)
+    assert type(load_tokenizer(own_code, True)).__name__ == "TernTokenizer"
+
+
+def test_an_error_that_is_not_about_code_stays_as_it_is(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(ValueError, match="backend tokenizer"):
+        load_tokenizer(str(tmp_path), False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -96,6 +98,35 @@ def test_structure_tells_apart_what_a_graph_bakes_in() -> None:
     assert structure(layer) == structure(same)
     same.input_layernorm.variance_epsilon = 0.5
     assert structure(layer) != structure(same)
+
+
+@pytest.mark.parametrize(("one", "other"), [({"default": 0.5}, {"default": 2.0}), (["a"], ["a", "b"]), (None, 1)])
+def test_structure_looks_into_dicts_and_lists(one: object, other: object) -> None:
+    """As into the scaling of a LoRA layer, which may differ between layers of equal ranks."""
+    layer, same = tiny_model("llama", num_layers=2).model.layers
+    layer.self_attn.q_proj.scaling, same.self_attn.q_proj.scaling = one, one
+    assert structure(layer) == structure(same)
+    same.self_attn.q_proj.scaling = other
+    assert structure(layer) != structure(same)
+
+
+@pytest.mark.parametrize("family", ["llama", "smollm3"])
+@pytest.mark.parametrize(
+    ("of_generation", "of_config", "expected"),
+    [(7, 3, (7,)), ([7, 9], None, (7, 9)), (None, [4, 5], (4, 5)), ([], 3, ()), (None, None, ())],
+)
+def test_ends_of_a_sequence_are_one_several_or_none(
+    family: str, of_generation: Any, of_config: Any, expected: tuple[int, ...]
+) -> None:
+    model = tiny_model(family)
+    model.generation_config.eos_token_id, model.config.eos_token_id = of_generation, of_config
+    assert patch(model, compile=False).omniserve.spec.eos_token_ids == expected
+
+
+def test_a_model_may_have_no_generation_config() -> None:
+    model = tiny_model("smollm3")
+    model.generation_config, model.config.eos_token_id = None, 3
+    assert patch(model, compile=False).omniserve.spec.eos_token_ids == (3,)
 
 
 def test_max_model_len_is_checked_against_the_model() -> None:

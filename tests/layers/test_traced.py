@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import repeat
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.compiled import ShareProducts, structure
 from omniserve.layers.cut import window_of
+from omniserve.layers.packed import PackedLinear
 from omniserve.layers.patching import PatchedModel, patch, unpatch
 from omniserve.layers.traced import TracedFamily
 from tests.parity.models import MODELS, tiny_model
@@ -64,7 +66,7 @@ class _Mixes(nn.Module):
 
 def test_a_layer_that_mixes_rows_is_refused() -> None:
     model = build("olmo2", intermediate_size=48)
-    model.model.layers[1].mlp = _Mixes()
+    model.model.layers[1].mlp = _Mixes().eval()
     with pytest.raises(UnsupportedModelError, match="mixes the rows of layer 1"):
         patch(model)
 
@@ -128,6 +130,23 @@ def test_compiled_halves_are_the_eager_ones(name: str) -> None:
     assert all(half.is_direct for half in [*compiled._pre, *compiled._post, *compiled._post_pre])
 
 
+def test_of_layers_that_differ_in_their_weights_alone_two_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("olmo2", intermediate_size=48, num_hidden_layers=5)
+    mlps, calls = [layer.mlp for layer in model.model.layers], [0] * 5
+    forward = type(mlps[0]).forward
+
+    def counting(mlp: nn.Module, x: Tensor) -> Tensor:
+        calls[mlps.index(mlp)] += 1
+        return forward(mlp, x)
+
+    monkeypatch.setattr(type(mlps[0]), "forward", counting)
+    with mock.patch.object(model.lm_head, "forward", wraps=model.lm_head.forward) as head:
+        TracedFamily(model)
+    assert calls[1:4] == [2, 2, 2], "once to find the layers, once to record them"
+    assert calls[0] == calls[4] > 2
+    assert head.call_count < 6, "what layers are given is recorded without the head"
+
+
 def test_linears_of_one_input_are_found() -> None:
     model = build("olmo2", intermediate_size=48)
     family = TracedFamily(model)
@@ -155,6 +174,23 @@ def test_the_product_of_a_group_is_computed_once(monkeypatch: pytest.MonkeyPatch
         patched = patch(model, prepack=True).omniserve
         patched.warm_up()
     assert products == [1, 3], "q, k and v; o, gate and up, down"
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 on this CPU")
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("prepack", [False, True], ids=["dense", "packed"])
+def test_a_tied_head_stays_dense(tied: bool, prepack: bool) -> None:
+    model = tiny_model("smollm3", torch.bfloat16, tie_word_embeddings=tied)
+    ids_T, hidden_TD = torch.arange(3, 9), torch.randn(6, 48).bfloat16()
+    with torch.inference_mode():
+        embedded_TD, logits_TV = model.model.embed_tokens(ids_T), model.lm_head(model.model.norm(hidden_TD))
+        patched = patch(model, compile=False, prepack=prepack).omniserve
+        assert isinstance(model.lm_head, PackedLinear) == (prepack and not tied)
+        assert torch.equal(patched.embed(ids_T, ids_T), embedded_TD)
+        # Sums of 48 products in fp32 in another order: at most a step of bf16 apart.
+        torch.testing.assert_close(patched.logits(hidden_TD), logits_TV, rtol=2**-7, atol=1e-2)
+    unpatch(model)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
 def test_generate_runs_the_models_own_layers() -> None:

@@ -32,7 +32,7 @@ def main() -> int:
     args = parser.parse_args()
     args.limit = [("engine_restarts", "0"), *(args.limit or ())]
     config = dataclasses.replace(config_from(args), device_kv_bytes=4 << 20, block_size=16)
-    options = options_from(args, tokenizer=args.tokenizer, model_name=args.name, classes=config.classes)
+    options = options_from(args, tokenizer=args.tokenizer, model_name=args.name, config=config)
     loader = FakeLoader(
         config=config,
         fail=args.fail,

@@ -130,6 +130,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(str(error))
     options = ServerOptions(
         tokenizer=model,
+        trust_remote_code=config.execution.trust_remote_code,
         model_name=args.served_model_name or args.model or BUILTIN_MODEL_NAME,
         limits=Limits(batch_concurrency=args.batch_concurrency, batch_max_lines=sys.maxsize),
         log_level="warning",
