@@ -28,6 +28,9 @@ LAYER_FAMILIES: Registry[type[LayerFamily]] = Registry("layer family", package="
 # The frequencies of these rope types are the same for every sequence, so one table serves a packed batch.
 _STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
+USUAL_LENGTH = 2048
+"""The longest prompt plus output for a model whose config names no number of positions, as those of Bloom."""
+
 # Major compute capabilities on which torch's grouped product of bf16 does not make the host wait. On others, and in
 # other dtypes, the host reads how many rows each expert has.
 _GROUPED_ON_DEVICE = (9, 10)
@@ -154,7 +157,7 @@ class LayerFamily(ABC):
             ValueError: ``max_model_len`` is not in ``[1, the model's]``.
         """
         config = self.config
-        limit = int(config.max_position_embeddings)
+        limit = max_positions(config) or USUAL_LENGTH
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len must be in [1, {limit}] for this model, got {max_model_len}")
         sources = (self.model.generation_config, config)
@@ -171,6 +174,12 @@ class LayerFamily(ABC):
             dtype_bytes=self.model.dtype.itemsize,
             attention=tuple(self.attention_spec(layer) for layer in self.layers),
         )
+
+
+def max_positions(config: Any) -> int | None:
+    """Return how many positions a model has by its config; None if it names no number."""
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len", "seq_length", "n_positions")
+    return next((int(value) for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def refuse_dynamic_rope(model: PreTrainedModel) -> None:

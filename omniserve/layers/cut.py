@@ -40,12 +40,16 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
     return _running.attend(module, query, key, value, mask, keywords), None
 
 
-def _mask(*args: Any, mask_function: Callable[..., Any], device: Any, **keywords: Any) -> Tensor | None:
+def attended(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Tensor:
+    """Return what the attention function makes of heads ``[sequences, heads, T, H]``, as ``[sequences, T, N * H]``."""
+    return _attend(module, query, key, value, **keywords)[0].flatten(2)
+
+
+def _mask(*args: Any, mask_function: Callable[..., Any], device: Any, batch_size: int = 1, **keywords: Any) -> Tensor:
     """Stand in for the making of an attention mask: the result tells which tokens the mask function lets through."""
-    if not _running.describes_masks:
-        return None
-    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-    mask.omniserve_window = window_of(mask_function)  # type: ignore[attr-defined]
+    mask = torch.zeros(batch_size, 1, 1, 1, dtype=torch.bool, device=device)
+    if _running.describes_masks:
+        mask.omniserve_window = window_of(mask_function)  # type: ignore[attr-defined]
     return mask
 
 
@@ -83,8 +87,10 @@ AttentionMaskInterface.register(_NAME, _mask)
 
 
 @contextmanager
-def calling(attend: AttentionFunction, configs: Sequence[Any]) -> Iterator[None]:
-    """Have the model with these configs call an attention function."""
+def calling(
+    attend: AttentionFunction, configs: Sequence[Any], overridden: Sequence[tuple[nn.Module, type]]
+) -> Iterator[None]:
+    """Have the model with these configs call an attention function; modules with an override change their class."""
     if torch.compiler.is_compiling():  # within another ``calling``: a graph cannot change a config
         _running.attend = attend
         yield
@@ -92,11 +98,16 @@ def calling(attend: AttentionFunction, configs: Sequence[Any]) -> Iterator[None]
         return
     names = [config._attn_implementation_internal for config in configs]
     before, _running.attend = _running.attend, attend
+    classes = [type(module) for module, _ in overridden]
     for config in configs:
         config._attn_implementation_internal = _NAME
+    for module, stand_in in overridden:
+        module.__class__ = stand_in
     try:
         yield
     finally:
+        for (module, _), own in zip(overridden, classes, strict=True):
+            module.__class__ = own
         for config, name in zip(configs, names, strict=True):
             config._attn_implementation_internal = name
         _running.attend = before

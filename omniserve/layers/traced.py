@@ -13,7 +13,6 @@ from the positions alone. Tensor legend: T packed tokens, R rows that need logit
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import reduce
@@ -26,13 +25,14 @@ from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.spec import AttentionSpec, ModelSpec
-from omniserve.layers.base import LayerFamily, head_product, refuse_dynamic_rope, why_grouped_mm_waits
+from omniserve.layers.base import LayerFamily, head_product, max_positions, refuse_dynamic_rope, why_grouped_mm_waits
 from omniserve.layers.cut import AttentionFunction, calling, described_masks
 from omniserve.layers.inspection import DataDependent, LinearWatch, OperatorLog, Table, TableForm, collect, filled
+from omniserve.layers.overrides import unused_arguments
 from omniserve.layers.shell import Cut, ModelShell, no_attention, some, stand_in, unsupported
 
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
-_KNOWN_ARGUMENTS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids"})
+_KNOWN_ARGUMENTS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids", "window"})
 
 _FAR = 4096
 """A late position, for a model that names no last one."""
@@ -47,8 +47,6 @@ class TracedFamily(LayerFamily):
         self.lm_head = model.get_output_embeddings()
         if self.lm_head is None:
             raise self._unsupported("has no language modelling head; load it with AutoModelForCausalLM")
-        if "position_ids" not in inspect.signature(model.forward).parameters:
-            raise self._unsupported("takes no position_ids, so rows of several requests cannot be one batch")
         devices = set(getattr(model, "hf_device_map", {}).values())
         if len(devices) > 1:
             raise self._unsupported(
@@ -59,10 +57,11 @@ class TracedFamily(LayerFamily):
         self._rotary_module: Any = None
         """Makes cos and sin, if these are all that the layers are given."""
         # What depends on a position may do so only for late ones.
-        self._positions = [1, 2, int(getattr(self.config, "max_position_embeddings", None) or _FAR) - 1]
+        self._positions = [1, 2, (max_positions(self.config) or _FAR) - 1]
         with torch.inference_mode():
             self._shell = ModelShell(model)
             self.layers: list[Any] = self._shell.layers
+            self._unused = unused_arguments(self._shell.overridden)
             self._record_arguments()
             self._record_layers()
             self._find_shortcuts()
@@ -82,11 +81,11 @@ class TracedFamily(LayerFamily):
             raise self._unsupported("does not number positions from 0")
         self._hidden_size = int(first.inputs[0].shape[-1])
         self._forms: list[TableForm] = []
-        self._windows: list[Any] = []
-        """The window of each layer's mask; None: no mask, so that the attention's own argument tells it."""
+        self._windows: list[set[int | None]] = []
+        """The windows of the masks that each layer gets; without one the attention's own argument tells it."""
         tables: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            self._windows.append(None)
+            self._windows.append(set())
             given = [run.arguments[index] for run in (first, same, other)]
             layer.arguments = self._template(index, given[0], given[1], given[2], tables)
         self._keep_tables([*range(len(tables))])
@@ -102,16 +101,17 @@ class TracedFamily(LayerFamily):
     def _template(self, index: int, first: Any, same: Any, other: Any, tables: list[Tensor]) -> Any:
         """Return what stands for an argument of a layer in three runs: itself, or its table."""
         if isinstance(first, dict):
-            return {key: self._template(index, first[key], same[key], other[key], tables) for key in first}
+            return {
+                key: None if key in self._unused else self._template(index, first[key], same[key], other[key], tables)
+                for key in first
+            }
         if type(first) in (tuple, list):
             parts = zip(first, same, other, strict=True)
             return type(first)(self._template(index, one, two, three, tables) for one, two, three in parts)
         if not isinstance(first, Tensor):
             return first
         if hasattr(first, "omniserve_window"):
-            self._windows[index] = first.omniserve_window
-            if first.omniserve_window is None:
-                raise self._unsupported(f"gives layer {index} a mask that is neither causal nor a sliding window")
+            self._windows[index].add(first.omniserve_window)
             return None
         name = f"gives layer {index} a tensor {tuple(first.shape)} beside its input that depends on"
         if first.shape != same.shape or not torch.equal(first, same):
@@ -155,6 +155,11 @@ class TracedFamily(LayerFamily):
                     f"calls {error} in layer {layer.layer_idx}, whose result has a shape that depends on values; for a "
                     "mixture of experts call model.set_experts_implementation('grouped_mm') first"
                 ) from None
+            except UnsupportedModelError:
+                raise
+            except Exception as error:  # of the layer's own code, which may read its mask
+                what = f"{type(error).__name__}: {error}"
+                raise self._unsupported(f"does not run layer {layer.layer_idx} without a mask ({what})") from error
             self._groups.append(linears.groups())
             layer.computes = operators.digest(repr(layer.arguments))
             self._operators |= operators.names
@@ -184,7 +189,7 @@ class TracedFamily(LayerFamily):
                 rows = attn.reshape(attn.shape[0], 1, -1, self._head_size)[..., : value.shape[3]]  # noqa: B023
                 return rows.transpose(0, 1) if is_sequence else rows
 
-            with calling(attend, self._shell.configs):
+            with calling(attend, self._shell.configs, self._shell.overridden):
                 output = layer.layer(hidden_TD[None], *args, **kwargs)
             together.append((output if isinstance(output, Tensor) else output[0])[0])
             for one, other in zip((*heads, output_TD), together, strict=True):
@@ -209,10 +214,14 @@ class TracedFamily(LayerFamily):
             raise self._unsupported(f"attends to later tokens in layer {index}; only causal layers work")
         if mask is not None:
             raise self._unsupported(f"makes a mask of its own in layer {index}")
-        scale, window = keywords.get("scaling"), self._windows[index]
+        scale, used = keywords.get("scaling"), self._shell.masks[index]
+        windows = {used.omniserve_window} if hasattr(used, "omniserve_window") else self._windows[index]
+        if None in windows or len(windows) > 1:
+            raise self._unsupported(f"gives layer {index} a mask that is neither causal nor a sliding window")
+        window = keywords.get("window", next(iter(windows), keywords.get("sliding_window")))
         return AttentionSpec(
             scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-            window=int(keywords.get("sliding_window") or 0) if window is None else window,
+            window=int(window or 0),
             softcap=float(keywords.get("softcap") or 0.0),
         )
 
@@ -289,7 +298,7 @@ class TracedFamily(LayerFamily):
         self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None, attend: AttentionFunction
     ) -> Tensor:
         args, kwargs = filled(layer.arguments, self._tables(hidden_TD, cos, sin))
-        with calling(attend, self._shell.configs):
+        with calling(attend, self._shell.configs, self._shell.overridden):
             output = layer.layer(hidden_TD[:, None], *args, **kwargs)
         return (output if isinstance(output, Tensor) else output[0])[:, 0]
 
@@ -347,7 +356,7 @@ class TracedFamily(LayerFamily):
 
     def compiling(self) -> AbstractContextManager[None]:
         """Enter this while halves are traced: the compiler cannot change a model's config."""
-        return calling(no_attention, self._shell.configs)
+        return calling(no_attention, self._shell.configs, self._shell.overridden)
 
     def why_not_captured(self) -> str:
         if not any("grouped_mm" in name for name in self._operators):

@@ -32,10 +32,10 @@ def build(model_type: str, **fields: Any) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("model_type", "fields", "reason"),
     [
-        ("bloom", {}, "takes no position_ids"),
+        ("xlm", {"emb_dim": 32, "n_heads": 4, "n_layers": 2, "n_words": 64}, "attention interface"),
         ("bert", {"intermediate_size": 48}, "mask that is neither causal nor a sliding window"),
         ("roberta", {"is_decoder": True, "intermediate_size": 48}, "does not number positions from 0"),
-        ("xglm", {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 48}, "attention interface"),
+        ("glm_moe_dsa", {"intermediate_size": 48}, "hands more than the hidden states"),
         ("gpt_oss", {"num_local_experts": 4, "intermediate_size": 32, "head_dim": 8}, "'s_aux', which no kernel"),
         ("diffllama", {"intermediate_size": 48}, r"attends 2 times in model\.layers\.0"),
         (

@@ -133,6 +133,7 @@ def tiny(model_type: str) -> PreTrainedModel:
                 parameter.copy_(noise * 1.6 * parameter.shape[-1] ** -0.5)
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
+    model.generation_config.forced_eos_token_id = None  # BART's generate() ends with it whatever the model says
     return model.eval()
 
 
