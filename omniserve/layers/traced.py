@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import reduce
@@ -27,12 +28,14 @@ from transformers import PreTrainedModel
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.layers.base import LayerFamily, head_product, refuse_dynamic_rope, why_grouped_mm_waits
-from omniserve.layers.cut import AttentionFunction, calling, described_masks
+from omniserve.layers.cut import AttentionFunction, Mask, calling, described_masks
 from omniserve.layers.inspection import DataDependent, LinearWatch, OperatorLog, Table, TableForm, collect, filled
 from omniserve.layers.shell import Cut, ModelShell, no_attention, some, stand_in, unsupported
 
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
-_KNOWN_ARGUMENTS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids"})
+_KNOWN_ARGUMENTS = frozenset(
+    {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes", "is_causal", "position_ids"}
+)
 
 _FAR = 4096
 """A late position, for a model that names no last one."""
@@ -82,11 +85,11 @@ class TracedFamily(LayerFamily):
             raise self._unsupported("does not number positions from 0")
         self._hidden_size = int(first.inputs[0].shape[-1])
         self._forms: list[TableForm] = []
-        self._windows: list[Any] = []
-        """The window of each layer's mask; None: no mask, so that the attention's own argument tells it."""
+        self._masks: list[Mask | None] = []
+        """The mask of each layer; None: the layer has none, so that the attention's own argument tells its window."""
         tables: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            self._windows.append(None)
+            self._masks.append(None)
             given = [run.arguments[index] for run in (first, same, other)]
             layer.arguments = self._template(index, given[0], given[1], given[2], tables)
         self._keep_tables([*range(len(tables))])
@@ -108,10 +111,12 @@ class TracedFamily(LayerFamily):
             return type(first)(self._template(index, one, two, three, tables) for one, two, three in parts)
         if not isinstance(first, Tensor):
             return first
-        if hasattr(first, "omniserve_window"):
-            self._windows[index] = first.omniserve_window
-            if first.omniserve_window is None:
-                raise self._unsupported(f"gives layer {index} a mask that is neither causal nor a sliding window")
+        if hasattr(first, "omniserve_mask"):
+            self._masks[index] = first.omniserve_mask
+            if first.omniserve_mask is None:
+                raise self._unsupported(
+                    f"gives layer {index} a mask that is neither causal, a sliding window nor chunks"
+                )
             return None
         name = f"gives layer {index} a tensor {tuple(first.shape)} beside its input that depends on"
         if first.shape != same.shape or not torch.equal(first, same):
@@ -209,12 +214,32 @@ class TracedFamily(LayerFamily):
             raise self._unsupported(f"attends to later tokens in layer {index}; only causal layers work")
         if mask is not None:
             raise self._unsupported(f"makes a mask of its own in layer {index}")
-        scale, window = keywords.get("scaling"), self._windows[index]
+        scale, mask_kind = keywords.get("scaling"), self._masks[index]
+        if mask_kind is None:
+            mask_kind = Mask(window=int(keywords.get("sliding_window") or 0))
+        sinks, slopes = (
+            self._per_head(index, name, keywords.get(name), query.shape[1]) for name in ("s_aux", "alibi_slopes")
+        )
         return AttentionSpec(
             scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-            window=int(keywords.get("sliding_window") or 0) if window is None else window,
+            window=mask_kind.window,
+            chunk=mask_kind.chunk,
             softcap=float(keywords.get("softcap") or 0.0),
+            sinks=sinks,
+            alibi_slopes=slopes,
         )
+
+    def _per_head(self, index: int, name: str, value: Any, num_heads: int) -> tuple[float, ...] | None:
+        """Return an argument of a layer's attention that has a number for each query head."""
+        if value is None:
+            return None
+        numbers = tuple(map(float, value.flatten().tolist() if isinstance(value, Tensor) else value))
+        if len(numbers) != num_heads or not all(map(math.isfinite, numbers)):
+            raise self._unsupported(
+                f"gives the attention of layer {index} {name!r} {numbers}; expected a number for each of the "
+                f"{num_heads} heads"
+            )
+        return numbers
 
     def _find_shortcuts(self) -> None:
         """See which modules alone compute what the model's forward does around its layers."""
