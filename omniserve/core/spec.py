@@ -25,7 +25,12 @@ class AttentionSpec:
     sinks: tuple[float, ...] | None = None
     """For each query head a logit that joins the softmax's denominator and has no value (gpt-oss)."""
     alibi_slopes: tuple[float, ...] | None = None
-    """For each query head a slope: slope * (key position - query position) is added to the scaled score."""
+    """For each query head a slope: slope * (key position - query position) is added to the scaled score (ALiBi)."""
+
+    def first_key(self, position: int) -> int:
+        """Return the lowest position that the query at ``position`` sees; it never falls from one to the next."""
+        in_window = position + 1 - self.window if self.window else 0
+        return max(0, in_window, position - position % self.chunk if self.chunk else 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

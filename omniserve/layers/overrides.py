@@ -11,6 +11,7 @@ Heads are ``[sequences, heads, tokens, head size]``, hidden states ``[sequences,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -213,26 +214,37 @@ def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return apply_rotary_pos_emb(query, key, cos, sin)
 
 
-# The slopes of ALiBi are those of the model's own code, constants of a compiled half.
+Slopes = tuple[float, ...]
 
 
-@torch.compiler.assume_constant_result
-def _bloom_slopes(num_heads: int) -> tuple[float, ...]:
+def _constant(slopes: Callable[..., Slopes]) -> Callable[..., Slopes]:
+    """Have a function of numbers computed once, and be a constant of a compiled half."""
+    cached = functools.cache(slopes)
+
+    @torch.compiler.assume_constant_result
+    def constant(*numbers: float) -> Slopes:
+        return cached(*numbers)
+
+    return constant
+
+
+@_constant
+def _bloom_slopes(num_heads: int) -> Slopes:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
     biases = build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), num_heads, torch.float32)
     return tuple(biases[:, 0, 1].tolist())
 
 
-@torch.compiler.assume_constant_result
-def _mpt_slopes(num_heads: int) -> tuple[float, ...]:
+@_constant
+def _mpt_slopes(num_heads: int) -> Slopes:
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
     return tuple((-build_mpt_alibi_tensor(num_heads, 2)[:, 0, 0]).tolist())
 
 
-@torch.compiler.assume_constant_result
-def _falcon_slopes(num_heads: int, num_positions: int, scale: float) -> tuple[float, ...]:
+@_constant
+def _falcon_slopes(num_heads: int, num_positions: int, scale: float) -> Slopes:
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
     biases = build_alibi_tensor(torch.ones(1, num_positions, dtype=torch.int64), num_heads, torch.float32)[:, 0]

@@ -13,6 +13,7 @@ from the positions alone. Tensor legend: T packed tokens, R rows that need logit
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import reduce
@@ -26,13 +27,15 @@ from transformers import PreTrainedModel
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.layers.base import LayerFamily, head_product, max_positions, refuse_dynamic_rope, why_grouped_mm_waits
-from omniserve.layers.cut import AttentionFunction, calling, described_masks
+from omniserve.layers.cut import AttentionFunction, Mask, calling, described_masks
 from omniserve.layers.inspection import DataDependent, LinearWatch, OperatorLog, Table, TableForm, collect, filled
 from omniserve.layers.overrides import unused_arguments
 from omniserve.layers.shell import Cut, ModelShell, no_attention, some, stand_in, unsupported
 
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
-_KNOWN_ARGUMENTS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids", "window"})
+_KNOWN_ARGUMENTS = frozenset(
+    {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes", "is_causal", "position_ids", "window"}
+)
 
 _FAR = 4096
 """A late position, for a model that names no last one."""
@@ -81,11 +84,11 @@ class TracedFamily(LayerFamily):
             raise self._unsupported("does not number positions from 0")
         self._hidden_size = int(first.inputs[0].shape[-1])
         self._forms: list[TableForm] = []
-        self._windows: list[set[int | None]] = []
-        """The windows of the masks that each layer gets; without one the attention's own argument tells it."""
+        self._masks: list[set[Mask | None]] = []
+        """The masks that each layer gets; without one the attention's own argument tells its window."""
         tables: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            self._windows.append(set())
+            self._masks.append(set())
             given = [run.arguments[index] for run in (first, same, other)]
             layer.arguments = self._template(index, given[0], given[1], given[2], tables)
         self._keep_tables([*range(len(tables))])
@@ -110,8 +113,8 @@ class TracedFamily(LayerFamily):
             return type(first)(self._template(index, one, two, three, tables) for one, two, three in parts)
         if not isinstance(first, Tensor):
             return first
-        if hasattr(first, "omniserve_window"):
-            self._windows[index].add(first.omniserve_window)
+        if hasattr(first, "omniserve_mask"):
+            self._masks[index].add(first.omniserve_mask)
             return None
         name = f"gives layer {index} a tensor {tuple(first.shape)} beside its input that depends on"
         if first.shape != same.shape or not torch.equal(first, same):
@@ -215,15 +218,35 @@ class TracedFamily(LayerFamily):
         if mask is not None:
             raise self._unsupported(f"makes a mask of its own in layer {index}")
         scale, used = keywords.get("scaling"), self._shell.masks[index]
-        windows = {used.omniserve_window} if hasattr(used, "omniserve_window") else self._windows[index]
-        if None in windows or len(windows) > 1:
-            raise self._unsupported(f"gives layer {index} a mask that is neither causal nor a sliding window")
-        window = keywords.get("window", next(iter(windows), keywords.get("sliding_window")))
+        masks = {used.omniserve_mask} if hasattr(used, "omniserve_mask") else self._masks[index]
+        if None in masks or len(masks) > 1:
+            raise self._unsupported(f"gives layer {index} a mask that is neither causal, a sliding window nor chunks")
+        mask_kind = next(iter(masks), None) or Mask(window=int(keywords.get("sliding_window") or 0))
+        if "window" in keywords:  # an override's, which says all that its module masks
+            mask_kind = Mask(window=keywords["window"])
+        sinks, slopes = (
+            self._per_head(index, name, keywords.get(name), query.shape[1]) for name in ("s_aux", "alibi_slopes")
+        )
         return AttentionSpec(
             scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-            window=int(window or 0),
+            window=mask_kind.window,
+            chunk=mask_kind.chunk,
             softcap=float(keywords.get("softcap") or 0.0),
+            sinks=sinks,
+            alibi_slopes=slopes,
         )
+
+    def _per_head(self, index: int, name: str, value: Any, num_heads: int) -> tuple[float, ...] | None:
+        """Return an argument of a layer's attention that has a number for each query head."""
+        if value is None:
+            return None
+        numbers = tuple(map(float, value.flatten().tolist() if isinstance(value, Tensor) else value))
+        if len(numbers) != num_heads or not all(map(math.isfinite, numbers)):
+            raise self._unsupported(
+                f"gives the attention of layer {index} {name!r} {numbers}; expected a number for each of the "
+                f"{num_heads} heads"
+            )
+        return numbers
 
     def _find_shortcuts(self) -> None:
         """See which modules alone compute what the model's forward does around its layers."""

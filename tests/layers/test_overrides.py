@@ -13,14 +13,14 @@ from transformers.models.xglm.modeling_xglm import XGLMAttention
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers import family_of
-from omniserve.layers.base import LayerFamily
+from omniserve.layers.base import USUAL_LENGTH, LayerFamily
 from omniserve.layers.overrides import _attend_plainly, overridden_in
 from omniserve.layers.patching import PatchedModel, patch, unpatch
 from tests.parity.zoo import tiny
 from tests.quick import slow_except
 
-TYPES = ("falcon", "gpt_neo", "gpt_neox_japanese", "megatron-bert", "mvp", "openai-gpt", "rembert", "roformer", "trocr",
-         "xglm")  # fmt: skip
+TYPES = ("bloom", "falcon", "gpt_neo", "gpt_neox_japanese", "megatron-bert", "mpt", "mvp", "openai-gpt", "rembert",
+         "roformer", "trocr", "xglm")  # fmt: skip
 POSITIONS_ALONE = ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", "whisper")
 """They take no positions, but call the attention interface."""
 
@@ -60,7 +60,7 @@ def assert_halves_are_exact(model: PreTrainedModel, *, num_tokens: int = 24, **h
     torch.testing.assert_close(logits_of(family_of(model), ids, **how), want, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("model_type", slow_except(("gpt_neo", "xglm", "roformer", "bart"), TYPES + POSITIONS_ALONE))
+@pytest.mark.parametrize("model_type", slow_except(("bloom", "gpt_neo", "roformer", "bart"), TYPES + POSITIONS_ALONE))
 def test_halves_compute_what_the_model_does(model_type: str) -> None:
     assert_halves_are_exact(tiny(model_type))
 
@@ -82,6 +82,53 @@ def test_each_kind_of_falcon(new_decoder_architecture: bool, multi_query: bool, 
     assert_halves_are_exact(model)
     heads = 2 if new_decoder_architecture else 1 if multi_query else 4
     assert family_of(model).spec().num_kv_heads == heads, "a KV head is stored once, not for each of its query heads"
+
+
+@pytest.mark.parametrize(("num_heads", "num_positions"), [(8, 256), (4, 512), (16, 256)])
+def test_falcon_with_alibi_is_exact_or_refused(num_heads: int, num_positions: int) -> None:
+    fields = {"alibi": True, "num_attention_heads": num_heads, "max_position_embeddings": num_positions}
+    config = AutoConfig.for_model("falcon", **_FALCON | {"hidden_size": 16 * num_heads} | fields)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    for layer in model.transformer.h:
+        nn.init.normal_(layer.self_attention.query_key_value.weight, std=0.3)
+    if (num_heads, num_positions) == (8, 256):
+        assert_halves_are_exact(model)
+        assert [slope * 4 for slope in family_of(model).spec().attention[0].alibi_slopes or ()] == [
+            2.0**-i for i in range(1, 9)
+        ]
+    else:
+        with pytest.raises(UnsupportedModelError, match="rounds the ALiBi biases"):
+            family_of(model)
+
+
+def test_falcon_whose_eager_attention_counts_alibi_twice_is_refused() -> None:
+    config = AutoConfig.for_model("falcon", **_FALCON, alibi=True)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with pytest.raises(
+        UnsupportedModelError, match=r"with attn_implementation='eager' its module .* computes something"
+    ):
+        family_of(model)
+
+
+@pytest.mark.parametrize(("num_heads", "model_type"), [(6, "bloom"), (6, "mpt")])
+def test_slopes_of_heads_that_are_no_power_of_two(num_heads: int, model_type: str) -> None:
+    name = "n_heads" if model_type == "mpt" else "n_head"
+    config = AutoConfig.for_model(
+        model_type, vocab_size=160, num_hidden_layers=2, hidden_size=48, **{name: num_heads}
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    assert_halves_are_exact(model)
+
+
+def test_a_model_that_names_no_number_of_positions_has_a_usual_one() -> None:
+    assert family_of(tiny("bloom")).spec().max_model_len == USUAL_LENGTH
+    assert family_of(tiny("mpt")).spec().max_model_len == 512
+    assert family_of(tiny("whisper")).spec().max_model_len == 448
 
 
 @pytest.mark.parametrize("model_type", [pytest.param(each, marks=pytest.mark.slow) for each in TYPES])

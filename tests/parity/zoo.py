@@ -54,6 +54,8 @@ _SIZES: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
 }
 _MLA = {"num_key_value_heads": 4, "v_head_dim": 16, "qk_nope_head_dim": 16, "head_dim": 8, "q_lora_rank": 16}
+# Prompts have several chunks; every second layer has none, and scales queries from an early position on.
+_LLAMA4 = {"attention_chunk_size": 7, "no_rope_layer_interval": 2, "floor_scale": 5}
 # What a type needs beside these sizes. None leaves a field as it is by default.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "axk1": _MLA, "axk2": _MLA, "deepseek_v2": _MLA | {"topk_method": "greedy", "num_experts_per_tok": 2},
@@ -74,6 +76,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "hunyuan_v1_moe": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "moe_topk": 1},
+    "llama4": _LLAMA4, "llama4_text": _LLAMA4,
     "megatron-bert": {"is_decoder": True},
     "moshi": {"sliding_window": 512},  # with a shorter one its generate() contradicts its own forward
     "ministral": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
