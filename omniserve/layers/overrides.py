@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.cut import attended, calling
 
+_MODELS = "transformers.models."
 _OVERRIDES: dict[str, type] = {}
-"""Package in ``transformers.models`` and name of an attention class -> class with the methods that replace its own."""
+"""Name of an attention class -> class with the methods that replace its own."""
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Of an override's result, relative to the largest value; the module itself may round its scores to the dtype."""
 
@@ -37,7 +38,12 @@ class Overridden(NamedTuple):
 
 
 def overrides(*names: str) -> Callable[[type], type]:
-    """Register a class whose methods replace those of attention classes, each named as ``package.Class``."""
+    """Register a class whose methods replace those of attention classes.
+
+    Args:
+        *names: Of attention classes: ``package.Class`` for a package in ``transformers.models``, else the module and
+            the class.
+    """
 
     def register(override: type) -> type:
         _OVERRIDES.update(dict.fromkeys(names, override))
@@ -60,11 +66,11 @@ def unused_arguments(overridden: Sequence[Overridden]) -> set[str]:
 
 
 def _stand_in(own: type[nn.Module]) -> type[nn.Module] | None:
-    root, _, rest = own.__module__.partition("transformers.models.")
-    override = _OVERRIDES.get(f"{rest.partition('.')[0]}.{own.__name__}")
-    if root or override is None:  # also a model's own code, of which the name alone says nothing
-        return None
-    return type(own.__name__, (override, own), {"__module__": __name__})
+    module = own.__module__
+    if module.startswith(_MODELS):
+        module = module.removeprefix(_MODELS).partition(".")[0]
+    override = _OVERRIDES.get(f"{module}.{own.__name__}")
+    return override and type(own.__name__, (override, own), {"__module__": __name__})
 
 
 def check(model: PreTrainedModel, overridden: Sequence[Overridden], configs: Sequence[Any]) -> None:
@@ -121,7 +127,7 @@ class _BartLike:
         return self.out_proj(attended(self, query, key, value, scaling=self.scaling)), None
 
 
-@overrides("megatron_bert.MegatronBertSelfAttention", "rembert.RemBertSelfAttention")
+@overrides("big_bird.BigBirdSelfAttention", "megatron_bert.MegatronBertSelfAttention", "rembert.RemBertSelfAttention")
 class _BertLike:
     def forward(self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         projections = self.query, self.key, self.value

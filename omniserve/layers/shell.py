@@ -109,7 +109,10 @@ class ModelShell:
             for hook in hooks:
                 hook.remove()
         if not called:
-            raise unsupported(self._model, "does not use Hugging Face's attention interface, where layers are cut")
+            raise unsupported(
+                self._model,
+                "does not use Hugging Face's attention interface, where layers are cut, and has no override",
+            )
         list_name = next((name for name, _ in lists if called[0].startswith(f"{name}.")), None)
         if list_name is None:
             raise unsupported(self._model, f"attends in {called[0]}, which is in no list of layers")

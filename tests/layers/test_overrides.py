@@ -14,13 +14,15 @@ from transformers.models.xglm.modeling_xglm import XGLMAttention
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers import family_of
 from omniserve.layers.base import USUAL_LENGTH, LayerFamily
-from omniserve.layers.overrides import _attend_plainly, overridden_in
+from omniserve.layers.overrides import _OVERRIDES, _attend_plainly, overrides
 from omniserve.layers.patching import PatchedModel, patch, unpatch
 from tests.parity.zoo import tiny
 from tests.quick import slow_except
 
-TYPES = ("bloom", "falcon", "gpt_neo", "gpt_neox_japanese", "megatron-bert", "mpt", "mvp", "openai-gpt", "rembert",
-         "roformer", "trocr", "xglm")  # fmt: skip
+TYPES = (
+    "big_bird", "bloom", "falcon", "gpt_neo", "gpt_neox_japanese", "megatron-bert", "mpt", "mvp", "openai-gpt",
+    "rembert", "roformer", "trocr", "xglm",
+)  # fmt: skip
 POSITIONS_ALONE = ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", "whisper")
 """They take no positions, but call the attention interface."""
 
@@ -170,13 +172,17 @@ def test_a_module_that_a_release_of_transformers_changed_is_refused(monkeypatch:
         family_of(tiny("xglm"))
 
 
-def test_another_module_of_that_name_has_no_override() -> None:
+def test_a_module_of_that_name_from_elsewhere_has_an_override_of_its_own_or_none() -> None:
     model = tiny("xglm")
     for layer in model.model.layers:
         layer.self_attn.__class__ = type("XGLMAttention", (XGLMAttention,), {"__module__": "modeling_mine"})
-    assert overridden_in(model) == []
-    with pytest.raises(UnsupportedModelError, match="does not use Hugging Face's attention interface"):
+    with pytest.raises(UnsupportedModelError, match="attention interface, where layers are cut, and has no override"):
         family_of(model)
+    try:
+        overrides("modeling_mine.XGLMAttention")(_OVERRIDES["xglm.XGLMAttention"])
+        assert_halves_are_exact(model)
+    finally:
+        del _OVERRIDES["modeling_mine.XGLMAttention"]
 
 
 def test_positions_that_a_model_counts_from_its_tokens_are_refused() -> None:

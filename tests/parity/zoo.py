@@ -64,6 +64,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "minicpm3": _MLA, "mistral4": _MLA, "youtu": _MLA, "kimi_linear": _MLA,
     "bert": {"is_decoder": True},
     "bert-generation": {"is_decoder": True},
+    "big_bird": {"is_decoder": True, "attention_type": "original_full"},
     "biogpt": {"scale_embedding": True},
     "camembert": {"is_decoder": True},
     "codegen": {"rotary_dim": 8},
