@@ -20,6 +20,17 @@ class AttentionSpec:
     """Sliding window: the query at position p sees keys at positions (p - window, p]; 0 sees all of [0, p]."""
     softcap: float = 0.0
     """Scores become softcap * tanh(score / softcap); 0 leaves them."""
+    chunk: int = 0
+    """The query at position p sees keys at positions [p - p % chunk, p] (Llama 4); 0 sees all of [0, p]."""
+    sinks: tuple[float, ...] | None = None
+    """For each query head a logit that joins the softmax's denominator and has no value (gpt-oss)."""
+    alibi_slopes: tuple[float, ...] | None = None
+    """For each query head a slope: slope * (key position - query position) is added to the scaled score (ALiBi)."""
+
+    def first_key(self, position: int) -> int:
+        """Return the lowest position that the query at ``position`` sees; it never falls from one to the next."""
+        in_window = position + 1 - self.window if self.window else 0
+        return max(0, in_window, position - position % self.chunk if self.chunk else 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import time
 import weakref
@@ -130,10 +131,10 @@ class HostTier:
         flag is written, then to the tier until `poll` has returned the task's event. None without a mailbox."""
         self.flags_S = torch.zeros(num_slots, dtype=torch.int64, pin_memory=pin_memory) if mailbox else None
         """The number of the step in which `piggyback_send` last sent each slot, 0 at first. None without a mailbox."""
-        layers = [[layer.scale, layer.window, layer.softcap] for layer in spec.attention]
+        layers = [[layer.scale, layer.window, layer.softcap, layer.chunk] for layer in spec.attention]
         self._handle: int = _host.create(
             self.pool_LBK2SH, self.scales_LBK2S, self.results_SD, torch.tensor(layers, dtype=torch.float64),
-            spec.num_heads, num_threads, torch.tensor(cores or (), dtype=torch.int64), not pin_memory,
+            _per_head(spec), spec.num_heads, num_threads, torch.tensor(cores or (), dtype=torch.int64), not pin_memory,
             self.mailbox_SW, self.flags_S, mailbox_spin_s, mailbox_sleep_s,
         )  # fmt: skip
         self._process_id = os.getpid()
@@ -184,8 +185,8 @@ class HostTier:
         """Queue one attention task per occupied seat, for the token that the seat's slot is bound to.
 
         The rows are copied before this returns. A task appends its k and v to the pool and attends over
-        ``[0, position]`` within the layer's window. `slots` is ``[P]`` int64 with -1 for an empty seat; all tensors are
-        on the CPU, and q, k and v in the model's dtype are contiguous in their last dimension.
+        ``[0, position]`` within the layer's window and chunk. `slots` is ``[P]`` int64 with -1 for an empty seat; all
+        tensors are on the CPU, and q, k and v in the model's dtype are contiguous in their last dimension.
 
         Raises:
             ValueError: A slot or the layer is out of range, a slot is not bound, has a task in flight or is in two
@@ -364,6 +365,19 @@ class HostTier:
         if message not in self._logged:
             self._logged.add(message)
             logger.error("host tier: %s (counted from now on, not logged again)", message)
+
+
+def _per_head(spec: ModelSpec) -> torch.Tensor | None:
+    """Return the sinks and the ALiBi slopes of each layer, ``[L, 2, N]``: -inf and 0 where it has none.
+
+    None: no layer has any.
+    """
+    if all(layer.sinks is None and layer.alibi_slopes is None for layer in spec.attention):
+        return None
+    none = (-math.inf,) * spec.num_heads, (0.0,) * spec.num_heads
+    return torch.tensor(
+        [(layer.sinks or none[0], layer.alibi_slopes or none[1]) for layer in spec.attention], dtype=torch.float32
+    )
 
 
 def _end(handle: int, process_id: int, device: torch.device) -> None:

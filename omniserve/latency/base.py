@@ -26,17 +26,24 @@ class ModelShape:
 
     num_layers: int
     windows: tuple[tuple[int, int], ...]
-    """(sliding window or 0, number of layers that have it)."""
+    """(sliding window or 0, number of layers that have it). Layers with chunks are not among them."""
+    chunks: tuple[tuple[int, int], ...] = ()
+    """(size of the chunks within which a layer attends, number of layers that have it)."""
 
     @classmethod
     def of(cls, spec: ModelSpec) -> ModelShape:
         """Take it from a model's spec."""
-        windows = Counter(layer.window for layer in spec.attention)
-        return cls(num_layers=spec.num_layers, windows=tuple(sorted(windows.items())))
+        windows = Counter(layer.window for layer in spec.attention if not layer.chunk)
+        chunks = Counter(layer.chunk for layer in spec.attention if layer.chunk)
+        return cls(
+            num_layers=spec.num_layers, windows=tuple(sorted(windows.items())), chunks=tuple(sorted(chunks.items()))
+        )
 
     def keys_seen(self, start: int, count: int) -> float:
         """Return the keys that ``count`` rows see, the first at position ``start``; the mean over the layers."""
-        return sum(layers * _keys_seen(start, count, window) for window, layers in self.windows) / self.num_layers
+        keys = sum(layers * _keys_seen(start, count, window) for window, layers in self.windows)
+        keys += sum(layers * _keys_seen_in_chunks(start, count, chunk) for chunk, layers in self.chunks)
+        return keys / self.num_layers
 
 
 def _keys_seen(start: int, count: int, window: int) -> int:
@@ -45,6 +52,16 @@ def _keys_seen(start: int, count: int, window: int) -> int:
         return count * start + count * (count + 1) // 2
     inside = max(0, window - start)  # rows that see less than a whole window, or just that
     return inside * start + inside * (inside + 1) // 2 + (count - inside) * window
+
+
+def _keys_seen_in_chunks(start: int, count: int, chunk: int) -> int:
+    """Sum of p % chunk + 1 over p in ``[start, start + count)``."""
+
+    def up_to(end: int) -> int:
+        whole, rest = divmod(end, chunk)
+        return whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
+
+    return up_to(start + count) - up_to(start)
 
 
 @dataclass(kw_only=True)

@@ -227,7 +227,8 @@ class Profile:
 
 
 def _shape(data: dict[str, Any]) -> ModelShape:
-    return ModelShape(num_layers=data["num_layers"], windows=tuple((w, n) for w, n in data["windows"]))
+    windows, chunks = (tuple((size, n) for size, n in data.get(name, ())) for name in ("windows", "chunks"))
+    return ModelShape(num_layers=data["num_layers"], windows=windows, chunks=chunks)
 
 
 def _plain(value: Any) -> Any:

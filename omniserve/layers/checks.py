@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
@@ -10,9 +12,18 @@ from omniserve.core.errors import UnsupportedModelError
 # The frequencies of these rope types are the same for every sequence, so one table serves a packed batch.
 _STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
+USUAL_LENGTH = 2048
+"""The longest prompt plus output for a model whose config names no number of positions, as those of Bloom."""
+
 # Major compute capabilities on which torch's grouped product of bf16 does not make the host wait. On others, and in
 # other dtypes, the host reads how many rows each expert has.
 _GROUPED_ON_DEVICE = (9, 10)
+
+
+def max_positions(config: Any) -> int | None:
+    """Return how many positions a model has by its config; None if it names no number."""
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len", "seq_length", "n_positions")
+    return next((int(value) for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def refuse_dynamic_rope(model: PreTrainedModel) -> None:

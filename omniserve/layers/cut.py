@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,17 +40,28 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
     return _running.attend(module, query, key, value, mask, keywords), None
 
 
-def _mask(*args: Any, mask_function: Callable[..., Any], device: Any, **keywords: Any) -> Tensor | None:
+def attended(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Tensor:
+    """Return what the attention function makes of heads ``[sequences, heads, T, H]``, as ``[sequences, T, N * H]``."""
+    return _attend(module, query, key, value, **keywords)[0].flatten(2)
+
+
+def _mask(*args: Any, mask_function: Callable[..., Any], device: Any, batch_size: int = 1, **keywords: Any) -> Tensor:
     """Stand in for the making of an attention mask: the result tells which tokens the mask function lets through."""
-    if not _running.describes_masks:
-        return None
-    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-    mask.omniserve_window = window_of(mask_function)  # type: ignore[attr-defined]
+    mask = torch.zeros(batch_size, 1, 1, 1, dtype=torch.bool, device=device)
+    if _running.describes_masks:
+        mask.omniserve_mask = mask_of(mask_function)  # type: ignore[attr-defined]
     return mask
 
 
-def window_of(mask_function: Callable[..., Any]) -> int | None:
-    """Return the sliding window of a mask function, 0 without one; None if it is no causal mask of one of these."""
+class Mask(NamedTuple):
+    """What a causal mask lets a query see, in the words of ``AttentionSpec``."""
+
+    window: int = 0
+    chunk: int = 0
+
+
+def mask_of(mask_function: Callable[..., Any]) -> Mask | None:
+    """Return what a mask function lets through; None if it is no causal mask of one of these kinds."""
     zero = torch.tensor(0)
 
     def sees(query: int, key: int) -> bool:
@@ -68,14 +79,30 @@ def window_of(mask_function: Callable[..., Any]) -> int | None:
             hidden, seen = (hidden, middle) if sees(query, middle) else (middle, seen)
         return query + 1 - seen
 
+    def last_with(key: int) -> int:
+        """Return the last query that sees a key, up to 2 * _FAR."""
+        seen, hidden = key, 2 * _FAR + 1
+        while hidden - seen > 1:
+            middle = (hidden + seen) // 2
+            seen, hidden = (middle, hidden) if sees(middle, key) else (seen, middle)
+        return seen
+
     queries = (_FAR, _FAR + 1, _FAR + 4099)
     try:
         widths = [width(query) for query in queries]
+        if widths == [query + 1 for query in queries]:
+            return Mask()
+        if widths[0] is None:
+            return None
+        if len(set(widths)) == 1:
+            return Mask(window=widths[0])
+        first = _FAR + 1 - widths[0]
+        chunk = last_with(first) + 1 - first
+        borders = (0, chunk - 1, chunk, chunk + 1, 3 * chunk - 1, 2 * _FAR + 7)
+        is_chunked = all(width(query) == query % chunk + 1 for query in (*queries, *borders))
     except (IndexError, RuntimeError):  # it looks into tensors of the batch: packed sequences, blocks of images
         return None
-    if widths == [query + 1 for query in queries]:
-        return 0
-    return widths[0] if len(set(widths)) == 1 else None
+    return Mask(chunk=chunk) if is_chunked else None
 
 
 AttentionInterface.register(_NAME, _attend)
@@ -83,8 +110,10 @@ AttentionMaskInterface.register(_NAME, _mask)
 
 
 @contextmanager
-def calling(attend: AttentionFunction, configs: Sequence[Any]) -> Iterator[None]:
-    """Have the model with these configs call an attention function."""
+def calling(
+    attend: AttentionFunction, configs: Sequence[Any], overridden: Sequence[tuple[nn.Module, type]]
+) -> Iterator[None]:
+    """Have the model with these configs call an attention function; modules with an override change their class."""
     if torch.compiler.is_compiling():  # within another ``calling``: a graph cannot change a config
         _running.attend = attend
         yield
@@ -92,11 +121,16 @@ def calling(attend: AttentionFunction, configs: Sequence[Any]) -> Iterator[None]
         return
     names = [config._attn_implementation_internal for config in configs]
     before, _running.attend = _running.attend, attend
+    classes = [type(module) for module, _ in overridden]
     for config in configs:
         config._attn_implementation_internal = _NAME
+    for module, stand_in in overridden:
+        module.__class__ = stand_in
     try:
         yield
     finally:
+        for (module, _), own in zip(overridden, classes, strict=True):
+            module.__class__ = own
         for config, name in zip(configs, names, strict=True):
             config._attn_implementation_internal = name
         _running.attend = before
@@ -104,7 +138,7 @@ def calling(attend: AttentionFunction, configs: Sequence[Any]) -> Iterator[None]
 
 @contextmanager
 def described_masks() -> Iterator[None]:
-    """Have a model make, in the place of each mask, a tensor whose ``omniserve_window`` says what the mask does."""
+    """Have a model make, in the place of each mask, a tensor whose ``omniserve_mask`` says what the mask does."""
     _running.describes_masks = True
     try:
         yield

@@ -45,7 +45,9 @@ class TableForm:
     def from_rows(self, rows_TW: Tensor) -> Tensor:
         if self.dtype.is_complex:
             pairs = rows_TW.reshape(rows_TW.shape[0], *self.shape, 2).to(self.dtype.to_real())
-            return torch.view_as_complex(pairs.contiguous()).movedim(0, self.row_dim)
+            return torch.complex(pairs[..., 0], pairs[..., 1]).movedim(
+                0, self.row_dim
+            )  # a view may begin at an odd place
         return rows_TW.reshape(rows_TW.shape[0], *self.shape).to(self.dtype).movedim(0, self.row_dim)
 
 

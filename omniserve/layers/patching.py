@@ -22,7 +22,7 @@ from omniserve.layers.loaded import IdleHooks, check_loaded, in_adapters, langua
 from omniserve.layers.merged import merge, mergeable, unmerge
 from omniserve.layers.narrow import narrow, narrowable, widen
 from omniserve.layers.packed import pack, packable, unpack
-from omniserve.layers.traced import TracedFamily
+from omniserve.layers.traced import TracedFamily, family_of
 from omniserve.ops.isa import has_products
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class _Patch:
         self._held: list[tuple[HeldForm, list[tuple[nn.Linear, ...]]]] = []  # each form's groups
         self._hooks = IdleHooks(model)
         try:
-            family = TracedFamily(model)
+            family = family_of(model)
             if options[1] is not False:
                 self._prepack(family, is_required=options[1] is True)
         except BaseException:

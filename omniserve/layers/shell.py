@@ -6,8 +6,9 @@ tokens, R rows that need logits, D hidden.
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,7 +18,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
-from omniserve.layers.cut import calling
+from omniserve.layers.cut import calling, described_masks
+from omniserve.layers.overrides import check, overridden_in
 
 
 class Cut(Exception):
@@ -63,28 +65,43 @@ class ModelShell:
         configs = [getattr(module, "config", None) for module in model.modules()]
         self.configs = list({id(config): config for config in configs if config is not None}.values())
         """All that name the attention function of a part of the model."""
+        self.overridden = overridden_in(model)
+        self._takes_positions = _takes_positions(model)
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        self._embed_positions = [module for module in embeddings if _takes_positions(module)]
+        """Get the positions if the model itself takes none."""
         self._find_layers()
+        if self.overridden:
+            check(model, self.overridden, self.configs)
 
     def _find_layers(self) -> None:
         """Find the modules that call attention once each: the members of one ModuleList, in order."""
         names = {id(module): name for name, module in self._model.named_modules()}
         called: list[str] = []
+        self.masks: list[Any] = []
+        """The mask that each layer gives its attention; one of the model's own describes itself."""
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
             called.append(names[id(module)])
+            self.masks.append(mask)
             return stand_in(query, value)
 
         tuples: set[int] = set()
+        carrying: set[int] = set()
 
         def note(layer: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, tuple):
+            if isinstance(output, (tuple, list)):
                 tuples.add(id(layer))
+                if sum(isinstance(each, Tensor) for each in output) > 1:
+                    carrying.add(id(layer))
 
         lists = [each for each in self._model.named_modules() if isinstance(each[1], nn.ModuleList)]
         hooks = [layer.register_forward_hook(note) for _, layers in lists for layer in layers]
         try:
-            with calling(attend, self.configs):
+            with described_masks(), calling(attend, self.configs, self.overridden):
                 self._call_model(self.int64([1, 1]), self.int64([0, 1]))
+        except UnsupportedModelError:
+            raise
         except Exception as error:  # of the model's own code, which may do without the interface
             what = f"{type(error).__name__}: {error}"
             raise unsupported(self._model, f"does not run with another attention function ({what})") from error
@@ -92,7 +109,10 @@ class ModelShell:
             for hook in hooks:
                 hook.remove()
         if not called:
-            raise unsupported(self._model, "does not use Hugging Face's attention interface, where layers are cut")
+            raise unsupported(
+                self._model,
+                "does not use Hugging Face's attention interface, where layers are cut, and has no override",
+            )
         list_name = next((name for name, _ in lists if called[0].startswith(f"{name}.")), None)
         if list_name is None:
             raise unsupported(self._model, f"attends in {called[0]}, which is in no list of layers")
@@ -106,6 +126,10 @@ class ModelShell:
             raise unsupported(
                 self._model,
                 f"attends {indices.count(wrong)} times in {where}; each layer must attend once, and nothing else",
+            )
+        if of_list := [name for name, layer in layers.named_children() if id(layer) in carrying]:
+            raise unsupported(
+                self._model, f"hands more than the hidden states from {list_name}.{of_list[0]} to the next layer"
             )
         self.layers = [
             TracedLayer(layer, index, returns_tuple=id(layer) in tuples) for index, layer in enumerate(layers)
@@ -161,8 +185,21 @@ class ModelShell:
     def _call_model(self, token_ids_T: Tensor, positions_T: Tensor | None, *, as_sequence: bool = False) -> Any:
         """Run the model on a batch of sequences of one token each, or on one sequence."""
         dim = 0 if as_sequence else 1
-        positions = None if positions_T is None else positions_T.unsqueeze(dim)
-        return self._model(input_ids=token_ids_T.unsqueeze(dim), position_ids=positions, use_cache=False)
+        token_ids = token_ids_T.unsqueeze(dim)
+        if positions_T is None:
+            return self._model(input_ids=token_ids, use_cache=False)
+        if self._takes_positions:
+            return self._model(input_ids=token_ids, position_ids=positions_T.unsqueeze(dim), use_cache=False)
+
+        def forward_of(module: nn.Module) -> Callable[..., Tensor]:
+            def forward(*args: Any, **kwargs: Any) -> Tensor:
+                rows = type(module).forward(module, *args, **{**kwargs, "position_ids": positions_T})
+                return rows.reshape(*token_ids.shape, -1)
+
+            return forward
+
+        with _forwards_replaced(self._embed_positions, forward_of):
+            return self._model(input_ids=token_ids, use_cache=False)
 
     @contextmanager
     def _layers_replaced(self, replace: Callable[[TracedLayer, Tensor, Any, Any], Tensor]) -> Iterator[None]:
@@ -176,21 +213,37 @@ class ModelShell:
 
             return forward
 
-        before = [layer.layer.__dict__.get("forward") for layer in self.layers]
-        for layer in self.layers:
-            layer.layer.__dict__["forward"] = forward_of(layer)
-        try:
-            with calling(no_attention, self.configs):
-                yield
-        finally:
-            for layer, forward in zip(self.layers, before, strict=True):
-                del layer.layer.__dict__["forward"]
-                if forward is not None:
-                    layer.layer.__dict__["forward"] = forward
+        layers = {id(layer.layer): layer for layer in self.layers}
+        with (
+            _forwards_replaced([layer.layer for layer in self.layers], lambda module: forward_of(layers[id(module)])),
+            calling(no_attention, self.configs, self.overridden),
+        ):
+            yield
 
     def int64(self, values: Any) -> Tensor:
         """Return numbers on the model's device."""
         return torch.as_tensor(values, dtype=torch.int64, device=self._model.device)
+
+
+@contextmanager
+def _forwards_replaced(
+    modules: Sequence[nn.Module], forward_of: Callable[[nn.Module], Callable[..., Any]]
+) -> Iterator[None]:
+    """Give modules another forward."""
+    before = [module.__dict__.get("forward") for module in modules]
+    for module in modules:
+        module.__dict__["forward"] = forward_of(module)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            del module.__dict__["forward"]
+            if forward is not None:
+                module.__dict__["forward"] = forward
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(type(module).forward).parameters
 
 
 def unsupported(model: PreTrainedModel, what: str) -> UnsupportedModelError:

@@ -12,7 +12,7 @@ from the positions alone. Tensor legend: T packed tokens, R rows that need logit
 
 from __future__ import annotations
 
-import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import reduce
@@ -24,16 +24,20 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
+from omniserve.core.registry import Registry
 from omniserve.core.spec import AttentionSpec, ModelSpec
-from omniserve.layers.checks import refuse_dynamic_rope, why_grouped_mm_waits
+from omniserve.layers.checks import USUAL_LENGTH, max_positions, refuse_dynamic_rope, why_grouped_mm_waits
 from omniserve.layers.compiled import structure
-from omniserve.layers.cut import AttentionFunction, calling, described_masks
+from omniserve.layers.cut import AttentionFunction, Mask, calling, described_masks
 from omniserve.layers.head import head_product
 from omniserve.layers.inspection import DataDependent, LinearWatch, OperatorLog, Table, TableForm, collect, filled
+from omniserve.layers.overrides import unused_arguments
 from omniserve.layers.shell import Cut, ModelShell, no_attention, some, stand_in, unsupported
 
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
-_KNOWN_ARGUMENTS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids"})
+_KNOWN_ARGUMENTS = frozenset(
+    {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes", "is_causal", "position_ids", "window"}
+)
 
 _FAR = 4096
 """A late position, for a model that names no last one."""
@@ -55,17 +59,16 @@ class TracedFamily:
         self.lm_head = model.get_output_embeddings()
         if self.lm_head is None:
             raise self._unsupported("has no language modelling head; load it with AutoModelForCausalLM")
-        if "position_ids" not in inspect.signature(model.forward).parameters:
-            raise self._unsupported("takes no position_ids, so rows of several requests cannot be one batch")
         refuse_dynamic_rope(model)
         self._probe = torch.empty(0, dtype=model.dtype, device=model.device)
         self._rotary_module: Any = None
         """Makes cos and sin, if these are all that the layers are given."""
         # What depends on a position may do so only for late ones.
-        self._positions = [1, 2, int(getattr(self.config, "max_position_embeddings", None) or _FAR) - 1]
+        self._positions = [1, 2, (max_positions(self.config) or _FAR) - 1]
         with torch.inference_mode():
             self._shell = ModelShell(model)
             self.layers: list[Any] = self._shell.layers
+            self._unused = unused_arguments(self._shell.overridden)
             self._record_arguments()
             self._record_layers()
             self._find_shortcuts()
@@ -85,11 +88,11 @@ class TracedFamily:
             raise self._unsupported("does not number positions from 0")
         self._hidden_size = int(first.inputs[0].shape[-1])
         self._forms: list[TableForm] = []
-        self._windows: list[Any] = []
-        """The window of each layer's mask; None: no mask, so that the attention's own argument tells it."""
+        self._masks: list[set[Mask | None]] = []
+        """The masks that each layer gets; without one the attention's own argument tells its window."""
         tables: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            self._windows.append(None)
+            self._masks.append(set())
             given = [run.arguments[index] for run in (first, same, other)]
             layer.arguments = self._template(index, given[0], given[1], given[2], tables)
         self._keep_tables([*range(len(tables))])
@@ -105,16 +108,17 @@ class TracedFamily:
     def _template(self, index: int, first: Any, same: Any, other: Any, tables: list[Tensor]) -> Any:
         """Return what stands for an argument of a layer in three runs: itself, or its table."""
         if isinstance(first, dict):
-            return {key: self._template(index, first[key], same[key], other[key], tables) for key in first}
+            return {
+                key: None if key in self._unused else self._template(index, first[key], same[key], other[key], tables)
+                for key in first
+            }
         if type(first) in (tuple, list):
             parts = zip(first, same, other, strict=True)
             return type(first)(self._template(index, one, two, three, tables) for one, two, three in parts)
         if not isinstance(first, Tensor):
             return first
-        if hasattr(first, "omniserve_window"):
-            self._windows[index] = first.omniserve_window
-            if first.omniserve_window is None:
-                raise self._unsupported(f"gives layer {index} a mask that is neither causal nor a sliding window")
+        if hasattr(first, "omniserve_mask"):
+            self._masks[index].add(first.omniserve_mask)
             return None
         name = f"gives layer {index} a tensor {tuple(first.shape)} beside its input that depends on"
         if first.shape != same.shape or not torch.equal(first, same):
@@ -158,6 +162,11 @@ class TracedFamily:
                     f"calls {error} in layer {layer.layer_idx}, whose result has a shape that depends on values; for a "
                     "mixture of experts call model.set_experts_implementation('grouped_mm') first"
                 ) from None
+            except UnsupportedModelError:
+                raise
+            except Exception as error:  # of the layer's own code, which may read its mask
+                what = f"{type(error).__name__}: {error}"
+                raise self._unsupported(f"does not run layer {layer.layer_idx} without a mask ({what})") from error
             self._groups.append(linears.groups())
             layer.computes = operators.digest(repr(layer.arguments))
             self._operators |= operators.names
@@ -195,7 +204,7 @@ class TracedFamily:
                 rows = attn.reshape(attn.shape[0], 1, -1, self._head_size)[..., : value.shape[3]]  # noqa: B023
                 return rows.transpose(0, 1) if is_sequence else rows
 
-            with calling(attend, self._shell.configs):
+            with calling(attend, self._shell.configs, self._shell.overridden):
                 output = layer.layer(hidden_TD[None], *args, **kwargs)
             together.append((output if isinstance(output, Tensor) else output[0])[0])
             for one, other in zip((*heads, output_TD), together, strict=True):
@@ -220,12 +229,36 @@ class TracedFamily:
             raise self._unsupported(f"attends to later tokens in layer {index}; only causal layers work")
         if mask is not None:
             raise self._unsupported(f"makes a mask of its own in layer {index}")
-        scale, window = keywords.get("scaling"), self._windows[index]
+        scale, used = keywords.get("scaling"), self._shell.masks[index]
+        masks = {used.omniserve_mask} if hasattr(used, "omniserve_mask") else self._masks[index]
+        if None in masks or len(masks) > 1:
+            raise self._unsupported(f"gives layer {index} a mask that is neither causal, a sliding window nor chunks")
+        mask_kind = next(iter(masks), None) or Mask(window=int(keywords.get("sliding_window") or 0))
+        if "window" in keywords:  # an override's, which says all that its module masks
+            mask_kind = Mask(window=keywords["window"])
+        sinks, slopes = (
+            self._per_head(index, name, keywords.get(name), query.shape[1]) for name in ("s_aux", "alibi_slopes")
+        )
         return AttentionSpec(
             scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-            window=int(keywords.get("sliding_window") or 0) if window is None else window,
+            window=mask_kind.window,
+            chunk=mask_kind.chunk,
             softcap=float(keywords.get("softcap") or 0.0),
+            sinks=sinks,
+            alibi_slopes=slopes,
         )
+
+    def _per_head(self, index: int, name: str, value: Any, num_heads: int) -> tuple[float, ...] | None:
+        """Return an argument of a layer's attention that has a number for each query head."""
+        if value is None:
+            return None
+        numbers = tuple(map(float, value.flatten().tolist() if isinstance(value, Tensor) else value))
+        if len(numbers) != num_heads or not all(map(math.isfinite, numbers)):
+            raise self._unsupported(
+                f"gives the attention of layer {index} {name!r} {numbers}; expected a number for each of the "
+                f"{num_heads} heads"
+            )
+        return numbers
 
     def _find_shortcuts(self) -> None:
         """See which modules alone compute what the model's forward does around its layers."""
@@ -307,7 +340,7 @@ class TracedFamily:
         self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None, attend: AttentionFunction
     ) -> Tensor:
         args, kwargs = filled(layer.arguments, self._tables(hidden_TD, cos, sin))
-        with calling(attend, self._shell.configs):
+        with calling(attend, self._shell.configs, self._shell.overridden):
             output = layer.layer(hidden_TD[:, None], *args, **kwargs)
         return (output if isinstance(output, Tensor) else output[0])[:, 0]
 
@@ -363,7 +396,7 @@ class TracedFamily:
 
     def compiling(self) -> AbstractContextManager[None]:
         """Enter this while halves are traced: the compiler cannot change a model's config."""
-        return calling(no_attention, self._shell.configs)
+        return calling(no_attention, self._shell.configs, self._shell.overridden)
 
     def why_not_captured(self) -> str:
         """Return why a CUDA graph cannot hold the halves, and what to do about it; empty if it can."""
@@ -381,7 +414,7 @@ class TracedFamily:
         Raises:
             ValueError: ``max_model_len`` is not in ``[1, the model's]``.
         """
-        limit = int(self.config.max_position_embeddings)
+        limit = max_positions(self.config) or USUAL_LENGTH
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len must be in [1, {limit}] for this model, got {max_model_len}")
         sources = (self.model.generation_config, self.config)
@@ -398,3 +431,18 @@ class TracedFamily:
             dtype_bytes=self.model.dtype.itemsize,
             attention=tuple(self._specs),
         )
+
+
+LAYER_FAMILIES: Registry[type[TracedFamily]] = Registry("layer family", package="omniserve.layers")
+"""HF ``config.model_type`` -> its family, for a type that differs from all others."""
+
+
+def family_of(model: PreTrainedModel) -> TracedFamily:
+    """Return the layers of a Hugging Face model, cut around their attention.
+
+    Raises:
+        UnsupportedModelError: The model does something that the halves or the attention kernels do not have.
+    """
+    model_type = model.config.model_type
+    family = LAYER_FAMILIES.get(model_type) if model_type in LAYER_FAMILIES.names() else TracedFamily
+    return family(model)

@@ -45,7 +45,7 @@ class Served:
 
     def __init__(self, model: PatchedModel, config: EngineConfig, *, capture: Capture | None = None) -> None:
         spec, on_cuda = model.spec, model.device.type == "cuda"
-        self.attend = resolve_attention(config.execution.attention, model.device)
+        self.attend = resolve_attention(config.execution.attention, model.device, spec.attention)
         """Device attention."""
         self.constant = has_constant_steps(config, model.device) and not why_not_captured(model, self.attend, config)
         """Steps run in constant shapes."""

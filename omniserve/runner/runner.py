@@ -88,7 +88,9 @@ class ModelRunner:
         self.halted = HaltedRows(keep=keep_halted)
         """Rows that left a step between two layers."""
         self._pending = PendingTokens(model.device)
-        attend = resolve_attention(config.execution.attention, model.device, is_directed=is_directed)
+        attend = resolve_attention(
+            config.execution.attention, model.device, model.spec.attention, is_directed=is_directed
+        )
         self._rows = rows = PiggybackRows(model, tier, config.max_host_requests if tier is not None else 0)
         self.graphs: CudaGraphRunner | None = None
         """Runs the steps that fit a captured shape; None: nothing is captured."""

@@ -87,7 +87,7 @@ class SimulatedHostTier:
             raise ValueError("a host tier needs at least one host")
         self._nodes = tuple(nodes)
         self._copies = copies
-        self._windows = [layer.window for layer in spec.attention]
+        self._attention = spec.attention
         self._last_layer = spec.num_layers - 1
         self._block_bytes = spec.kv_block_bytes(block_size)
         self._hosts = [_Server() for _ in nodes]
@@ -168,7 +168,7 @@ class SimulatedHostTier:
     def _submit(self, row: PiggybackEntry | PiggybackJoin, layer: int, at_s: float) -> None:
         index = self._node_of[row.request_id]
         node = self._nodes[index]
-        keys = min(row.position + 1, self._windows[layer] or row.position + 1)
+        keys = row.position + 1 - self._attention[layer].first_key(row.position)
         seconds = node.key_s * keys + node.task_s
         threads = min(node.num_threads, keys // _PIECE_KEYS + 1)
         event = HostEvent(

@@ -64,8 +64,8 @@ def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str 
     """
     if profile.shape != ModelShape.of(spec):
         raise ValueError(
-            f"the profile is of a model with {profile.shape.num_layers} layers and windows {profile.shape.windows}, "
-            f"not of this one with {spec.num_layers}"
+            f"the profile is of a model with {profile.shape.num_layers} layers, windows {profile.shape.windows} and "
+            f"chunks {profile.shape.chunks}, not of this one with {spec.num_layers}"
         )
     device = OmniServeModel.from_profile(profile)
     forecast = device if latency_model == "omniserve" else LATENCY_MODELS.get(latency_model).from_profile(profile)

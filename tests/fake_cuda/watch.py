@@ -21,6 +21,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from omniserve.ops.attention.base import per_head
 from omniserve.ops.cuda import ROW_OPERATORS, kernels
 from tests.fake_cuda.runtime import FakeRuntime
 
@@ -219,6 +220,8 @@ def fake_gpu() -> Iterator[FakeRuntime]:
             replace_kernels(kernels(name), runtime, patch)
         # torch's own reads the elements one by one.
         patch.setattr(FakeTensor, "tolist", lambda tensor: tensor.to("cpu").tolist())
+        per_head.cache_clear()  # of tensors of another mode
+        stack.callback(per_head.cache_clear)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(FakeCuda(runtime))
         stack.enter_context(_Functions(runtime))

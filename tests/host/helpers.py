@@ -27,6 +27,14 @@ ATTENTION = (
     AttentionSpec(scale=0.25, window=40),
     AttentionSpec(scale=0.3, softcap=5.0),
 )
+KINDS = (
+    AttentionSpec(scale=0.25, sinks=(0.5, -3.0, 2.0, 6.0)),
+    AttentionSpec(scale=0.25, alibi_slopes=(0.5, 0.0, 0.125, 0.03)),
+    AttentionSpec(scale=0.25, chunk=300),
+    AttentionSpec(scale=0.25, window=150, chunk=300, sinks=(1.0,) * 4, alibi_slopes=(0.25,) * 4),
+    AttentionSpec(scale=0.25),
+)
+"""For the 4 heads of `make_spec`."""
 
 
 def make_spec(
@@ -158,14 +166,19 @@ def cpu_ticks(task: Path) -> int:
 
 def reference(q_NH: Tensor, k_TKH: Tensor, v_TKH: Tensor, attention: AttentionSpec) -> Tensor:
     """Attention of the last token over its history in float64; ``[N*H]``."""
-    window = attention.window or k_TKH.shape[0]
-    group = q_NH.shape[0] // k_TKH.shape[1]
-    k_TNH = k_TKH[-window:].double().repeat_interleave(group, 1)
-    v_TNH = v_TKH[-window:].double().repeat_interleave(group, 1)
+    position = k_TKH.shape[0] - 1
+    first, group = attention.first_key(position), q_NH.shape[0] // k_TKH.shape[1]
+    k_TNH = k_TKH[first:].double().repeat_interleave(group, 1)
+    v_TNH = v_TKH[first:].double().repeat_interleave(group, 1)
     scores_NT = torch.einsum("nh,tnh->nt", q_NH.double(), k_TNH) * attention.scale
     if attention.softcap:
         scores_NT = attention.softcap * torch.tanh(scores_NT / attention.softcap)
-    return torch.einsum("nt,tnh->nh", scores_NT.softmax(-1), v_TNH).flatten()
+    if attention.alibi_slopes is not None:
+        distance_T = torch.arange(first, position + 1) - position
+        scores_NT += torch.tensor(attention.alibi_slopes).double()[:, None] * distance_T
+    if attention.sinks is not None:
+        scores_NT = torch.cat([scores_NT, torch.tensor(attention.sinks).double()[:, None]], dim=1)
+    return torch.einsum("nt,tnh->nh", scores_NT.softmax(-1)[:, : len(v_TNH)], v_TNH).flatten()
 
 
 class Driver:

@@ -11,7 +11,19 @@ import torch
 
 from omniserve.core.plan import HostEventKind
 from omniserve.core.spec import HOST_KV_DTYPES, AttentionSpec
-from tests.host.helpers import BLOCK_SIZE, Driver, collect, cpu_ticks, host_threads, make_spec, reference
+from omniserve.ops.attention.base import per_head
+from tests.host.helpers import (
+    ATTENTION,
+    BLOCK_SIZE,
+    KINDS,
+    Driver,
+    collect,
+    cpu_ticks,
+    host_threads,
+    make_spec,
+    reference,
+)
+from tests.ops.checks import CPU
 
 
 @pytest.mark.parametrize(
@@ -39,7 +51,8 @@ def test_random_histories_match_the_reference(
     num_kv_heads: int,
     head_size: int,
 ) -> None:
-    spec = make_spec(dtype, num_heads, num_kv_heads, head_size)
+    attention = ATTENTION + (KINDS if num_heads == 4 else ())
+    spec = make_spec(dtype, num_heads, num_kv_heads, head_size, attention)
     num_blocks = 2000 // block_size + 100
     driver = open_driver(
         spec, dtype=dtype, kv_dtype=kv_dtype, block_size=block_size, num_blocks=num_blocks, num_slots=6
@@ -69,7 +82,7 @@ def test_random_histories_match_the_reference(
 def test_the_result_is_cpu_attentions_to_the_bit(
     open_driver: Callable[..., Driver], dtype: torch.dtype, kv_dtype: str
 ) -> None:
-    spec = make_spec(dtype)
+    spec = make_spec(dtype, attention=ATTENTION + KINDS)
     driver = open_driver(spec, dtype=dtype, kv_dtype=kv_dtype, num_slots=3)
     lengths = (5, 129, 1500)
     for slot, length in enumerate(lengths):
@@ -90,6 +103,9 @@ def test_the_result_is_cpu_attentions_to_the_bit(
             attention.window,
             attention.softcap,
             1,
+            attention.chunk,
+            per_head(attention.sinks, CPU),
+            per_head(attention.alibi_slopes, CPU),
         )
         assert torch.equal(driver.tier.results_SD, other.flatten(1))
 

@@ -52,6 +52,13 @@ def test_load_counts_the_keys_that_each_row_sees(start: int, count: int, window:
     assert shape.keys_seen(start, count) == sum(seen)
 
 
+@given(st.integers(0, 30), st.integers(1, 30), st.integers(1, 12))
+def test_load_counts_the_keys_of_each_rows_chunk(start: int, count: int, chunk_size: int) -> None:
+    shape = ModelShape(num_layers=2, windows=((0, 1),), chunks=((chunk_size, 1),))
+    seen = [position + 1 + position % chunk_size + 1 for position in range(start, start + count)]
+    assert shape.keys_seen(start, count) == sum(seen) / 2
+
+
 def test_load_is_the_mean_over_the_layers() -> None:
     assert WINDOWED.keys_seen(9, 1) == pytest.approx((2 * 10 + 4 * 5) / 6)
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.compiled import ShareProducts, structure
-from omniserve.layers.cut import window_of
+from omniserve.layers.cut import Mask, mask_of
 from omniserve.layers.packed import PackedLinear
 from omniserve.layers.patching import PatchedModel, patch, unpatch
 from omniserve.layers.traced import TracedFamily
@@ -32,11 +32,11 @@ def build(model_type: str, **fields: Any) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("model_type", "fields", "reason"),
     [
-        ("bloom", {}, "takes no position_ids"),
-        ("bert", {"intermediate_size": 48}, "mask that is neither causal nor a sliding window"),
+        ("xlm", {"emb_dim": 32, "n_heads": 4, "n_layers": 2, "n_words": 64}, "attention interface"),
+        ("bert", {"intermediate_size": 48}, "mask that is neither causal, a sliding window nor chunks"),
         ("roberta", {"is_decoder": True, "intermediate_size": 48}, "does not number positions from 0"),
-        ("xglm", {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 48}, "attention interface"),
-        ("gpt_oss", {"num_local_experts": 4, "intermediate_size": 32, "head_dim": 8}, "'s_aux', which no kernel"),
+        ("glm_moe_dsa", {"intermediate_size": 48}, "hands more than the hidden states"),
+        ("doge", {"intermediate_size": 48}, "'attention_mask', which no kernel"),
         ("diffllama", {"intermediate_size": 48}, r"attends 2 times in model\.layers\.0"),
         (
             "qwen3_next",
@@ -81,18 +81,21 @@ def test_a_layer_whose_number_changes_what_it_computes_has_its_own_graph() -> No
 
 
 @pytest.mark.parametrize(
-    ("function", "window"),
+    ("function", "mask"),
     [
-        (lambda b, h, q, k: k <= q, 0),
-        (lambda b, h, q, k: (k <= q) & (k > q - 5), 5),
-        (lambda b, h, q, k: (k <= q) & (k > q - 4096), 4096),
+        (lambda b, h, q, k: k <= q, Mask()),
+        (lambda b, h, q, k: (k <= q) & (k > q - 5), Mask(window=5)),
+        (lambda b, h, q, k: (k <= q) & (k > q - 4096), Mask(window=4096)),
         (lambda b, h, q, k: k <= q + 1, None),
-        (lambda b, h, q, k: (k <= q) & (k // 8 == q // 8), None),
+        (lambda b, h, q, k: (k <= q) & (k // 8 == q // 8), Mask(chunk=8)),
+        (lambda b, h, q, k: (k <= q) & (k // 5001 == q // 5001), Mask(chunk=5001)),
+        (lambda b, h, q, k: (k <= q) & ((k - 3) // 8 == (q - 3) // 8), None),  # three tokens of padding
+        (lambda b, h, q, k: (k <= q) & (k // 8 == q // 8) & (k > q - 5), None),
         (lambda b, h, q, k: torch.zeros(3)[q], None),
     ],
 )
-def test_windows_are_found_by_asking_the_mask(function: Any, window: int | None) -> None:
-    assert window_of(function) == window
+def test_what_a_mask_lets_through_is_found_by_asking_it(function: Any, mask: Mask | None) -> None:
+    assert mask_of(function) == mask
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -37,9 +37,10 @@ extern "C" {
 
 // kv: num_blocks, kv_heads, block_size, head_size. `keys`: position, begin, end.
 void amx_decode(const void* q, const void* pool, const int64_t* kv, const int32_t* block_table, const int64_t* keys,
-                int64_t num_heads, float scale, int64_t window, float softcap, float* acc, float* m, float* l) {
+                int64_t num_heads, float scale, int64_t window, float softcap, int64_t chunk_size, const float* slopes,
+                float* acc, float* m, float* l) {
   const PagedKV cache = host_layout(pool, nullptr, kv[0], kv[1], kv[2], kv[3], DType::bf16);
-  const AttentionParams params = {num_heads, scale, window, softcap};
+  const AttentionParams params = {num_heads, scale, window, softcap, chunk_size, nullptr, slopes};
   const Scratch scratch(amx_decode_scratch_floats(cache, num_heads));
   amx_bf16_kernels().decode(q, DType::bf16, cache, block_table, keys[0], keys[1], keys[2], params, acc, m, l,
                             scratch.floats);
@@ -47,9 +48,10 @@ void amx_decode(const void* q, const void* pool, const int64_t* kv, const int32_
 
 // `chunk`: context_len, q_begin, q_end. q and out are [q_len, N, H].
 void amx_prefill(const void* q, const void* k, const void* v, const int64_t* kv, const int32_t* block_table,
-                 const int64_t* chunk, int64_t num_heads, float scale, int64_t window, float softcap, void* out) {
+                 const int64_t* chunk, int64_t num_heads, float scale, int64_t window, float softcap,
+                 int64_t chunk_size, const float* slopes, const float* sinks, void* out) {
   const PagedKV cache = device_layout(k, v, kv[0], kv[1], kv[2], kv[3], DType::bf16);
-  const AttentionParams params = {num_heads, scale, window, softcap};
+  const AttentionParams params = {num_heads, scale, window, softcap, chunk_size, sinks, slopes};
   const int64_t stride = num_heads * kv[3];
   const Scratch scratch(amx_prefill_scratch_floats(cache, (chunk[2] - chunk[1]) * (num_heads / kv[1])));
   for (int64_t head = 0; head < kv[1]; ++head)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention import AttentionMetadata, HostLengths
-from tests.ops.table import OPS, Sample
+from tests.ops.table import OPS, Sample, attention_options
 from tests.ops.tolerances import Tolerance, tolerance
 
 CPU = torch.device("cpu")
@@ -55,13 +55,19 @@ def attention_call(
         on_host: The lengths are on the host, too.
         one_query_each: See ``AttentionMetadata``.
     """
-    q, k, v, table, starts, lens, scale, window, softcap, *directions = args
+    q, k, v, table, starts, lens = args[:6]
+    options = attention_options(tuple(args))
     lengths = HostLengths(query_lens=tuple(starts.diff().tolist()), seq_lens=tuple(lens.tolist()))
     metadata = AttentionMetadata(
         block_table_RM=table, query_start_loc_R1=starts, seq_lens_R=lens, host_lengths=lengths if on_host else None,
-        reversed_RM=directions[0] if directions else None, one_query_each=one_query_each,
+        reversed_RM=options["reversed_RM"], one_query_each=one_query_each,
     )  # fmt: skip
-    return q, k, v, metadata, AttentionSpec(scale=scale, window=window, softcap=softcap)
+    per_head = (options[name] for name in ("sinks_N", "alibi_slopes_N"))
+    sinks, slopes = (None if values is None else tuple(values.tolist()) for values in per_head)
+    return q, k, v, metadata, AttentionSpec(
+        scale=options["scale"], window=options["window"], softcap=options["softcap"], chunk=options["chunk"],
+        sinks=sinks, alibi_slopes=slopes,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ struct Case {
   std::vector<int32_t> table;
   std::vector<float> k, v;  // as the cache holds them
   std::unique_ptr<char[]> pool, k_cache, v_cache;
-  std::unique_ptr<float[]> scales;
+  std::unique_ptr<float[]> scales, sinks, slopes;
 
   int64_t at(int64_t t, int64_t head, int64_t h) const { return (t * kv_heads + head) * head_size + h; }
   int64_t element() const { return dtype_bytes(row_dtype); }
@@ -96,10 +96,11 @@ struct Case {
 void fail(const Case& c, const char* what, double error) {
   std::fprintf(stderr,
                "%s: %s wrong by %g: K %ld, group %ld, H %ld, S %ld, length %ld, dtype %d, rows %d, host %d, window %ld, "
-               "softcap %g\n",
+               "softcap %g, chunk %ld, sinks %d, slopes %d\n",
                isa_name(), what, error, long(c.kv_heads), long(c.group), long(c.head_size), long(c.block_size),
                long(c.length), int(c.dtype), int(c.row_dtype), int(c.host), long(c.params.window),
-               double(c.params.softcap));
+               double(c.params.softcap), long(c.params.chunk), int(c.params.sinks != nullptr),
+               int(c.params.alibi_slopes != nullptr));
   std::exit(1);
 }
 
@@ -115,7 +116,15 @@ Case make_case(Rng& rng) {
   if (!c.host && c.dtype == DType::i8) c.dtype = DType::bf16;
   c.row_dtype = c.dtype == DType::i8 ? one_of(rng, {DType::f32, DType::bf16, DType::f16}) : c.dtype;
   c.params = {c.kv_heads * c.group, static_cast<float>(1 / std::sqrt(double(c.head_size))),
-              rng() % 3 != 0 ? 0 : between(rng, 1, c.length + 5), rng() % 4 != 0 ? 0.0f : 3.0f};
+              rng() % 3 != 0 ? 0 : between(rng, 1, c.length + 5), rng() % 4 != 0 ? 0.0f : 3.0f,
+              rng() % 3 != 0 ? 0 : between(rng, 1, c.length + 5)};
+  const auto per_head = [&] {  // a slope below 0 would favour far keys, whose scores are large and so less exact
+    std::unique_ptr<float[]> values(new float[static_cast<size_t>(c.params.num_heads)]);
+    for (int64_t n = 0; n < c.params.num_heads; ++n) values[static_cast<size_t>(n)] = std::abs(draw(rng));
+    return values;
+  };
+  if (rng() % 3 == 0) c.params.sinks = (c.sinks = per_head()).get();
+  if (rng() % 3 == 0) c.params.alibi_slopes = (c.slopes = per_head()).get();
   const int64_t used = (c.length + c.block_size - 1) / c.block_size;
   c.num_blocks = used + 2;
   std::vector<int32_t> ids(static_cast<size_t>(c.num_blocks));
@@ -190,7 +199,7 @@ Case make_case(Rng& rng) {
 // Attention of the query row at `position`, [N, H].
 std::vector<double> expected(const Case& c, const float* q, int64_t position) {
   const int64_t num_heads = c.params.num_heads, H = c.head_size;
-  const int64_t first = c.params.window > 0 ? std::max<int64_t>(0, position + 1 - c.params.window) : 0;
+  const int64_t first = first_key(position, c.params);
   std::vector<double> out(static_cast<size_t>(num_heads * H));
   for (int64_t n = 0; n < num_heads; ++n) {
     std::vector<double> scores;
@@ -201,9 +210,11 @@ std::vector<double> expected(const Case& c, const float* q, int64_t position) {
         score += double(q[n * H + h]) * double(c.k[static_cast<size_t>(c.at(t, n / c.group, h))]);
       score *= double(c.params.scale);
       if (c.params.softcap > 0) score = double(c.params.softcap) * std::tanh(score / double(c.params.softcap));
+      if (c.slopes) score += double(c.slopes[static_cast<size_t>(n)]) * double(t - position);
       scores.push_back(score);
       highest = std::max(highest, score);
     }
+    if (c.sinks) sum = std::exp(double(c.sinks[static_cast<size_t>(n)]) - highest);
     for (double& score : scores) sum += score = std::exp(score - highest);
     for (int64_t t = first; t <= position; ++t)
       for (int64_t h = 0; h < H; ++h)
@@ -243,7 +254,8 @@ void check_decode(const Case& c, Rng& rng) {
   std::thread other(run, 1, 2);
   run(0, 2);
   other.join();
-  merge_partials(acc.data(), m.data(), l.data(), num_pieces, c.params.num_heads, c.head_size, DType::f32, out.data());
+  merge_partials(acc.data(), m.data(), l.data(), num_pieces, c.params.num_heads, c.head_size, c.params.sinks,
+                 DType::f32, out.data());
   const double error = relative_rms(expected(c, q.data(), position), std::vector<double>(out.begin(), out.end()));
   if (!(error < 1e-5)) fail(c, "decode", error);
 }

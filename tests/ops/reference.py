@@ -6,9 +6,12 @@ R requests, M blocks per request, W a slot's q, k and v side by side, I and O in
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from omniserve.core.spec import AttentionSpec
 from tests.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
 
 
@@ -24,8 +27,10 @@ def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: T
 def paged_attention(
     q_TNH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, block_table_RM: Tensor, query_start_R1: Tensor,
     seq_lens_R: Tensor, scale: float, window: int, softcap: float, reversed_RM: Tensor | None = None,
+    chunk: int = 0, sinks_N: Tensor | None = None, alibi_slopes_N: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend each request's chunk over its cached keys, the chunk's own included; some blocks run from the right."""
+    spec = AttentionSpec(scale=scale, window=window, chunk=chunk)
     out_TNH = torch.zeros_like(q_TNH, memory_format=torch.contiguous_format)
     starts, seq_lens = query_start_R1.tolist(), seq_lens_R.tolist()
     block_size, group = k_cache_BKSH.shape[2], q_TNH.shape[1] // k_cache_BKSH.shape[1]
@@ -34,7 +39,7 @@ def paged_attention(
         if begin == end:
             continue
         q_pos = torch.arange(seq_len - (end - begin), seq_len)
-        k_pos = torch.arange(max(0, int(q_pos[0]) + 1 - window) if window else 0, seq_len)
+        k_pos = torch.arange(spec.first_key(int(q_pos[0])), seq_len)
         block, offset = block_table_RM[request].long()[k_pos // block_size], k_pos % block_size
         if reversed_RM is not None:
             offset = torch.where(reversed_RM[request][k_pos // block_size], block_size - 1 - offset, offset)
@@ -43,22 +48,32 @@ def paged_attention(
         scores = torch.einsum("inh,jnh->nij", q_TNH[begin:end].double(), keys) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
+        if alibi_slopes_N is not None:
+            scores = scores + alibi_slopes_N.double()[:, None, None] * (k_pos[None] - q_pos[:, None])
         seen = k_pos[None] <= q_pos[:, None]
         if window:
             seen &= k_pos[None] > q_pos[:, None] - window
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        if chunk:
+            seen &= k_pos[None] // chunk == q_pos[:, None] // chunk
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks_N is not None:
+            scores = torch.cat([scores, sinks_N.double()[:, None, None].expand(-1, end - begin, 1)], dim=-1)
+        weights = scores.softmax(-1)[..., : len(k_pos)]
         out_TNH[begin:end] = torch.einsum("nij,jnh->inh", weights, values).to(q_TNH.dtype)
     return out_TNH
 
 
 def cpu_attention(
     q_RNH: Tensor, pool_BK2SH: Tensor, scales_BK2S: Tensor | None, block_table_RM: Tensor, seq_lens_R: Tensor,
-    scale: float, window: int, softcap: float, num_threads: int,
+    scale: float, window: int, softcap: float, num_threads: int, *kinds: Any,
 ) -> Tensor:  # fmt: skip
     """Attend one query token of each request, the last of its sequence."""
     query_start_R1 = torch.arange(q_RNH.shape[0] + 1)
     k_BKSH, v_BKSH = read_blocks(pool_BK2SH, scales_BK2S)
-    return paged_attention(q_RNH, k_BKSH, v_BKSH, block_table_RM, query_start_R1, seq_lens_R, scale, window, softcap)
+    numbers = scale, window, softcap
+    return paged_attention(
+        q_RNH, k_BKSH, v_BKSH, block_table_RM, query_start_R1, seq_lens_R, *numbers, None, *kinds
+    )  # fmt: skip
 
 
 def store_host_kv(

@@ -10,7 +10,7 @@ requests, M blocks per request, W a slot's q, k and v side by side, I and O inpu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
+from omniserve.core.spec import AttentionSpec
 from tests.ops import reference as references
 from tests.ops.host_layout import pack_blocks, quantize_blocks
 
@@ -69,6 +70,9 @@ class AttentionShape:
     strided: bool = False
     directed: bool = False
     """Some blocks run from the right."""
+    chunk: int = 0
+    sinks: bool = False
+    alibi: bool = False
 
 
 _MIXED = ((1, 40), (5, 0), (0, 7), (17, 30), (1, 0))
@@ -90,6 +94,12 @@ _MIXED_SHAPES = (
     AttentionShape(
         "directed, large odd blocks, softcap", _MIXED, (4, 2, 24), block_size=73, softcap=5.0, directed=True
     ),
+    AttentionShape("mixed, sinks", _MIXED, (4, 2, 64), sinks=True),
+    AttentionShape("directed, ALiBi", _MIXED, (6, 2, 24), block_size=8, alibi=True, directed=True),
+    AttentionShape("several tiles, chunks that no tile ends with", _TILES, (8, 4, 32), block_size=64, chunk=50),
+    AttentionShape(
+        "sinks, ALiBi, chunks, window, softcap", _TILES, (8, 4, 16), 16, 40, 5.0, chunk=90, sinks=True, alibi=True
+    ),
 )
 _DECODES = ((1, 0), (1, 31), (1, 128), (1, 300))
 _DECODE_SHAPES = (
@@ -103,6 +113,12 @@ _DECODE_SHAPES = (
     AttentionShape("decode, group 4, head size 80, odd blocks", _DECODES, (8, 2, 80), block_size=5),
     AttentionShape("decode, group 12, head size 96", _DECODES, (24, 2, 96), block_size=64),
     AttentionShape("decode, window of one, softcap", _DECODES, (5, 1, 24), window=1, softcap=9.0),
+    AttentionShape("decode, sinks", _DECODES, (9, 3, 64), block_size=32, sinks=True),
+    AttentionShape("decode, group 12, ALiBi", _DECODES, (24, 2, 96), block_size=64, alibi=True),
+    AttentionShape("decode, chunks", _DECODES, (4, 2, 64), block_size=32, chunk=77),
+    AttentionShape(
+        "decode, sinks, ALiBi, chunks, window", _DECODES, (4, 2, 72), window=100, chunk=150, sinks=True, alibi=True
+    ),
 )
 
 
@@ -118,7 +134,7 @@ def attention_args(shape: AttentionShape, device: torch.device, dtype: torch.dty
     is_reversed = torch.rand(table.shape, generator=generator) < 0.5 if shape.directed else None
     cache = torch.full((2, num_blocks, kv_heads, shape.block_size, head_size), torch.nan)
     for request, (query_len, context_len) in enumerate(shape.chunks):
-        first = max(0, context_len + 1 - shape.window) if shape.window else 0
+        first = AttentionSpec(scale=1.0, window=shape.window, chunk=shape.chunk).first_key(context_len)
         position = torch.arange(first, seq_lens[request])
         block, offset = table[request].long()[position // shape.block_size], position % shape.block_size
         if is_reversed is not None:
@@ -134,7 +150,19 @@ def attention_args(shape: AttentionShape, device: torch.device, dtype: torch.dty
     starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
     args = (q, k_cache, v_cache, table.to(device), starts, lens, head_size**-0.5, shape.window, shape.softcap)
+    sinks = torch.randn(num_heads, generator=generator).mul(3).to(device) if shape.sinks else None
+    slopes = torch.rand(num_heads, generator=generator).to(device) if shape.alibi else None
+    if slopes is not None:
+        slopes[0] = 0
+    if shape.chunk or shape.sinks or shape.alibi:
+        return (*args, is_reversed if is_reversed is None else is_reversed.to(device), shape.chunk, sinks, slopes)
     return args if is_reversed is None else (*args, is_reversed.to(device))
+
+
+def attention_options(args: tuple[Any, ...]) -> dict[str, Any]:
+    """Return by name those arguments of paged_attention that follow its tensors q to seq_lens."""
+    names = ("scale", "window", "softcap", "reversed_RM", "chunk", "sinks_N", "alibi_slopes_N")
+    return dict(zip(names, (*args[6:], *(None, 0, None, None)[len(args) - 9 :]), strict=True))
 
 
 def _paged_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -146,9 +174,9 @@ def cpu_attention_args(
     shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, int8: bool = False, num_threads: int = 1
 ) -> tuple[Any, ...]:
     """Return cpu_attention's arguments for ``shape``, as `attention_args`; ``int8`` quantizes the pool."""
-    q, k, v, table, _, *rest = attention_args(shape, device, dtype)
+    q, k, v, table, _, lens, *numbers = attention_args(replace(shape, directed=False), device, dtype)
     pool, scales = quantize_blocks(k, v) if int8 else (pack_blocks(k, v), None)
-    return q, pool, scales, table, *rest, num_threads
+    return q, pool, scales, table, lens, *numbers[:3], num_threads, *numbers[4:]
 
 
 def _cpu_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

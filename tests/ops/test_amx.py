@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,32 @@ class Case:
     window: int
     softcap: float
     seed: int
+    chunk: int = 0
+    alibi: bool = False
+    has_sinks: bool = False
 
     @property
     def scale(self) -> float:
         return self.head_size**-0.5
+
+    @property
+    def slopes(self) -> np.ndarray | None:
+        """ALiBi's, [N]."""
+        return abs(self._per_head(0.3)) if self.alibi else None
+
+    @property
+    def sinks(self) -> np.ndarray | None:
+        """Logits that join the softmax's sum, [N]."""
+        return self._per_head(3) if self.has_sinks else None
+
+    def _per_head(self, scale: float) -> np.ndarray:
+        rng = np.random.default_rng((3, self.seed))
+        return (scale * rng.standard_normal(self.kv_heads * self.group)).astype(np.float32)
+
+    def first_key(self, position: int) -> int:
+        """Return the lowest position that the window and the chunk let a query see."""
+        in_chunk = position - position % self.chunk if self.chunk else 0
+        return max(0, in_chunk, position + 1 - self.window if self.window else 0)
 
     def bits(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
         return to_bf16(rng.standard_normal(shape) * 2)
@@ -72,7 +94,9 @@ def attention(case: Case, q_NH: np.ndarray, k_TKH: np.ndarray, v_TKH: np.ndarray
     if case.softcap:
         scores = case.softcap * np.tanh(scores / case.softcap)
     at = first + np.arange(len(k_TKH))
-    seen = (at <= position) & ((at > position - case.window) if case.window else True)
+    if case.slopes is not None:
+        scores = scores + case.slopes.astype(np.float64)[:, None] * (at - position)
+    seen = (at <= position) & (at >= case.first_key(position))
     scores = np.where(seen, scores, -np.inf)
     highest = scores.max(1)
     weights = np.exp(scores - highest[:, None])
@@ -114,6 +138,8 @@ class Kernels:
             *(
                 ctypes.c_void_p(a.ctypes.data)
                 if isinstance(a, np.ndarray)
+                else ctypes.c_void_p(None)
+                if a is None
                 else ctypes.c_float(a)
                 if isinstance(a, float)
                 else ctypes.c_int64(a)
@@ -155,10 +181,10 @@ def check_decode(kernels: Kernels, case: Case) -> float:
     free = pool == NAN
     free[:, :, 1] = np.repeat(free[:, :, 1].reshape(*v_cache.shape, 1).reshape(-1, 2).all(1), 2).reshape(v_cache.shape)
     # A piece in the middle of a sequence, or one that asks for more than the query's position and window let it see.
-    middle = case.window == 0 and case.seed % 3 == 0
+    middle = case.window == case.chunk == 0 and case.seed % 3 == 0
     position = case.high - 1 + 50 * middle
     end = case.high + (0 if middle else int(rng.integers(3)) * 7)
-    begin = case.low if not case.window else int(rng.integers(case.low + 1))
+    begin = int(rng.integers(case.low + 1)) if case.window or case.chunk else case.low
     acc = np.full((num_heads, case.head_size), np.nan, np.float32)
     m, l = (np.full(num_heads, np.nan, np.float32) for _ in range(2))  # noqa: E741
     lift = kernels.forbid([pool], [free])
@@ -173,6 +199,8 @@ def check_decode(kernels: Kernels, case: Case) -> float:
         case.scale,
         case.window,
         case.softcap,
+        case.chunk,
+        case.slopes,
         acc,
         m,
         l,
@@ -204,6 +232,9 @@ def run_prefill(kernels: Kernels, case: Case, q: np.ndarray, paged_kv: Any, cuts
             case.scale,
             case.window,
             case.softcap,
+            case.chunk,
+            case.slopes,
+            case.sinks,
             out,
         )
     return out
@@ -219,7 +250,9 @@ def check_prefill(kernels: Kernels, case: Case, q_len: int) -> None:
     out = run_prefill(kernels, case, q, paged_kv, [0, q_len])
     lift()
     for i in range(q_len):
-        acc, _, total = attention(case, to_float(q[i]), to_float(k), to_float(v), case.low, case.high - q_len + i)
+        acc, top, total = attention(case, to_float(q[i]), to_float(k), to_float(v), case.low, case.high - q_len + i)
+        if case.sinks is not None:
+            total = total + np.exp(case.sinks - top)
         # Inside it is fp32: what differs is one rounding of the result to 8 bits, which may go the other way.
         np.testing.assert_allclose(to_float(out[i]), acc / total[:, None], rtol=2**-7, atol=1e-5)
     cuts = sorted({0, q_len, *rng.integers(q_len, size=2).tolist()})
@@ -230,17 +263,21 @@ def draw(rng: np.random.Generator, block_sizes: tuple[int, ...], seed: int, leng
     kv_heads, group = HEADS[rng.integers(len(HEADS))]
     high = int(rng.integers(1, length))
     window = int(rng.choice((0, 0, 1, 40, 200)))
-    return Case(
+    case = Case(
         kv_heads=kv_heads,
         group=group,
         head_size=int(rng.choice(HEAD_SIZES)),
         block_size=int(rng.choice(block_sizes)),
-        low=max(0, high - window) if window else int(rng.integers(high)) * int(rng.integers(2)),
+        low=int(rng.integers(high)) * int(rng.integers(2)),
         high=high,
         window=window,
         softcap=float(rng.choice((0.0, 0.0, 5.0))),
         seed=seed,
+        chunk=int(rng.choice((0, 0, 50, 64))),
+        alibi=bool(rng.integers(2)),
+        has_sinks=bool(rng.integers(2)),
     )
+    return replace(case, low=case.first_key(high - 1)) if case.window or case.chunk else case
 
 
 def decode_case(seed: int) -> Case:
@@ -251,8 +288,7 @@ def prefill_case(seed: int) -> tuple[Case, int]:
     rng = np.random.default_rng((2, seed))
     case = draw(rng, (16, 32, 48, 64, 128), seed, 300)
     q_len = int(rng.integers(1, min(40, case.high) + 1))
-    low = max(0, case.high - q_len + 1 - case.window) if case.window else 0
-    return Case(**{**vars(case), "low": low}), q_len
+    return replace(case, low=case.first_key(case.high - q_len)), q_len
 
 
 def compile_cpp(source: Path, output: Path, *options: str) -> Path:
@@ -308,7 +344,7 @@ def test_a_piece_that_the_window_does_not_see_is_empty(kernels: Kernels) -> None
     q, pool, table = np.zeros((4, 64), np.uint16), np.full((1, 2, 2, 32, 64), NAN), np.full(4, -1, np.int32)
     acc, m, l = (np.full(shape, np.nan, np.float32) for shape in ((4, 64), 4, 4))  # noqa: E741
     shape, keys = np.array((1, 2, 32, 64), np.int64), np.array((100, 0, 32), np.int64)
-    kernels("amx_decode", q, pool, shape, table, keys, 4, 0.1, 10, 0.0, acc, m, l)
+    kernels("amx_decode", q, pool, shape, table, keys, 4, 0.1, 10, 0.0, 0, None, acc, m, l)
     assert (acc == 0).all() and (m == -np.inf).all() and (l == 0).all()
 
 

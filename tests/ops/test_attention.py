@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.ops import reference
 from tests.ops.checks import CPU, check_against_reference, op_named
 from tests.ops.host_layout import pack_blocks
-from tests.ops.table import AttentionShape, Sample, attention_args, cpu_attention_args
+from tests.ops.table import AttentionShape, Sample, attention_args, attention_options, cpu_attention_args
 from tests.ops.tolerances import ATTENTION, TORCH_HALF_ATTENTION, Tolerance
 
 paged_attention = op_named("paged_attention")
@@ -41,9 +41,8 @@ def interpreted(num_splits: int) -> Callable[..., Tensor]:
     def attend(*args: Any) -> Tensor:
         from omniserve.ops.kernels.attention import paged_attention as launch
 
-        *tensors, scale, window, softcap = args[:9]
-        options = {"scale": scale, "window": window, "softcap": softcap, "reversed_RM": (*args, None)[9]}
-        return launch(*tensors, num_splits=num_splits if args[0].shape[:2].numel() < 200 else 1, **options)
+        num_parts = num_splits if args[0].shape[:2].numel() < 200 else 1
+        return launch(*args[:6], num_splits=num_parts, **attention_options(args))
 
     return attend
 
@@ -74,7 +73,7 @@ def two_threads() -> Iterator[None]:
 
 
 shapes = st.builds(
-    lambda chunks, kv_heads, group, head_size, block_size, window, softcap, strided, directed: AttentionShape(
+    lambda chunks, kv_heads, group, head_size, block_size, window, softcap, strided, directed, kinds: AttentionShape(
         label="drawn",
         chunks=tuple(chunks),
         heads=(kv_heads * group, kv_heads, head_size),
@@ -83,6 +82,9 @@ shapes = st.builds(
         softcap=softcap,
         strided=strided,
         directed=directed,
+        chunk=kinds[0],
+        sinks=kinds[1],
+        alibi=kinds[2],
     ),
     chunks=st.lists(st.tuples(st.sampled_from((0, 1, 1, 2, 7, 40)), st.integers(0, 200)), max_size=4),
     kv_heads=st.integers(1, 3),
@@ -93,6 +95,7 @@ shapes = st.builds(
     softcap=st.sampled_from((0.0, 0.0, 4.0)),
     strided=st.booleans(),
     directed=st.booleans(),
+    kinds=st.tuples(st.sampled_from((0, 0, 1, 7, 64)), st.booleans(), st.booleans()),
 )
 
 
@@ -145,19 +148,38 @@ def sequence(seq_len: int, dtype: torch.dtype, block_size: int = 16) -> tuple[Te
     return attention_args(shape, CPU, dtype)[:4]
 
 
-def chunk(q: Tensor, k: Tensor, v: Tensor, table: Tensor, begin: int, end: int, window: int) -> Tensor:
+SINKS, SLOPES = torch.tensor([2.0, -1.0, 0.5, 4.0]), torch.tensor([0.5, 0.0, 0.1, 0.02])
+KINDS = {
+    "plain": (),
+    "sinks": (None, 0, SINKS, None),
+    "ALiBi": (None, 0, None, SLOPES),
+    "chunks": (None, 70, None, None),
+}
+
+
+def chunk(q: Tensor, k: Tensor, v: Tensor, table: Tensor, begin: int, end: int, window: int, *kinds: Any) -> Tensor:
     starts, lens = torch.tensor([0, end - begin]).int(), torch.tensor([end]).int()
-    return paged_attention(q[begin:end], k, v, table, starts, lens, 0.2, window, 0.0)
+    return paged_attention(q[begin:end], k, v, table, starts, lens, 0.2, window, 0.0, *kinds)
 
 
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chunking_does_not_change_a_bit(dtype: torch.dtype, window: int) -> None:
+def test_chunking_does_not_change_a_bit(dtype: torch.dtype, window: int, kinds: tuple[Any, ...]) -> None:
     q, k, v, table = sequence(300, dtype)
-    whole = chunk(q, k, v, table, 0, 300, window)
+    whole = chunk(q, k, v, table, 0, 300, window, *kinds)
     cuts = [0, 2, 77, 140, 298, 300]
-    parts = [chunk(q, k, v, table, a, b, window) for a, b in pairwise(cuts)]
+    parts = [chunk(q, k, v, table, a, b, window, *kinds) for a, b in pairwise(cuts)]
     assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_sink_that_outweighs_all_keys_leaves_nothing_of_their_values() -> None:
+    q, k, v, table = sequence(90, torch.float32)
+    for begin in (0, 89):  # a chunk, and a decode
+        out = chunk(q, k, v, table, begin, 90, 0, None, 0, torch.tensor([80.0, -80.0, 80.0, 0.0]))
+        plain = chunk(q, k, v, table, begin, 90, 0)
+        assert out[:, [0, 2]].abs().max() < 1e-25
+        torch.testing.assert_close(out[:, 1], plain[:, 1])
 
 
 @pytest.mark.usefixtures("two_threads")

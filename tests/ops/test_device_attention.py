@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention import DEVICE_ATTENTION, DeviceAttention, is_graph_safe, resolve_attention
-from omniserve.ops.attention.base import gather_keys, head_pages
+from omniserve.ops.attention.base import gather_keys, head_pages, per_head, why_not_xformers
 from omniserve.ops.attention.flex import attend_flex
 from omniserve.ops.attention.native import attend_cpu, attend_triton
 from omniserve.ops.attention.sdpa import attend_sdpa
@@ -54,6 +55,37 @@ def test_a_name_that_reads_in_one_direction_is_refused_where_blocks_run_in_two()
         resolve_attention("xformers", CUDA, is_directed=True)
     assert resolve_attention("cpu", CPU, is_directed=True) is attend_cpu
     assert resolve_attention("sdpa", CUDA, is_directed=True) is DEVICE_ATTENTION.get("sdpa")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (AttentionSpec(scale=1.0, softcap=5.0), "soft-capped attention"),
+        (AttentionSpec(scale=1.0, sinks=(0.5, 1.0)), "attention sinks"),
+        (AttentionSpec(scale=1.0, alibi_slopes=(0.5, 0.25)), "ALiBi"),
+        (AttentionSpec(scale=1.0, chunk=9), "attention within chunks"),
+    ],
+)
+def test_xformers_is_neither_chosen_nor_taken_for_what_it_does_not_have(
+    kind: AttentionSpec, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = (AttentionSpec(scale=1.0), kind)
+    with pytest.raises(ValueError, match=f"xformers has no {name}.*give attention='triton' or 'sdpa'"):
+        resolve_attention("xformers", CUDA, layers)
+    assert resolve_attention("xformers", CUDA, layers[:1]) is attend_xformers
+    monkeypatch.setattr("omniserve.ops.attention.base.per_head", lambda values, device: None)  # there is no device
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "xformers" else None)
+    assert resolve_attention("auto", CUDA, layers) is attend_sdpa
+
+
+def test_a_layers_values_are_on_the_device_before_the_first_call() -> None:
+    per_head.cache_clear()
+    spec = AttentionSpec(scale=1.0, sinks=(0.5, 1.0), alibi_slopes=(0.5, 0.25))
+    resolve_attention("cpu", CPU, (spec, spec))
+    before = per_head.cache_info()
+    assert before.currsize == 2
+    assert per_head(spec.sinks, CPU).tolist() == [0.5, 1.0] and per_head(spec.alibi_slopes, CPU).tolist() == [0.5, 0.25]
+    assert per_head.cache_info().misses == before.misses
 
 
 def test_an_unknown_name_lists_the_known() -> None:
@@ -106,10 +138,13 @@ def test_flex_agrees_with_the_operator(dtype: torch.dtype) -> None:
         torch.testing.assert_close(out, expected, rtol=rtol, atol=atol, msg=lambda m, s=sample: s.label + m)
 
 
-def padded_decodes(window: int, directed: bool) -> tuple[Any, ...]:
+def padded_decodes(window: int, directed: bool, has_kinds: bool = False) -> tuple[Any, ...]:
     """Return arguments of five decodes, the second and the last of which are padding."""
     chunks = ((1, 30), (1, 5), (1, 0), (1, 70), (1, 9))
-    shape = AttentionShape(label="", chunks=chunks, heads=(4, 2, 16), block_size=16, window=window, directed=directed)
+    shape = AttentionShape(
+        label="", chunks=chunks, heads=(4, 2, 16), block_size=16, window=window, directed=directed,
+        chunk=25 * has_kinds, sinks=has_kinds, alibi=has_kinds,
+    )  # fmt: skip
     args = attention_args(shape, CPU, torch.float32)
     args[3][[1, 4]] = 0
     args[5][[1, 4]] = 0
@@ -118,11 +153,13 @@ def padded_decodes(window: int, directed: bool) -> tuple[Any, ...]:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("attend", [attend_cpu, attend_sdpa, attend_flex, attend_triton])
-@pytest.mark.parametrize(("window", "directed"), [(0, False), (20, True)])
-def test_padding_gives_zeros_beside_one_query_each(attend: DeviceAttention, window: int, directed: bool) -> None:
+@pytest.mark.parametrize(("window", "directed", "has_kinds"), [(0, False, False), (20, True, False), (0, True, True)])
+def test_padding_gives_zeros_beside_one_query_each(
+    attend: DeviceAttention, window: int, directed: bool, has_kinds: bool
+) -> None:
     if attend is attend_triton:
         pytest.importorskip("triton")
-    q, k, v, table, starts, lens, *rest = padded_decodes(window, directed)
+    q, k, v, table, starts, lens, *rest = padded_decodes(window, directed, has_kinds)
     if attend is attend_flex:
         k, v = k.nan_to_num(1e3), v.nan_to_num(1e3)
     q[[1, 4]] = torch.nan
@@ -131,8 +168,8 @@ def test_padding_gives_zeros_beside_one_query_each(attend: DeviceAttention, wind
     assert torch.equal(out[[1, 4]], torch.zeros(2, 4, 16))
     for request in (0, 2, 3):
         only = slice(request, request + 1)
-        numbers, directions = rest[:3], [table[only] for table in rest[3:]]
-        args = (q[only], k, v, table[only], torch.tensor([0, 1]).int(), lens[only], *numbers, *directions)
+        numbers, directions, kinds = rest[:3], [table[only] for table in rest[3:4]], rest[4:]
+        args = (q[only], k, v, table[only], torch.tensor([0, 1]).int(), lens[only], *numbers, *directions, *kinds)
         alone = attend_cpu(*attention_call(args))
         torch.testing.assert_close(out[only], alone, rtol=2e-6, atol=2e-5)
 
@@ -161,9 +198,9 @@ def test_cuda_agrees_with_the_operator(name: str, dtype: torch.dtype) -> None:
     rtol, atol = TORCH_HALF_ATTENTION[dtype]
     for sample in OPS["paged_attention"].samples(CPU, dtype):
         q, k, v, *rest = sample.args
-        is_capped, is_directed = sample.args[8], len(sample.args) > 9
+        is_directed, spec = len(sample.args) > 9, attention_call(sample.args)[-1]
         block_size, head_size = k.shape[2:]
-        if name == "xformers" and (is_capped or is_directed):
+        if name == "xformers" and (is_directed or why_not_xformers(spec)):
             continue
         if name == "flex":
             if block_size < 16 or block_size & (block_size - 1) or head_size < 16:

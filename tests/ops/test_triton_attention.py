@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.ops import reference
 from tests.ops.checks import CPU
 from tests.ops.compile_cases import DEVICES
-from tests.ops.table import OPS, AttentionShape, attention_args
+from tests.ops.table import OPS, AttentionShape, attention_args, attention_options
 from tests.ops.tolerances import TORCH_HALF_ATTENTION
 
 pytest.importorskip("triton")
@@ -40,11 +40,7 @@ H200 = DEVICES[90]
 
 
 def attend(args: tuple[Any, ...], **options: Any) -> Tensor:
-    *tensors, scale, window, softcap = args[:9]
-    reversed_RM = args[9] if len(args) > 9 else None
-    return paged_attention(
-        *tensors, scale=scale, window=window, softcap=softcap, reversed_RM=reversed_RM, **{"device": SMALL} | options
-    )
+    return paged_attention(*args[:6], **attention_options(args) | {"device": SMALL} | options)
 
 
 def check(args: tuple[Any, ...], label: str, **options: Any) -> None:
@@ -66,11 +62,17 @@ def test_samples_agree_with_the_reference(dtype: torch.dtype) -> None:
 
 @interpreted
 @pytest.mark.parametrize("num_splits", [2, 4])
-@pytest.mark.parametrize(("window", "softcap", "directed"), [(0, 0.0, False), (40, 3.0, True)])
-def test_parts_of_the_keys_add_up(num_splits: int, window: int, softcap: float, directed: bool) -> None:
+@pytest.mark.parametrize(
+    ("window", "softcap", "directed", "has_kinds"),
+    [(0, 0.0, False, False), (40, 3.0, True, False), (0, 0.0, True, True)],
+)
+def test_parts_of_the_keys_add_up(
+    num_splits: int, window: int, softcap: float, directed: bool, has_kinds: bool
+) -> None:
     shape = AttentionShape(
         label="", chunks=((1, 199), (3, 90), (1, 0), (0, 5), (1, 17)), heads=(6, 2, 16), block_size=16,
         window=window, softcap=softcap, directed=directed,
+        chunk=70 * has_kinds, sinks=has_kinds, alibi=has_kinds,
     )  # fmt: skip
     args = attention_args(shape, CPU, torch.float32)
     check(args, "parts", num_splits=num_splits)
@@ -207,6 +209,11 @@ def test_a_group_larger_than_any_tile_gets_one_of_its_own() -> None:
         (lambda q, k, v, *rest: (q[:, :3], k, v, *rest), "do not fit a cache"),
         (lambda q, k, v, *rest: (q, k, v[:3], *rest), "K and V caches differ"),
         (lambda q, k, v, table, *rest: (q, k, v, table.long(), *rest), "block_table is torch.int64"),
+        (
+            lambda *args: (*args, None, 0, torch.zeros(3)),
+            r"sinks_N is torch.float32 \(3,\); expected float32, 4 entries",
+        ),
+        (lambda *args: (*args, None, 0, None, torch.zeros(4).half()), "alibi_slopes_N is torch.float16"),
         (lambda q, k, v, table, starts, *rest: (q, k, v, table, starts[:1], *rest), "query_start"),
         (lambda *args: (*args, torch.ones(1, 1, dtype=torch.bool)), "expected bool, as block_table"),
     ],

@@ -95,11 +95,33 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         {**_MOE, "num_local_experts": 4, "sliding_window": None, "experts_implementation": "batched_mm"},
     ),
     # Types without a layer family of their own.
+    "bart": (
+        "bart",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "d_model": 48,
+            "decoder_ffn_dim": 80,
+            "decoder_attention_heads": 6,
+            "max_position_embeddings": 512,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "forced_eos_token_id": None,
+            "scale_embedding": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "bloom": ("bloom", _COMMON),
     "cohere2": (
         "cohere2",
         {**_GQA, "head_dim": 8, "sliding_window": 9, "layer_types": _WINDOW_LAST, "logit_scale": 0.5},
     ),
     "deepseek_v3": ("deepseek_v3", _MLA),
+    # Its query heads of one group stand before their KV head; the eager attention of transformers repeats these.
+    "falcon": (
+        "falcon",
+        {**_COMMON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 2, "bias": True},
+    ),
     "gemma3": ("gemma3_text", {**_GQA, "head_dim": 16, "sliding_window": 9, "layer_types": _WINDOW_LAST}),
     "gpt2": ("gpt2", {**_COMMON, "n_inner": 80}),
     "granitemoe": ("granitemoe", {**_MOE, "num_local_experts": 4, "attention_multiplier": 0.3, "logits_scaling": 2.0}),
@@ -143,7 +165,8 @@ def tiny_model(
 def blank_model(family: str, dtype: torch.dtype, *, num_layers: int = 3, **overrides: Any) -> PreTrainedModel:
     """Build a model with whatever parameters Hugging Face gives it, on the default device; see ``tiny_model``."""
     model_type, settings = MODELS[family]
-    fields = {**settings, "num_hidden_layers": num_layers, **overrides}
+    count = "decoder_layers" if model_type == "bart" else "num_hidden_layers"
+    fields = {**settings, count: num_layers, **overrides}
     for name in ("layer_types", "no_rope_layers"):  # patterns, repeated as often as is needed
         if name in fields:
             fields[name] = [fields[name][index % len(fields[name])] for index in range(num_layers)]

@@ -65,11 +65,19 @@ def _attend(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, start: int, spec: Atten
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     query_position = start + torch.arange(q_TNH.shape[0])[:, None]
     key_position = torch.arange(keys.shape[0])[None]
+    if spec.alibi_slopes is not None:
+        scores = scores + torch.tensor(spec.alibi_slopes)[:, None, None] * (key_position - query_position)
     visible = key_position <= query_position
     if spec.window:
         visible &= key_position > query_position - spec.window
+    if spec.chunk:
+        visible &= key_position // spec.chunk == query_position // spec.chunk
     scores = scores.masked_fill(~visible, float("-inf"))
-    return torch.einsum("nts,snh->tnh", scores.softmax(-1), values).flatten(1).to(q_TNH.dtype)
+    if spec.sinks is not None:
+        sinks = torch.tensor(spec.sinks)[:, None, None].expand(-1, q_TNH.shape[0], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[0]]
+    return torch.einsum("nts,snh->tnh", weights, values).flatten(1).to(q_TNH.dtype)
 
 
 @torch.inference_mode()

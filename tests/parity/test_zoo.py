@@ -20,10 +20,10 @@ def test_types_that_people_use_are_exact(model_type: str) -> None:
 
 
 def test_a_type_that_is_refused_is_listed_with_the_reason() -> None:
-    outcome = try_type("gpt_oss", num_histories=1)
+    outcome = try_type("doge", num_histories=1)
     assert (outcome.result, outcome.detail) == (
-        "refused", "gives the attention of layer 0 's_aux', which no kernel here has",
+        "refused", "gives the attention of layer 0 'attention_mask', which no kernel here has",
     )  # fmt: skip
     text = page([outcome, Outcome("olmo2", "exact", ""), Outcome("blt", "no model", "too large")])
-    assert "| `gpt_oss` | gives the attention of layer 0 's_aux'" in text
+    assert "| `doge` | gives the attention of layer 0 'attention_mask'" in text
     assert "## Exact (1)\n\n`olmo2`" in text and "| `blt` | no model: too large |" in text

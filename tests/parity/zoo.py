@@ -54,6 +54,8 @@ _SIZES: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
 }
 _MLA = {"num_key_value_heads": 4, "v_head_dim": 16, "qk_nope_head_dim": 16, "head_dim": 8, "q_lora_rank": 16}
+# Prompts have several chunks; every second layer has none, and scales queries from an early position on.
+_LLAMA4 = {"attention_chunk_size": 7, "no_rope_layer_interval": 2, "floor_scale": 5}
 # What a type needs beside these sizes. None leaves a field as it is by default.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "axk1": _MLA, "axk2": _MLA, "deepseek_v2": _MLA | {"topk_method": "greedy", "num_experts_per_tok": 2},
@@ -62,6 +64,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "minicpm3": _MLA, "mistral4": _MLA, "youtu": _MLA, "kimi_linear": _MLA,
     "bert": {"is_decoder": True},
     "bert-generation": {"is_decoder": True},
+    "big_bird": {"is_decoder": True, "attention_type": "original_full"},
     "biogpt": {"scale_embedding": True},
     "camembert": {"is_decoder": True},
     "codegen": {"rotary_dim": 8},
@@ -74,6 +77,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "hunyuan_v1_moe": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "moe_topk": 1},
+    "llama4": _LLAMA4, "llama4_text": _LLAMA4,
     "megatron-bert": {"is_decoder": True},
     "moshi": {"sliding_window": 512},  # with a shorter one its generate() contradicts its own forward
     "ministral": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
@@ -133,6 +137,7 @@ def tiny(model_type: str) -> PreTrainedModel:
                 parameter.copy_(noise * 1.6 * parameter.shape[-1] ** -0.5)
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
+    model.generation_config.forced_eos_token_id = None  # BART's generate() ends with it whatever the model says
     return model.eval()
 
 

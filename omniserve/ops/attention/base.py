@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
@@ -91,28 +92,50 @@ def is_graph_safe(attend: DeviceAttention) -> bool:
     return bool(getattr(attend, "graph_safe", False))
 
 
-def resolve_attention(name: str, device: torch.device, *, is_directed: bool = False) -> DeviceAttention:
+def resolve_attention(
+    name: str, device: torch.device, layers: Sequence[AttentionSpec] = (), *, is_directed: bool = False
+) -> DeviceAttention:
     """Return the implementation called ``name``; "auto" takes the one that should be the best on ``device``.
 
-    On CUDA that is ``triton`` if triton can be imported, else ``xformers``, else ``sdpa``. This order is reasoned, not
-    yet measured on a GPU. With ``is_directed`` some blocks will run from the right (``reversed_RM``).
+    On CUDA that is ``triton`` if triton can be imported, else ``xformers`` if it can do all ``layers``, else ``sdpa``.
+    This order is reasoned, not yet measured on a GPU. With ``is_directed`` some blocks will run from the right
+    (``reversed_RM``).
 
     Raises:
-        ValueError: The name is unknown, or its implementation does not run on this device or in both directions.
+        ValueError: The name is unknown, or its implementation does not run on this device, in both directions or with
+            these layers.
     """
+    refusals = [refusal for layer in layers if (refusal := why_not_xformers(layer))]
     if name == "auto":
-        installed = (package for package in ("triton", "xformers") if importlib.util.find_spec(package))
+        able = ("triton",) if refusals else ("triton", "xformers")
+        installed = (package for package in able if importlib.util.find_spec(package))
         name = "cpu" if device.type == "cpu" else next(installed, "sdpa")
-    if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return DEVICE_ATTENTION.get(name)
-    if (wanted := {"cpu": "cpu", "xformers": "cuda", "triton": "cuda"}.get(name, device.type)) != device.type:
+    if refusals and name == "xformers":
+        raise ValueError(refusals[0])
+    is_interpreted = name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    wanted = {"cpu": "cpu", "xformers": "cuda", "triton": "cuda"}.get(name, device.type)
+    if wanted != device.type and not is_interpreted:
         raise ValueError(f"device attention {name!r} runs on {wanted}, not on {device.type}; give 'sdpa' or 'auto'")
     if is_directed and name == "xformers":
         raise ValueError(
             "the KV manager lets blocks run in two directions, which device attention 'xformers' cannot read; "
             "set attention='triton' or 'sdpa', or a KV manager other than 'bidirectional'"
         )
-    return DEVICE_ATTENTION.get(name)
+    attend = DEVICE_ATTENTION.get(name)
+    for layer in layers:
+        for values in (layer.sinks, layer.alibi_slopes):
+            per_head(values, device)
+    return attend
+
+
+def why_not_xformers(spec: AttentionSpec) -> str:
+    """Say which part of a layer's attention xformers does not have; empty if it has all of it."""
+    kinds = (
+        (spec.softcap, "soft-capped attention"), (spec.sinks, "attention sinks"), (spec.alibi_slopes, "ALiBi here"),
+        (spec.chunk, "attention within chunks"),
+    )  # fmt: skip
+    missing = next((kind for is_wanted, kind in kinds if is_wanted), None)
+    return f"xformers has no {missing}; give attention='triton' or 'sdpa' for this model" if missing else ""
 
 
 def host_lengths(metadata: AttentionMetadata, name: str) -> HostLengths:
@@ -158,6 +181,10 @@ def head_pages(block_table_RM: Tensor, kv_heads: int) -> Tensor:
     return pages_RKM.flatten(0, 1)
 
 
-def first_key(query_len: int, seq_len: int, spec: AttentionSpec) -> int:
-    """Return the lowest position that a chunk's first query sees."""
-    return max(0, seq_len - query_len + 1 - spec.window) if spec.window else 0
+@cache
+def per_head(values: tuple[float, ...] | None, device: torch.device) -> Tensor | None:
+    """Return a layer's sinks or ALiBi slopes, if it has any, as a tensor ``[N]`` of float32; the same one in each call.
+
+    The first call copies, which no captured graph may hold: `resolve_attention` makes it.
+    """
+    return None if values is None else torch.tensor(values, dtype=torch.float32).to(device)

@@ -14,10 +14,17 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
 
 from omniserve.core.spec import AttentionSpec
-from omniserve.ops.attention.base import DEVICE_ATTENTION, AttentionMetadata, graph_safe, head_pages, host_lengths
+from omniserve.ops.attention.base import (
+    DEVICE_ATTENTION,
+    AttentionMetadata,
+    graph_safe,
+    head_pages,
+    host_lengths,
+    per_head,
+)
 
 _TILE_ROWS = 128
 """Rows that share a list of pages: FlexAttention's own default."""
@@ -62,7 +69,8 @@ def attend_flex(
     out_E1LH = attend(
         q_E1LH, k_cache_BKSH, v_cache_BKSH,
         metadata.block_table_RM, query_start_loc_R1.diff(), metadata.seq_lens_R, metadata.reversed_RM,
-        group=group, scale=spec.scale, window=spec.window, softcap=spec.softcap,
+        per_head(spec.sinks, q_TNH.device), per_head(spec.alibi_slopes, q_TNH.device),
+        group=group, scale=spec.scale, window=spec.window, softcap=spec.softcap, chunk=spec.chunk,
     )  # fmt: skip
     out_RLKGH = out_E1LH.view(num_requests, kv_heads, longest, group, head_size).transpose(1, 2)
     out = out_RLKGH.reshape(num_requests * longest, num_heads, head_size)
@@ -74,8 +82,8 @@ def _compiled() -> Callable[..., Tensor]:
     compiled: Callable[..., Tensor] = torch.compile(_attend_pages, fullgraph=True)
 
     def attend(*args: Tensor | None, **constants: float) -> Tensor:
-        # There is a graph for each kind of layer (window, softcap), and for one request, one query each, and chunks:
-        # together more than torch's limit of 8.
+        # There is a graph for each kind of layer, and for one request, one query each, and chunks: together more than
+        # torch's limit of 8.
         with torch._dynamo.config.patch(recompile_limit=64):
             return compiled(*args, **constants)
 
@@ -84,14 +92,18 @@ def _compiled() -> Callable[..., Tensor]:
 
 def _attend_pages(
     q_E1LH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, block_table_RM: Tensor, query_lens_R: Tensor,
-    seq_lens_R: Tensor, reversed_RM: Tensor | None, *, group: int, scale: float, window: int, softcap: float,
+    seq_lens_R: Tensor, reversed_RM: Tensor | None, sinks_N: Tensor | None, slopes_N: Tensor | None, *,
+    group: int, scale: float, window: int, softcap: float, chunk: int,
 ) -> Tensor:  # fmt: skip
     """Return ``[E, 1, L, H]``."""
     num_blocks, kv_heads, block_size, head_size = k_cache_BKSH.shape
     (num_requests, width), num_rows, device = block_table_RM.shape, q_E1LH.shape[2], q_E1LH.device
     num_keys = num_blocks * kv_heads * block_size
     context_R = seq_lens_R - query_lens_R
-    first_R = ((context_R + 1 - window).clamp(min=0) if window else torch.zeros_like(context_R)) // block_size
+    first_R = (context_R + 1 - window).clamp(min=0) if window else torch.zeros_like(context_R)
+    if chunk:
+        first_R = torch.maximum(first_R, context_R - context_R % chunk)
+    first_R = first_R // block_size
 
     # Pages that a tile of rows visits: from the first that the request's first query sees to that of its own last.
     tile_Q = torch.arange(-(-num_rows // _TILE_ROWS), dtype=torch.int32, device=device) * _TILE_ROWS
@@ -108,22 +120,34 @@ def _attend_pages(
     standing_RB = torch.full((num_requests, num_blocks + 1), -1, dtype=torch.int32, device=device)
     standing_RB.scatter_(1, column_RM, entry_M.expand(num_requests, width).contiguous())
 
-    def is_seen(entry: Tensor, _head: Tensor, row: Tensor, place: Tensor) -> Tensor:
-        request, page, offset = entry // kv_heads, place // block_size, place % block_size
-        standing = standing_RB[request, page // kv_heads]
+    def positions(entry: Tensor, row: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the index of a place's block in the request, and the positions of the key and of the query."""
+        request, block, offset = entry // kv_heads, place // block_size // kv_heads, place % block_size
+        standing = standing_RB[request, block]
         if reversed_RM is not None:
             is_reversed = reversed_RM[request, standing.clamp(min=0)]
             offset = torch.where(is_reversed, block_size - 1 - offset, offset)
-        key_pos, query_pos = standing * block_size + offset, context_R[request] + row // group
-        seen = (standing >= 0) & (page % kv_heads == entry % kv_heads) & (key_pos <= query_pos)
-        return seen & (key_pos > query_pos - window) if window else seen
+        return standing, standing * block_size + offset, context_R[request] + row // group
+
+    def is_seen(entry: Tensor, _head: Tensor, row: Tensor, place: Tensor) -> Tensor:
+        standing, key_pos, query_pos = positions(entry, row, place)
+        head = place // block_size % kv_heads
+        seen = (standing >= 0) & (head == entry % kv_heads) & (key_pos <= query_pos)
+        if window:
+            seen = seen & (key_pos > query_pos - window)
+        return seen & (key_pos >= query_pos - query_pos % chunk) if chunk else seen
 
     # As tensors, because the compiler allows no number in a score function that differs between layers.
     scale_1, softcap_1 = torch.full((), scale, device=device), torch.full((), softcap, device=device)
 
-    def scale_and_cap(score: Tensor, _entry: Tensor, _head: Tensor, _row: Tensor, _place: Tensor) -> Tensor:
+    def soften(score: Tensor, entry: Tensor, _head: Tensor, row: Tensor, place: Tensor) -> Tensor:
         score = score * scale_1
-        return softcap_1 * torch.tanh(score / softcap_1) if softcap else score
+        if softcap:
+            score = softcap_1 * torch.tanh(score / softcap_1)
+        if slopes_N is not None:
+            _, key_pos, query_pos = positions(entry, row, place)
+            score = score + slopes_N[entry % kv_heads * group + row % group] * (key_pos - query_pos)
+        return score
 
     num_tiles = tile_Q.shape[0]
     mask = BlockMask.from_kv_blocks(
@@ -134,13 +158,22 @@ def _attend_pages(
         seq_lengths=(num_rows, num_keys),
         compute_q_blocks=False,
     )
-    out: Tensor = flex_attention(
+    result: tuple[Tensor, AuxOutput] = flex_attention(
         q_E1LH,
         k_cache_BKSH.reshape(1, 1, num_keys, head_size),
         v_cache_BKSH.reshape(1, 1, num_keys, head_size),
-        score_mod=scale_and_cap,
+        score_mod=soften,
         block_mask=mask,
         scale=1.0,
         kernel_options={"BLOCK_N": min(64, block_size)} if q_E1LH.is_cuda else None,
+        return_aux=AuxRequest(lse=sinks_N is not None),
     )
-    return out
+    out, aux = result
+    if sinks_N is None:
+        return out
+    assert aux.lse is not None
+    # A sink takes its share of each row's weight.
+    heads_KG = sinks_N.view(1, kv_heads, 1, group)
+    lse_RKLG = aux.lse.view(num_requests, kv_heads, -1, group)
+    share_E1L = torch.sigmoid(lse_RKLG - heads_KG).view(num_requests * kv_heads, 1, num_rows, 1)
+    return (out * share_E1L).to(out.dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from omniserve.core.spec import AttentionSpec
-from omniserve.ops.attention.base import DEVICE_ATTENTION, AttentionMetadata, graph_safe
+from omniserve.ops.attention.base import DEVICE_ATTENTION, AttentionMetadata, graph_safe, per_head
 
 
 @DEVICE_ATTENTION.register("cpu")
@@ -21,7 +21,8 @@ def attend_cpu(
         block_table_RM, seq_lens_R = block_table_RM.clamp(min=0), seq_lens_R.clamp(min=1)
     out_TNH: Tensor = torch.ops.omniserve.paged_attention.default(
         q_TNH, k_cache_BKSH, v_cache_BKSH, block_table_RM, metadata.query_start_loc_R1, seq_lens_R,
-        spec.scale, spec.window, spec.softcap, metadata.reversed_RM,
+        spec.scale, spec.window, spec.softcap, metadata.reversed_RM, spec.chunk,
+        per_head(spec.sinks, q_TNH.device), per_head(spec.alibi_slopes, q_TNH.device),
     )  # fmt: skip
     return out_TNH if is_padding_R is None else out_TNH.masked_fill_(is_padding_R[:, None, None], 0)
 
@@ -44,6 +45,7 @@ def attend_triton(
     return paged_attention(
         q_TNH, k_cache_BKSH, v_cache_BKSH,
         metadata.block_table_RM, metadata.query_start_loc_R1, metadata.seq_lens_R,
-        scale=spec.scale, window=spec.window, softcap=spec.softcap,
+        scale=spec.scale, window=spec.window, softcap=spec.softcap, chunk=spec.chunk,
+        sinks_N=per_head(spec.sinks, q_TNH.device), alibi_slopes_N=per_head(spec.alibi_slopes, q_TNH.device),
         reversed_RM=metadata.reversed_RM, one_query_each=metadata.one_query_each,
     )  # fmt: skip

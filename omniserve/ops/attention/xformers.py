@@ -11,10 +11,10 @@ from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention.base import (
     DEVICE_ATTENTION,
     AttentionMetadata,
-    first_key,
     gather_keys,
     head_pages,
     host_lengths,
+    why_not_xformers,
 )
 
 
@@ -29,8 +29,9 @@ def attend_xformers(
     which the launches depend, so a graph would repeat the lengths of its capture.
 
     Raises:
-        ValueError: The layer soft-caps its scores or there is a direction table, which xformers does not support. Or
-            the call is captured in a graph, or has ``one_query_each`` without ``host_lengths``.
+        ValueError: The layer soft-caps its scores, has sinks, ALiBi or chunks, or there is a direction table, which
+            xformers does not support. Or the call is captured in a graph, or has ``one_query_each`` without
+            ``host_lengths``.
         NotImplementedError: xformers has no kernel for this GPU, dtype or head size; its message says why.
     """
     from xformers.ops import fmha  # optional; slow to import
@@ -41,8 +42,8 @@ def attend_xformers(
 
     if metadata.reversed_RM is not None:
         raise ValueError("xformers reads blocks from the left only; give attention='triton' or 'sdpa'")
-    if spec.softcap:
-        raise ValueError("xformers has no soft-capped attention; give attention='triton' or 'sdpa' for this model")
+    if refusal := why_not_xformers(spec):
+        raise ValueError(refusal)
     lengths, block_table_RM = host_lengths(metadata, "xformers"), metadata.block_table_RM
     has_padding = metadata.one_query_each and 0 in lengths.seq_lens
     if has_padding:
@@ -81,7 +82,7 @@ def attend_xformers(
     else:
         active = [r for r, query_len in enumerate(lengths.query_lens) if query_len]
         query_lens = [lengths.query_lens[r] for r in active]
-        firsts = [first_key(lengths.query_lens[r], lengths.seq_lens[r], spec) for r in active]
+        firsts = [spec.first_key(lengths.seq_lens[r] - lengths.query_lens[r]) for r in active]
         bias = BlockDiagonalCausalFromBottomRightMask.from_seqlens(
             query_lens, [lengths.seq_lens[r] - first for r, first in zip(active, firsts, strict=True)],
             device=q_TNH.device,

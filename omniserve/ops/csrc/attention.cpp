@@ -94,8 +94,8 @@ void decode_partial(const void* q, DType q_dtype, const PagedKV& kv, const int32
 }
 
 void merge_partials(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
-                    int64_t head_size, DType dtype, void* out) {
-  kernels().merge(acc, m, l, num_pieces, num_heads, head_size, dtype, out);
+                    int64_t head_size, const float* sinks, DType dtype, void* out) {
+  kernels().merge(acc, m, l, num_pieces, num_heads, head_size, sinks, dtype, out);
 }
 
 int64_t decode_piece_tokens(int64_t context_len) {
@@ -108,7 +108,7 @@ void prefill_tile(const void* q, int64_t q_stride, const PagedKV& kv, const int3
                   int64_t out_stride) {
   const int64_t num_rows = (q_end - q_begin) * (params.num_heads / kv.kv_heads), rows = round_up(num_rows, kMaxLanes);
   const int64_t head_size = round_up(kv.head_size, kMaxLanes);
-  int64_t floats = 2 * rows * head_size + (rows + 2 * head_size) * kPrefillTile + 4 * rows;
+  int64_t floats = 2 * rows * head_size + (rows + 2 * head_size) * kPrefillTile + 6 * rows;
 #if defined(__x86_64__)
   floats = std::max(floats, amx_prefill_scratch_floats(kv, num_rows));
 #endif

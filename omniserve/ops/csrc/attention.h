@@ -77,19 +77,29 @@ struct AttentionParams {
   float scale;
   int64_t window;  // query at p sees keys (p - window, p]; 0: all of [0, p]
   float softcap;   // 0: none
+  int64_t chunk = 0;                    // query at p sees keys [p - p % chunk, p]; 0: all of [0, p]
+  const float* sinks = nullptr;         // [N] logits that join the softmax's sum, and have no value; null: none
+  const float* alibi_slopes = nullptr;  // [N]; slope * (key position - query position) is added to a score; null: none
 };
 
+// The lowest position that the query at `position` sees. It never falls from one position to the next.
+inline int64_t first_key(int64_t position, const AttentionParams& params) {
+  const int64_t in_chunk = params.chunk > 0 ? position - position % params.chunk : 0;
+  const int64_t in_window = params.window > 0 ? position + 1 - params.window : 0;
+  return in_chunk > in_window ? in_chunk : in_window;
+}
+
 // Flash-decoding piece: one query token at `position` over the keys at positions [begin, end) of its sequence that its
-// window lets it see. `q` is [N, H] in q_dtype: the cache's, or any but i8 where the cache is i8. Writes, in fp32 and
+// window and its chunk let it see. `q` is [N, H] in q_dtype: the cache's, or any but i8 where the cache is i8. Writes, in fp32 and
 // for each query head: the softmax-weighted sum of V not yet divided (acc [N, H]), the running maximum score (m [N],
 // -inf if no key was seen) and the sum of exponentials (l [N]). Takes nothing in from past `end`.
 void decode_partial(const void* q, DType q_dtype, const PagedKV& kv, const int32_t* block_table, int64_t position,
                     int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l);
 
 // Join `num_pieces` results of decode_partial, in order (so the outcome depends on the split only), into out [N, H].
-// Piece i's arrays start at acc + i*N*H, m + i*N, l + i*N.
+// Piece i's arrays start at acc + i*N*H, m + i*N, l + i*N. The sinks of AttentionParams are counted here.
 void merge_partials(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
-                    int64_t head_size, DType dtype, void* out);
+                    int64_t head_size, const float* sinks, DType dtype, void* out);
 
 // Keys per piece when a decode over `context_len` keys is split: a function of the length alone, so that a result does
 // not depend on the batch or on the number of threads.

@@ -112,8 +112,8 @@ void decode(const void* q, DType q_dtype, const PagedKV& kv, const int32_t* bloc
 }
 
 void merge(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads, int64_t head_size,
-           DType dtype, void* out) {
-  avx512_bf16_kernels().merge(acc, m, l, num_pieces, num_heads, head_size, dtype, out);
+           const float* sinks, DType dtype, void* out) {
+  avx512_bf16_kernels().merge(acc, m, l, num_pieces, num_heads, head_size, sinks, dtype, out);
 }
 
 void prefill(const void* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,

@@ -78,14 +78,16 @@ struct PrefillTile {
   float* keys;        // [kPrefillTile][H] of bf16, for groups of keys that the chunk does not see as a whole
   float* max;         // [columns][kTileRows]
   float* sum;         // [columns][kTileRows]
+  float* slopes;      // [columns][kTileRows], of ALiBi
   int32_t* position;  // [columns][kTileRows], ascending; padding repeats the last row's
+  int32_t* first_key; // [columns][kTileRows], the lowest position that the row sees; ascending
 
   PrefillTile(int64_t num_rows, int64_t head_size)
       : rows(num_rows), head_size(head_size), columns((num_rows + kTileRows - 1) / kTileRows),
         score_tiles((head_size + 31) / 32), value_tiles((head_size + 15) / 16) {}
 
   int64_t scratch_floats() const {
-    return columns * kTileFloats * (score_tiles + value_tiles) + columns * kTileRows * (2 * kPrefillTile + 3) +
+    return columns * kTileFloats * (score_tiles + value_tiles) + columns * kTileRows * (2 * kPrefillTile + 5) +
            kKeySteps * value_tiles * kTileFloats + kPrefillTile * head_size / 2;
   }
   void lay_out(float* scratch) {
@@ -96,8 +98,10 @@ struct PrefillTile {
     values = weights + columns * kTileRows * kPrefillTile;
     max = values + kKeySteps * value_tiles * kTileFloats;
     sum = max + columns * kTileRows;
-    position = reinterpret_cast<int32_t*>(sum + columns * kTileRows);
-    keys = reinterpret_cast<float*>(position + columns * kTileRows);
+    slopes = sum + columns * kTileRows;
+    position = reinterpret_cast<int32_t*>(slopes + columns * kTileRows);
+    first_key = position + columns * kTileRows;
+    keys = reinterpret_cast<float*>(first_key + columns * kTileRows);
   }
 };
 

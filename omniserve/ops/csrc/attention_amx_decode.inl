@@ -29,15 +29,15 @@ struct BatchState {
 struct Keys {
   const PagedKV& kv;
   const int32_t* block_table;
+  int64_t position;  // of the query
   int64_t begin;
   int64_t end;
   int64_t first_block = begin / kv.block_size;
   int64_t num_tiles = ((end + kv.block_size - 1) / kv.block_size - first_block) * kv.kv_heads;
 
-  int64_t low(int64_t i) const { return max64(0, begin - (first_block + i / kv.kv_heads) * kv.block_size); }
-  int64_t high(int64_t i) const {
-    return min64(kv.block_size, end - (first_block + i / kv.kv_heads) * kv.block_size);
-  }
+  int64_t first_position(int64_t i) const { return (first_block + i / kv.kv_heads) * kv.block_size; }
+  int64_t low(int64_t i) const { return max64(0, begin - first_position(i)); }
+  int64_t high(int64_t i) const { return min64(kv.block_size, end - first_position(i)); }
   int64_t offset(int64_t i) const {
     return block_table[first_block + i / kv.kv_heads] * kv.block_stride + i % kv.kv_heads * kv.head_stride;
   }
@@ -120,6 +120,7 @@ struct Unit {
   int64_t tokens;  // whole steps; the sequence has [low, high) of them
   int64_t low;
   int64_t high;
+  int64_t distance;  // of the first key's position from the query's
 };
 
 // Rows that are not the sequence's count for nothing: NaN times a weight of 0 would be NaN. They become zeros.
@@ -139,7 +140,7 @@ Unit copy_unit(const Unit& unit, int64_t head_size, BF16* k, BF16* v) {
                           _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int32_t>(mask))));
     }
   }
-  return {k, v, unit.tokens, unit.low, unit.high};
+  return {k, v, unit.tokens, unit.low, unit.high, unit.distance};
 }
 
 static inline void score_unit(const DecodeShape& shape, const Unit& unit, const float* query, float* scores,
@@ -170,18 +171,24 @@ template <int kColumns>
 struct Softmax {
   static constexpr VI kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-  // The unit's scores become weights in bf16 pairs, and its maxima the running ones.
-  static void run(const DecodeShape& shape, const Unit& unit, const AttentionParams& params, float* scores,
-                  BatchState& state, float* weights, Prefetcher& prefetcher) {
+  // The unit's scores become weights in bf16 pairs, and its maxima the running ones. `head`: the batch's first.
+  static void run(const DecodeShape& shape, const Unit& unit, const AttentionParams& params, int64_t head,
+                  float* scores, BatchState& state, float* weights, Prefetcher& prefetcher) {
     const int64_t steps = unit.tokens / kStepTokens;
+    const bool has_slopes = params.alibi_slopes != nullptr, is_cut = unit.low > 0 || unit.high < unit.tokens;
+    VF slopes{};
+    if (has_slopes)
+      for (int64_t lane = 0; lane < W; ++lane)
+        slopes[lane] = params.alibi_slopes[min64(head + lane % kColumns, params.num_heads - 1)];
     const VF old_max = load(state.max);
     VF best = old_max;
     for (int64_t i = 0; i < steps * 2 * kColumns; ++i) {
       VF s = soften(load(scores + i * W), params);
-      if (unit.low > 0 || unit.high < unit.tokens) {
+      if (has_slopes || is_cut) {
         const int64_t row = i % kColumns * W;  // of the tile, in elements
         const VI token = (kLane + static_cast<int32_t>(row)) / kColumns * 2 +
                          static_cast<int32_t>(i / (2 * kColumns) * kStepTokens + i / kColumns % 2);
+        if (has_slopes) s += slopes * __builtin_convertvector(token + static_cast<int32_t>(unit.distance), VF);
         s = token < static_cast<int32_t>(unit.low) || token >= static_cast<int32_t>(unit.high) ? splat(kNegInf) : s;
       }
       store(scores + i * W, s);
@@ -308,12 +315,13 @@ static void decode_columns(const DecodeShape& shape, const BF16* q, const Keys& 
       Unit unit = {reinterpret_cast<const BF16*>(kv.k + offset) + t * head_size,
                    reinterpret_cast<const BF16*>(kv.v + offset) + t * head_size,
                    min64(kUnitTokens, round_up(high - t, kStepTokens)), max64(0, low - t),
-                   min64(kUnitTokens, high - t)};
+                   min64(kUnitTokens, high - t), keys.first_position(i) + t - keys.position};
       if (unit.low > 0 || unit.high < unit.tokens) unit = copy_unit(unit, head_size, k_copy, v_copy);
       for (int64_t batch = 0; batch < shape.batches; ++batch) {
         BatchState state(shape, scratch, i % kv.kv_heads * shape.batches + batch);
         score_unit(shape, unit, state.query, scores, prefetcher);
-        Softmax<kColumns>::run(shape, unit, params, scores, state, weights, prefetcher);
+        const int64_t head = i % kv.kv_heads * shape.group + batch * shape.heads;
+        Softmax<kColumns>::run(shape, unit, params, head, scores, state, weights, prefetcher);
         add_unit(shape, unit, weights, state.output, prefetcher);
       }
     }
@@ -328,7 +336,7 @@ static void decode_columns(const DecodeShape& shape, const BF16* q, const Keys& 
 void decode_by_tiles(const BF16* q, const PagedKV& kv, const int32_t* block_table, int64_t position, int64_t begin,
                      int64_t end, const AttentionParams& params, float* acc, float* m, float* l, float* scratch) {
   end = min64(end, position + 1);
-  if (params.window > 0) begin = max64(begin, position + 1 - params.window);
+  begin = max64(begin, first_key(position, params));
   if (begin >= end) {
     for (int64_t i = 0; i < params.num_heads * kv.head_size; ++i) acc[i] = 0.0f;
     for (int64_t n = 0; n < params.num_heads; ++n) {
@@ -343,5 +351,5 @@ void decode_by_tiles(const BF16* q, const PagedKV& kv, const int32_t* block_tabl
                    : shape.columns == 4 ? decode_columns<4>
                    : shape.columns == 8 ? decode_columns<8>
                                         : decode_columns<16>;
-  run(shape, q, Keys{kv, block_table, begin, end}, params, acc, m, l, scratch);
+  run(shape, q, Keys{kv, block_table, position, begin, end}, params, acc, m, l, scratch);
 }

@@ -84,17 +84,20 @@ static void weigh_column(const PrefillTile& tile, int64_t column, int64_t first,
   float* const scores = tile.scores + column * kPrefillTile * W;
   float* const weights = tile.weights + column * kPrefillTile * W;
   const int32_t* const positions = tile.position + column * W;
-  const VI position = load_bits(positions);
-  const int64_t lowest = positions[0], highest = positions[W - 1];
-  const bool all_seen = first + count - 1 <= lowest && (params.window <= 0 || first > highest - params.window);
+  const int32_t* const first_keys = tile.first_key + column * W;
+  const VI position = load(positions), lowest = load(first_keys);
+  const VF slopes = load(tile.slopes + column * W);
+  const bool all_seen = first + count - 1 <= positions[0] && first >= first_keys[W - 1];
+  const bool is_bounded = params.window > 0 || params.chunk > 0, has_slopes = params.alibi_slopes != nullptr;
   const VF old_max = load(tile.max + column * W);
   VF best = old_max;
   for (int64_t t = 0; t < count; ++t) {
+    const auto key = static_cast<int32_t>(first + t);
     VF s = soften(load(scores + t * W), params);
+    if (has_slopes) s += slopes * __builtin_convertvector(key - position, VF);
     if (!all_seen) {
-      const VI behind = position - static_cast<int32_t>(first + t);
-      s = behind < 0 ? splat(kNegInf) : s;
-      if (params.window > 0) s = behind >= static_cast<int32_t>(params.window) ? splat(kNegInf) : s;
+      s = position < key ? splat(kNegInf) : s;
+      if (is_bounded) s = lowest > key ? splat(kNegInf) : s;
     }
     store(scores + t * W, s);
     best = vmax(best, s);
@@ -219,15 +222,18 @@ void prefill_by_tiles(const BF16* q, int64_t q_stride, const PagedKV& kv, const 
   tile.lay_out(scratch);
   pack_rows(q, q_stride, q_begin, group, kv_head, tile);
   for (int64_t m = 0; m < tile.columns * W; ++m) {
-    tile.max[m] = kNegInf;
-    tile.sum[m] = 0.0f;
-    tile.position[m] = static_cast<int32_t>(context_len + q_begin + min64(m, tile.rows - 1) / group);
+    const int64_t row = min64(m, tile.rows - 1), head = kv_head * group + row % group;
+    const int64_t position = context_len + q_begin + row / group;
+    tile.max[m] = params.sinks != nullptr ? params.sinks[head] : kNegInf;
+    tile.sum[m] = params.sinks != nullptr ? 1.0f : 0.0f;
+    tile.slopes[m] = params.alibi_slopes != nullptr ? params.alibi_slopes[head] : 0.0f;
+    tile.position[m] = static_cast<int32_t>(position);
+    tile.first_key[m] = static_cast<int32_t>(first_key(position, params));
   }
   for (int64_t i = 0; i < tile.columns * tile.value_tiles * kTileFloats; ++i) tile.output[i] = 0.0f;
 
   tile_configure(prefill_config());
-  const int64_t high = context_len + q_end;
-  const int64_t low = params.window > 0 ? max64(0, context_len + q_begin + 1 - params.window) : 0;
+  const int64_t high = context_len + q_end, low = tile.first_key[0];
   // Tiles of keys begin at multiples of their size, so a row's result does not depend on how the chunk was cut.
   for (int64_t first = low / kPrefillTile * kPrefillTile; first < high; first += kPrefillTile) {
     const int64_t stop = min64(first + kPrefillTile, high);

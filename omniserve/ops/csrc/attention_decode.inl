@@ -13,7 +13,17 @@ struct KeyTile {
   int64_t lead;  // in pairs: 1 if the tile begins with the second row of a pair
   const float* k_scales;  // i8 only
   const float* v_scales;
+  const float* slopes;  // of the group's heads, for ALiBi; null: none
+  int64_t distance;     // of the position of row 0 from the query's
+  int64_t step;         // from the position of one row to that of the next: 1, or -1 in a reversed block
 };
+
+// Distances of W rows from row t on.
+template <typename T>
+OMNI_INLINE VF distances(const KeyTile<T>& tile, int64_t t) {
+  const VI row = lane_numbers() + static_cast<int32_t>(t);
+  return __builtin_convertvector(row * static_cast<int32_t>(tile.step) + static_cast<int32_t>(tile.distance), VF);
+}
 
 // Asks for K and V before they are read, in step with the work: memory then delivers all the while, where a burst would
 // fill the queues and stall the loads that the work itself needs. Work is counted as below.
@@ -283,19 +293,21 @@ static inline void add_heads(const float* weights, const KeyTile<T>& tile, int64
   }
 }
 
-// Scores become weights in place; the running max and sum are brought up to date, and acc is rescaled.
+// Scores become weights in place; the running max and sum are brought up to date, and acc is rescaled. `slope`: of
+// ALiBi.
 template <typename T>
-OMNI_INLINE void soften_scores(float* scores, const KeyTile<T>& tile, const AttentionParams& params, int64_t head_size,
-                               float* acc, float* m, float* l, Ahead& ahead) {
+OMNI_INLINE void soften_scores(float* scores, const KeyTile<T>& tile, const AttentionParams& params, float slope,
+                               int64_t head_size, float* acc, float* m, float* l, Ahead& ahead) {
   const int64_t count = tile.count, padded = (count + W - 1) / W * W;
   for (int64_t t = count; t < padded; ++t) scores[t] = kNegInf;
   // Whatever is more than a product with a positive scale needs a pass of its own.
   VF scale = splat(params.scale);
-  if (params.softcap > 0.0f || tile.k_scales != nullptr || !(params.scale > 0.0f)) {
+  if (params.softcap > 0.0f || tile.k_scales != nullptr || slope != 0.0f || !(params.scale > 0.0f)) {
     for (int64_t t = 0; t < padded; t += W) {
       VF s = load(scores + t);
       if (tile.k_scales != nullptr) s *= load_first(tile.k_scales + t, count - t);
       s = soften(s, params);
+      if (slope != 0.0f) s += splat(slope) * distances(tile, t);
       if (t + W > count)  // soft-capping lifts the padding off -inf
         for (int64_t i = count - t; i < W; ++i) s[i] = kNegInf;
       store(scores + t, s);
@@ -343,7 +355,8 @@ static void attend_tile(const float* q, int64_t q_stride, const KeyTile<T>& tile
     run(q + g * q_stride, q_stride, tile, head_size, scores + g * kDecodeTile, ahead);
   }
   for (int64_t g = 0; g < group; ++g) {
-    soften_scores(scores + g * kDecodeTile, tile, params, head_size, acc + g * head_size, m + g, l + g, ahead);
+    const float slope = tile.slopes != nullptr ? tile.slopes[g] : 0.0f;
+    soften_scores(scores + g * kDecodeTile, tile, params, slope, head_size, acc + g * head_size, m + g, l + g, ahead);
   }
   int64_t h = 0;
   if (W == 16 && sizeof(T) > 1)  // whole rows of the usual head sizes; int8 is better widened for four heads at once
@@ -378,6 +391,10 @@ class Walk {
     enter();
   }
   OMNI_MEMBER int64_t count() const { return tile_end_ - offset; }
+  // Of the tile's first row in memory.
+  OMNI_MEMBER int64_t first_position() const {
+    return position_ - position_ % kv_->block_size + (ref.reversed ? tile_end_ - 1 : offset);
+  }
   // Where the tile begins in the block's memory.
   OMNI_MEMBER int64_t first_row() const { return ref.reversed ? kv_->block_size - tile_end_ : offset; }
   template <typename T>
@@ -433,7 +450,7 @@ static void decode_typed(const Q* q, const PagedKV& kv, const int32_t* block_tab
     l[n] = 0.0f;
   }
   end = min64(end, position + 1);
-  if (params.window > 0) begin = max64(begin, position + 1 - params.window);
+  begin = max64(begin, first_key(position, params));
   if (begin >= end) return;
 
   float* const packed_q = scratch;
@@ -452,13 +469,18 @@ static void decode_typed(const Q* q, const PagedKV& kv, const int32_t* block_tab
     const Walk now = walk;
     const bool more = walk.advance();
     const int64_t count = now.count();
-    KeyTile<T> tile{nullptr, nullptr, count, pairs ? now.offset % 2 : 0, nullptr, nullptr};
+    KeyTile<T> tile{nullptr, nullptr, count, pairs ? now.offset % 2 : 0, nullptr, nullptr, nullptr, 0, 1};
     tile.k = now.template row<T>(kv.k, now.first_row());
     tile.v = now.template row<T>(kv.v, now.first_row() - tile.lead);
     if (kv.k_scales != nullptr) {
       const int64_t scale = now.ref.block * kv.scale_block_stride + now.head * kv.scale_head_stride + now.offset;
       tile.k_scales = kv.k_scales + scale;
       tile.v_scales = kv.v_scales + scale;
+    }
+    if (params.alibi_slopes != nullptr) {
+      tile.slopes = params.alibi_slopes + now.head * group;
+      tile.distance = now.first_position() - position;
+      tile.step = now.ref.reversed ? -1 : 1;
     }
     const int64_t row_bytes = head_size * static_cast<int64_t>(sizeof(T));
     const int64_t work = tile_work<T, pairs>(count, group, head_size);
@@ -500,11 +522,11 @@ void decode(const void* q, DType q_dtype, const PagedKV& kv, const int32_t* bloc
 
 template <typename T>
 static void merge_typed(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
-                        int64_t head_size, T* out) {
+                        int64_t head_size, const float* sinks, T* out) {
   for (int64_t n = 0; n < num_heads; ++n) {
-    float best = kNegInf;
+    float best = sinks != nullptr ? sinks[n] : kNegInf;
     for (int64_t i = 0; i < num_pieces; ++i) best = best > m[i * num_heads + n] ? best : m[i * num_heads + n];
-    float total = 0.0f;
+    float total = sinks != nullptr ? vexp(splat(sinks[n] - best))[0] : 0.0f;
     for (int64_t i = 0; i < num_pieces; ++i)
       if (l[i * num_heads + n] != 0.0f) total += l[i * num_heads + n] * vexp(splat(m[i * num_heads + n] - best))[0];
     const float inverse = total != 0.0f ? 1.0f / total : 0.0f;
@@ -523,13 +545,13 @@ static void merge_typed(const float* acc, const float* m, const float* l, int64_
 }
 
 void merge(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads, int64_t head_size,
-           DType dtype, void* out) {
+           const float* sinks, DType dtype, void* out) {
   switch (dtype) {
     case DType::f32:
-      return merge_typed(acc, m, l, num_pieces, num_heads, head_size, static_cast<float*>(out));
+      return merge_typed(acc, m, l, num_pieces, num_heads, head_size, sinks, static_cast<float*>(out));
     case DType::f16:
-      return merge_typed(acc, m, l, num_pieces, num_heads, head_size, static_cast<F16*>(out));
+      return merge_typed(acc, m, l, num_pieces, num_heads, head_size, sinks, static_cast<F16*>(out));
     default:
-      return merge_typed(acc, m, l, num_pieces, num_heads, head_size, static_cast<BF16*>(out));
+      return merge_typed(acc, m, l, num_pieces, num_heads, head_size, sinks, static_cast<BF16*>(out));
   }
 }

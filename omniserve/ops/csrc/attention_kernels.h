@@ -18,7 +18,7 @@ struct Kernels {
                  int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l, float* scratch);
   // As merge_partials.
   void (*merge)(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
-                int64_t head_size, DType dtype, void* out);
+                int64_t head_size, const float* sinks, DType dtype, void* out);
   // As prefill_tile; `scratch` holds prefill_scratch_floats() floats, aligned to kScratchAlign.
   void (*prefill)(const void* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
                   int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,

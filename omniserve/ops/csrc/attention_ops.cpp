@@ -2,6 +2,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -33,11 +34,22 @@ struct Task {
   int64_t piece;  // -1: a tile
 };
 
-int64_t lowest_key(const Sequence& sequence, int64_t window) {
-  return window > 0 ? std::max<int64_t>(0, sequence.context_len + 1 - window) : 0;
+// A float for each query head, or null.
+const float* per_head(const std::optional<Tensor>& values, int64_t num_heads, const char* name) {
+  if (!values.has_value()) return nullptr;
+  check_index(*values, ScalarType::Float, name);
+  check_aligned(*values, name);
+  STD_TORCH_CHECK(values->size(0) == num_heads, name, " must have one entry for each of the ", num_heads,
+                  " query heads, got ", values->size(0));
+  const auto* const first = static_cast<const float*>(values->const_data_ptr());
+  for (int64_t n = 0; n < num_heads; ++n)
+    STD_TORCH_CHECK(std::isfinite(first[n]), name, "[", n, "] must be finite, got ", first[n]);
+  return first;
 }
 
-AttentionParams attention_params(const PagedKV& kv, int64_t num_heads, double scale, int64_t window, double softcap) {
+AttentionParams attention_params(const PagedKV& kv, int64_t num_heads, double scale, int64_t window, double softcap,
+                                 int64_t chunk, const std::optional<Tensor>& sinks,
+                                 const std::optional<Tensor>& alibi_slopes) {
   STD_TORCH_CHECK(kv.head_size % 8 == 0 && kv.head_size >= 8 && kv.head_size <= 256,
                   "head size must be a multiple of 8 in [8, 256], got ", kv.head_size);
   STD_TORCH_CHECK(kv.kv_heads >= 1 && num_heads >= 1 && num_heads % kv.kv_heads == 0,
@@ -45,8 +57,15 @@ AttentionParams attention_params(const PagedKV& kv, int64_t num_heads, double sc
   STD_TORCH_CHECK(kv.block_size >= 1, "block size must be >= 1, got ", kv.block_size);
   STD_TORCH_CHECK(window >= 0, "window must be >= 0 (0: none), got ", window);
   STD_TORCH_CHECK(softcap >= 0, "softcap must be >= 0 (0: none), got ", softcap);
+  STD_TORCH_CHECK(chunk >= 0, "chunk must be >= 0 (0: none), got ", chunk);
   if (window > std::numeric_limits<int32_t>::max()) window = 0;  // longer than any sequence
-  return {num_heads, static_cast<float>(scale), window, static_cast<float>(softcap)};
+  return {num_heads,
+          static_cast<float>(scale),
+          window,
+          static_cast<float>(softcap),
+          chunk,
+          per_head(sinks, num_heads, "sinks"),
+          per_head(alibi_slopes, num_heads, "alibi_slopes")};
 }
 
 // A query tensor whose rows [N, H] lie together; their distance is free.
@@ -70,8 +89,8 @@ std::vector<int32_t> directed_table(const Tensor& block_table, const Tensor& rev
 }
 
 // `query_start` is nullptr where every request has one query token.
-std::vector<Sequence> sequences(const PagedKV& kv, int64_t window, int64_t num_tokens, const Tensor& block_table,
-                                const int32_t* query_start, const Tensor& seq_lens) {
+std::vector<Sequence> sequences(const PagedKV& kv, const AttentionParams& params, int64_t num_tokens,
+                                const Tensor& block_table, const int32_t* query_start, const Tensor& seq_lens) {
   check_dim(block_table, 2, "block_table");
   check_type(block_table, ScalarType::Int, "block_table");
   check_contiguous(block_table, "block_table");
@@ -94,7 +113,7 @@ std::vector<Sequence> sequences(const PagedKV& kv, int64_t window, int64_t num_t
                     " it must be in [", query_len, ", ", width * kv.block_size, "]");
     result.push_back({first, query_len, lens[r] - query_len, table + r * width, 0, 0});
     uint32_t highest = 0;  // as unsigned, a negative id is too high as well
-    const int64_t begin = lowest_key(result.back(), window) / kv.block_size;
+    const int64_t begin = first_key(result.back().context_len, params) / kv.block_size;
     const int64_t end = (lens[r] + kv.block_size - 1) / kv.block_size;
     for (int64_t b = begin; b < end; ++b)
       highest = std::max(highest, static_cast<uint32_t>(result.back().block_table[b]));
@@ -113,7 +132,7 @@ void attend(const Tensor& q, const PagedKV& kv, const AttentionParams& params, s
   int64_t num_pieces = 0, scores = 0;
   for (Sequence& sequence : batch) {
     const int64_t keys = sequence.context_len + sequence.query_len;
-    scores += sequence.query_len * (keys - lowest_key(sequence, params.window));
+    scores += sequence.query_len * (keys - first_key(sequence.context_len, params));
     if (sequence.query_len == 1) continue;
     // Of equal size, and the costly ones first: the last queries see most.
     const int64_t num_tiles = (sequence.query_len + tile_queries - 1) / tile_queries;
@@ -126,7 +145,7 @@ void attend(const Tensor& q, const PagedKV& kv, const AttentionParams& params, s
     if (sequence.query_len != 1) continue;
     const int64_t keys = sequence.context_len + 1, piece = decode_piece_tokens(keys);
     sequence.first_piece = num_pieces;
-    for (int64_t begin = lowest_key(sequence, params.window) / piece * piece; begin < keys; begin += piece)
+    for (int64_t begin = first_key(keys - 1, params) / piece * piece; begin < keys; begin += piece)
       tasks.push_back({&sequence, begin, std::min(begin + piece, keys), 0, num_pieces++});
     sequence.num_pieces = num_pieces - sequence.first_piece;
     decodes.push_back(&sequence);
@@ -167,7 +186,7 @@ void attend(const Tensor& q, const PagedKV& kv, const AttentionParams& params, s
       const Sequence& sequence = *decodes[static_cast<size_t>(i)];
       merge_partials(acc + sequence.first_piece * row_size, m + sequence.first_piece * params.num_heads,
                      l + sequence.first_piece * params.num_heads, sequence.num_pieces, params.num_heads, kv.head_size,
-                     q_dtype, results + sequence.query * row_size * element);
+                     params.sinks, q_dtype, results + sequence.query * row_size * element);
     }
   }
 }
@@ -184,10 +203,12 @@ void check_query(const Tensor& q, const PagedKV& kv) {
 }  // namespace
 
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
-                       Tensor seq_lens, double scale, int64_t window, double softcap, std::optional<Tensor> reversed) {
+                       Tensor seq_lens, double scale, int64_t window, double softcap, std::optional<Tensor> reversed,
+                       int64_t chunk, std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes) {
   const PagedKV kv = paged_kv(k_cache, v_cache);
   check_query(q, kv);
-  const AttentionParams params = attention_params(kv, q.size(1), scale, window, softcap);
+  const AttentionParams params =
+      attention_params(kv, q.size(1), scale, window, softcap, chunk, sinks, alibi_slopes);
   check_index(query_start, ScalarType::Int, "query_start");
   check_index(seq_lens, ScalarType::Int, "seq_lens");
   const int64_t num_requests = seq_lens.size(0);
@@ -196,7 +217,7 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
   const auto* starts = static_cast<const int32_t*>(query_start.const_data_ptr());
   STD_TORCH_CHECK(starts[0] == 0 && starts[num_requests] == q.size(0), "query_start must go from 0 to the ", q.size(0),
                   " tokens of q, got ", starts[0], " to ", starts[num_requests]);
-  std::vector<Sequence> batch = sequences(kv, params.window, q.size(0), block_table, starts, seq_lens);
+  std::vector<Sequence> batch = sequences(kv, params, q.size(0), block_table, starts, seq_lens);
   std::vector<int32_t> directed;
   if (reversed.has_value()) {
     directed = directed_table(block_table, *reversed);
@@ -209,15 +230,17 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
 }
 
 Tensor cpu_attention(Tensor q, Tensor pool, std::optional<Tensor> scales, Tensor block_table, Tensor seq_lens,
-                     double scale, int64_t window, double softcap, int64_t num_threads) {
+                     double scale, int64_t window, double softcap, int64_t num_threads, int64_t chunk,
+                     std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes) {
   const PagedKV kv = host_kv(pool, scales);
   check_query(q, kv);
-  const AttentionParams params = attention_params(kv, q.size(1), scale, window, softcap);
+  const AttentionParams params =
+      attention_params(kv, q.size(1), scale, window, softcap, chunk, sinks, alibi_slopes);
   STD_TORCH_CHECK(num_threads >= 1 && num_threads <= 4096, "num_threads must be in [1, 4096], got ", num_threads);
   check_index(seq_lens, ScalarType::Int, "seq_lens");
   STD_TORCH_CHECK(seq_lens.size(0) == q.size(0), "seq_lens has ", seq_lens.size(0), " entries for ", q.size(0),
                   " query tokens");
-  std::vector<Sequence> batch = sequences(kv, params.window, q.size(0), block_table, nullptr, seq_lens);
+  std::vector<Sequence> batch = sequences(kv, params, q.size(0), block_table, nullptr, seq_lens);
   Tensor out = empty_cpu({q.size(0), q.size(1), q.size(2)}, q);
   attend(with_packed_rows(q), kv, params, batch, out, static_cast<int>(num_threads));
   return out;

@@ -20,7 +20,9 @@ struct Tile {
   float* max;           // [padded_rows]
   float* sum;           // [padded_rows]
   float* rescale;       // [padded_rows]
+  float* slopes;        // [padded_rows], of ALiBi
   int32_t* position;    // [padded_rows], ascending; padding repeats the last row's
+  int32_t* first_key;   // [padded_rows], the lowest position that the row sees; ascending
 };
 
 template <typename T>
@@ -143,20 +145,21 @@ static void score_tile(const Rows<T>& rows, int64_t first, const Tile& tile) {
 
 // Scores become weights in place; max, sum and rescale are brought up to date.
 static void soften_tile(int64_t count, int64_t first, const AttentionParams& params, const Tile& tile) {
-  const int64_t lowest = tile.position[0], highest = tile.position[tile.rows - 1];
-  const bool all_seen = first + count - 1 <= lowest && (params.window <= 0 || first > highest - params.window);
+  const bool all_seen = first + count - 1 <= tile.position[0] && first >= tile.first_key[tile.rows - 1];
+  const bool is_bounded = params.window > 0 || params.chunk > 0, has_slopes = params.alibi_slopes != nullptr;
   for (int64_t m = 0; m < tile.padded_rows; m += W) {
-    VI position;
-    __builtin_memcpy(&position, tile.position + m, sizeof(position));
+    const VI position = load(tile.position + m), lowest = load(tile.first_key + m);
+    const VF slopes = load(tile.slopes + m);
     const VF old_max = load(tile.max + m);
     VF best = old_max;
     for (int64_t t = 0; t < count; ++t) {
       float* const at = tile.scores + t * tile.padded_rows + m;
+      const auto key = static_cast<int32_t>(first + t);
       VF s = soften(load(at), params);
+      if (has_slopes) s += slopes * __builtin_convertvector(key - position, VF);
       if (!all_seen) {
-        const VI behind = position - static_cast<int32_t>(first + t);
-        s = behind < 0 ? splat(kNegInf) : s;
-        if (params.window > 0) s = behind >= static_cast<int32_t>(params.window) ? splat(kNegInf) : s;
+        s = position < key ? splat(kNegInf) : s;
+        if (is_bounded) s = lowest > key ? splat(kNegInf) : s;
       }
       store(at, s);
       best = vmax(best, s);
@@ -200,7 +203,7 @@ static inline void add_block(const Tile& tile, const float* values, int64_t widt
 }
 
 template <typename T>
-static void add_tile(const Rows<T>& rows, int64_t first, const AttentionParams& params, const Tile& tile) {
+static void add_tile(const Rows<T>& rows, int64_t first, const Tile& tile) {
   for (int64_t h0 = 0; h0 < tile.padded_head; h0 += kPanel) {
     const int64_t width = min64(kPanel, tile.padded_head - h0);
     float* panel = tile.values + h0 * kPrefillTile;
@@ -210,7 +213,7 @@ static void add_tile(const Rows<T>& rows, int64_t first, const AttentionParams& 
               h0 + h + W <= tile.head_size ? load(rows.v[t] + h0 + h) : load_half(rows.v[t] + h0 + h));
     for (int64_t m = 0; m < tile.padded_rows; m += 4) {
       const int64_t end = min64(rows.count, tile.position[m + 3] + 1 - first);
-      const int64_t begin = params.window > 0 ? max64(0, tile.position[m] + 1 - params.window - first) : 0;
+      const int64_t begin = max64(0, tile.first_key[m] - first);
       switch (width / W) {
         case 1: add_block<1>(tile, panel, width, m, h0, begin, end); break;
         case 2: add_block<2>(tile, panel, width, m, h0, begin, end); break;
@@ -239,25 +242,30 @@ static void prefill_typed(const T* q, int64_t q_stride, const PagedKV& kv, const
   tile.max = tile.values + tile.padded_head * kPrefillTile;
   tile.sum = tile.max + tile.padded_rows;
   tile.rescale = tile.sum + tile.padded_rows;
-  tile.position = reinterpret_cast<int32_t*>(tile.rescale + tile.padded_rows);
+  tile.slopes = tile.rescale + tile.padded_rows;
+  tile.position = reinterpret_cast<int32_t*>(tile.slopes + tile.padded_rows);
+  tile.first_key = tile.position + tile.padded_rows;
   for (int64_t m = 0; m < tile.padded_rows; ++m) {
-    tile.max[m] = kNegInf;
-    tile.sum[m] = 0.0f;
-    tile.position[m] = static_cast<int32_t>(context_len + q_begin + min64(m, tile.rows - 1) / group);
+    const int64_t row = min64(m, tile.rows - 1), head = kv_head * group + row % group;
+    const int64_t position = context_len + q_begin + row / group;
+    tile.max[m] = params.sinks != nullptr ? params.sinks[head] : kNegInf;
+    tile.sum[m] = params.sinks != nullptr ? 1.0f : 0.0f;
+    tile.slopes[m] = params.alibi_slopes != nullptr ? params.alibi_slopes[head] : 0.0f;
+    tile.position[m] = static_cast<int32_t>(position);
+    tile.first_key[m] = static_cast<int32_t>(first_key(position, params));
   }
   for (int64_t i = 0; i < tile.padded_rows * tile.padded_head; ++i) tile.output[i] = 0.0f;
   pack_queries(q, q_stride, q_begin, group, kv_head, tile);
 
   const int64_t stop = context_len + q_end;
-  const int64_t start = params.window > 0 ? max64(0, context_len + q_begin + 1 - params.window) : 0;
-  for (int64_t first = start, last; first < stop; first = last) {
+  for (int64_t first = tile.first_key[0], last; first < stop; first = last) {
     // Tiles end at multiples of their size, so a row's result does not depend on how the chunk was cut.
     last = min64(first / kPrefillTile * kPrefillTile + kPrefillTile, stop);
     Rows<T> rows;
     rows.find(kv, block_table, kv_head, first, last);
     score_tile(rows, first, tile);
     soften_tile(rows.count, first, params, tile);
-    add_tile(rows, first, params, tile);
+    add_tile(rows, first, tile);
   }
 
   for (int64_t m = 0; m < tile.rows; ++m) {

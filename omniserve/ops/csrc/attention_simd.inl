@@ -28,6 +28,11 @@ OMNI_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 OMNI_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 OMNI_INLINE VF splat(float x) { return VF{} + x; }
+OMNI_INLINE VI lane_numbers() {
+  VI lanes{};
+  for (int i = 0; i < OMNI_LANES; ++i) lanes[i] = i;
+  return lanes;
+}
 OMNI_INLINE VF vmax(VF a, VF b) { return a > b ? a : b; }
 
 OMNI_INLINE VF widen_bf16(VH h) { return (VF)(__builtin_convertvector(h, VU) << 16); }
@@ -98,6 +103,11 @@ OMNI_INLINE VF load(const I8* p) {
   VB b;
   __builtin_memcpy(&b, p, sizeof(b));
   return widen_i8(b);
+}
+OMNI_INLINE VI load(const int32_t* p) {
+  VI v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return v;
 }
 OMNI_INLINE void store(float* p, VF v) { __builtin_memcpy(p, &v, sizeof(v)); }
 OMNI_INLINE void store(BF16* p, VF v) {

@@ -64,13 +64,12 @@ void HostTier::check_free(const int64_t* slots, int64_t num_seats) {
 // The slot has a task from here on; it is queued once its rows are there.
 void HostTier::claim(int64_t slot, int64_t layer, const Rows& rows) {
   Slot& task = slots_[static_cast<size_t>(slot)];
-  const int64_t window = config_.layers[static_cast<size_t>(layer)].window;
   task.in_flight = true;
   task.cancelled = task.failed = false;
   task.message.clear();
   task.rows = rows;
   task.layer = layer;
-  const int64_t lowest = window > 0 ? std::max<int64_t>(0, task.position - window + 1) : 0;
+  const int64_t lowest = first_key(task.position, config_.layers[static_cast<size_t>(layer)]);
   task.piece_tokens = decode_piece_tokens(task.position + 1);
   task.begin = lowest / task.piece_tokens * task.piece_tokens;  // cpu_attention cuts here too, so they agree exactly
   task.num_pieces = task.next_piece = task.num_running = 0;

@@ -39,7 +39,7 @@ struct HostTierConfig {
   int64_t num_slots;
   DType dtype;       // of the rows, the results and the caches of moves
   DType pool_dtype;  // the same, or i8
-  std::vector<AttentionParams> layers;
+  std::vector<AttentionParams> layers;  // their sinks and slopes outlive the tier
   void* pool;     // [L, num_blocks, K, 2, S, H], in the layout of host_layout()
   float* scales;  // [L, num_blocks, K, 2, S] for an i8 pool, else null
   void* results;  // [num_slots, N*H]

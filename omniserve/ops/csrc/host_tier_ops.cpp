@@ -1,6 +1,8 @@
 // torch.ops.omniserve_host: the host tier for omniserve/host/tier.py. A library of its own beside `omniserve`, for these
 // are handles and side effects, nothing that a compiled graph may hold. Like every torch operator they run without the
 // GIL, and std::invalid_argument arrives in Python as ValueError.
+#include <algorithm>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,7 +23,7 @@ namespace {
 // A tier and the memory that its threads use; `tier` goes first.
 struct Entry {
   Tensor pool, results;
-  std::optional<Tensor> scales, mailbox, flags;
+  std::optional<Tensor> scales, mailbox, flags, per_head;
   std::unique_ptr<HostTier> tier;
 };
 
@@ -50,19 +52,30 @@ std::vector<int64_t> to_vector(const Tensor& tensor, const char* name) {
   return {data, data + tensor.numel()};
 }
 
-// layers_L3: float64 rows (scale, window, softcap). The results are in the model's dtype, the pool too or in i8.
-int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor results_SD, Tensor layers_L3,
-               int64_t num_heads, int64_t num_threads, Tensor cores, bool prefault, std::optional<Tensor> mailbox_SW,
+// layers_L4: float64 rows (scale, window, softcap, chunk). per_head_L2N: float32 sinks and ALiBi slopes of each layer; a
+// layer without sinks has -inf, one without slopes 0. The results are in the model's dtype, the pool too or in i8.
+int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor results_SD, Tensor layers_L4,
+               std::optional<Tensor> per_head_L2N, int64_t num_heads, int64_t num_threads, Tensor cores, bool prefault, std::optional<Tensor> mailbox_SW,
                std::optional<Tensor> flags_S, double mailbox_spin_s, double mailbox_sleep_s) {
   check_dim(pool_LBK2SH, 6, "pool");
   check_contiguous(pool_LBK2SH, "pool");
   STD_TORCH_CHECK(pool_LBK2SH.size(3) == 2, "pool must be [L, B, K, 2, S, H], got ", shape_of(pool_LBK2SH));
   check_dim(results_SD, 2, "results");
   check_contiguous(results_SD, "results");
-  check_dim(layers_L3, 2, "layers");
-  check_type(layers_L3, ScalarType::Double, "layers");
-  STD_TORCH_CHECK(layers_L3.size(0) == pool_LBK2SH.size(0), "layers must have the pool's ", pool_LBK2SH.size(0),
-                  " rows, got ", layers_L3.size(0));
+  const int64_t num_layers = pool_LBK2SH.size(0);
+  check_dim(layers_L4, 2, "layers");
+  check_type(layers_L4, ScalarType::Double, "layers");
+  check_contiguous(layers_L4, "layers");
+  STD_TORCH_CHECK(layers_L4.size(0) == num_layers && layers_L4.size(1) == 4, "layers must be [", num_layers,
+                  ", 4], got ", shape_of(layers_L4));
+  if (per_head_L2N) {
+    check_dim(*per_head_L2N, 3, "per_head");
+    check_type(*per_head_L2N, ScalarType::Float, "per_head");
+    check_contiguous(*per_head_L2N, "per_head");
+    STD_TORCH_CHECK(per_head_L2N->size(0) == num_layers && per_head_L2N->size(1) == 2 &&
+                        per_head_L2N->size(2) == num_heads,
+                    "per_head must be [", num_layers, ", 2, ", num_heads, "], got ", shape_of(*per_head_L2N));
+  }
   HostTierConfig config;
   config.num_blocks = pool_LBK2SH.size(1);
   config.num_kv_heads = pool_LBK2SH.size(2);
@@ -74,10 +87,17 @@ int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor re
   STD_TORCH_CHECK(results_SD.size(1) == num_heads * config.head_size, "results must be [slots, ",
                   num_heads * config.head_size, "], got ", shape_of(results_SD));
   config.pool_dtype = pool_LBK2SH.scalar_type() == ScalarType::Char ? DType::i8 : dtype_of(pool_LBK2SH, "pool");
-  const double* layer = static_cast<const double*>(layers_L3.const_data_ptr());
-  for (int64_t i = 0; i < layers_L3.size(0); ++i, layer += 3) {
-    config.layers.push_back(
-        {num_heads, static_cast<float>(layer[0]), static_cast<int64_t>(layer[1]), static_cast<float>(layer[2])});
+  const double* layer = static_cast<const double*>(layers_L4.const_data_ptr());
+  for (int64_t i = 0; i < num_layers; ++i, layer += 4) {
+    AttentionParams params = {num_heads, static_cast<float>(layer[0]), static_cast<int64_t>(layer[1]),
+                              static_cast<float>(layer[2]), static_cast<int64_t>(layer[3])};
+    if (per_head_L2N) {
+      const float* const sinks = static_cast<const float*>(per_head_L2N->const_data_ptr()) + i * 2 * num_heads;
+      const float* const slopes = sinks + num_heads;
+      if (sinks[0] != -std::numeric_limits<float>::infinity()) params.sinks = sinks;
+      if (std::any_of(slopes, slopes + num_heads, [](float slope) { return slope != 0; })) params.alibi_slopes = slopes;
+    }
+    config.layers.push_back(params);
   }
   config.pool = pool_LBK2SH.mutable_data_ptr();
   config.scales = nullptr;
@@ -113,7 +133,8 @@ int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor re
   }
   config.mailbox_spin_s = mailbox_spin_s;
   config.mailbox_sleep_s = mailbox_sleep_s;
-  auto entry = std::make_shared<Entry>(Entry{pool_LBK2SH, results_SD, scales_LBK2S, mailbox_SW, flags_S, nullptr});
+  auto entry = std::make_shared<Entry>(Entry{pool_LBK2SH, results_SD, scales_LBK2S, mailbox_SW, flags_S,
+                                             per_head_L2N, nullptr});
   entry->tier = std::make_unique<HostTier>(std::move(config));
   std::lock_guard<std::mutex> lock(registry().mutex);
   registry().entries.emplace(registry().next_handle, std::move(entry));
@@ -247,9 +268,9 @@ int64_t destroy(int64_t tier, double timeout_s) {
 
 STABLE_TORCH_LIBRARY(omniserve_host, m) {
   m.def(
-      "create(Tensor(a!) pool_LBK2SH, Tensor(b!)? scales_LBK2S, Tensor(c!) results_SD, Tensor layers_L3, "
-      "int num_heads, int num_threads, Tensor cores, bool prefault, Tensor? mailbox_SW, Tensor? flags_S, "
-      "float mailbox_spin_s, float mailbox_sleep_s) -> int");
+      "create(Tensor(a!) pool_LBK2SH, Tensor(b!)? scales_LBK2S, Tensor(c!) results_SD, Tensor layers_L4, "
+      "Tensor? per_head_L2N, int num_heads, int num_threads, Tensor cores, bool prefault, Tensor? mailbox_SW, "
+      "Tensor? flags_S, float mailbox_spin_s, float mailbox_sleep_s) -> int");
   m.def("interleave(Tensor(a!) memory, Tensor nodes) -> ()");
   m.def("begin_token(int tier, int slot, int epoch, int position, int[] block_ids) -> ()");
   m.def("submit(int tier, int layer, Tensor slots_P, Tensor q_PNH, Tensor k_PKH, Tensor v_PKH) -> ()");

@@ -154,7 +154,8 @@ void HostTier::merge(const Slot& task, int64_t slot) {
   const float* acc = task.scratch.data.get();
   const float* m = acc + task.num_pieces * config_.num_heads * config_.head_size;
   merge_partials(acc, m, m + task.num_pieces * config_.num_heads, task.num_pieces, config_.num_heads,
-                 config_.head_size, config_.dtype, static_cast<char*>(config_.results) + slot * q_bytes_);
+                 config_.head_size, config_.layers[static_cast<size_t>(task.layer)].sinks, config_.dtype,
+                 static_cast<char*>(config_.results) + slot * q_bytes_);
 }
 
 // K or V of a cache block, [K, S, H], each head's rows the other way round.

@@ -126,9 +126,11 @@ inline PagedKV host_kv(const Tensor& pool, const std::optional<Tensor>& scales) 
 }
 
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
-                       Tensor seq_lens, double scale, int64_t window, double softcap, std::optional<Tensor> reversed);
+                       Tensor seq_lens, double scale, int64_t window, double softcap, std::optional<Tensor> reversed,
+                       int64_t chunk, std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes);
 Tensor cpu_attention(Tensor q, Tensor pool, std::optional<Tensor> scales, Tensor block_table, Tensor seq_lens,
-                     double scale, int64_t window, double softcap, int64_t num_threads);
+                     double scale, int64_t window, double softcap, int64_t num_threads, int64_t chunk,
+                     std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes);
 void store_host_kv(Tensor k, Tensor v, Tensor pool, std::optional<Tensor> scales, Tensor slot_mapping);
 Tensor skinny_linear(Tensor x, Tensor weight);
 

@@ -216,11 +216,12 @@ STABLE_TORCH_LIBRARY(omniserve, m) {
       " -> ()");
   m.def(
       "paged_attention(Tensor q_TNH, Tensor k_cache_BKSH, Tensor v_cache_BKSH, Tensor block_table_RM, "
-      "Tensor query_start_R1, Tensor seq_lens_R, float scale, int window, float softcap, Tensor? reversed_RM=None)"
-      " -> Tensor");
+      "Tensor query_start_R1, Tensor seq_lens_R, float scale, int window, float softcap, Tensor? reversed_RM=None, "
+      "int chunk=0, Tensor? sinks_N=None, Tensor? alibi_slopes_N=None) -> Tensor");
   m.def(
       "cpu_attention(Tensor q_RNH, Tensor pool_BK2SH, Tensor? scales_BK2S, Tensor block_table_RM, Tensor seq_lens_R, "
-      "float scale, int window, float softcap, int num_threads) -> Tensor");
+      "float scale, int window, float softcap, int num_threads, int chunk=0, Tensor? sinks_N=None, "
+      "Tensor? alibi_slopes_N=None) -> Tensor");
   m.def(
       "store_host_kv(Tensor k_TKH, Tensor v_TKH, Tensor(a!) pool_BK2SH, Tensor(b!)? scales_BK2S, "
       "Tensor slot_mapping_T) -> ()");

@@ -41,6 +41,9 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    chunk: int = 0,
+    sinks_N: Tensor | None = None,
+    alibi_slopes_N: Tensor | None = None,
     reversed_RM: Tensor | None = None,
     one_query_each: bool = False,
     num_splits: int | None = None,
@@ -61,6 +64,9 @@ def paged_attention(
         scale: Multiplies q.k.
         window: The query at position p sees keys at (p - window, p]; 0: at [0, p].
         softcap: Scores become softcap * tanh(score / softcap); 0 leaves them.
+        chunk: The query at position p sees keys at [p - p % chunk, p]; 0: at [0, p].
+        sinks_N: ``[N]`` fp32: logits that join the softmax's denominator and have no value.
+        alibi_slopes_N: ``[N]`` fp32: slope * (key position - query position) is added to a score.
         reversed_RM: ``[R, M]`` bool: blocks that run from the right. Paper: bros 6.
         one_query_each: T == R, one query each.
         num_splits: Parts of the keys, a power of two; None chooses.
@@ -76,6 +82,7 @@ def paged_attention(
     (num_tokens, num_heads, head_size), (_, kv_heads, block_size, _) = q_TNH.shape, k_cache_BKSH.shape
     num_requests, table_width = block_table_RM.shape
     _check(q_TNH, k_cache_BKSH, v_cache_BKSH, block_table_RM, query_start_R1, seq_lens_R, reversed_RM)
+    _check_per_head(num_heads, sinks_N=sinks_N, alibi_slopes_N=alibi_slopes_N)
     if one_query_each and num_tokens != num_requests:
         raise ValueError(f"one_query_each: {num_tokens} query tokens for {num_requests} requests; expected as many")
     out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
@@ -95,22 +102,27 @@ def paged_attention(
         lse = torch.empty(shape, dtype=torch.float32, device=q_TNH.device)
     table = block_table_RM if block_table_RM.numel() else query_start_R1[None]  # triton takes no pointer to nothing
     directions = reversed_RM.view(torch.uint8) if reversed_RM is not None else table
+    # Triton takes no None, either; these are not read.
+    sinks = sinks_N if sinks_N is not None else seq_lens_R
+    slopes = alibi_slopes_N if alibi_slopes_N is not None else seq_lens_R
     padded_head = max(16, triton.next_power_of_2(head_size))
     with torch.cuda.device_of(q_TNH):
         _attend[(*launch.grid[:2], num_splits)](
             q_TNH, k_cache_BKSH, v_cache_BKSH, partial, lse, table, directions, query_start_R1, seq_lens_R,
-            num_requests, k_cache_BKSH.shape[0], full_splits, launch.max_split_keys, scale,
+            sinks, slopes, num_requests, k_cache_BKSH.shape[0], full_splits, launch.max_split_keys, scale,
             *q_TNH.stride()[:2], *k_cache_BKSH.stride()[:3], table.stride(0), directions.stride(0),
             H=head_size, H_PAD=padded_head, S=block_size, GROUP=num_heads // kv_heads,
             BLOCK_M=launch.tile.block_m, BLOCK_N=launch.block_n, NUM_SPLITS=num_splits,
-            WINDOW=window, SOFTCAP=softcap, IS_DIRECTED=reversed_RM is not None, ONE_QUERY_EACH=one_query_each,
+            WINDOW=window, SOFTCAP=softcap, CHUNK=chunk, HAS_SINKS=sinks_N is not None and num_splits == 1,
+            HAS_SLOPES=alibi_slopes_N is not None, IS_DIRECTED=reversed_RM is not None, ONE_QUERY_EACH=one_query_each,
             # The interpreter keeps bf16 as integers, and would multiply those.
             DOT_IN_FP32=q_TNH.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
             num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
         if num_splits > 1:
             _combine[(num_tokens * num_heads,)](
-                partial, lse, out_TNH, H=head_size, H_PAD=padded_head, NUM_SPLITS=num_splits,
+                partial, lse, sinks, out_TNH, num_heads, H=head_size, H_PAD=padded_head, NUM_SPLITS=num_splits,
+                HAS_SINKS=sinks_N is not None,
                 num_warps=1 if num_splits * padded_head <= 2048 else 4,
             )  # fmt: skip
     return out_TNH
@@ -163,6 +175,12 @@ def _check(
         raise ValueError(f"reversed is {reversed_RM.dtype} {tuple(reversed_RM.shape)}; expected bool, as block_table")
 
 
+def _check_per_head(num_heads: int, **values: Tensor | None) -> None:
+    for name, tensor in values.items():
+        if tensor is not None and (tensor.dtype != torch.float32 or tensor.shape != (num_heads,)):
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected float32, {num_heads} entries")
+
+
 # What varies between launches is not specialized: else they compile again and again.
 @triton.jit(
     do_not_specialize=["num_requests", "num_blocks", "full_splits", "max_split_keys", "table_stride", "reversed_stride"]
@@ -177,6 +195,8 @@ def _attend(  # type: ignore[no-untyped-def]  # triton gives the arguments their
     reversed_ptr,
     query_start_ptr,
     seq_lens_ptr,
+    sinks_ptr,
+    slopes_ptr,
     num_requests,
     num_blocks,
     full_splits,
@@ -198,6 +218,9 @@ def _attend(  # type: ignore[no-untyped-def]  # triton gives the arguments their
     NUM_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     IS_DIRECTED: tl.constexpr,
     ONE_QUERY_EACH: tl.constexpr,
     DOT_IN_FP32: tl.constexpr,
@@ -250,6 +273,8 @@ def _attend(  # type: ignore[no-untyped-def]  # triton gives the arguments their
     first_key = 0
     if WINDOW > 0:
         first_key = tl.maximum(0, context_len + first_query + 1 - WINDOW)
+    if CHUNK > 0:
+        first_key = tl.maximum(first_key, (context_len + first_query) // CHUNK * CHUNK)
     begin = first_key // BLOCK_N * BLOCK_N
     end = end_key
     if NUM_SPLITS > 1:
@@ -275,8 +300,14 @@ def _attend(  # type: ignore[no-untyped-def]  # triton gives the arguments their
     reversed_ptr += request.to(tl.int64) * reversed_stride
     query_pos = context_len + query
 
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:  # the softmax begins with them
+        top = tl.load(sinks_ptr + head) * _LOG2_E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    else:
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SLOPES:
+        slope = tl.load(slopes_ptr + head)
     acc = tl.zeros([BLOCK_M, H_PAD], tl.float32)
     for first in tl.range(begin, end, BLOCK_N):
         key_pos = first + tl.arange(0, BLOCK_N)
@@ -303,10 +334,14 @@ def _attend(  # type: ignore[no-untyped-def]  # triton gives the arguments their
         if SOFTCAP > 0:
             # tanh(x) = 1 - 2 / (1 + e^2x)
             scores = SOFTCAP - 2 * SOFTCAP / (1 + tl.exp2(scores * (2 * _LOG2_E / SOFTCAP)))
+        if HAS_SLOPES:
+            scores += slope[:, None] * (key_pos[None, :] - query_pos[:, None]).to(tl.float32)
         scores *= _LOG2_E
         is_seen = is_key[None, :] & (key_pos[None, :] <= query_pos[:, None])
         if WINDOW > 0:
             is_seen &= key_pos[None, :] > query_pos[:, None] - WINDOW
+        if CHUNK > 0:
+            is_seen &= key_pos[None, :] >= query_pos[:, None] // CHUNK * CHUNK
         scores = tl.where(is_seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
@@ -331,16 +366,30 @@ def _attend(  # type: ignore[no-untyped-def]  # triton gives the arguments their
         tl.store(lse_ptr + out_row, top + tl.log2(total), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads"])
 def _combine(  # type: ignore[no-untyped-def]
-    partial_ptr, lse_ptr, out_ptr, H: tl.constexpr, H_PAD: tl.constexpr, NUM_SPLITS: tl.constexpr
+    partial_ptr,
+    lse_ptr,
+    sinks_ptr,
+    out_ptr,
+    num_heads,
+    H: tl.constexpr,
+    H_PAD: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
-    """Add the parts of one (token, head): ``out[T, N, H]`` from ``partial[T, N, P, H]`` and ``lse[T, N, P]``."""
+    """Add the parts of one (token, head): ``out[T, N, H]`` from ``partial[T, N, P, H]`` and ``lse[T, N, P]``.
+
+    A sink is counted here, once for all parts.
+    """
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, NUM_SPLITS)
     column = tl.arange(0, H_PAD)
     lse = tl.load(lse_ptr + row * NUM_SPLITS + split)
     top = tl.max(lse, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + row % num_heads) * _LOG2_E
+        top = tl.maximum(top, sink)
     weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
     partial = tl.load(
         partial_ptr + (row * NUM_SPLITS + split)[:, None] * H + column[None, :],
@@ -348,5 +397,7 @@ def _combine(  # type: ignore[no-untyped-def]
         other=0.0,
     )
     total = tl.sum(weights, 0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - top)
     out = tl.sum(weights[:, None] * partial, 0) / tl.where(total == 0, 1.0, total)
     tl.store(out_ptr + row * H + column, out.to(out_ptr.dtype.element_ty), mask=column < H)

@@ -1,0 +1,53 @@
+"""Llama 4: chunks with rotary embedding, and layers without either, whose queries grow with their position.
+
+These layers count their position by the length of the cache, which a half has not: to it every token is the first one,
+whose queries are as they are. So they are scaled here. Tensor legend: T packed tokens, N query heads, H head size, K KV
+heads, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omniserve.layers.inspection import Table, filled
+from omniserve.layers.traced import LAYER_FAMILIES, TracedFamily
+
+
+@LAYER_FAMILIES.register("llama4")
+@LAYER_FAMILIES.register("llama4_text")
+class Llama4Family(TracedFamily):
+    """Llama 4, with the temperature of its layers without rotary embedding ("attn_temperature_tuning")."""
+
+    _has_temperature = False
+
+    def _check_halves(self, inputs: list[Tensor], tables: tuple[Tensor | None, Tensor | None]) -> None:
+        super()._check_halves(inputs, tables)
+        for layer in self.layers:
+            if not _has_temperature(layer):
+                continue
+            if layer.layer.self_attn.floor_scale <= 1:
+                raise self._unsupported(f"scales the queries of the first token in layer {layer.layer_idx}")
+            positions = layer.arguments[1].get("position_ids")
+            if not isinstance(positions, Table):
+                raise self._unsupported(f"gives layer {layer.layer_idx} no position_ids")
+            self._has_temperature = True
+            self._keep_tables(sorted({*self._kept, positions.number}))
+
+    def pre_attention(
+        self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q_TNH, k_TKH, v_TKH = super().pre_attention(layer, hidden_TD, cos, sin)
+        if self._has_temperature and _has_temperature(layer):
+            attention, arguments = layer.layer.self_attn, filled(layer.arguments[1], self._tables(hidden_TD, cos, sin))
+            steps_T = torch.floor((arguments["position_ids"].flatten().float() + 1.0) / attention.floor_scale)
+            scale_T = torch.log1p(steps_T) * attention.attn_scale + 1.0
+            q_TNH = (q_TNH * scale_T[:, None, None]).to(q_TNH.dtype)
+        return q_TNH, k_TKH, v_TKH
+
+
+def _has_temperature(layer: Any) -> bool:
+    attention = layer.layer.self_attn
+    return bool(attention.attn_temperature_tuning and not attention.use_rope)
