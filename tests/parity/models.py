@@ -102,7 +102,25 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", _MLA),
     "gemma3": ("gemma3_text", {**_GQA, "head_dim": 16, "sliding_window": 9, "layer_types": _WINDOW_LAST}),
     "gpt2": ("gpt2", {**_COMMON, "n_inner": 80}),
+    "gpt_oss": (
+        "gpt_oss",
+        {**_MOE, "head_dim": 16, "num_local_experts": 4, "sliding_window": 9, "layer_types": _WINDOW_LAST},
+    ),
     "granitemoe": ("granitemoe", {**_MOE, "num_local_experts": 4, "attention_multiplier": 0.3, "logits_scaling": 2.0}),
+    # Two layers in chunks, one that has none and scales queries by their position, from the fifth on.
+    "llama4": (
+        "llama4_text",
+        {
+            **_MOE,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 40,
+            "attention_chunk_size": 7,
+            "no_rope_layer_interval": 2,
+            "floor_scale": 5,
+            "num_experts_per_tok": 1,
+        },
+    ),
     "ministral3": ("ministral3", {**_GQA, "head_dim": 16, "rope_parameters": _SCALED_LATE}),
     "smollm3": ("smollm3", {**_GQA, "no_rope_layers": [1, 0, 1], "layer_types": _ALL_FULL}),
 }
