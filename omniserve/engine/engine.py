@@ -46,7 +46,7 @@ class Engine:
     """Serves latency-sensitive and best-effort requests with one model. Not thread-safe: one thread calls it.
 
     Args:
-        model: A Hugging Face causal language model; it is patched in place if it is not yet.
+        model: A Hugging Face causal language model, or a PEFT model of one; it is patched in place if it is not yet.
         config: Settings; None takes the defaults.
         profile: What a latency model is made of (see ``omniserve.profiling``). None: there is none, steps are bounded
             by ``max_num_batched_tokens`` only, and no objective is enforced.

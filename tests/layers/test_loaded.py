@@ -21,7 +21,7 @@ from omniserve.layers.groups import GroupLinear
 from omniserve.layers.patching import PatchedModel, patch, unpatch
 from tests.parity.models import tiny_model
 
-FAMILIES = ("llama", "smollm3")  # one by hand, one traced
+FAMILIES = ("llama", "smollm3")  # one kind of layer, two kinds
 IDS = torch.arange(9)[None]
 
 

@@ -16,7 +16,7 @@ from tests.parity.formats import FORMS, MULTIMODAL, OpaqueHead, multimodal, quan
 from tests.parity.models import tiny_model
 from tests.quick import slow_except
 
-FAMILIES = ("llama", "smollm3")  # one by hand, one traced
+FAMILIES = ("llama", "smollm3")  # one kind of layer, two kinds
 CASES = [(form, family) for form in FORMS for family in FAMILIES]
 # What is in the layers' own modules is traced as they are, so a graph may be wrong where the layers' code is right.
 COMPILED = ("lora", "lora scalings", "int8", "packed ints", "hooks", "weight norm", "gradient checkpointing")
