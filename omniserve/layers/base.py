@@ -26,7 +26,7 @@ LAYER_FAMILIES: Registry[type[LayerFamily]] = Registry("layer family", package="
 """HF ``config.model_type`` -> family class."""
 
 # The frequencies of these rope types are the same for every sequence, so one table serves a packed batch.
-_STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_STATIC_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 
 # Major compute capabilities on which torch's grouped product of bf16 does not make the host wait. On others, and in
 # other dtypes, the host reads how many rows each expert has.
@@ -147,23 +147,34 @@ class LayerFamily(ABC):
                 f"{name} is spread over {sorted(map(str, devices))}; load it on one device (device_map={{'': device}})"
             )
 
+    def longest(self) -> int:
+        """Return how many tokens a sequence may have."""
+        return int(self.config.max_position_embeddings)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the width of a row, and the numbers of query and KV heads."""
+        config = self.config
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return {
+            "hidden_size": int(config.hidden_size),
+            "num_heads": int(config.num_attention_heads),
+            "num_kv_heads": int(num_kv_heads),
+        }
+
     def spec(self, max_model_len: int | None = None) -> ModelSpec:
         """Return the model's sizes; ``max_model_len``, the longest prompt plus output, is by default the model's.
 
         Raises:
             ValueError: ``max_model_len`` is not in ``[1, the model's]``.
         """
-        config = self.config
-        limit = int(config.max_position_embeddings)
+        limit = self.longest()
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len must be in [1, {limit}] for this model, got {max_model_len}")
-        sources = (self.model.generation_config, config)
+        sources = (self.model.generation_config, self.config)
         eos = next((e for source in sources if (e := getattr(source, "eos_token_id", None)) is not None), ())
         return ModelSpec(
             num_layers=len(self.layers),
-            hidden_size=int(config.hidden_size),
-            num_heads=int(config.num_attention_heads),
-            num_kv_heads=int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads),
+            **self.sizes(),
             head_size=self.head_size(self.layers[0]),
             vocab_size=int(self.lm_head.out_features),
             max_model_len=max_model_len or limit,

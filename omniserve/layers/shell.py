@@ -37,7 +37,9 @@ class TracedLayer(nn.Module):
         self.layer_idx = index
         self.returns_tuple = returns_tuple
         self.arguments: tuple[Any, ...] = ()
-        """Positional and keyword arguments behind the layer's input, with tables in the place of tensors."""
+        """Positional and keyword arguments behind the layer's input, with what stands for tensors in their place."""
+        self.turn = 0
+        """How many columns of a row's queue the layer uses (``RowLayout``)."""
         self.computes = ""
         """A digest of the arguments, and of the operators that the layer calls with all their constants and shapes."""
 
@@ -46,7 +48,7 @@ class Run(NamedTuple):
     """What one run of the model gave to its layers; of a run on one sequence the dimensions are ``[1, T, ...]``."""
 
     inputs: list[Tensor]
-    """The input of each layer, ``[T, 1, D]``."""
+    """The input of each layer, mostly ``[T, 1, D]``."""
     arguments: list[tuple[Any, ...]]
     """The other arguments of each layer: positional ones, and those with a name."""
 
@@ -114,24 +116,31 @@ class ModelShell:
         self.backbone = self._model.get_submodule(list_name.rpartition(".")[0])
         """The module that owns the layers."""
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Run the model's forward with rows in the place of the last layer's output."""
-        ids_R = torch.ones(hidden_RD.shape[0], dtype=torch.int64, device=hidden_RD.device)
+    def logits(self, output: Tensor, num_rows: int) -> Tensor:
+        """Run the model's forward with another output of the last layer, of a number of rows."""
+        ids_R = torch.ones(num_rows, dtype=torch.int64, device=output.device)
 
         def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
-            return hidden_RD[:, None]
+            return output
 
         with self._layers_replaced(replace):
             return self._call_model(ids_R, torch.zeros_like(ids_R)).logits[:, 0]
 
-    def run(self, token_ids: Any, positions: Any, *, as_sequence: bool = False) -> Run:
-        """Run the model without its layers; None leaves the positions to it."""
+    def run(
+        self,
+        token_ids: Any,
+        positions: Any,
+        *,
+        as_sequence: bool = False,
+        output_of: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+    ) -> Run:
+        """Run the model with a function in the place of each layer; None leaves the positions to the model."""
         run = Run([], [])
 
         def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
             run.inputs.append(hidden)
             run.arguments.append((args, kwargs))
-            return hidden
+            return output_of(hidden)
 
         with self._layers_replaced(replace):
             positions_T = None if positions is None else self.int64(positions)
@@ -139,7 +148,7 @@ class ModelShell:
         return run
 
     def first_input(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Run the model up to its first layer; return that layer's input ``[T, D]``."""
+        """Run the model up to its first layer; return that layer's input."""
         inputs: list[Tensor] = []
 
         def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
@@ -151,7 +160,7 @@ class ModelShell:
                 self._call_model(token_ids_T, positions_T)
             except Cut:
                 pass
-        return inputs[0][:, 0]
+        return inputs[0]
 
     def _call_model(self, token_ids_T: Tensor, positions_T: Tensor | None, *, as_sequence: bool = False) -> Any:
         """Run the model on a batch of sequences of one token each, or on one sequence."""

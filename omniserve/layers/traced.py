@@ -12,11 +12,12 @@ from the positions alone. Tensor legend: T packed tokens, R rows that need logit
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
+from collections import UserDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,11 +26,23 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
-from omniserve.core.spec import AttentionSpec, ModelSpec
+from omniserve.core.spec import AttentionSpec
 from omniserve.layers.base import LayerFamily, head_product, refuse_dynamic_rope, why_grouped_mm_waits
 from omniserve.layers.cut import AttentionFunction, calling, described_masks
-from omniserve.layers.inspection import DataDependent, LinearWatch, OperatorLog, Table, TableForm, collect, filled
-from omniserve.layers.shell import Cut, ModelShell, no_attention, some, stand_in, unsupported
+from omniserve.layers.inspection import (
+    Carried,
+    DataDependent,
+    LinearWatch,
+    OperatorLog,
+    Place,
+    Table,
+    TableForm,
+    collect,
+    filled,
+    tensors_in,
+)
+from omniserve.layers.rows import RowLayout, WatchedPlace, places_in, write_left
+from omniserve.layers.shell import Cut, ModelShell, Run, no_attention, some, stand_in, unsupported
 
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
 _KNOWN_ARGUMENTS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids"})
@@ -56,8 +69,10 @@ class TracedFamily(LayerFamily):
             )
         refuse_dynamic_rope(model)
         self._probe = torch.empty(0, dtype=model.dtype, device=model.device)
+        # Modules that alone compute what the model's forward does around its layers, where there are such.
+        self._embeds_alone = False
         self._rotary_module: Any = None
-        """Makes cos and sin, if these are all that the layers are given."""
+        self._last_norm: Any = None
         # What depends on a position may do so only for late ones.
         self._positions = [1, 2, int(getattr(self.config, "max_position_embeddings", None) or _FAR) - 1]
         with torch.inference_mode():
@@ -77,19 +92,44 @@ class TracedFamily(LayerFamily):
         with described_masks():
             first, same = self._shell.run([1, 2, 3], [0, 1, 2]), self._shell.run([4, 2, 5], [0, 1, 2])
             other = self._shell.run([1, 2, 3, 4, 5], [3, 4, 5, 6, self._positions[-1]])
+        self._rows = self._row_layout(first.inputs[0], other.inputs[0])
         unnumbered = self._shell.run([1, 2, 3], None, as_sequence=True)
-        if not torch.equal(first.inputs[0][:, 0], unnumbered.inputs[0][0]):
+        if not torch.equal(first.inputs[0], self._rows.transposed(unnumbered.inputs[0])):
             raise self._unsupported("does not number positions from 0")
-        self._hidden_size = int(first.inputs[0].shape[-1])
+        self._check_around_layers(first)
         self._forms: list[TableForm] = []
         self._windows: list[Any] = []
         """The window of each layer's mask; None: no mask, so that the attention's own argument tells it."""
         tables: list[Tensor] = []
+        self._tokens_tensors: list[tuple[Tensor, Carried]] = []
+        self._mappings: list[Any] = []
         for index, layer in enumerate(self.layers):
             self._windows.append(None)
             given = [run.arguments[index] for run in (first, same, other)]
             layer.arguments = self._template(index, given[0], given[1], given[2], tables)
         self._keep_tables([*range(len(tables))])
+        self._rows.place_arguments([layer.arguments for layer in self.layers])
+        for layer in self.layers:
+            layer.turn = self._rows.turn(layer.layer_idx)
+
+    def _row_layout(self, first: Tensor, other: Tensor) -> RowLayout:
+        """Return the layout of rows with nothing but the layer's input, which is given for three and for five rows."""
+        row_dims = [d for d in range(first.dim()) if (first.shape[d], other.shape[d]) == (3, 5)]
+        if len(row_dims) != 1 or first.shape[row_dims[0] + 1] != 1:
+            raise self._unsupported(f"gives its layers an input {tuple(first.shape)}, in which no dimension is tokens")
+        shape = tuple(size for d, size in enumerate(first.shape) if d != row_dims[0])
+        return RowLayout(TableForm(row_dims[0], shape, first.dtype))
+
+    def _check_around_layers(self, first: Run) -> None:
+        """See that one layer's output is the next one's input, and that nothing else depends on it."""
+        with described_masks():
+            changed = self._shell.run([1, 2, 3], [0, 1, 2], output_of=_changed)
+        for index, (before, after) in enumerate(pairwise(changed.inputs)):
+            if before.shape != after.shape or not torch.equal(_changed(before), after):
+                raise self._unsupported(f"changes the rows between layers {index} and {index + 1}")
+        for index, (one, other) in enumerate(zip(first.arguments, changed.arguments, strict=True)):
+            if not all(map(torch.equal, tensors_in(one), tensors_in(other))):
+                raise self._unsupported(f"gives layer {index} a tensor that depends on the layers before it")
 
     def _keep_tables(self, kept: Sequence[int]) -> None:
         """Choose the tables that ``rotary`` makes; the others are zeros."""
@@ -101,6 +141,10 @@ class TracedFamily(LayerFamily):
 
     def _template(self, index: int, first: Any, same: Any, other: Any, tables: list[Tensor]) -> Any:
         """Return what stands for an argument of a layer in three runs: itself, or its table."""
+        if isinstance(first, UserDict) and not first:
+            if not any(each is first for each in self._mappings):
+                self._mappings.append(first)
+            return Place(next(number for number, each in enumerate(self._mappings) if each is first), {}, {})
         if isinstance(first, dict):
             return {key: self._template(index, first[key], same[key], other[key], tables) for key in first}
         if type(first) in (tuple, list):
@@ -114,25 +158,54 @@ class TracedFamily(LayerFamily):
                 raise self._unsupported(f"gives layer {index} a mask that is neither causal nor a sliding window")
             return None
         name = f"gives layer {index} a tensor {tuple(first.shape)} beside its input that depends on"
-        if first.shape != same.shape or not torch.equal(first, same):
-            raise self._unsupported(f"{name} the tokens")
-        if first.shape == other.shape and torch.equal(first, other):
+        if first.shape == same.shape == other.shape and torch.equal(first, same) and torch.equal(first, other):
             return first
         row_dims = [d for d in range(first.dim()) if (first.shape[d], other.shape[d]) == (3, 5)]
-        if len(row_dims) != 1:
+        if len(row_dims) != 1 or first.shape != same.shape:
             raise self._unsupported(f"{name} how many tokens there are")
+        shape = tuple(size for d, size in enumerate(first.shape) if d != row_dims[0])
+        form = TableForm(row_dims[0], shape, first.dtype)
+        if not torch.equal(first, same):
+            return self._carried(name, first, form)
         for number, table in enumerate(tables):
             if table is first:
                 return Table(number)
         tables.append(first)
-        shape = tuple(size for d, size in enumerate(first.shape) if d != row_dims[0])
-        self._forms.append(TableForm(row_dims[0], shape, first.dtype))
+        self._forms.append(form)
         return Table(len(tables) - 1)
+
+    def _carried(self, name: str, tensor: Tensor, form: TableForm) -> Carried:
+        if tensor.dtype is not self.model.dtype:
+            raise self._unsupported(f"{name} the tokens, of {tensor.dtype}; a row has {self.model.dtype}")
+        for each, carried in self._tokens_tensors:
+            if each is tensor:
+                return carried
+        self._tokens_tensors.append((tensor, Carried(form)))
+        return self._tokens_tensors[-1][1]
+
+    def _find_left(self) -> None:
+        """Find what layers leave for later ones, and give it columns in the rows."""
+        cos, sin = self.rotary(self._shell.int64(self._positions)) or (None, None)
+        rows_TD = self.embed(self._shell.int64([1, 2, 3]), self._shell.int64(self._positions))
+        left: dict[int, dict[Any, Any]] = {}
+        of_layers: list[dict[int, WatchedPlace]] = []
+
+        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
+            return stand_in(query, value)
+
+        for layer in self.layers:
+            places = {each.number: WatchedPlace(left.get(each.number, {})) for each in places_in(layer.arguments)}
+            rows_TD = self._call_layer(layer, rows_TD, cos, sin, attend, places)
+            of_layers.append(places)
+            left.update({number: dict(place) for number, place in places.items()})
+        self._rows.place_left([layer.arguments for layer in self.layers], of_layers)
 
     def _record_layers(self) -> None:
         """Run each layer: its attention, its linears that read the same rows, and what it computes."""
         cos, sin = self.rotary(self._shell.int64(self._positions)) or (None, None)
-        hidden_TD = self._shell.run([1, 2, 3], self._positions).inputs[0][:, 0]
+        if self._mappings:
+            self._find_left()
+        hidden_TD = self.embed(self._shell.int64([1, 2, 3]), self._shell.int64(self._positions))
         inputs: list[Tensor] = []
         self._specs: list[AttentionSpec] = []
         self._groups: list[list[tuple[nn.Module, ...]]] = []
@@ -147,14 +220,16 @@ class TracedFamily(LayerFamily):
                 return stand_in(query, value)
 
             inputs.append(hidden_TD)
+            places: dict[int, Any] = {}
             try:
                 with LinearWatch(layer) as linears, OperatorLog() as operators:
-                    hidden_TD = self._call_layer(layer, hidden_TD, cos, sin, attend)
+                    hidden_TD = self._call_layer(layer, hidden_TD, cos, sin, attend, places)
             except DataDependent as error:
                 raise self._unsupported(
                     f"calls {error} in layer {layer.layer_idx}, whose result has a shape that depends on values; for a "
                     "mixture of experts call model.set_experts_implementation('grouped_mm') first"
                 ) from None
+            write_left(layer.arguments, places, hidden_TD)
             self._groups.append(linears.groups())
             layer.computes = operators.digest(repr(layer.arguments))
             self._operators |= operators.names
@@ -185,8 +260,9 @@ class TracedFamily(LayerFamily):
                 return rows.transpose(0, 1) if is_sequence else rows
 
             with calling(attend, self._shell.configs):
-                output = layer.layer(hidden_TD[None], *args, **kwargs)
-            together.append((output if isinstance(output, Tensor) else output[0])[0])
+                output = layer.layer(self._rows.transposed(self._rows.hidden(hidden_TD)), *args, **kwargs)
+            output = self._rows.transposed(output if isinstance(output, Tensor) else output[0])
+            together.append(self._rows.next(layer.turn, output, hidden_TD))
             for one, other in zip((*heads, output_TD), together, strict=True):
                 if not torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-3 * float(one.abs().max())):
                     raise self._unsupported(f"mixes the rows of layer {layer.layer_idx} outside of its attention")
@@ -195,9 +271,10 @@ class TracedFamily(LayerFamily):
             for number in set(self._kept) - used:
                 kept = self._kept
                 self._keep_tables([other for other in kept if other != number])
-                without = self.pre_attention(layer, hidden_TD, *self._drop_table(tables, kept, number))
+                rows_TD = hidden_TD.clone()
+                without = self.pre_attention(layer, rows_TD, *self._drop_table(tables, kept, number))
                 self._keep_tables(kept)
-                if not all(map(torch.equal, heads, without)):
+                if not all(map(torch.equal, (*heads, hidden_TD), (*without, rows_TD))):
                     used.add(number)
         self._keep_tables(sorted(used))
 
@@ -219,8 +296,7 @@ class TracedFamily(LayerFamily):
     def _find_shortcuts(self) -> None:
         """See which modules alone compute what the model's forward does around its layers."""
         ids_T, positions_T = self._shell.int64([1, 2, 3]), self._shell.int64(self._positions)
-        run = self._shell.run(ids_T, positions_T)
-        hidden_TD = run.inputs[0][:, 0]
+        hidden_TD = self.embed(ids_T, positions_T)
         embedded_TD = self.model.get_input_embeddings()(ids_T)
         self._embeds_alone = embedded_TD.shape == hidden_TD.shape and torch.equal(embedded_TD, hidden_TD)
         rotary = getattr(self._shell.backbone, "rotary_emb", None)
@@ -237,10 +313,13 @@ class TracedFamily(LayerFamily):
         near_TW, far_TW = self.rotary(positions_T[:2]), self.rotary(positions_T)
         if near_TW is not None and far_TW is not None and not torch.equal(near_TW[0], far_TW[0][:2]):
             raise self._unsupported("gives a token other rotary tables if there is a later one beside it")
-        logits_RV = self._shell.logits(hidden_TD)
-        self._last_norm: Any = None
-        for module in self._shell.backbone.children():
-            if "norm" in type(module).__name__.lower() and torch.equal(self.lm_head(module(hidden_TD)), logits_RV):
+        logits_RV = self.logits(hidden_TD)
+        output_TD = self._rows.plain(hidden_TD)
+        width = None if output_TD is None else output_TD.shape[1:]
+        for module in self._shell.backbone.children() if output_TD is not None else ():
+            if "norm" not in type(module).__name__.lower() or getattr(module, "weight", hidden_TD).shape[-1:] != width:
+                continue
+            if torch.equal(self.lm_head(module(output_TD)), logits_RV):
                 self._last_norm = module
 
     # --- a half: the layer's own forward ----------------------------------------------------------------------------
@@ -249,6 +328,7 @@ class TracedFamily(LayerFamily):
         self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads: list[Tensor] = []
+        places: dict[int, Any] = {}
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
             heads.extend(self._heads(query, key, value))
@@ -257,9 +337,10 @@ class TracedFamily(LayerFamily):
             return stand_in(query, value)
 
         try:
-            self._call_layer(layer, hidden_TD, cos, sin, attend)
+            self._call_layer(layer, hidden_TD, cos, sin, attend, places)
         except Cut:
             pass
+        write_left(layer.arguments, places, hidden_TD)
         q_TNH, k_TKH, v_TKH = heads
         return q_TNH, k_TKH, v_TKH
 
@@ -286,12 +367,20 @@ class TracedFamily(LayerFamily):
         return rows if rows.shape[1] == num_heads else rows.repeat_interleave(num_heads // rows.shape[1], dim=1)
 
     def _call_layer(
-        self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None, attend: AttentionFunction
+        self,
+        layer: Any,
+        hidden_TD: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        attend: AttentionFunction,
+        places: dict[int, Any] | None = None,
     ) -> Tensor:
-        args, kwargs = filled(layer.arguments, self._tables(hidden_TD, cos, sin))
+        """Run a layer's forward on rows; ``places`` are the mappings in which it leaves something for later ones."""
+        places = {} if places is None else places
+        args, kwargs = filled(layer.arguments, self._tables(hidden_TD, cos, sin), hidden_TD, places)
         with calling(attend, self._shell.configs):
-            output = layer.layer(hidden_TD[:, None], *args, **kwargs)
-        return (output if isinstance(output, Tensor) else output[0])[:, 0]
+            output = layer.layer(self._rows.hidden(hidden_TD), *args, **kwargs)
+        return self._rows.next(layer.turn, output if isinstance(output, Tensor) else output[0], hidden_TD)
 
     def _tables(self, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
         """Return all tables as the layers want them; those that were not kept, or not given, are zeros."""
@@ -316,7 +405,11 @@ class TracedFamily(LayerFamily):
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         if self._embeds_alone:
             return self.model.get_input_embeddings()(token_ids_T)
-        return self._shell.first_input(some(token_ids_T), some(positions_T))[: len(token_ids_T)]
+        ids_T, positions_T, num_tokens = some(token_ids_T), some(positions_T), len(token_ids_T)
+        if not self._rows.carries:
+            return self._rows.hidden_rows(self._shell.first_input(ids_T, positions_T))[:num_tokens]
+        run = self._shell.run(ids_T, positions_T)
+        return self._rows.first(run, [layer.arguments for layer in self.layers])[:num_tokens]
 
     def rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return what the layers are given beside their input, as rows ``[T, W]``: cos and sin, or all twice."""
@@ -335,13 +428,14 @@ class TracedFamily(LayerFamily):
         return all_TW, all_TW
 
     def final_norm(self, hidden_RD: Tensor) -> Tensor:
-        assert self._last_norm is not None
-        return self._last_norm(hidden_RD)
+        output_RD = self._rows.plain(hidden_RD)
+        assert self._last_norm is not None and output_RD is not None
+        return self._last_norm(output_RD)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         if self._last_norm is not None:
-            return head_product(self.lm_head, self._last_norm(hidden_RD))
-        return self._shell.logits(hidden_RD)
+            return head_product(self.lm_head, self.final_norm(hidden_RD))
+        return self._shell.logits(self._rows.hidden(hidden_RD), hidden_RD.shape[0])
 
     # --- for the engine ---------------------------------------------------------------------------------------------
 
@@ -363,10 +457,13 @@ class TracedFamily(LayerFamily):
     def head_size(self, layer: nn.Module) -> int:
         return self._head_size
 
-    def spec(self, max_model_len: int | None = None) -> ModelSpec:
-        return dataclasses.replace(
-            super().spec(max_model_len),
-            hidden_size=self._hidden_size,
-            num_heads=self._num_heads,
-            num_kv_heads=self._num_kv_heads,
-        )
+    def sizes(self) -> dict[str, int]:
+        return {
+            "hidden_size": self._rows.width,
+            "num_heads": self._num_heads,
+            "num_kv_heads": self._num_kv_heads,
+        }
+
+
+def _changed(hidden: Tensor) -> Tensor:
+    return 0.5 * hidden + 1

@@ -7,8 +7,8 @@ import pytest
 from tests.parity.zoo import Outcome, page, try_type
 
 USED = (
-    "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma3_text", "glm4", "glm4_moe", "gpt2", "granite", "olmo2",
-    "olmo3", "phi", "qwen2_moe", "seed_oss", "smollm3", "starcoder2",
+    "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "glm4",
+    "glm4_moe", "gpt2", "granite", "olmo2", "olmo3", "phi", "qwen2_moe", "seed_oss", "smollm3", "starcoder2",
 )  # fmt: skip
 
 

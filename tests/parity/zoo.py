@@ -16,13 +16,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from omniserve import UnsupportedModelError, patch
@@ -31,10 +32,13 @@ from tests.parity.models import VOCAB_SIZE
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+# Lists with the kind of each layer: three layers, of every kind that the list has by default.
+_PATTERNS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 # Fields of configs by their names, for every type that has them.
 _SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"), 3),
+    **dict.fromkeys(_NUM_LAYERS, 3),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_local_experts", "num_experts", "n_routed_experts"), 2),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts"), 4),
@@ -54,45 +58,107 @@ _SIZES: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
 }
 _MLA = {"num_key_value_heads": 4, "v_head_dim": 16, "qk_nope_head_dim": 16, "head_dim": 8, "q_lora_rank": 16}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_TEXT_DECODER = {"is_decoder": True}
+# Two layers at the end take K and V from earlier ones; each layer has an embedding of the token.
+_SHARES_KV = {
+    "num_hidden_layers": 6,
+    "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _FULL],
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
+}
+_GEMMA3N = _SHARES_KV | {"laurel_rank": 8, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.95, *[0.0] * 5]}
+_GEMMA4 = _SHARES_KV | {"global_head_dim": 32, "use_double_wide_mlp": True}
+# As the larger models of the type: values of full layers are their keys; experts.
+_GEMMA4_LARGE = {
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 0,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+    "final_logit_softcapping": 8.0,
+}
 # What a type needs beside these sizes. None leaves a field as it is by default.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "axk1": _MLA, "axk2": _MLA, "deepseek_v2": _MLA | {"topk_method": "greedy", "num_experts_per_tok": 2},
-    "deepseek_v3": _MLA,
+    "deepseek_v3": _MLA, "bailing_hybrid": _MLA, "sarvam_mla": _MLA, "dots3_note": _MLA, "dots3_note_text": _MLA,
     "deepseek_v32": _MLA | {"index_topk": 512}, "glm4_moe_lite": _MLA, "glm_moe_dsa": _MLA, "longcat_flash": _MLA,
     "minicpm3": _MLA, "mistral4": _MLA, "youtu": _MLA, "kimi_linear": _MLA,
-    "bert": {"is_decoder": True},
-    "bert-generation": {"is_decoder": True},
+    "bert": _TEXT_DECODER,
+    "bert-generation": _TEXT_DECODER,
     "biogpt": {"scale_embedding": True},
-    "camembert": {"is_decoder": True},
+    "camembert": _TEXT_DECODER,
     "codegen": {"rotary_dim": 8},
-    "data2vec-text": {"is_decoder": True},
-    "dots1": {"n_shared_experts": 1},
-    "electra": {"is_decoder": True},
-    "ernie": {"is_decoder": True},
+    "cohere_compass_text": {
+        "layer_types": [_SLIDING, _FULL, _SLIDING], "rope_parameters": {_SLIDING: _ROPE, _FULL: _ROPE},
+    },
+    "data2vec-text": _TEXT_DECODER,
+    "dbrx": {
+        "attn_config": {"clip_qkv": 1.0, "kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+        "rope_parameters": _ROPE,
+    },
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
+    "electra": _TEXT_DECODER,
+    "ernie": _TEXT_DECODER,
     "falcon": {"head_dim": None, "alibi": False, "new_decoder_architecture": True},
+    "gemma3n": _GEMMA3N, "gemma3n_text": _GEMMA3N,
+    "gemma4": _GEMMA4, "gemma4_unified": _GEMMA4_LARGE, "gemma4_text": _GEMMA4_LARGE, "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 9},
     "gptj": {"rotary_dim": 8},
-    "hunyuan_v1_dense": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    "hunyuan_v1_moe": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "moe_topk": 1},
-    "megatron-bert": {"is_decoder": True},
+    "hunyuan_v1_dense": {"head_dim": 16, "rope_parameters": _ROPE},
+    "hunyuan_v1_moe": {"head_dim": 16, "rope_parameters": _ROPE, "moe_topk": 2},
+    "megatron-bert": _TEXT_DECODER,
     "moshi": {"sliding_window": 512},  # with a shorter one its generate() contradicts its own forward
-    "ministral": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "ministral": {"head_dim": 16, "rope_parameters": _ROPE, "layer_types": [_SLIDING, _FULL, _SLIDING]},
     "nemotron": {
-        "head_dim": 16, "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "head_dim": 16, "num_key_value_heads": 2, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
     },
-    "rembert": {"is_decoder": True},
-    "roberta": {"is_decoder": True},
-    "roberta-prelayernorm": {"is_decoder": True},
-    "roc_bert": {"is_decoder": True},
-    "roformer": {"is_decoder": True},
-    "xlm-roberta": {"is_decoder": True},
-    "xlm-roberta-xl": {"is_decoder": True},
+    "rembert": _TEXT_DECODER,
+    "roberta": _TEXT_DECODER,
+    "roberta-prelayernorm": _TEXT_DECODER,
+    "roc_bert": _TEXT_DECODER,
+    "roformer": _TEXT_DECODER,
+    "xlm-roberta": _TEXT_DECODER,
+    "xlm-roberta-xl": _TEXT_DECODER,
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
 }  # fmt: skip
-
+# Of the whole config that a type's text config is taken from.
+_WHOLE: Mapping[str, Mapping[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+}
 
 _MOST_PARAMETERS = 20_000_000
+
+
+def _smaller(usual: PreTrainedConfig, fields: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return a config with the table's sizes, its layers of as many kinds as by default; so for each config in it."""
+    parameters = inspect.signature(type(usual).__init__).parameters
+    known = set(parameters) | set(vars(usual)) | set(usual.attribute_map)
+    small = {name: value for name, value in _SIZES.items() if name in known and _value(usual, name) is not None}
+    kinds = {name: list(dict.fromkeys(_value(usual, name) or ())) for name in _PATTERNS if name in parameters}
+    num_layers = max(3, *map(len, kinds.values())) if kinds else 3
+    small |= {name: num_layers for name in _NUM_LAYERS if name in small}
+    small |= {name: [*islice(cycle(each), num_layers)] for name, each in kinds.items() if each}
+    small |= {
+        name: _smaller(part, fields.get(name, {})).to_dict()
+        for name in usual.sub_configs
+        if isinstance(part := _value(usual, name), PreTrainedConfig)
+    }
+    small |= {name: value for name, value in fields.items() if name not in usual.sub_configs}
+    return type(usual)(**{name: value for name, value in small.items() if value is not None})
+
+
+def _value(config: PreTrainedConfig, name: str) -> Any:
+    """Return a field, of a config whose layers differ that of most of them."""
+    return config.__dict__.get(name) if config.is_heterogeneous else getattr(config, name, None)
 
 
 class Outcome(NamedTuple):
@@ -106,12 +172,10 @@ class Outcome(NamedTuple):
 
 def tiny(model_type: str) -> PreTrainedModel:
     """Build a small random model of a type whose greedy outputs are varied."""
-    usual = AutoConfig.for_model(model_type).get_text_config()
-    known = set(inspect.signature(type(usual).__init__).parameters) | set(vars(usual)) | set(usual.attribute_map)
-    fields = {name: value for name, value in _SIZES.items() if name in known and getattr(usual, name, None) is not None}
-    fields |= _FIELDS.get(model_type, {})
-    fields = {name: value for name, value in fields.items() if value is not None}
-    config = type(usual)(**fields)
+    whole = AutoConfig.for_model(model_type, **_WHOLE.get(model_type, {}))
+    text = whole.get_text_config(decoder=True)
+    usual = text if type(text) in AutoModelForCausalLM._model_mapping else whole
+    config = _smaller(usual, _FIELDS.get(model_type, {}))
     if getattr(config, "_experts_implementation", None) == "eager":
         config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
@@ -128,7 +192,7 @@ def tiny(model_type: str) -> PreTrainedModel:
             if parameter.dim() == 1:
                 parameter.add_(0.2 * noise)
             elif "embed" in name or "wte" in name:
-                parameter.copy_(0.1 * noise if config.tie_word_embeddings else noise)
+                parameter.copy_(0.1 * noise if getattr(config, "tie_word_embeddings", False) else noise)
             else:
                 parameter.copy_(noise * 1.6 * parameter.shape[-1] ** -0.5)
     model.generation_config.pad_token_id = 0
