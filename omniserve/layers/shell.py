@@ -65,6 +65,8 @@ class ModelShell:
         configs = [getattr(module, "config", None) for module in model.modules()]
         self.configs = list({id(config): config for config in configs if config is not None}.values())
         """All that name the attention function of a part of the model."""
+        self.first_position = 0
+        """The number that the model gives to the first position of a sequence; positions here count from 0."""
         self._find_layers()
 
     def _find_layers(self) -> None:
@@ -165,7 +167,7 @@ class ModelShell:
     def _call_model(self, token_ids_T: Tensor, positions_T: Tensor | None, *, as_sequence: bool = False) -> Any:
         """Run the model on a batch of sequences of one token each, or on one sequence."""
         dim = 0 if as_sequence else 1
-        positions = None if positions_T is None else positions_T.unsqueeze(dim)
+        positions = None if positions_T is None else positions_T.unsqueeze(dim) + self.first_position
         return self._model(input_ids=token_ids_T.unsqueeze(dim), position_ids=positions, use_cache=False)
 
     @contextmanager

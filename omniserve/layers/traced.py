@@ -47,6 +47,9 @@ from omniserve.layers.shell import Cut, ModelShell, Run, no_attention, some, sta
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
 _KNOWN_ARGUMENTS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids"})
 
+_FIRST_POSITIONS = (0, 1, 2, 3)
+"""Numbers that a model may give to the first position; those of RoBERTa's kind begin behind the padding token's."""
+
 _FAR = 4096
 """A late position, for a model that names no last one."""
 
@@ -73,11 +76,12 @@ class TracedFamily(LayerFamily):
         self._embeds_alone = False
         self._rotary_module: Any = None
         self._last_norm: Any = None
-        # What depends on a position may do so only for late ones.
-        self._positions = [1, 2, int(getattr(self.config, "max_position_embeddings", None) or _FAR) - 1]
         with torch.inference_mode():
             self._shell = ModelShell(model)
             self.layers: list[Any] = self._shell.layers
+            self._find_first_position()
+            # What depends on a position may do so only for late ones.
+            self._positions = [1, 2, self.longest() - 1]
             self._record_arguments()
             self._record_layers()
             self._find_shortcuts()
@@ -87,15 +91,25 @@ class TracedFamily(LayerFamily):
 
     # --- what the model is made of ----------------------------------------------------------------------------------
 
+    def _find_first_position(self) -> None:
+        """Find the number that the model gives to the first position, if it is told none."""
+        unnumbered, *numbered = (
+            self._shell.run([5, 6, 7], positions, as_sequence=True).inputs[0]
+            for positions in (None, *(range(first, first + 3) for first in _FIRST_POSITIONS))
+        )
+        if not any(torch.equal(unnumbered, each) for each in numbered):
+            raise self._unsupported(f"numbers positions from none of {_FIRST_POSITIONS}, or not by ones")
+        self._shell.first_position = _FIRST_POSITIONS[[torch.equal(unnumbered, each) for each in numbered].index(True)]
+
     def _record_arguments(self) -> None:
         """Find out which arguments of the layers follow from the positions, and which are always the same."""
         with described_masks():
             first, same = self._shell.run([1, 2, 3], [0, 1, 2]), self._shell.run([4, 2, 5], [0, 1, 2])
             other = self._shell.run([1, 2, 3, 4, 5], [3, 4, 5, 6, self._positions[-1]])
         self._rows = self._row_layout(first.inputs[0], other.inputs[0])
-        unnumbered = self._shell.run([1, 2, 3], None, as_sequence=True)
-        if not torch.equal(first.inputs[0], self._rows.transposed(unnumbered.inputs[0])):
-            raise self._unsupported("does not number positions from 0")
+        sequence = self._shell.run([1, 2, 3], [0, 1, 2], as_sequence=True)
+        if not torch.equal(first.inputs[0], self._rows.transposed(sequence.inputs[0])):
+            raise self._unsupported("mixes the rows of tokens before its layers")
         self._check_around_layers(first)
         self._forms: list[TableForm] = []
         self._windows: list[Any] = []
@@ -456,6 +470,9 @@ class TracedFamily(LayerFamily):
 
     def head_size(self, layer: nn.Module) -> int:
         return self._head_size
+
+    def longest(self) -> int:
+        return int(getattr(self.config, "max_position_embeddings", None) or _FAR) - self._shell.first_position
 
     def sizes(self) -> dict[str, int]:
         return {

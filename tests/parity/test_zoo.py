@@ -12,8 +12,12 @@ USED = (
 )  # fmt: skip
 
 
+# Positions that count from the padding token's number.
+UNUSUAL = ("roberta",)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", USED)
+@pytest.mark.parametrize("model_type", (*USED, *UNUSUAL))
 def test_types_that_people_use_are_exact(model_type: str) -> None:
     outcome = try_type(model_type, num_histories=2)
     assert outcome.result == "exact", outcome.detail

@@ -55,6 +55,7 @@ _SIZES: Mapping[str, Any] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "sliding_window": 9,
+    "tie_word_embeddings": False,  # tied random weights make each token follow itself
     "vocab_size": VOCAB_SIZE,
 }
 _MLA = {"num_key_value_heads": 4, "v_head_dim": 16, "qk_nope_head_dim": 16, "head_dim": 8, "q_lora_rank": 16}
@@ -128,8 +129,13 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "roformer": _TEXT_DECODER,
     "xlm-roberta": _TEXT_DECODER,
     "xlm-roberta-xl": _TEXT_DECODER,
+    "zaya": {"num_experts_per_tok": 1},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
 }  # fmt: skip
+# Models that number their positions from the padding token's number on.
+_COUNT_FROM_PADDING = frozenset(
+    {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+)
 # Of the whole config that a type's text config is taken from.
 _WHOLE: Mapping[str, Mapping[str, Any]] = {
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
@@ -208,7 +214,8 @@ def try_type(model_type: str, num_histories: int) -> Outcome:
         return Outcome(model_type, "no model", f"{type(error).__name__}: {_one_line(error)}")
     try:
         model(torch.arange(1, 6)[None], use_cache=False)
-        reference = Reference(model, num_prompts=5, max_tokens=12)
+        first_position = model.config.pad_token_id + 1 if model_type in _COUNT_FROM_PADDING else 0
+        reference = Reference(model, num_prompts=5, max_tokens=12, first_position=first_position)
     except Exception as error:
         return Outcome(model_type, "no model", f"its own code fails: {type(error).__name__}: {_one_line(error)}")
     try:
@@ -223,7 +230,9 @@ def try_type(model_type: str, num_histories: int) -> Outcome:
             run_history(model, reference, seed, faults=seed % 2 == 1, tally=tally)
     except Exception as error:  # AssertionError: other tokens; anything else is as wrong
         return Outcome(model_type, "wrong", f"{type(error).__name__}: {_one_line(error)}")
-    return Outcome(model_type, "exact", f"{tally.finished} requests, {tally.host_tokens} tokens on the host tier")
+    distinct = len({token for tokens in reference.tokens for token in tokens})
+    detail = f"{tally.finished} requests, {tally.host_tokens} tokens on the host tier, {distinct} distinct tokens"
+    return Outcome(model_type, "exact", detail)
 
 
 def page(outcomes: list[Outcome]) -> str:
