@@ -26,7 +26,10 @@ LAYER_FAMILIES: Registry[type[LayerFamily]] = Registry("layer family", package="
 """HF ``config.model_type`` -> family class."""
 
 # The frequencies of these rope types are the same for every sequence, so one table serves a packed batch.
-_STATIC_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
+_STATIC_ROPE_TYPES = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
+
+USUAL_LENGTH = 2048
+"""The longest prompt plus output for a model whose config names no number of positions, as those of Bloom."""
 
 # Major compute capabilities on which torch's grouped product of bf16 does not make the host wait. On others, and in
 # other dtypes, the host reads how many rows each expert has.
@@ -101,8 +104,11 @@ class LayerFamily(ABC):
 
     def rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return ``(cos, sin)``, each ``[T, rotary size]``, or None for a model without rotary positions."""
+        num_tokens = len(positions_T)
+        if not num_tokens:  # longrope looks for the largest
+            positions_T = positions_T.new_zeros(1)
         cos, sin = self.backbone.rotary_emb(self._probe, position_ids=positions_T[None])
-        return cos[0], sin[0]
+        return cos[0, :num_tokens], sin[0, :num_tokens]
 
     def final_norm(self, hidden_RD: Tensor) -> Tensor:
         """Apply the modules between the last layer and the head."""
@@ -147,9 +153,13 @@ class LayerFamily(ABC):
                 f"{name} is spread over {sorted(map(str, devices))}; load it on one device (device_map={{'': device}})"
             )
 
-    def longest(self) -> int:
-        """Return how many tokens a sequence may have."""
-        return int(self.config.max_position_embeddings)
+    def limits(self) -> dict[str, int]:
+        """Return how many tokens a sequence may have, by each reason that limits them."""
+        limits = {"its number of positions": max_positions(self.config) or USUAL_LENGTH}
+        for rope in rope_parameters(self.model):
+            if rope.get("rope_type") == "longrope":
+                limits["longrope's other frequencies for longer ones"] = int(rope["original_max_position_embeddings"])
+        return limits
 
     def sizes(self) -> dict[str, int]:
         """Return the width of a row, and the numbers of query and KV heads."""
@@ -167,9 +177,9 @@ class LayerFamily(ABC):
         Raises:
             ValueError: ``max_model_len`` is not in ``[1, the model's]``.
         """
-        limit = self.longest()
+        limit, why = min((length, reason) for reason, length in self.limits().items())
         if max_model_len is not None and not 1 <= max_model_len <= limit:
-            raise ValueError(f"max_model_len must be in [1, {limit}] for this model, got {max_model_len}")
+            raise ValueError(f"max_model_len must be in [1, {limit}] for this model ({why}), got {max_model_len}")
         sources = (self.model.generation_config, self.config)
         eos = next((e for source in sources if (e := getattr(source, "eos_token_id", None)) is not None), ())
         return ModelSpec(
@@ -184,11 +194,24 @@ class LayerFamily(ABC):
         )
 
 
-def refuse_dynamic_rope(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if rotary frequencies depend on the length of the longest sequence of a batch."""
+def max_positions(config: Any) -> int | None:
+    """Return how many positions a model has by its config; None if it names no number."""
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len", "seq_length", "n_positions")
+    return next((int(value) for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def rope_parameters(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """Return the parameters of a model's rotary positions: one for all layers, or one for each type of layer."""
     rope = getattr(model.config, "rope_parameters", None) or {}
-    kinds = [each for each in rope.values() if isinstance(each, dict)] or [rope]  # one for each type of layer
-    for rope_type in (kind.get("rope_type", "default") for kind in kinds):
+    return [each for each in rope.values() if isinstance(each, dict)] or [rope]
+
+
+def refuse_dynamic_rope(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if rotary frequencies depend on the length of the longest sequence of a batch.
+
+    Those of longrope do, but not up to the length at which ``limits`` ends.
+    """
+    for rope_type in (kind.get("rope_type", "default") for kind in rope_parameters(model)):
         if rope_type not in _STATIC_ROPE_TYPES:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: rope type {rope_type!r} changes its frequencies with the length of the "

@@ -40,12 +40,11 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
     return _running.attend(module, query, key, value, mask, keywords), None
 
 
-def _mask(*args: Any, mask_function: Callable[..., Any], device: Any, **keywords: Any) -> Tensor | None:
+def _mask(*args: Any, mask_function: Callable[..., Any], device: Any, **keywords: Any) -> Tensor:
     """Stand in for the making of an attention mask: the result tells which tokens the mask function lets through."""
-    if not _running.describes_masks:
-        return None
     mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-    mask.omniserve_window = window_of(mask_function)  # type: ignore[attr-defined]
+    if _running.describes_masks:
+        mask.omniserve_window = window_of(mask_function)  # type: ignore[attr-defined]
     return mask
 
 

@@ -12,7 +12,7 @@ from omniserve.layers.llama import LlamaFamily
 
 @LAYER_FAMILIES.register("phi3")
 class Phi3Family(LlamaFamily):
-    """Phi-3 with static rotary frequencies (the 4k models; longrope is refused)."""
+    """Phi-3; with longrope (the 128k models) up to the length at which its frequencies change."""
 
     def pre_attention(
         self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None

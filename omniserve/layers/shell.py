@@ -30,18 +30,28 @@ class TracedLayer(nn.Module):
     Its strings and those of its modules are part of what ``compiled.structure`` compares.
     """
 
-    def __init__(self, layer: nn.Module, index: int, *, returns_tuple: bool) -> None:
+    def __init__(self, layer: nn.Module, index: int, *, behind: tuple[Any, ...] | None) -> None:
         super().__init__()
         self.eval()
         self.layer = layer
         self.layer_idx = index
-        self.returns_tuple = returns_tuple
+        self.behind = behind
+        """What it returns behind its output, tensors as zeros of one row; None: it returns no tuple."""
         self.arguments: tuple[Any, ...] = ()
         """Positional and keyword arguments behind the layer's input, with what stands for tensors in their place."""
         self.turn = 0
         """How many columns of a row's queue the layer uses (``RowLayout``)."""
         self.computes = ""
         """A digest of the arguments, and of the operators that the layer calls with all their constants and shapes."""
+
+    def returned_behind(self, num_rows: int, value: float) -> list[Any]:
+        """Return what the layer returns behind its output, with tensors of one value."""
+        return [
+            torch.full((num_rows, *each.shape[1:]), value, dtype=each.dtype, device=each.device)
+            if isinstance(each, Tensor)
+            else each
+            for each in self.behind or ()
+        ]
 
 
 class Run(NamedTuple):
@@ -78,11 +88,11 @@ class ModelShell:
             called.append(names[id(module)])
             return stand_in(query, value)
 
-        tuples: set[int] = set()
+        tuples: dict[int, tuple[Any, ...]] = {}
 
         def note(layer: nn.Module, args: Any, output: Any) -> None:
             if isinstance(output, tuple):
-                tuples.add(id(layer))
+                tuples[id(layer)] = tuple(map(_zero_row, output[1:]))
 
         lists = [each for each in self._model.named_modules() if isinstance(each[1], nn.ModuleList)]
         hooks = [layer.register_forward_hook(note) for _, layers in lists for layer in layers]
@@ -111,9 +121,7 @@ class ModelShell:
                 self._model,
                 f"attends {indices.count(wrong)} times in {where}; each layer must attend once, and nothing else",
             )
-        self.layers = [
-            TracedLayer(layer, index, returns_tuple=id(layer) in tuples) for index, layer in enumerate(layers)
-        ]
+        self.layers = [TracedLayer(layer, index, behind=tuples.get(id(layer))) for index, layer in enumerate(layers)]
         """The decoder layers, in order."""
         self.backbone = self._model.get_submodule(list_name.rpartition(".")[0])
         """The module that owns the layers."""
@@ -135,8 +143,12 @@ class ModelShell:
         *,
         as_sequence: bool = False,
         output_of: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+        behind: float = 0,
     ) -> Run:
-        """Run the model with a function in the place of each layer; None leaves the positions to the model."""
+        """Run the model with a function in the place of each layer; None leaves the positions to the model.
+
+        Tensors that layers return behind their output are filled with ``behind``.
+        """
         run = Run([], [])
 
         def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
@@ -144,7 +156,7 @@ class ModelShell:
             run.arguments.append((args, kwargs))
             return output_of(hidden)
 
-        with self._layers_replaced(replace):
+        with self._layers_replaced(replace, behind=behind):
             positions_T = None if positions is None else self.int64(positions)
             self._call_model(self.int64(token_ids), positions_T, as_sequence=as_sequence)
         return run
@@ -171,14 +183,18 @@ class ModelShell:
         return self._model(input_ids=token_ids_T.unsqueeze(dim), position_ids=positions, use_cache=False)
 
     @contextmanager
-    def _layers_replaced(self, replace: Callable[[TracedLayer, Tensor, Any, Any], Tensor]) -> Iterator[None]:
+    def _layers_replaced(
+        self, replace: Callable[[TracedLayer, Tensor, Any, Any], Tensor], *, behind: float = 0
+    ) -> Iterator[None]:
         """Call a function in the place of each layer's forward."""
 
         def forward_of(layer: TracedLayer) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 hidden = args[0] if args else kwargs.pop("hidden_states")
                 output = replace(layer, hidden, args[1:], kwargs)
-                return (output,) if layer.returns_tuple else output
+                if layer.behind is None:
+                    return output
+                return output, *layer.returned_behind(hidden.shape[0], behind)
 
             return forward
 
@@ -197,6 +213,10 @@ class ModelShell:
     def int64(self, values: Any) -> Tensor:
         """Return numbers on the model's device."""
         return torch.as_tensor(values, dtype=torch.int64, device=self._model.device)
+
+
+def _zero_row(value: Any) -> Any:
+    return value.new_zeros((1, *value.shape[1:])) if isinstance(value, Tensor) else value
 
 
 def unsupported(model: PreTrainedModel, what: str) -> UnsupportedModelError:

@@ -47,11 +47,11 @@ from omniserve.layers.shell import Cut, ModelShell, Run, no_attention, some, sta
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
 _KNOWN_ARGUMENTS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids"})
 
+_SEES_ALL = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+"""A mask for layers that look into their mask."""
+
 _FIRST_POSITIONS = (0, 1, 2, 3)
 """Numbers that a model may give to the first position; those of RoBERTa's kind begin behind the padding token's."""
-
-_FAR = 4096
-"""A late position, for a model that names no last one."""
 
 
 class TracedFamily(LayerFamily):
@@ -71,6 +71,8 @@ class TracedFamily(LayerFamily):
                 f"is spread over {sorted(map(str, devices))}; load it on one device (device_map={{'': device}})"
             )
         refuse_dynamic_rope(model)
+        self._picks_keys = getattr(self.config, "index_topk", None) is not None
+        """An indexer in a layer picks the keys that it attends to: all, if there are no more than ``index_topk``."""
         self._probe = torch.empty(0, dtype=model.dtype, device=model.device)
         # Modules that alone compute what the model's forward does around its layers, where there are such.
         self._embeds_alone = False
@@ -81,7 +83,7 @@ class TracedFamily(LayerFamily):
             self.layers: list[Any] = self._shell.layers
             self._find_first_position()
             # What depends on a position may do so only for late ones.
-            self._positions = [1, 2, self.longest() - 1]
+            self._positions = [1, 2, min(self.limits().values()) - 1]
             self._record_arguments()
             self._record_layers()
             self._find_shortcuts()
@@ -142,8 +144,12 @@ class TracedFamily(LayerFamily):
             if before.shape != after.shape or not torch.equal(_changed(before), after):
                 raise self._unsupported(f"changes the rows between layers {index} and {index + 1}")
         for index, (one, other) in enumerate(zip(first.arguments, changed.arguments, strict=True)):
-            if not all(map(torch.equal, tensors_in(one), tensors_in(other))):
+            if not _same_tensors(one, other):
                 raise self._unsupported(f"gives layer {index} a tensor that depends on the layers before it")
+        with described_masks():
+            handed = self._shell.run([1, 2, 3], [0, 1, 2], behind=1)
+        self._hands_over = not all(map(_same_tensors, first.arguments, handed.arguments))
+        """Layers get what others return behind their output."""
 
     def _keep_tables(self, kept: Sequence[int]) -> None:
         """Choose the tables that ``rotary`` makes; the others are zeros."""
@@ -170,7 +176,7 @@ class TracedFamily(LayerFamily):
             self._windows[index] = first.omniserve_window
             if first.omniserve_window is None:
                 raise self._unsupported(f"gives layer {index} a mask that is neither causal nor a sliding window")
-            return None
+            return _SEES_ALL.to(first.device) if self._picks_keys else None
         name = f"gives layer {index} a tensor {tuple(first.shape)} beside its input that depends on"
         if first.shape == same.shape == other.shape and torch.equal(first, same) and torch.equal(first, other):
             return first
@@ -237,12 +243,16 @@ class TracedFamily(LayerFamily):
             places: dict[int, Any] = {}
             try:
                 with LinearWatch(layer) as linears, OperatorLog() as operators:
-                    hidden_TD = self._call_layer(layer, hidden_TD, cos, sin, attend, places)
+                    output = self._forward(layer, hidden_TD, cos, sin, attend, places)
             except DataDependent as error:
                 raise self._unsupported(
                     f"calls {error} in layer {layer.layer_idx}, whose result has a shape that depends on values; for a "
                     "mixture of experts call model.set_experts_implementation('grouped_mm') first"
                 ) from None
+            behind = [] if isinstance(output, Tensor) else list(output[1:])
+            if self._hands_over and not _same_tensors(behind, layer.returned_behind(len(hidden_TD), 0)):
+                raise self._unsupported(f"hands other layers what layer {layer.layer_idx} computes beside its output")
+            hidden_TD = self._rows.next(layer.turn, output if isinstance(output, Tensor) else output[0], hidden_TD)
             write_left(layer.arguments, places, hidden_TD)
             self._groups.append(linears.groups())
             layer.computes = operators.digest(repr(layer.arguments))
@@ -294,11 +304,13 @@ class TracedFamily(LayerFamily):
 
     def _spec_of(self, index: int, query: Tensor, mask: Any, keywords: dict[str, Any]) -> AttentionSpec:
         for name, value in keywords.items():
+            if name == "indices" and self._picks_keys:
+                continue
             if not (name in _KNOWN_ARGUMENTS or value is None or isinstance(value, (bool, str))):
                 raise self._unsupported(f"gives the attention of layer {index} {name!r}, which no kernel here has")
         if keywords.get("is_causal") is False:
             raise self._unsupported(f"attends to later tokens in layer {index}; only causal layers work")
-        if mask is not None:
+        if mask is not None and not (self._picks_keys and mask.shape == _SEES_ALL.shape):
             raise self._unsupported(f"makes a mask of its own in layer {index}")
         scale, window = keywords.get("scaling"), self._windows[index]
         return AttentionSpec(
@@ -390,11 +402,16 @@ class TracedFamily(LayerFamily):
         places: dict[int, Any] | None = None,
     ) -> Tensor:
         """Run a layer's forward on rows; ``places`` are the mappings in which it leaves something for later ones."""
-        places = {} if places is None else places
+        output = self._forward(layer, hidden_TD, cos, sin, attend, {} if places is None else places)
+        return self._rows.next(layer.turn, output if isinstance(output, Tensor) else output[0], hidden_TD)
+
+    def _forward(
+        self, layer: Any, hidden_TD: Tensor, cos: Any, sin: Any, attend: AttentionFunction, places: dict[int, Any]
+    ) -> Any:
+        """Run a layer's forward on rows, and return what it returns."""
         args, kwargs = filled(layer.arguments, self._tables(hidden_TD, cos, sin), hidden_TD, places)
         with calling(attend, self._shell.configs):
-            output = layer.layer(self._rows.hidden(hidden_TD), *args, **kwargs)
-        return self._rows.next(layer.turn, output if isinstance(output, Tensor) else output[0], hidden_TD)
+            return layer.layer(self._rows.hidden(hidden_TD), *args, **kwargs)
 
     def _tables(self, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
         """Return all tables as the layers want them; those that were not kept, or not given, are zeros."""
@@ -471,8 +488,12 @@ class TracedFamily(LayerFamily):
     def head_size(self, layer: nn.Module) -> int:
         return self._head_size
 
-    def longest(self) -> int:
-        return int(getattr(self.config, "max_position_embeddings", None) or _FAR) - self._shell.first_position
+    def limits(self) -> dict[str, int]:
+        limits = super().limits()
+        limits["its number of positions"] -= self._shell.first_position
+        if self._picks_keys:
+            limits["it picks keys among more than index_topk"] = int(self.config.index_topk)
+        return limits
 
     def sizes(self) -> dict[str, int]:
         return {
@@ -484,3 +505,8 @@ class TracedFamily(LayerFamily):
 
 def _changed(hidden: Tensor) -> Tensor:
     return 0.5 * hidden + 1
+
+
+def _same_tensors(one: Any, other: Any) -> bool:
+    pairs = zip(tensors_in(one), tensors_in(other), strict=True)
+    return all(first.shape == second.shape and torch.equal(first, second) for first, second in pairs)

@@ -34,8 +34,12 @@ def build(model_type: str, **fields: Any) -> PreTrainedModel:
     [
         ("bloom", {}, "takes no position_ids"),
         ("bert", {"intermediate_size": 48}, "mask that is neither causal nor a sliding window"),
-        ("roberta", {"is_decoder": True, "intermediate_size": 48}, "does not number positions from 0"),
-        ("xglm", {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 48}, "attention interface"),
+        (
+            "zaya",
+            {"num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+            "hands other layers what layer 0 computes beside its output",
+        ),
+        ("xglm", {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 48}, "another attention function"),
         ("gpt_oss", {"num_local_experts": 4, "intermediate_size": 32, "head_dim": 8}, "'s_aux', which no kernel"),
         ("diffllama", {"intermediate_size": 48}, r"attends 2 times in model\.layers\.0"),
         (
@@ -68,6 +72,22 @@ def test_a_layer_that_mixes_rows_is_refused() -> None:
     model = build("olmo2", intermediate_size=48)
     model.model.layers[1].mlp = _Mixes()
     with pytest.raises(UnsupportedModelError, match="mixes the rows of layer 1"):
+        patch(model)
+
+
+def test_what_happens_to_rows_between_layers_is_refused() -> None:
+    model = build("olmo2", intermediate_size=48)
+    model.model.layers[1].register_forward_pre_hook(lambda layer, args: (args[0] + 1,))
+    with pytest.raises(UnsupportedModelError, match="changes the rows between layers 0 and 1"):
+        patch(model)
+
+
+def test_an_argument_that_depends_on_the_layers_before_is_refused() -> None:
+    model = build("olmo2", intermediate_size=48)
+    model.model.layers[1].register_forward_pre_hook(
+        lambda layer, args, kwargs: (args, {**kwargs, "before": 2 * args[0]}), with_kwargs=True
+    )
+    with pytest.raises(UnsupportedModelError, match="gives layer 1 a tensor that depends on the layers before it"):
         patch(model)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.zoo import Outcome, page, try_type
+from omniserve.layers import family_of
+from tests.parity.zoo import Outcome, page, tiny, try_type
 
 USED = (
     "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "glm4",
@@ -12,8 +13,8 @@ USED = (
 )  # fmt: skip
 
 
-# Positions that count from the padding token's number.
-UNUSUAL = ("roberta",)
+# An indexer that picks keys, of its own or of an earlier layer; positions that count from the padding token's number.
+UNUSUAL = ("glm_moe_dsa", "roberta")
 
 
 @pytest.mark.slow
@@ -21,6 +22,21 @@ UNUSUAL = ("roberta",)
 def test_types_that_people_use_are_exact(model_type: str) -> None:
     outcome = try_type(model_type, num_histories=2)
     assert outcome.result == "exact", outcome.detail
+
+
+@pytest.mark.parametrize(
+    ("model_type", "longest", "why"),
+    [
+        ("deepseek_v32", 96, "it picks keys among more than index_topk"),
+        ("phi3", 96, "longrope's other frequencies for longer ones"),
+        ("roberta", 511, "its number of positions"),
+    ],
+)
+def test_a_model_is_served_up_to_the_length_at_which_it_is_exact(model_type: str, longest: int, why: str) -> None:
+    family = family_of(tiny(model_type))
+    assert family.spec().max_model_len == longest
+    with pytest.raises(ValueError, match=rf"in \[1, {longest}\] for this model \({why}\), got {longest + 1}"):
+        family.spec(longest + 1)
 
 
 def test_a_type_that_is_refused_is_listed_with_the_reason() -> None:

@@ -59,7 +59,16 @@ _SIZES: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
 }
 _MLA = {"num_key_value_heads": 4, "v_head_dim": 16, "qk_nope_head_dim": 16, "head_dim": 8, "q_lora_rank": 16}
+# Sparse attention of DeepSeek: all keys, up to a length that the histories do not reach.
+_PICKS_KEYS = _MLA | {"index_topk": 96, "index_n_heads": 2, "index_head_dim": 16}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+    "original_max_position_embeddings": 96,
+}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _TEXT_DECODER = {"is_decoder": True}
 # Two layers at the end take K and V from earlier ones; each layer has an embedding of the token.
@@ -87,9 +96,10 @@ _GEMMA4_LARGE = {
 }
 # What a type needs beside these sizes. None leaves a field as it is by default.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "axk1": _MLA, "axk2": _MLA, "deepseek_v2": _MLA | {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "axk1": _MLA, "axk2": _PICKS_KEYS, "deepseek_v2": _MLA | {"topk_method": "greedy", "num_experts_per_tok": 2},
     "deepseek_v3": _MLA, "bailing_hybrid": _MLA, "sarvam_mla": _MLA, "dots3_note": _MLA, "dots3_note_text": _MLA,
-    "deepseek_v32": _MLA | {"index_topk": 512}, "glm4_moe_lite": _MLA, "glm_moe_dsa": _MLA, "longcat_flash": _MLA,
+    "deepseek_v32": _PICKS_KEYS, "glm4_moe_lite": _MLA, "longcat_flash": _MLA, "hy_v4": _PICKS_KEYS,
+    "glm_moe_dsa": _PICKS_KEYS | {"indexer_types": ["full", "shared", "full"]},
     "minicpm3": _MLA, "mistral4": _MLA, "youtu": _MLA, "kimi_linear": _MLA,
     "bert": _TEXT_DECODER,
     "bert-generation": _TEXT_DECODER,
@@ -121,6 +131,11 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "ministral": {"head_dim": 16, "rope_parameters": _ROPE, "layer_types": [_SLIDING, _FULL, _SLIDING]},
     "nemotron": {
         "head_dim": 16, "num_key_value_heads": 2, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
+    },
+    "phi3": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 96},
+    "phimoe": {
+        "rope_parameters": _LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.3},
+        "original_max_position_embeddings": 96,
     },
     "rembert": _TEXT_DECODER,
     "roberta": _TEXT_DECODER,
