@@ -202,7 +202,7 @@ def max_positions(config: Any) -> int | None:
 
 def rope_parameters(model: PreTrainedModel) -> list[dict[str, Any]]:
     """Return the parameters of a model's rotary positions: one for all layers, or one for each type of layer."""
-    rope = getattr(model.config, "rope_parameters", None) or {}
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return [each for each in rope.values() if isinstance(each, dict)] or [rope]
 
 

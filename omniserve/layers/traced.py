@@ -45,7 +45,9 @@ from omniserve.layers.rows import RowLayout, WatchedPlace, places_in, write_left
 from omniserve.layers.shell import Cut, ModelShell, Run, no_attention, some, stand_in, unsupported
 
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
-_KNOWN_ARGUMENTS = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids"})
+_KNOWN_ARGUMENTS = frozenset(
+    {"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids", "logits_to_keep"}
+)
 
 _SEES_ALL = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 """A mask for layers that look into their mask."""
@@ -59,7 +61,7 @@ class TracedFamily(LayerFamily):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.config = model.config
+        self.config = model.config.get_text_config(decoder=True)
         self.lm_head = model.get_output_embeddings()
         if self.lm_head is None:
             raise self._unsupported("has no language modelling head; load it with AutoModelForCausalLM")

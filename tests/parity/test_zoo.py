@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoModelForImageTextToText
 
 from omniserve.layers import family_of
 from tests.parity.zoo import Outcome, page, tiny, try_type
@@ -21,6 +22,13 @@ UNUSUAL = ("glm_moe_dsa", "roberta")
 @pytest.mark.parametrize("model_type", (*USED, *UNUSUAL))
 def test_types_that_people_use_are_exact(model_type: str) -> None:
     outcome = try_type(model_type, num_histories=2)
+    assert outcome.result == "exact", outcome.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gemma4_unified", "llava", "qwen2_5_vl", "qwen3_vl"])
+def test_the_language_model_of_a_model_with_an_encoder_of_images_is_exact(model_type: str) -> None:
+    outcome = try_type(model_type, 2, AutoModelForImageTextToText)
     assert outcome.result == "exact", outcome.detail
 
 
@@ -44,6 +52,8 @@ def test_a_type_that_is_refused_is_listed_with_the_reason() -> None:
     assert (outcome.result, outcome.detail) == (
         "refused", "gives the attention of layer 0 's_aux', which no kernel here has",
     )  # fmt: skip
-    text = page([outcome, Outcome("olmo2", "exact", ""), Outcome("blt", "no model", "too large")])
+    image_text = [Outcome("llava", "exact", ""), Outcome("blip", "no model", "other arguments")]
+    text = page([outcome, Outcome("olmo2", "exact", ""), Outcome("blt", "no model", "too large")], image_text)
+    assert "*Exact*:\n\n`llava`" in text and "| `blip` | no model: other arguments |" in text
     assert "| `gpt_oss` | gives the attention of layer 0 's_aux'" in text
     assert "## Exact (1)\n\n`olmo2`" in text and "| `blt` | no model: too large |" in text

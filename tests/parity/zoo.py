@@ -1,9 +1,11 @@
 """All causal language models of transformers, tiny and random, against their own ``generate()``.
 
     python -m tests.parity.zoo [MODEL_TYPE ...]      --write also writes docs/models.md
+    python -m tests.parity.zoo --image-text [MODEL_TYPE ...]
 
-Each type gets random histories on the real engine: mixed, chunked, preempted, offloaded and piggybacked requests, whose
-fp32 greedy tokens must be those of ``generate()``. A type that is refused is listed with the reason.
+With ``--image-text`` it is the whole of models with an encoder of images, of which no prompt here has any. Each type
+gets random histories on the real engine: mixed, chunked, preempted, offloaded and piggybacked requests, whose fp32
+greedy tokens must be those of ``generate()``. A type that is refused is listed with the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +25,21 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from omniserve import UnsupportedModelError, patch
 from tests.parity.engine_histories import Reference, Tally, run_history
+from tests.parity.image_text import IMAGE_TEXT_FIELDS
 from tests.parity.models import VOCAB_SIZE
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -59,9 +71,21 @@ _SIZES: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
 }
 _MLA = {"num_key_value_heads": 4, "v_head_dim": 16, "qk_nope_head_dim": 16, "head_dim": 8, "q_lora_rank": 16}
+# Experts in two groups, of which each token uses one.
+_GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
 # Sparse attention of DeepSeek: all keys, up to a length that the histories do not reach.
 _PICKS_KEYS = _MLA | {"index_topk": 96, "index_n_heads": 2, "index_head_dim": 16}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -70,6 +94,13 @@ _LONGROPE = {
     "original_max_position_embeddings": 96,
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_WINDOW_BETWEEN = {"layer_types": [_FULL, _SLIDING, _FULL], "use_sliding_window": True, "max_window_layers": 1}
+_MULTIPLIERS = {
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
 _TEXT_DECODER = {"is_decoder": True}
 # Two layers at the end take K and V from earlier ones; each layer has an embedding of the token.
 _SHARES_KV = {
@@ -96,8 +127,10 @@ _GEMMA4_LARGE = {
 }
 # What a type needs beside these sizes. None leaves a field as it is by default.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "axk1": _MLA, "axk2": _PICKS_KEYS, "deepseek_v2": _MLA | {"topk_method": "greedy", "num_experts_per_tok": 2},
-    "deepseek_v3": _MLA, "bailing_hybrid": _MLA, "sarvam_mla": _MLA, "dots3_note": _MLA, "dots3_note_text": _MLA,
+    "axk1": _MLA, "axk2": _PICKS_KEYS,
+    "deepseek_v2": _MLA | _GROUPS | {"topk_method": "group_limited_greedy", "n_shared_experts": 1},
+    "deepseek_v3": _MLA | _GROUPS | {"rope_parameters": _YARN},
+    "bailing_hybrid": _MLA, "sarvam_mla": _MLA, "dots3_note": _MLA, "dots3_note_text": _MLA,
     "deepseek_v32": _PICKS_KEYS, "glm4_moe_lite": _MLA, "longcat_flash": _MLA, "hy_v4": _PICKS_KEYS,
     "glm_moe_dsa": _PICKS_KEYS | {"indexer_types": ["full", "shared", "full"]},
     "minicpm3": _MLA, "mistral4": _MLA, "youtu": _MLA, "kimi_linear": _MLA,
@@ -105,6 +138,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "bert-generation": _TEXT_DECODER,
     "biogpt": {"scale_embedding": True},
     "camembert": _TEXT_DECODER,
+    "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {
         "layer_types": [_SLIDING, _FULL, _SLIDING], "rope_parameters": {_SLIDING: _ROPE, _FULL: _ROPE},
@@ -120,9 +154,13 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "electra": _TEXT_DECODER,
     "ernie": _TEXT_DECODER,
     "falcon": {"head_dim": None, "alibi": False, "new_decoder_architecture": True},
+    "gemma2": {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0},
     "gemma3n": _GEMMA3N, "gemma3n_text": _GEMMA3N,
     "gemma4": _GEMMA4, "gemma4_unified": _GEMMA4_LARGE, "gemma4_text": _GEMMA4_LARGE, "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 9},
+    "gpt2": {"scale_attn_by_inverse_layer_idx": True},
+    "granite": _MULTIPLIERS, "granitemoe": _MULTIPLIERS,
+    "granitemoeshared": _MULTIPLIERS | {"shared_intermediate_size": 32},
     "gptj": {"rotary_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 16, "rope_parameters": _ROPE},
     "hunyuan_v1_moe": {"head_dim": 16, "rope_parameters": _ROPE, "moe_topk": 2},
@@ -132,16 +170,23 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "nemotron": {
         "head_dim": 16, "num_key_value_heads": 2, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
     },
+    "olmoe": {"clip_qkv": 1.0},
+    "phi": {"qk_layernorm": True},
     "phi3": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 96},
     "phimoe": {
         "rope_parameters": _LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.3},
         "original_max_position_embeddings": 96,
     },
+    "qwen2": _WINDOW_BETWEEN,
+    "qwen2_moe": _WINDOW_BETWEEN | {"mlp_only_layers": [1], "norm_topk_prob": True},
+    "qwen3": _WINDOW_BETWEEN,
+    "qwen3_moe": {"mlp_only_layers": [1], "norm_topk_prob": True},
     "rembert": _TEXT_DECODER,
     "roberta": _TEXT_DECODER,
     "roberta-prelayernorm": _TEXT_DECODER,
     "roc_bert": _TEXT_DECODER,
     "roformer": _TEXT_DECODER,
+    "starcoder2": {"sliding_window": 9},
     "xlm-roberta": _TEXT_DECODER,
     "xlm-roberta-xl": _TEXT_DECODER,
     "zaya": {"num_experts_per_tok": 1},
@@ -191,29 +236,36 @@ class Outcome(NamedTuple):
     detail: str
 
 
-def tiny(model_type: str) -> PreTrainedModel:
-    """Build a small random model of a type whose greedy outputs are varied."""
+def tiny(model_type: str, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    """Build a small random model of a type whose greedy outputs are varied.
+
+    ``AutoModelForImageTextToText`` builds the whole of a model with an encoder of images.
+    """
     whole = AutoConfig.for_model(model_type, **_WHOLE.get(model_type, {}))
-    text = whole.get_text_config(decoder=True)
-    usual = text if type(text) in AutoModelForCausalLM._model_mapping else whole
-    config = _smaller(usual, _FIELDS.get(model_type, {}))
+    if auto is AutoModelForCausalLM:
+        text = whole.get_text_config(decoder=True)
+        usual = text if type(text) in auto._model_mapping else whole
+        config = _smaller(usual, _FIELDS.get(model_type, {}))
+    else:
+        config = _smaller(whole, IMAGE_TEXT_FIELDS.get(model_type, {}))
     if getattr(config, "_experts_implementation", None) == "eager":
         config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(config)
+        shell = auto.from_config(config)
     if (num_parameters := sum(parameter.numel() for parameter in shell.parameters())) > _MOST_PARAMETERS:
         raise ValueError(
             f"{num_parameters / 1e6:.0f} million parameters: the type has sizes that the table does not know"
         )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
+    is_tied = getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:
                 parameter.add_(0.2 * noise)
             elif "embed" in name or "wte" in name:
-                parameter.copy_(0.1 * noise if getattr(config, "tie_word_embeddings", False) else noise)
+                parameter.copy_(0.1 * noise if is_tied else noise)
             else:
                 parameter.copy_(noise * 1.6 * parameter.shape[-1] ** -0.5)
     model.generation_config.pad_token_id = 0
@@ -221,10 +273,10 @@ def tiny(model_type: str) -> PreTrainedModel:
     return model.eval()
 
 
-def try_type(model_type: str, num_histories: int) -> Outcome:
+def try_type(model_type: str, num_histories: int, auto: Any = AutoModelForCausalLM) -> Outcome:
     """Run histories of a type."""
     try:
-        model = tiny(model_type)
+        model = tiny(model_type, auto)
     except Exception as error:  # whatever its config or its module refuses; reported, not swallowed
         return Outcome(model_type, "no model", f"{type(error).__name__}: {_one_line(error)}")
     try:
@@ -250,8 +302,8 @@ def try_type(model_type: str, num_histories: int) -> Outcome:
     return Outcome(model_type, "exact", detail)
 
 
-def page(outcomes: list[Outcome]) -> str:
-    """Return the page that lists them."""
+def page(outcomes: list[Outcome], image_text: list[Outcome]) -> str:
+    """Return the page that lists types of causal language models, and of models with an encoder of images."""
     exact = [each for each in outcomes if each.result == "exact"]
     refused = [each for each in outcomes if each.result == "refused"]
     untried = [each for each in outcomes if each.result not in ("exact", "refused")]
@@ -269,6 +321,12 @@ def page(outcomes: list[Outcome]) -> str:
         "No tiny model of these was made, or what was found is not exact.", "",
         "| type | why |", "|---|---|",
         *(f"| `{each.model_type}` | {each.result}: {each.detail} |" for each in untried), "",
+        "## Models with an encoder of images", "",
+        "Their language model is served; a request with an image is refused. *Exact*:", "",
+        ", ".join(f"`{each.model_type}`" for each in image_text if each.result == "exact"), "",
+        "| not exact | why |", "|---|---|",
+        *(f"| `{each.model_type}` | {each.result}: {each.detail} |" for each in image_text if each.result != "exact"),
+        "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -291,20 +349,33 @@ def main(write: Callable[[str], object] = PAGE.write_text) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="MODEL_TYPE", help="all, if none is named")
     parser.add_argument("--histories", type=int, default=3, help="of each type")
+    parser.add_argument("--image-text", action="store_true", help="models with an encoder of images")
     parser.add_argument("--write", action="store_true", help="write docs/models.md")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the layers are tiny; the cores are for the host tier
+    if args.write and (args.types or args.image_text):
+        parser.error("--write tries all types of both lists; name none")
+    lists = (
+        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    )
+    chosen = lists if args.write else lists[args.image_text :][:1]
+    found = [_try_types(args.types or [*names], args.histories, auto) for auto, names in chosen]
+    if args.write:
+        write(page(*found))
+    return int(any(each.result == "wrong" for outcomes in found for each in outcomes))
+
+
+def _try_types(types: Sequence[str], num_histories: int, auto: Any) -> list[Outcome]:
     outcomes, started_s = [], time.monotonic()
-    with _quiet(), tqdm(args.types or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), unit="type") as progress:
+    with _quiet(), tqdm(types, unit="type") as progress:
         for model_type in progress:
-            outcome = try_type(model_type, args.histories)
+            outcome = try_type(model_type, num_histories, auto)
             outcomes.append(outcome)
             progress.write(f"{outcome.result:8} {outcome.model_type}: {outcome.detail}")
     counts = {result: sum(each.result == result for each in outcomes) for result in ("exact", "refused", "wrong")}
     print(f"{counts}, of {len(outcomes)} types in {time.monotonic() - started_s:.0f} s")
-    if args.write:
-        write(page(outcomes))
-    return int(counts["wrong"] > 0)
+    return outcomes
 
 
 if __name__ == "__main__":
