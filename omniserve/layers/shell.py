@@ -80,7 +80,10 @@ class ModelShell:
         self._find_layers()
 
     def _find_layers(self) -> None:
-        """Find the modules that call attention once each: the members of one ModuleList, in order."""
+        """Find the modules that call attention once each: the members of one ModuleList that run, in order.
+
+        Layers that attend to an image do not run without one.
+        """
         names = {id(module): name for name, module in self._model.named_modules()}
         called: list[str] = []
 
@@ -89,8 +92,10 @@ class ModelShell:
             return stand_in(query, value)
 
         tuples: dict[int, tuple[Any, ...]] = {}
+        ran: set[int] = set()
 
         def note(layer: nn.Module, args: Any, output: Any) -> None:
+            ran.add(id(layer))
             if isinstance(output, tuple):
                 tuples[id(layer)] = tuple(map(_zero_row, output[1:]))
 
@@ -114,15 +119,19 @@ class ModelShell:
         assert isinstance(layers, nn.ModuleList)
         of_layer = [re.match(rf"{re.escape(list_name)}\.(\d+)(\.|$)", name) for name in called]
         indices = [int(match[1]) if match else -1 for match in of_layer]
-        if indices != list(range(len(layers))):
-            wrong = next(i for i in [*range(len(layers)), -1] if indices.count(i) != (i >= 0))
+        members = [index for index, layer in enumerate(layers) if id(layer) in ran]
+        if indices != members:
+            wrong = next(i for i in [*members, -1] if indices.count(i) != (i >= 0))
             where = f"{list_name}.{wrong}" if wrong >= 0 else f"modules outside of {list_name}"
             raise unsupported(
                 self._model,
                 f"attends {indices.count(wrong)} times in {where}; each layer must attend once, and nothing else",
             )
-        self.layers = [TracedLayer(layer, index, behind=tuples.get(id(layer))) for index, layer in enumerate(layers)]
-        """The decoder layers, in order."""
+        self.layers = [
+            TracedLayer(layers[member], index, behind=tuples.get(id(layers[member])))
+            for index, member in enumerate(members)
+        ]
+        """The decoder layers that run, in order."""
         self.backbone = self._model.get_submodule(list_name.rpartition(".")[0])
         """The module that owns the layers."""
 

@@ -75,6 +75,18 @@ _MLA = {"num_key_value_heads": 4, "v_head_dim": 16, "qk_nope_head_dim": 16, "hea
 _GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
 # Sparse attention of DeepSeek: all keys, up to a length that the histories do not reach.
 _PICKS_KEYS = _MLA | {"index_topk": 96, "index_n_heads": 2, "index_head_dim": 16}
+# Its sliding layers have sizes of their own.
+_DOTS3 = _PICKS_KEYS | {
+    "head_dim": 32,
+    "shared_experts_intermediate_size": 32,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 8,
+    "swa_kv_lora_rank": 8,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 8,
+}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _YARN = {
     "rope_type": "yarn",
@@ -130,7 +142,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "axk1": _MLA, "axk2": _PICKS_KEYS,
     "deepseek_v2": _MLA | _GROUPS | {"topk_method": "group_limited_greedy", "n_shared_experts": 1},
     "deepseek_v3": _MLA | _GROUPS | {"rope_parameters": _YARN},
-    "bailing_hybrid": _MLA, "sarvam_mla": _MLA, "dots3_note": _MLA, "dots3_note_text": _MLA,
+    "bailing_hybrid": _MLA, "sarvam_mla": _MLA,
     "deepseek_v32": _PICKS_KEYS, "glm4_moe_lite": _MLA, "longcat_flash": _MLA, "hy_v4": _PICKS_KEYS,
     "glm_moe_dsa": _PICKS_KEYS | {"indexer_types": ["full", "shared", "full"]},
     "minicpm3": _MLA, "mistral4": _MLA, "youtu": _MLA, "kimi_linear": _MLA,
@@ -155,7 +167,9 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "ernie": _TEXT_DECODER,
     "falcon": {"head_dim": None, "alibi": False, "new_decoder_architecture": True},
     "gemma2": {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0},
+    "dots3_note": _DOTS3, "dots3_note_text": _DOTS3,
     "gemma3n": _GEMMA3N, "gemma3n_text": _GEMMA3N,
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "gemma4": _GEMMA4, "gemma4_unified": _GEMMA4_LARGE, "gemma4_text": _GEMMA4_LARGE, "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 9},
     "gpt2": {"scale_attn_by_inverse_layer_idx": True},
@@ -165,6 +179,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16, "rope_parameters": _ROPE},
     "hunyuan_v1_moe": {"head_dim": 16, "rope_parameters": _ROPE, "moe_topk": 2},
     "megatron-bert": _TEXT_DECODER,
+    "mllama": {"num_hidden_layers": 4, "cross_attention_layers": [1]},
     "moshi": {"sliding_window": 512},  # with a shorter one its generate() contradicts its own forward
     "ministral": {"head_dim": 16, "rope_parameters": _ROPE, "layer_types": [_SLIDING, _FULL, _SLIDING]},
     "nemotron": {
@@ -196,6 +211,8 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
 _COUNT_FROM_PADDING = frozenset(
     {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
 )
+# Types whose text config is another type's.
+_WHOLE_ALONE = frozenset({"gemma4_assistant", "gemma4_unified_assistant"})
 # Of the whole config that a type's text config is taken from.
 _WHOLE: Mapping[str, Mapping[str, Any]] = {
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
@@ -244,7 +261,7 @@ def tiny(model_type: str, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
     whole = AutoConfig.for_model(model_type, **_WHOLE.get(model_type, {}))
     if auto is AutoModelForCausalLM:
         text = whole.get_text_config(decoder=True)
-        usual = text if type(text) in auto._model_mapping else whole
+        usual = text if type(text) in auto._model_mapping and model_type not in _WHOLE_ALONE else whole
         config = _smaller(usual, _FIELDS.get(model_type, {}))
     else:
         config = _smaller(whole, IMAGE_TEXT_FIELDS.get(model_type, {}))
