@@ -7,7 +7,8 @@ attention, and post-attention computes what comes before it once more. Each row 
 embedding, the position tables and the head are the model's own forward with its layers replaced.
 
 What a layer is given beside its input (rotary tables, positions) is recorded from one run of the model. It must follow
-from the positions alone. Tensor legend: T packed tokens, R rows that need logits, D hidden, W values of all tables.
+from the positions, or else from the token: then it is part of the token's row (``RowLayout``). Tensor legend: T packed
+tokens, R rows that need logits, D columns of a row, W values of all tables.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections import UserDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import reduce
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.spec import AttentionSpec
+from omniserve.layers.around import check_between_layers, find_first_position, row_layout, same_tensors
 from omniserve.layers.base import LayerFamily, head_product, refuse_dynamic_rope, why_grouped_mm_waits
 from omniserve.layers.cut import AttentionFunction, calling, described_masks
 from omniserve.layers.inspection import (
@@ -39,10 +40,9 @@ from omniserve.layers.inspection import (
     TableForm,
     collect,
     filled,
-    tensors_in,
 )
-from omniserve.layers.rows import RowLayout, WatchedPlace, places_in, write_left
-from omniserve.layers.shell import Cut, ModelShell, Run, no_attention, some, stand_in, unsupported
+from omniserve.layers.rows import WatchedPlace, places_in, write_left
+from omniserve.layers.shell import Cut, ModelShell, no_attention, some, stand_in, unsupported
 
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
 _KNOWN_ARGUMENTS = frozenset(
@@ -51,9 +51,6 @@ _KNOWN_ARGUMENTS = frozenset(
 
 _SEES_ALL = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 """A mask for layers that look into their mask."""
-
-_FIRST_POSITIONS = (0, 1, 2, 3)
-"""Numbers that a model may give to the first position; those of RoBERTa's kind begin behind the padding token's."""
 
 
 class TracedFamily(LayerFamily):
@@ -83,7 +80,7 @@ class TracedFamily(LayerFamily):
         with torch.inference_mode():
             self._shell = ModelShell(model)
             self.layers: list[Any] = self._shell.layers
-            self._find_first_position()
+            self._shell.first_position = find_first_position(model, self._shell)
             # What depends on a position may do so only for late ones.
             self._positions = [1, 2, min(self.limits().values()) - 1]
             self._record_arguments()
@@ -95,26 +92,14 @@ class TracedFamily(LayerFamily):
 
     # --- what the model is made of ----------------------------------------------------------------------------------
 
-    def _find_first_position(self) -> None:
-        """Find the number that the model gives to the first position, if it is told none."""
-        unnumbered, *numbered = (
-            self._shell.run([5, 6, 7], positions, as_sequence=True).inputs[0]
-            for positions in (None, *(range(first, first + 3) for first in _FIRST_POSITIONS))
-        )
-        if not any(torch.equal(unnumbered, each) for each in numbered):
-            raise self._unsupported(f"numbers positions from none of {_FIRST_POSITIONS}, or not by ones")
-        self._shell.first_position = _FIRST_POSITIONS[[torch.equal(unnumbered, each) for each in numbered].index(True)]
-
     def _record_arguments(self) -> None:
         """Find out which arguments of the layers follow from the positions, and which are always the same."""
         with described_masks():
             first, same = self._shell.run([1, 2, 3], [0, 1, 2]), self._shell.run([4, 2, 5], [0, 1, 2])
             other = self._shell.run([1, 2, 3, 4, 5], [3, 4, 5, 6, self._positions[-1]])
-        self._rows = self._row_layout(first.inputs[0], other.inputs[0])
-        sequence = self._shell.run([1, 2, 3], [0, 1, 2], as_sequence=True)
-        if not torch.equal(first.inputs[0], self._rows.transposed(sequence.inputs[0])):
-            raise self._unsupported("mixes the rows of tokens before its layers")
-        self._check_around_layers(first)
+        self._rows = row_layout(self.model, self._shell, first, other)
+        self._hands_over = check_between_layers(self.model, self._shell, first)
+        """Layers are given what others return behind their output."""
         self._forms: list[TableForm] = []
         self._windows: list[Any] = []
         """The window of each layer's mask; None: no mask, so that the attention's own argument tells it."""
@@ -129,29 +114,6 @@ class TracedFamily(LayerFamily):
         self._rows.place_arguments([layer.arguments for layer in self.layers])
         for layer in self.layers:
             layer.turn = self._rows.turn(layer.layer_idx)
-
-    def _row_layout(self, first: Tensor, other: Tensor) -> RowLayout:
-        """Return the layout of rows with nothing but the layer's input, which is given for three and for five rows."""
-        row_dims = [d for d in range(first.dim()) if (first.shape[d], other.shape[d]) == (3, 5)]
-        if len(row_dims) != 1 or first.shape[row_dims[0] + 1] != 1:
-            raise self._unsupported(f"gives its layers an input {tuple(first.shape)}, in which no dimension is tokens")
-        shape = tuple(size for d, size in enumerate(first.shape) if d != row_dims[0])
-        return RowLayout(TableForm(row_dims[0], shape, first.dtype))
-
-    def _check_around_layers(self, first: Run) -> None:
-        """See that one layer's output is the next one's input, and that nothing else depends on it."""
-        with described_masks():
-            changed = self._shell.run([1, 2, 3], [0, 1, 2], output_of=_changed)
-        for index, (before, after) in enumerate(pairwise(changed.inputs)):
-            if before.shape != after.shape or not torch.equal(_changed(before), after):
-                raise self._unsupported(f"changes the rows between layers {index} and {index + 1}")
-        for index, (one, other) in enumerate(zip(first.arguments, changed.arguments, strict=True)):
-            if not _same_tensors(one, other):
-                raise self._unsupported(f"gives layer {index} a tensor that depends on the layers before it")
-        with described_masks():
-            handed = self._shell.run([1, 2, 3], [0, 1, 2], behind=1)
-        self._hands_over = not all(map(_same_tensors, first.arguments, handed.arguments))
-        """Layers get what others return behind their output."""
 
     def _keep_tables(self, kept: Sequence[int]) -> None:
         """Choose the tables that ``rotary`` makes; the others are zeros."""
@@ -252,7 +214,7 @@ class TracedFamily(LayerFamily):
                     "mixture of experts call model.set_experts_implementation('grouped_mm') first"
                 ) from None
             behind = [] if isinstance(output, Tensor) else list(output[1:])
-            if self._hands_over and not _same_tensors(behind, layer.returned_behind(len(hidden_TD), 0)):
+            if self._hands_over and not same_tensors(behind, layer.returned_behind(len(hidden_TD), 0)):
                 raise self._unsupported(f"hands other layers what layer {layer.layer_idx} computes beside its output")
             hidden_TD = self._rows.next(layer.turn, output if isinstance(output, Tensor) else output[0], hidden_TD)
             write_left(layer.arguments, places, hidden_TD)
@@ -503,12 +465,3 @@ class TracedFamily(LayerFamily):
             "num_heads": self._num_heads,
             "num_kv_heads": self._num_kv_heads,
         }
-
-
-def _changed(hidden: Tensor) -> Tensor:
-    return 0.5 * hidden + 1
-
-
-def _same_tensors(one: Any, other: Any) -> bool:
-    pairs = zip(tensors_in(one), tensors_in(other), strict=True)
-    return all(first.shape == second.shape and torch.equal(first, second) for first, second in pairs)
