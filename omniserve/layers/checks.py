@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from omniserve.core.errors import UnsupportedModelError
 
 # The frequencies of these rope types are the same for every sequence, so one table serves a packed batch.
-_STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_STATIC_ROPE_TYPES = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 
 USUAL_LENGTH = 2048
 """The longest prompt plus output for a model whose config names no number of positions, as those of Bloom."""
@@ -26,11 +26,18 @@ def max_positions(config: Any) -> int | None:
     return next((int(value) for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
-def refuse_dynamic_rope(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if rotary frequencies depend on the length of the longest sequence of a batch."""
+def rope_parameters(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """Return the parameters of a model's rotary positions: one for all layers, or one for each type of layer."""
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = [each for each in rope.values() if isinstance(each, dict)] or [rope]  # one for each type of layer
-    for rope_type in (kind.get("rope_type", "default") for kind in kinds):
+    return [each for each in rope.values() if isinstance(each, dict)] or [rope]
+
+
+def refuse_dynamic_rope(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if rotary frequencies depend on the length of the longest sequence of a batch.
+
+    Those of longrope do, but not up to the length at which ``TracedFamily.limits`` ends.
+    """
+    for rope_type in (kind.get("rope_type", "default") for kind in rope_parameters(model)):
         if rope_type not in _STATIC_ROPE_TYPES:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: rope type {rope_type!r} changes its frequencies with the length of the "

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 _NAME = "omniserve_halves"
@@ -49,8 +50,23 @@ def _mask(*args: Any, mask_function: Callable[..., Any], device: Any, batch_size
     """Stand in for the making of an attention mask: the result tells which tokens the mask function lets through."""
     mask = torch.zeros(batch_size, 1, 1, 1, dtype=torch.bool, device=device)
     if _running.describes_masks:
-        mask.omniserve_mask = mask_of(mask_function)  # type: ignore[attr-defined]
+        with _ConstantTensors():
+            mask.omniserve_mask = mask_of(mask_function)  # type: ignore[attr-defined]
     return mask
+
+
+class _ConstantTensors(TorchFunctionMode):
+    """Has mask functions find the same everywhere, out of bounds too, in a tensor of the batch that is constant.
+
+    That a batch of text tells no blocks of images apart says so for every position.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.__getitem__ and isinstance(args[1], tuple) and len(args[1]) == args[0].dim():
+            values = args[0].flatten()
+            if len(values) and bool((values == values[0]).all()):
+                return values[0]
+        return function(*args, **(kwargs or {}))
 
 
 class Mask(NamedTuple):

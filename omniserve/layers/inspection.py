@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,27 +53,83 @@ class TableForm:
         return rows_TW.reshape(rows_TW.shape[0], *self.shape).to(self.dtype).movedim(0, self.row_dim)
 
 
-def filled(arguments: Any, tables: Sequence[Tensor]) -> Any:
-    """Put tables into a layer's arguments, in the place of what stands for them."""
+@dataclass(eq=False, slots=True)
+class Carried:
+    """Stands for a tensor that follows from the token, in the arguments of a layer: columns of the token's row."""
+
+    form: TableForm
+    start: int = -1
+    """The first of its columns."""
+
+    def read(self, rows_TW: Tensor) -> Tensor:
+        return self.form.from_rows(rows_TW[:, self.start : self.start + self.form.width])
+
+    def write(self, rows_TW: Tensor, tensor: Tensor) -> None:
+        rows_TW[:, self.start : self.start + self.form.width] = self.form.to_rows(tensor)
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """Stands for a mapping in which layers leave tensors for later ones, in the arguments of a layer."""
+
+    number: int
+    reads: dict[Any, Any]
+    """What is there for the layer: keys, and Carried in the place of tensors."""
+    leaves: dict[Any, Any]
+    """What the layer leaves there for others, in the same form."""
+
+
+def filled(
+    arguments: Any, tables: Sequence[Tensor], rows_TW: Tensor | None = None, places: dict[int, Any] | None = None
+) -> Any:
+    """Put tables and columns of rows into a layer's arguments, in the place of what stands for them.
+
+    ``places`` has the mappings in which the layer may leave something, by number; those that it lacks are put there.
+    """
     if isinstance(arguments, Table):
         return tables[arguments.number]
+    if isinstance(arguments, Carried):
+        assert rows_TW is not None
+        return arguments.read(rows_TW)
+    if isinstance(arguments, Place):
+        assert places is not None
+        return places.setdefault(arguments.number, filled(arguments.reads, tables, rows_TW))
     if isinstance(arguments, dict):
-        return {key: filled(value, tables) for key, value in arguments.items()}
+        return {key: filled(value, tables, rows_TW, places) for key, value in arguments.items()}
     if isinstance(arguments, (tuple, list)):
-        return type(arguments)([filled(value, tables) for value in arguments])
+        return type(arguments)([filled(value, tables, rows_TW, places) for value in arguments])
     return arguments
 
 
-def collect(arguments: Any, given: Any, found: dict[int, Tensor]) -> None:
-    """Find the tables among the arguments that a layer was given; None among them was a mask."""
-    if isinstance(arguments, Table):
-        found.setdefault(arguments.number, given)
+def stand_ins(arguments: Any, given: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what stands for something among a layer's arguments, each with what the layer was given there."""
+    if isinstance(arguments, (Table, Carried, Place)):
+        yield arguments, given
     elif isinstance(arguments, dict):
         for key in arguments:
-            collect(arguments[key], given[key], found)
+            yield from stand_ins(arguments[key], given[key])
     elif isinstance(arguments, (tuple, list)):
         for argument, value in zip(arguments, given, strict=True):
-            collect(argument, value, found)
+            yield from stand_ins(argument, value)
+
+
+def tensors_in(arguments: Any) -> Iterator[Tensor]:
+    """Yield the tensors among arguments."""
+    if isinstance(arguments, Tensor):
+        yield arguments
+    elif isinstance(arguments, dict):
+        for value in arguments.values():
+            yield from tensors_in(value)
+    elif isinstance(arguments, (tuple, list)):
+        for value in arguments:
+            yield from tensors_in(value)
+
+
+def collect(arguments: Any, given: Any, found: dict[int, Tensor]) -> None:
+    """Find the tables among the arguments that a layer was given."""
+    for each, tensor in stand_ins(arguments, given):
+        if isinstance(each, Table):
+            found.setdefault(each.number, tensor)
 
 
 class LinearWatch:

@@ -32,23 +32,35 @@ class TracedLayer(nn.Module):
     Its strings and those of its modules are part of what ``compiled.structure`` compares.
     """
 
-    def __init__(self, layer: nn.Module, index: int, *, returns_tuple: bool) -> None:
+    def __init__(self, layer: nn.Module, index: int, *, behind: tuple[Any, ...] | None) -> None:
         super().__init__()
         self.eval()
         self.layer = layer
         self.layer_idx = index
-        self.returns_tuple = returns_tuple
+        self.behind = behind
+        """What it returns behind its output, tensors as zeros of one row; None: it returns no tuple."""
         self.arguments: tuple[Any, ...] = ()
-        """Positional and keyword arguments behind the layer's input, with tables in the place of tensors."""
+        """Positional and keyword arguments behind the layer's input, with what stands for tensors in their place."""
+        self.turn = 0
+        """How many columns of a row's queue the layer uses (``RowLayout``)."""
         self.computes = ""
         """A digest of the arguments, and of the operators that the layer calls with all their constants and shapes."""
+
+    def returned_behind(self, num_rows: int, value: float) -> list[Any]:
+        """Return what the layer returns behind its output, with tensors of one value."""
+        return [
+            torch.full((num_rows, *each.shape[1:]), value, dtype=each.dtype, device=each.device)
+            if isinstance(each, Tensor)
+            else each
+            for each in self.behind or ()
+        ]
 
 
 class Run(NamedTuple):
     """What one run of the model gave to its layers; of a run on one sequence the dimensions are ``[1, T, ...]``."""
 
     inputs: list[Tensor]
-    """The input of each layer, ``[T, 1, D]``."""
+    """The input of each layer, mostly ``[T, 1, D]``."""
     arguments: list[tuple[Any, ...]]
     """The other arguments of each layer: positional ones, and those with a name."""
 
@@ -70,12 +82,17 @@ class ModelShell:
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         self._embed_positions = [module for module in embeddings if _takes_positions(module)]
         """Get the positions if the model itself takes none."""
+        self.first_position = 0
+        """The number that the model gives to the first position of a sequence; positions here count from 0."""
         self._find_layers()
         if self.overridden:
             check(model, self.overridden, self.configs)
 
     def _find_layers(self) -> None:
-        """Find the modules that call attention once each: the members of one ModuleList, in order."""
+        """Find the modules that call attention once each: the members of one ModuleList that run, in order.
+
+        Layers that attend to an image do not run without one.
+        """
         names = {id(module): name for name, module in self._model.named_modules()}
         called: list[str] = []
         self.masks: list[Any] = []
@@ -86,14 +103,13 @@ class ModelShell:
             self.masks.append(mask)
             return stand_in(query, value)
 
-        tuples: set[int] = set()
-        carrying: set[int] = set()
+        tuples: dict[int, tuple[Any, ...]] = {}
+        ran: set[int] = set()
 
         def note(layer: nn.Module, args: Any, output: Any) -> None:
+            ran.add(id(layer))
             if isinstance(output, (tuple, list)):
-                tuples.add(id(layer))
-                if sum(isinstance(each, Tensor) for each in output) > 1:
-                    carrying.add(id(layer))
+                tuples[id(layer)] = tuple(map(_zero_row, output[1:]))
 
         lists = [each for each in self._model.named_modules() if isinstance(each[1], nn.ModuleList)]
         hooks = [layer.register_forward_hook(note) for _, layers in lists for layer in layers]
@@ -120,36 +136,45 @@ class ModelShell:
         assert isinstance(layers, nn.ModuleList)
         of_layer = [re.match(rf"{re.escape(list_name)}\.(\d+)(\.|$)", name) for name in called]
         indices = [int(match[1]) if match else -1 for match in of_layer]
-        if indices != list(range(len(layers))):
-            wrong = next(i for i in [*range(len(layers)), -1] if indices.count(i) != (i >= 0))
+        members = [index for index, layer in enumerate(layers) if id(layer) in ran]
+        if indices != members:
+            wrong = next(i for i in [*members, -1] if indices.count(i) != (i >= 0))
             where = f"{list_name}.{wrong}" if wrong >= 0 else f"modules outside of {list_name}"
             raise unsupported(
                 self._model,
                 f"attends {indices.count(wrong)} times in {where}; each layer must attend once, and nothing else",
             )
-        if of_list := [name for name, layer in layers.named_children() if id(layer) in carrying]:
-            raise unsupported(
-                self._model, f"hands more than the hidden states from {list_name}.{of_list[0]} to the next layer"
-            )
         self.layers = [
-            TracedLayer(layer, index, returns_tuple=id(layer) in tuples) for index, layer in enumerate(layers)
+            TracedLayer(layers[member], index, behind=tuples.get(id(layers[member])))
+            for index, member in enumerate(members)
         ]
-        """The decoder layers, in order."""
+        """The decoder layers that run, in order."""
         self.backbone = self._model.get_submodule(list_name.rpartition(".")[0])
         """The module that owns the layers."""
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Run the model's forward with rows in the place of the last layer's output."""
-        ids_R = torch.ones(hidden_RD.shape[0], dtype=torch.int64, device=hidden_RD.device)
+    def logits(self, output: Tensor, num_rows: int) -> Tensor:
+        """Run the model's forward with another output of the last layer, of a number of rows."""
+        ids_R = torch.ones(num_rows, dtype=torch.int64, device=output.device)
 
         def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
-            return hidden_RD[:, None]
+            return output
 
         with self._layers_replaced(replace):
             return self._call_model(ids_R, torch.zeros_like(ids_R)).logits[:, 0]
 
-    def run(self, token_ids: Any, positions: Any, *, as_sequence: bool = False) -> Run:
-        """Run the model up to its last layer, without its layers; None leaves the positions to it."""
+    def run(
+        self,
+        token_ids: Any,
+        positions: Any,
+        *,
+        as_sequence: bool = False,
+        output_of: Callable[[Tensor], Tensor] = lambda hidden: hidden,
+        behind: float = 0,
+    ) -> Run:
+        """Run the model up to its last layer, each replaced by a function; None leaves the positions to the model.
+
+        Tensors that layers return behind their output are filled with ``behind``.
+        """
         run = Run([], [])
 
         def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
@@ -157,9 +182,9 @@ class ModelShell:
             run.arguments.append((args, kwargs))
             if layer is self.layers[-1]:
                 raise Cut  # the head takes longer than all the rest
-            return hidden
+            return output_of(hidden)
 
-        with self._layers_replaced(replace):
+        with self._layers_replaced(replace, behind=behind):
             positions_T = None if positions is None else self.int64(positions)
             try:
                 self._call_model(self.int64(token_ids), positions_T, as_sequence=as_sequence)
@@ -168,7 +193,7 @@ class ModelShell:
         return run
 
     def first_input(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Run the model up to its first layer; return that layer's input ``[T, D]``."""
+        """Run the model up to its first layer; return that layer's input."""
         inputs: list[Tensor] = []
 
         def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
@@ -180,7 +205,7 @@ class ModelShell:
                 self._call_model(token_ids_T, positions_T)
             except Cut:
                 pass
-        return inputs[0][:, 0]
+        return inputs[0]
 
     def _call_model(self, token_ids_T: Tensor, positions_T: Tensor | None, *, as_sequence: bool = False) -> Any:
         """Run the model on a batch of sequences of one token each, or on one sequence."""
@@ -188,6 +213,7 @@ class ModelShell:
         token_ids = token_ids_T.unsqueeze(dim)
         if positions_T is None:
             return self._model(input_ids=token_ids, use_cache=False)
+        positions_T = positions_T + self.first_position
         if self._takes_positions:
             return self._model(input_ids=token_ids, position_ids=positions_T.unsqueeze(dim), use_cache=False)
 
@@ -202,14 +228,18 @@ class ModelShell:
             return self._model(input_ids=token_ids, use_cache=False)
 
     @contextmanager
-    def _layers_replaced(self, replace: Callable[[TracedLayer, Tensor, Any, Any], Tensor]) -> Iterator[None]:
+    def _layers_replaced(
+        self, replace: Callable[[TracedLayer, Tensor, Any, Any], Tensor], *, behind: float = 0
+    ) -> Iterator[None]:
         """Call a function in the place of each layer's forward."""
 
         def forward_of(layer: TracedLayer) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 hidden = args[0] if args else kwargs.pop("hidden_states")
                 output = replace(layer, hidden, args[1:], kwargs)
-                return (output,) if layer.returns_tuple else output
+                if layer.behind is None:
+                    return output
+                return output, *layer.returned_behind(hidden.shape[0], behind)
 
             return forward
 
@@ -244,6 +274,10 @@ def _forwards_replaced(
 
 def _takes_positions(module: nn.Module) -> bool:
     return "position_ids" in inspect.signature(type(module).forward).parameters
+
+
+def _zero_row(value: Any) -> Any:
+    return value.new_zeros((1, *value.shape[1:])) if isinstance(value, Tensor) else value
 
 
 def unsupported(model: PreTrainedModel, what: str) -> UnsupportedModelError:

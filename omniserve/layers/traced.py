@@ -7,12 +7,14 @@ attention, and post-attention computes what comes before it once more. Each row 
 embedding, the position tables and the head are the model's own forward with its layers replaced.
 
 What a layer is given beside its input (rotary tables, positions) is recorded from one run of the model. It must follow
-from the positions alone. Tensor legend: T packed tokens, R rows that need logits, D hidden, W values of all tables.
+from the positions, or else from the token: then it is part of the token's row (``RowLayout``). Tensor legend: T packed
+tokens, R rows that need logits, D columns of a row, W values of all tables.
 """
 
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import reduce
@@ -26,21 +28,50 @@ from transformers import PreTrainedModel
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.registry import Registry
 from omniserve.core.spec import AttentionSpec, ModelSpec
-from omniserve.layers.checks import USUAL_LENGTH, max_positions, refuse_dynamic_rope, why_grouped_mm_waits
+from omniserve.layers.around import check_between_layers, find_first_position, row_layout, same_tensors
+from omniserve.layers.checks import (
+    USUAL_LENGTH,
+    max_positions,
+    refuse_dynamic_rope,
+    rope_parameters,
+    why_grouped_mm_waits,
+)
 from omniserve.layers.compiled import structure
 from omniserve.layers.cut import AttentionFunction, Mask, calling, described_masks
 from omniserve.layers.head import head_product
-from omniserve.layers.inspection import DataDependent, LinearWatch, OperatorLog, Table, TableForm, collect, filled
+from omniserve.layers.inspection import (
+    Carried,
+    DataDependent,
+    LinearWatch,
+    OperatorLog,
+    Place,
+    Table,
+    TableForm,
+    collect,
+    filled,
+)
 from omniserve.layers.overrides import unused_arguments
+from omniserve.layers.rows import WatchedPlace, places_in, write_left
 from omniserve.layers.shell import Cut, ModelShell, no_attention, some, stand_in, unsupported
 
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
 _KNOWN_ARGUMENTS = frozenset(
-    {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes", "is_causal", "position_ids", "window"}
+    {
+        "dropout",
+        "scaling",
+        "sliding_window",
+        "softcap",
+        "s_aux",
+        "alibi_slopes",
+        "is_causal",
+        "position_ids",
+        "window",
+        "logits_to_keep",
+    }
 )
 
-_FAR = 4096
-"""A late position, for a model that names no last one."""
+_SEES_ALL = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+"""A mask for layers that look into their mask."""
 
 
 class TracedFamily:
@@ -60,15 +91,20 @@ class TracedFamily:
         if self.lm_head is None:
             raise self._unsupported("has no language modelling head; load it with AutoModelForCausalLM")
         refuse_dynamic_rope(model)
+        self._picks_keys = getattr(self.config, "index_topk", None) is not None
+        """An indexer in a layer picks the keys that it attends to: all, if there are no more than ``index_topk``."""
         self._probe = torch.empty(0, dtype=model.dtype, device=model.device)
+        # Modules that alone compute what the model's forward does around its layers, where there are such.
+        self._embeds_alone = False
         self._rotary_module: Any = None
-        """Makes cos and sin, if these are all that the layers are given."""
-        # What depends on a position may do so only for late ones.
-        self._positions = [1, 2, (max_positions(self.config) or _FAR) - 1]
+        self._last_norm: Any = None
         with torch.inference_mode():
             self._shell = ModelShell(model)
             self.layers: list[Any] = self._shell.layers
             self._unused = unused_arguments(self._shell.overridden)
+            self._shell.first_position = find_first_position(model, self._shell)
+            # What depends on a position may do so only for late ones.
+            self._positions = [1, 2, min(self.limits().values()) - 1]
             self._record_arguments()
             self._record_layers()
             self._find_shortcuts()
@@ -83,19 +119,23 @@ class TracedFamily:
         with described_masks():
             first, same = self._shell.run([1, 2, 3], [0, 1, 2]), self._shell.run([4, 2, 5], [0, 1, 2])
             other = self._shell.run([1, 2, 3, 4, 5], [3, 4, 5, 6, self._positions[-1]])
-        unnumbered = self._shell.run([1, 2, 3], None, as_sequence=True)
-        if not torch.equal(first.inputs[0][:, 0], unnumbered.inputs[0][0]):
-            raise self._unsupported("does not number positions from 0")
-        self._hidden_size = int(first.inputs[0].shape[-1])
+        self._rows = row_layout(self.model, self._shell, first, other)
+        self._hands_over = check_between_layers(self.model, self._shell, first)
+        """Layers are given what others return behind their output."""
         self._forms: list[TableForm] = []
         self._masks: list[set[Mask | None]] = []
         """The masks that each layer gets; without one the attention's own argument tells its window."""
         tables: list[Tensor] = []
+        self._tokens_tensors: list[tuple[Tensor, Carried]] = []
+        self._mappings: list[Any] = []
         for index, layer in enumerate(self.layers):
             self._masks.append(set())
             given = [run.arguments[index] for run in (first, same, other)]
             layer.arguments = self._template(index, given[0], given[1], given[2], tables)
         self._keep_tables([*range(len(tables))])
+        self._rows.place_arguments([layer.arguments for layer in self.layers])
+        for layer in self.layers:
+            layer.turn = self._rows.turn(layer.layer_idx)
 
     def _keep_tables(self, kept: Sequence[int]) -> None:
         """Choose the tables that ``rotary`` makes; the others are zeros."""
@@ -107,6 +147,10 @@ class TracedFamily:
 
     def _template(self, index: int, first: Any, same: Any, other: Any, tables: list[Tensor]) -> Any:
         """Return what stands for an argument of a layer in three runs: itself, or its table."""
+        if isinstance(first, UserDict) and not first:
+            if not any(each is first for each in self._mappings):
+                self._mappings.append(first)
+            return Place(next(number for number, each in enumerate(self._mappings) if each is first), {}, {})
         if isinstance(first, dict):
             return {
                 key: None if key in self._unused else self._template(index, first[key], same[key], other[key], tables)
@@ -119,27 +163,56 @@ class TracedFamily:
             return first
         if hasattr(first, "omniserve_mask"):
             self._masks[index].add(first.omniserve_mask)
-            return None
+            return _SEES_ALL.to(first.device) if self._picks_keys else None
         name = f"gives layer {index} a tensor {tuple(first.shape)} beside its input that depends on"
-        if first.shape != same.shape or not torch.equal(first, same):
-            raise self._unsupported(f"{name} the tokens")
-        if first.shape == other.shape and torch.equal(first, other):
+        if first.shape == same.shape == other.shape and torch.equal(first, same) and torch.equal(first, other):
             return first
         row_dims = [d for d in range(first.dim()) if (first.shape[d], other.shape[d]) == (3, 5)]
-        if len(row_dims) != 1:
+        if len(row_dims) != 1 or first.shape != same.shape:
             raise self._unsupported(f"{name} how many tokens there are")
+        shape = tuple(size for d, size in enumerate(first.shape) if d != row_dims[0])
+        form = TableForm(row_dims[0], shape, first.dtype)
+        if not torch.equal(first, same):
+            return self._carried(name, first, form)
         for number, table in enumerate(tables):
             if table is first:
                 return Table(number)
         tables.append(first)
-        shape = tuple(size for d, size in enumerate(first.shape) if d != row_dims[0])
-        self._forms.append(TableForm(row_dims[0], shape, first.dtype))
+        self._forms.append(form)
         return Table(len(tables) - 1)
+
+    def _carried(self, name: str, tensor: Tensor, form: TableForm) -> Carried:
+        if tensor.dtype is not self.model.dtype:
+            raise self._unsupported(f"{name} the tokens, of {tensor.dtype}; a row has {self.model.dtype}")
+        for each, carried in self._tokens_tensors:
+            if each is tensor:
+                return carried
+        self._tokens_tensors.append((tensor, Carried(form)))
+        return self._tokens_tensors[-1][1]
+
+    def _find_left(self) -> None:
+        """Find what layers leave for later ones, and give it columns in the rows."""
+        cos, sin = self.rotary(self._shell.int64(self._positions)) or (None, None)
+        rows_TD = self.embed(self._shell.int64([1, 2, 3]), self._shell.int64(self._positions))
+        left: dict[int, dict[Any, Any]] = {}
+        of_layers: list[dict[int, WatchedPlace]] = []
+
+        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
+            return stand_in(query, value)
+
+        for layer in self.layers:
+            places = {each.number: WatchedPlace(left.get(each.number, {})) for each in places_in(layer.arguments)}
+            rows_TD = self._call_layer(layer, rows_TD, cos, sin, attend, places)
+            of_layers.append(places)
+            left.update({number: dict(place) for number, place in places.items()})
+        self._rows.place_left([layer.arguments for layer in self.layers], of_layers)
 
     def _record_layers(self) -> None:
         """Run each layer: its attention, its linears that read the same rows, and what it computes."""
         cos, sin = self.rotary(self._shell.int64(self._positions)) or (None, None)
-        hidden_TD = self._shell.run([1, 2, 3], self._positions).inputs[0][:, 0]
+        if self._mappings:
+            self._find_left()
+        hidden_TD = self.embed(self._shell.int64([1, 2, 3]), self._shell.int64(self._positions))
         inputs: list[Tensor] = []
         self._specs: list[AttentionSpec] = []
         self._groups: list[list[tuple[nn.Module, ...]]] = []
@@ -154,9 +227,10 @@ class TracedFamily:
                 return stand_in(query, value)
 
             inputs.append(hidden_TD)
+            places: dict[int, Any] = {}
             try:
                 with LinearWatch(layer) as linears, OperatorLog() as operators:
-                    hidden_TD = self._call_layer(layer, hidden_TD, cos, sin, attend)
+                    output = self._forward(layer, hidden_TD, cos, sin, attend, places)
             except DataDependent as error:
                 raise self._unsupported(
                     f"calls {error} in layer {layer.layer_idx}, whose result has a shape that depends on values; for a "
@@ -167,6 +241,11 @@ class TracedFamily:
             except Exception as error:  # of the layer's own code, which may read its mask
                 what = f"{type(error).__name__}: {error}"
                 raise self._unsupported(f"does not run layer {layer.layer_idx} without a mask ({what})") from error
+            behind = [] if isinstance(output, Tensor) else list(output[1:])
+            if self._hands_over and not same_tensors(behind, layer.returned_behind(len(hidden_TD), 0)):
+                raise self._unsupported(f"hands other layers what layer {layer.layer_idx} computes beside its output")
+            hidden_TD = self._rows.next(layer.turn, output if isinstance(output, Tensor) else output[0], hidden_TD)
+            write_left(layer.arguments, places, hidden_TD)
             self._groups.append(linears.groups())
             layer.computes = operators.digest(repr(layer.arguments))
             self._operators |= operators.names
@@ -205,8 +284,9 @@ class TracedFamily:
                 return rows.transpose(0, 1) if is_sequence else rows
 
             with calling(attend, self._shell.configs, self._shell.overridden):
-                output = layer.layer(hidden_TD[None], *args, **kwargs)
-            together.append((output if isinstance(output, Tensor) else output[0])[0])
+                output = layer.layer(self._rows.transposed(self._rows.hidden(hidden_TD)), *args, **kwargs)
+            output = self._rows.transposed(output if isinstance(output, Tensor) else output[0])
+            together.append(self._rows.next(layer.turn, output, hidden_TD))
             for one, other in zip((*heads, output_TD), together, strict=True):
                 if not torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-3 * float(one.abs().max())):
                     raise self._unsupported(f"mixes the rows of layer {layer.layer_idx} outside of its attention")
@@ -215,19 +295,22 @@ class TracedFamily:
             for number in set(self._kept) - used:
                 kept = self._kept
                 self._keep_tables([other for other in kept if other != number])
-                without = self.pre_attention(layer, hidden_TD, *self._drop_table(tables, kept, number))
+                rows_TD = hidden_TD.clone()
+                without = self.pre_attention(layer, rows_TD, *self._drop_table(tables, kept, number))
                 self._keep_tables(kept)
-                if not all(map(torch.equal, heads, without)):
+                if not all(map(torch.equal, (*heads, hidden_TD), (*without, rows_TD))):
                     used.add(number)
         self._keep_tables(sorted(used))
 
     def _spec_of(self, index: int, query: Tensor, mask: Any, keywords: dict[str, Any]) -> AttentionSpec:
         for name, value in keywords.items():
+            if name == "indices" and self._picks_keys:
+                continue
             if not (name in _KNOWN_ARGUMENTS or value is None or isinstance(value, (bool, str))):
                 raise self._unsupported(f"gives the attention of layer {index} {name!r}, which no kernel here has")
         if keywords.get("is_causal") is False:
             raise self._unsupported(f"attends to later tokens in layer {index}; only causal layers work")
-        if mask is not None:
+        if mask is not None and not (self._picks_keys and mask.shape == _SEES_ALL.shape):
             raise self._unsupported(f"makes a mask of its own in layer {index}")
         scale, used = keywords.get("scaling"), self._shell.masks[index]
         masks = {used.omniserve_mask} if hasattr(used, "omniserve_mask") else self._masks[index]
@@ -263,8 +346,7 @@ class TracedFamily:
     def _find_shortcuts(self) -> None:
         """See which modules alone compute what the model's forward does around its layers."""
         ids_T, positions_T = self._shell.int64([1, 2, 3]), self._shell.int64(self._positions)
-        run = self._shell.run(ids_T, positions_T)
-        hidden_TD = run.inputs[0][:, 0]
+        hidden_TD = self.embed(ids_T, positions_T)
         embedded_TD = self.model.get_input_embeddings()(ids_T)
         self._embeds_alone = embedded_TD.shape == hidden_TD.shape and torch.equal(embedded_TD, hidden_TD)
         rotary = getattr(self._shell.backbone, "rotary_emb", None)
@@ -281,11 +363,14 @@ class TracedFamily:
         near_TW, far_TW = self.rotary(positions_T[:2]), self.rotary(positions_T)
         if near_TW is not None and far_TW is not None and not torch.equal(near_TW[0], far_TW[0][:2]):
             raise self._unsupported("gives a token other rotary tables if there is a later one beside it")
-        logits_RV = self._shell.logits(hidden_TD)
+        logits_RV = self.logits(hidden_TD)
         self._vocab_size = int(logits_RV.shape[1])
-        self._last_norm: Any = None
-        for module in self._shell.backbone.children():
-            if "norm" in type(module).__name__.lower() and torch.equal(self.lm_head(module(hidden_TD)), logits_RV):
+        output_TD = self._rows.plain(hidden_TD)
+        width = None if output_TD is None else output_TD.shape[1:]
+        for module in self._shell.backbone.children() if output_TD is not None else ():
+            if "norm" not in type(module).__name__.lower() or getattr(module, "weight", hidden_TD).shape[-1:] != width:
+                continue
+            if torch.equal(self.lm_head(module(output_TD)), logits_RV):
                 self._last_norm = module
 
     # --- a half: the layer's own forward ----------------------------------------------------------------------------
@@ -295,6 +380,7 @@ class TracedFamily:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run a layer up to its attention; return ``(q_TNH, k_TKH, v_TKH)``, model dtype, perhaps views."""
         heads: list[Tensor] = []
+        places: dict[int, Any] = {}
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
             heads.extend(self._heads(query, key, value))
@@ -303,9 +389,10 @@ class TracedFamily:
             return stand_in(query, value)
 
         try:
-            self._call_layer(layer, hidden_TD, cos, sin, attend)
+            self._call_layer(layer, hidden_TD, cos, sin, attend, places)
         except Cut:
             pass
+        write_left(layer.arguments, places, hidden_TD)
         q_TNH, k_TKH, v_TKH = heads
         return q_TNH, k_TKH, v_TKH
 
@@ -337,12 +424,25 @@ class TracedFamily:
         return rows if rows.shape[1] == num_heads else rows.repeat_interleave(num_heads // rows.shape[1], dim=1)
 
     def _call_layer(
-        self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None, attend: AttentionFunction
+        self,
+        layer: Any,
+        hidden_TD: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        attend: AttentionFunction,
+        places: dict[int, Any] | None = None,
     ) -> Tensor:
-        args, kwargs = filled(layer.arguments, self._tables(hidden_TD, cos, sin))
+        """Run a layer's forward on rows; ``places`` are the mappings in which it leaves something for later ones."""
+        output = self._forward(layer, hidden_TD, cos, sin, attend, {} if places is None else places)
+        return self._rows.next(layer.turn, output if isinstance(output, Tensor) else output[0], hidden_TD)
+
+    def _forward(
+        self, layer: Any, hidden_TD: Tensor, cos: Any, sin: Any, attend: AttentionFunction, places: dict[int, Any]
+    ) -> Any:
+        """Run a layer's forward on rows, and return what it returns."""
+        args, kwargs = filled(layer.arguments, self._tables(hidden_TD, cos, sin), hidden_TD, places)
         with calling(attend, self._shell.configs, self._shell.overridden):
-            output = layer.layer(hidden_TD[:, None], *args, **kwargs)
-        return (output if isinstance(output, Tensor) else output[0])[:, 0]
+            return layer.layer(self._rows.hidden(hidden_TD), *args, **kwargs)
 
     def _tables(self, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
         """Return all tables as the layers want them; those that were not kept, or not given, are zeros."""
@@ -368,7 +468,11 @@ class TracedFamily:
         """Turn int64 token ids and positions ``[T]`` into the first layer's input ``[T, D]``."""
         if self._embeds_alone:
             return self.model.get_input_embeddings()(token_ids_T)
-        return self._shell.first_input(some(token_ids_T), some(positions_T))[: len(token_ids_T)]
+        ids_T, positions_T, num_tokens = some(token_ids_T), some(positions_T), len(token_ids_T)
+        if not self._rows.carries:
+            return self._rows.hidden_rows(self._shell.first_input(ids_T, positions_T))[:num_tokens]
+        run = self._shell.run(ids_T, positions_T)
+        return self._rows.first(run, [layer.arguments for layer in self.layers])[:num_tokens]
 
     def rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return what the layers are given beside their input, as rows ``[T, W]``: cos and sin, or all twice."""
@@ -389,8 +493,10 @@ class TracedFamily:
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Turn rows of the last layer's output into logits ``[R, vocabulary]``, model dtype."""
         if self._last_norm is not None:
-            return head_product(self.lm_head, self._last_norm(hidden_RD))
-        return self._shell.logits(hidden_RD)
+            output_RD = self._rows.plain(hidden_RD)
+            assert output_RD is not None
+            return head_product(self.lm_head, self._last_norm(output_RD))
+        return self._shell.logits(self._rows.hidden(hidden_RD), hidden_RD.shape[0])
 
     # --- for the engine ---------------------------------------------------------------------------------------------
 
@@ -408,20 +514,30 @@ class TracedFamily:
         """Return the linears of a layer that read the same rows: disjoint groups, in the order called."""
         return self._groups[layer.layer_idx]
 
+    def limits(self) -> dict[str, int]:
+        """Return how many tokens a sequence may have, by each reason that limits them."""
+        limits = {"its number of positions": (max_positions(self.config) or USUAL_LENGTH) - self._shell.first_position}
+        for rope in rope_parameters(self.model):
+            if rope.get("rope_type") == "longrope":
+                limits["longrope's other frequencies for longer ones"] = int(rope["original_max_position_embeddings"])
+        if self._picks_keys:
+            limits["it picks keys among more than index_topk"] = int(self.config.index_topk)
+        return limits
+
     def spec(self, max_model_len: int | None = None) -> ModelSpec:
         """Return the model's sizes; ``max_model_len``, the longest prompt plus output, is by default the model's.
 
         Raises:
             ValueError: ``max_model_len`` is not in ``[1, the model's]``.
         """
-        limit = max_positions(self.config) or USUAL_LENGTH
+        limit, why = min((length, reason) for reason, length in self.limits().items())
         if max_model_len is not None and not 1 <= max_model_len <= limit:
-            raise ValueError(f"max_model_len must be in [1, {limit}] for this model, got {max_model_len}")
+            raise ValueError(f"max_model_len must be in [1, {limit}] for this model ({why}), got {max_model_len}")
         sources = (self.model.generation_config, self.config)
         eos = next((e for source in sources if (e := getattr(source, "eos_token_id", None)) is not None), ())
         return ModelSpec(
             num_layers=len(self.layers),
-            hidden_size=self._hidden_size,
+            hidden_size=self._rows.width,
             num_heads=self._num_heads,
             num_kv_heads=self._num_kv_heads,
             head_size=self._head_size,

@@ -98,10 +98,16 @@ class ToolCall(StrictModel):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
+def _only_text(value: Any) -> Any:
+    if isinstance(value, str) and value != "text":
+        raise ValueError(f"must be 'text', got {value[:40]!r}: this server serves text only, no images, audio or files")
+    return value
+
+
 class TextPart(StrictModel):
     """A part of a message's content."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_only_text, json_schema_input_type=Literal["text"])]
     text: str
 
 

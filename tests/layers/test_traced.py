@@ -34,8 +34,11 @@ def build(model_type: str, **fields: Any) -> PreTrainedModel:
     [
         ("xlm", {"emb_dim": 32, "n_heads": 4, "n_layers": 2, "n_words": 64}, "attention interface"),
         ("bert", {"intermediate_size": 48}, "mask that is neither causal, a sliding window nor chunks"),
-        ("roberta", {"is_decoder": True, "intermediate_size": 48}, "does not number positions from 0"),
-        ("glm_moe_dsa", {"intermediate_size": 48}, "hands more than the hidden states"),
+        (
+            "zaya",
+            {"num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+            "hands other layers what layer 0 computes beside its output",
+        ),
         ("doge", {"intermediate_size": 48}, "'attention_mask', which no kernel"),
         ("diffllama", {"intermediate_size": 48}, r"attends 2 times in model\.layers\.0"),
         (
@@ -68,6 +71,22 @@ def test_a_layer_that_mixes_rows_is_refused() -> None:
     model = build("olmo2", intermediate_size=48)
     model.model.layers[1].mlp = _Mixes().eval()
     with pytest.raises(UnsupportedModelError, match="mixes the rows of layer 1"):
+        patch(model)
+
+
+def test_what_happens_to_rows_between_layers_is_refused() -> None:
+    model = build("olmo2", intermediate_size=48)
+    model.model.layers[1].register_forward_pre_hook(lambda layer, args: (args[0] + 1,))
+    with pytest.raises(UnsupportedModelError, match="changes the rows between layers 0 and 1"):
+        patch(model)
+
+
+def test_an_argument_that_depends_on_the_layers_before_is_refused() -> None:
+    model = build("olmo2", intermediate_size=48)
+    model.model.layers[1].register_forward_pre_hook(
+        lambda layer, args, kwargs: (args, {**kwargs, "before": 2 * args[0]}), with_kwargs=True
+    )
+    with pytest.raises(UnsupportedModelError, match="gives layer 1 a tensor that depends on the layers before it"):
         patch(model)
 
 

@@ -42,8 +42,18 @@ NEAR_TIE = 1e-4
 class Reference:
     """Hugging Face's greedy continuations, made before the model is patched, the longest that any test asks for."""
 
-    def __init__(self, model: PreTrainedModel, *, num_prompts: int = 12, max_tokens: int = 24, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_prompts: int = 12,
+        max_tokens: int = 24,
+        seed: int = 0,
+        first_position: int = 0,
+    ) -> None:
+        """Make them; ``first_position`` is the model's own, of which ``generate`` knows nothing if it is not 0."""
         rng = random.Random(seed)
+        self._first_position = first_position
         self.max_tokens = max_tokens
         self.prompts: list[tuple[int, ...]] = []
         self.tokens: list[tuple[int, ...]] = []
@@ -65,8 +75,12 @@ class Reference:
     def _generate(self, model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
         """Return the tokens and the smallest distance between a step's two largest logits."""
         ids = torch.tensor([prompt], device=model.device)
+        numbered = {}
+        if self._first_position:
+            numbered["position_ids"] = torch.arange(len(prompt), device=model.device)[None] + self._first_position
         out = model.generate(
             ids,
+            **numbered,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=self.max_tokens,
             do_sample=False,

@@ -1,9 +1,11 @@
 """All causal language models of transformers, tiny and random, against their own ``generate()``.
 
     python -m tests.parity.zoo [MODEL_TYPE ...]      --write also writes docs/models.md
+    python -m tests.parity.zoo --image-text [MODEL_TYPE ...]
 
-Each type gets random histories on the real engine: mixed, chunked, preempted, offloaded and piggybacked requests, whose
-fp32 greedy tokens must be those of ``generate()``. A type that is refused is listed with the reason.
+With ``--image-text`` it is the whole of models with an encoder of images, of which no prompt here has any. Each type
+gets random histories on the real engine: mixed, chunked, preempted, offloaded and piggybacked requests, whose fp32
+greedy tokens must be those of ``generate()``. A type that is refused is listed with the reason.
 """
 
 from __future__ import annotations
@@ -15,26 +17,40 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from omniserve import UnsupportedModelError, patch
 from tests.parity.engine_histories import Reference, Tally, run_history
+from tests.parity.image_text import IMAGE_TEXT_FIELDS
 from tests.parity.models import VOCAB_SIZE
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+# Lists with the kind of each layer: three layers, of every kind that the list has by default.
+_PATTERNS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 # Fields of configs by their names, for every type that has them.
 _SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"), 3),
+    **dict.fromkeys(_NUM_LAYERS, 3),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_local_experts", "num_experts", "n_routed_experts"), 2),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts"), 4),
@@ -51,52 +67,185 @@ _SIZES: Mapping[str, Any] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "sliding_window": 9,
+    "tie_word_embeddings": False,  # tied random weights make each token follow itself
     "vocab_size": VOCAB_SIZE,
 }
 _MLA = {"num_key_value_heads": 4, "v_head_dim": 16, "qk_nope_head_dim": 16, "head_dim": 8, "q_lora_rank": 16}
 # Prompts have several chunks; every second layer has none, and scales queries from an early position on.
 _LLAMA4 = {"attention_chunk_size": 7, "no_rope_layer_interval": 2, "floor_scale": 5}
+# Experts in two groups, of which each token uses one.
+_GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+# Sparse attention of DeepSeek: all keys, up to a length that the histories do not reach.
+_PICKS_KEYS = _MLA | {"index_topk": 96, "index_n_heads": 2, "index_head_dim": 16}
+# Its sliding layers have sizes of their own.
+_DOTS3 = _PICKS_KEYS | {
+    "head_dim": 32,
+    "shared_experts_intermediate_size": 32,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 8,
+    "swa_kv_lora_rank": 8,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 8,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+    "original_max_position_embeddings": 96,
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_WINDOW_BETWEEN = {"layer_types": [_FULL, _SLIDING, _FULL], "use_sliding_window": True, "max_window_layers": 1}
+_MULTIPLIERS = {
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+_TEXT_DECODER = {"is_decoder": True}
+# Two layers at the end take K and V from earlier ones; each layer has an embedding of the token.
+_SHARES_KV = {
+    "num_hidden_layers": 6,
+    "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _FULL],
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
+}
+_GEMMA3N = _SHARES_KV | {"laurel_rank": 8, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.95, *[0.0] * 5]}
+_GEMMA4 = _SHARES_KV | {"global_head_dim": 32, "use_double_wide_mlp": True}
+# As the larger models of the type: values of full layers are their keys; experts.
+_GEMMA4_LARGE = {
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 0,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+    "final_logit_softcapping": 8.0,
+}
 # What a type needs beside these sizes. None leaves a field as it is by default.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "axk1": _MLA, "axk2": _MLA, "deepseek_v2": _MLA | {"topk_method": "greedy", "num_experts_per_tok": 2},
-    "deepseek_v3": _MLA,
-    "deepseek_v32": _MLA | {"index_topk": 512}, "glm4_moe_lite": _MLA, "glm_moe_dsa": _MLA, "longcat_flash": _MLA,
+    "axk1": _MLA, "axk2": _PICKS_KEYS,
+    "deepseek_v2": _MLA | _GROUPS | {"topk_method": "group_limited_greedy", "n_shared_experts": 1},
+    "deepseek_v3": _MLA | _GROUPS | {"rope_parameters": _YARN},
+    "bailing_hybrid": _MLA, "sarvam_mla": _MLA,
+    "deepseek_v32": _PICKS_KEYS, "glm4_moe_lite": _MLA, "longcat_flash": _MLA, "hy_v4": _PICKS_KEYS,
+    "glm_moe_dsa": _PICKS_KEYS | {"indexer_types": ["full", "shared", "full"]},
     "minicpm3": _MLA, "mistral4": _MLA, "youtu": _MLA, "kimi_linear": _MLA,
-    "bert": {"is_decoder": True},
-    "bert-generation": {"is_decoder": True},
-    "big_bird": {"is_decoder": True, "attention_type": "original_full"},
+    "bert": _TEXT_DECODER,
+    "bert-generation": _TEXT_DECODER,
+    "big_bird": _TEXT_DECODER | {"attention_type": "original_full"},
     "biogpt": {"scale_embedding": True},
-    "camembert": {"is_decoder": True},
+    "camembert": _TEXT_DECODER,
+    "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
     "codegen": {"rotary_dim": 8},
-    "data2vec-text": {"is_decoder": True},
-    "dots1": {"n_shared_experts": 1},
-    "electra": {"is_decoder": True},
-    "ernie": {"is_decoder": True},
-    "falcon": {"head_dim": None, "alibi": False, "new_decoder_architecture": True},
-    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 9},
-    "gptj": {"rotary_dim": 8},
-    "hunyuan_v1_dense": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    "hunyuan_v1_moe": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "moe_topk": 1},
-    "llama4": _LLAMA4, "llama4_text": _LLAMA4,
-    "megatron-bert": {"is_decoder": True},
-    "moshi": {"sliding_window": 512},  # with a shorter one its generate() contradicts its own forward
-    "ministral": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    "nemotron": {
-        "head_dim": 16, "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "cohere_compass_text": {
+        "layer_types": [_SLIDING, _FULL, _SLIDING], "rope_parameters": {_SLIDING: _ROPE, _FULL: _ROPE},
     },
-    "rembert": {"is_decoder": True},
-    "roberta": {"is_decoder": True},
-    "roberta-prelayernorm": {"is_decoder": True},
-    "roc_bert": {"is_decoder": True},
-    "roformer": {"is_decoder": True},
-    "xlm-roberta": {"is_decoder": True},
-    "xlm-roberta-xl": {"is_decoder": True},
+    "data2vec-text": _TEXT_DECODER,
+    "dbrx": {
+        "attn_config": {"clip_qkv": 1.0, "kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+        "rope_parameters": _ROPE,
+    },
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
+    "electra": _TEXT_DECODER,
+    "ernie": _TEXT_DECODER,
+    "falcon": {"head_dim": None, "alibi": False, "new_decoder_architecture": True},
+    "gemma2": {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0},
+    "dots3_note": _DOTS3, "dots3_note_text": _DOTS3,
+    "gemma3n": _GEMMA3N, "gemma3n_text": _GEMMA3N,
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "gemma4": _GEMMA4, "gemma4_unified": _GEMMA4_LARGE, "gemma4_text": _GEMMA4_LARGE, "gemma4_unified_text": _GEMMA4,
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 9},
+    "gpt2": {"scale_attn_by_inverse_layer_idx": True},
+    "granite": _MULTIPLIERS, "granitemoe": _MULTIPLIERS,
+    "granitemoeshared": _MULTIPLIERS | {"shared_intermediate_size": 32},
+    "gptj": {"rotary_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 16, "rope_parameters": _ROPE},
+    "hunyuan_v1_moe": {"head_dim": 16, "rope_parameters": _ROPE, "moe_topk": 2},
+    "llama4": _LLAMA4, "llama4_text": _LLAMA4,
+    "megatron-bert": _TEXT_DECODER,
+    "mllama": {"num_hidden_layers": 4, "cross_attention_layers": [1]},
+    "moshi": {"sliding_window": 512},  # with a shorter one its generate() contradicts its own forward
+    "ministral": {"head_dim": 16, "rope_parameters": _ROPE, "layer_types": [_SLIDING, _FULL, _SLIDING]},
+    "nemotron": {
+        "head_dim": 16, "num_key_value_heads": 2, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
+    },
+    "olmoe": {"clip_qkv": 1.0},
+    "phi": {"qk_layernorm": True},
+    "phi3": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 96},
+    "phimoe": {
+        "rope_parameters": _LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.3},
+        "original_max_position_embeddings": 96,
+    },
+    "qwen2": _WINDOW_BETWEEN,
+    "qwen2_moe": _WINDOW_BETWEEN | {"mlp_only_layers": [1], "norm_topk_prob": True},
+    "qwen3": _WINDOW_BETWEEN,
+    "qwen3_moe": {"mlp_only_layers": [1], "norm_topk_prob": True},
+    "rembert": _TEXT_DECODER,
+    "roberta": _TEXT_DECODER,
+    "roberta-prelayernorm": _TEXT_DECODER,
+    "roc_bert": _TEXT_DECODER,
+    "roformer": _TEXT_DECODER,
+    "starcoder2": {"sliding_window": 9},
+    "xlm-roberta": _TEXT_DECODER,
+    "xlm-roberta-xl": _TEXT_DECODER,
+    "zaya": {"num_experts_per_tok": 1},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
 }  # fmt: skip
-
+# Models that number their positions from the padding token's number on.
+_COUNT_FROM_PADDING = frozenset(
+    {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+)
+# Types whose text config is another type's.
+_WHOLE_ALONE = frozenset({"gemma4_assistant", "gemma4_unified_assistant"})
+# Of the whole config that a type's text config is taken from.
+_WHOLE: Mapping[str, Mapping[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+}
 
 _MOST_PARAMETERS = 20_000_000
+
+
+def _smaller(usual: PreTrainedConfig, fields: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return a config with the table's sizes, its layers of as many kinds as by default; so for each config in it."""
+    parameters = inspect.signature(type(usual).__init__).parameters
+    known = set(parameters) | set(vars(usual)) | set(usual.attribute_map)
+    small = {name: value for name, value in _SIZES.items() if name in known and _value(usual, name) is not None}
+    kinds = {name: list(dict.fromkeys(_value(usual, name) or ())) for name in _PATTERNS if name in parameters}
+    num_layers = max(3, *map(len, kinds.values())) if kinds else 3
+    small |= {name: num_layers for name in _NUM_LAYERS if name in small}
+    small |= {name: [*islice(cycle(each), num_layers)] for name, each in kinds.items() if each}
+    small |= {
+        name: _smaller(part, fields.get(name, {})).to_dict()
+        for name in usual.sub_configs
+        if isinstance(part := _value(usual, name), PreTrainedConfig)
+    }
+    small |= {name: value for name, value in fields.items() if name not in usual.sub_configs}
+    return type(usual)(**{name: value for name, value in small.items() if value is not None})
+
+
+def _value(config: PreTrainedConfig, name: str) -> Any:
+    """Return a field, of a config whose layers differ that of most of them."""
+    return config.__dict__.get(name) if config.is_heterogeneous else getattr(config, name, None)
 
 
 class Outcome(NamedTuple):
@@ -108,31 +257,36 @@ class Outcome(NamedTuple):
     detail: str
 
 
-def tiny(model_type: str) -> PreTrainedModel:
-    """Build a small random model of a type whose greedy outputs are varied."""
-    usual = AutoConfig.for_model(model_type).get_text_config()
-    known = set(inspect.signature(type(usual).__init__).parameters) | set(vars(usual)) | set(usual.attribute_map)
-    fields = {name: value for name, value in _SIZES.items() if name in known and getattr(usual, name, None) is not None}
-    fields |= _FIELDS.get(model_type, {})
-    fields = {name: value for name, value in fields.items() if value is not None}
-    config = type(usual)(**fields)
+def tiny(model_type: str, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    """Build a small random model of a type whose greedy outputs are varied.
+
+    ``AutoModelForImageTextToText`` builds the whole of a model with an encoder of images.
+    """
+    whole = AutoConfig.for_model(model_type, **_WHOLE.get(model_type, {}))
+    if auto is AutoModelForCausalLM:
+        text = whole.get_text_config(decoder=True)
+        usual = text if type(text) in auto._model_mapping and model_type not in _WHOLE_ALONE else whole
+        config = _smaller(usual, _FIELDS.get(model_type, {}))
+    else:
+        config = _smaller(whole, IMAGE_TEXT_FIELDS.get(model_type, {}))
     if getattr(config, "_experts_implementation", None) == "eager":
         config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(config)
+        shell = auto.from_config(config)
     if (num_parameters := sum(parameter.numel() for parameter in shell.parameters())) > _MOST_PARAMETERS:
         raise ValueError(
             f"{num_parameters / 1e6:.0f} million parameters: the type has sizes that the table does not know"
         )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
+    is_tied = getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:
                 parameter.add_(0.2 * noise)
             elif "embed" in name or "wte" in name:
-                parameter.copy_(0.1 * noise if config.tie_word_embeddings else noise)
+                parameter.copy_(0.1 * noise if is_tied else noise)
             else:
                 parameter.copy_(noise * 1.6 * parameter.shape[-1] ** -0.5)
     model.generation_config.pad_token_id = 0
@@ -141,15 +295,16 @@ def tiny(model_type: str) -> PreTrainedModel:
     return model.eval()
 
 
-def try_type(model_type: str, num_histories: int) -> Outcome:
+def try_type(model_type: str, num_histories: int, auto: Any = AutoModelForCausalLM) -> Outcome:
     """Run histories of a type."""
     try:
-        model = tiny(model_type)
+        model = tiny(model_type, auto)
     except Exception as error:  # whatever its config or its module refuses; reported, not swallowed
         return Outcome(model_type, "no model", f"{type(error).__name__}: {_one_line(error)}")
     try:
         model(torch.arange(1, 6)[None], use_cache=False)
-        reference = Reference(model, num_prompts=5, max_tokens=12)
+        first_position = model.config.pad_token_id + 1 if model_type in _COUNT_FROM_PADDING else 0
+        reference = Reference(model, num_prompts=5, max_tokens=12, first_position=first_position)
     except Exception as error:
         return Outcome(model_type, "no model", f"its own code fails: {type(error).__name__}: {_one_line(error)}")
     try:
@@ -164,11 +319,13 @@ def try_type(model_type: str, num_histories: int) -> Outcome:
             run_history(model, reference, seed, faults=seed % 2 == 1, tally=tally)
     except Exception as error:  # AssertionError: other tokens; anything else is as wrong
         return Outcome(model_type, "wrong", f"{type(error).__name__}: {_one_line(error)}")
-    return Outcome(model_type, "exact", f"{tally.finished} requests, {tally.host_tokens} tokens on the host tier")
+    distinct = len({token for tokens in reference.tokens for token in tokens})
+    detail = f"{tally.finished} requests, {tally.host_tokens} tokens on the host tier, {distinct} distinct tokens"
+    return Outcome(model_type, "exact", detail)
 
 
-def page(outcomes: list[Outcome]) -> str:
-    """Return the page that lists them."""
+def page(outcomes: list[Outcome], image_text: list[Outcome]) -> str:
+    """Return the page that lists types of causal language models, and of models with an encoder of images."""
     exact = [each for each in outcomes if each.result == "exact"]
     refused = [each for each in outcomes if each.result == "refused"]
     untried = [each for each in outcomes if each.result not in ("exact", "refused")]
@@ -186,6 +343,12 @@ def page(outcomes: list[Outcome]) -> str:
         "No tiny model of these was made, or what was found is not exact.", "",
         "| type | why |", "|---|---|",
         *(f"| `{each.model_type}` | {each.result}: {each.detail} |" for each in untried), "",
+        "## Models with an encoder of images", "",
+        "Their language model is served; a request with an image is refused. *Exact*:", "",
+        ", ".join(f"`{each.model_type}`" for each in image_text if each.result == "exact"), "",
+        "| not exact | why |", "|---|---|",
+        *(f"| `{each.model_type}` | {each.result}: {each.detail} |" for each in image_text if each.result != "exact"),
+        "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -208,20 +371,33 @@ def main(write: Callable[[str], object] = PAGE.write_text) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="MODEL_TYPE", help="all, if none is named")
     parser.add_argument("--histories", type=int, default=3, help="of each type")
+    parser.add_argument("--image-text", action="store_true", help="models with an encoder of images")
     parser.add_argument("--write", action="store_true", help="write docs/models.md")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the layers are tiny; the cores are for the host tier
+    if args.write and (args.types or args.image_text):
+        parser.error("--write tries all types of both lists; name none")
+    lists = (
+        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    )
+    chosen = lists if args.write else lists[args.image_text :][:1]
+    found = [_try_types(args.types or [*names], args.histories, auto) for auto, names in chosen]
+    if args.write:
+        write(page(*found))
+    return int(any(each.result == "wrong" for outcomes in found for each in outcomes))
+
+
+def _try_types(types: Sequence[str], num_histories: int, auto: Any) -> list[Outcome]:
     outcomes, started_s = [], time.monotonic()
-    with _quiet(), tqdm(args.types or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), unit="type") as progress:
+    with _quiet(), tqdm(types, unit="type") as progress:
         for model_type in progress:
-            outcome = try_type(model_type, args.histories)
+            outcome = try_type(model_type, num_histories, auto)
             outcomes.append(outcome)
             progress.write(f"{outcome.result:8} {outcome.model_type}: {outcome.detail}")
     counts = {result: sum(each.result == result for each in outcomes) for result in ("exact", "refused", "wrong")}
     print(f"{counts}, of {len(outcomes)} types in {time.monotonic() - started_s:.0f} s")
-    if args.write:
-        write(page(outcomes))
-    return int(counts["wrong"] > 0)
+    return outcomes
 
 
 if __name__ == "__main__":
