@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+"""The dtype of a complex number's parts. A graph cannot hold ``dtype.to_real()``."""
+
 
 class Table(NamedTuple):
     """Stands for a tensor that follows from the positions, in the arguments of a layer."""
@@ -44,10 +47,9 @@ class TableForm:
 
     def from_rows(self, rows_TW: Tensor) -> Tensor:
         if self.dtype.is_complex:
-            pairs = rows_TW.reshape(rows_TW.shape[0], *self.shape, 2).to(self.dtype.to_real())
-            return torch.complex(pairs[..., 0], pairs[..., 1]).movedim(
-                0, self.row_dim
-            )  # a view may begin at an odd place
+            pairs = rows_TW.reshape(rows_TW.shape[0], *self.shape, 2).to(_PARTS[self.dtype])
+            # No view as complex numbers: the pairs may begin at an odd place of their memory.
+            return torch.complex(pairs[..., 0], pairs[..., 1]).movedim(0, self.row_dim)
         return rows_TW.reshape(rows_TW.shape[0], *self.shape).to(self.dtype).movedim(0, self.row_dim)
 
 

@@ -16,6 +16,9 @@ from omniserve.layers.base import LAYER_FAMILIES
 from omniserve.layers.inspection import Table, filled
 from omniserve.layers.traced import TracedFamily
 
+_CHECKED_ROWS = 3
+"""Rows of the sequence with which halves are compared."""
+
 
 @LAYER_FAMILIES.register("llama4")
 @LAYER_FAMILIES.register("llama4_text")
@@ -25,17 +28,18 @@ class Llama4Family(TracedFamily):
     _has_temperature = False
 
     def _check_halves(self, inputs: list[Tensor], tables: tuple[Tensor | None, Tensor | None]) -> None:
-        super()._check_halves(inputs, tables)
-        for layer in self.layers:
-            if not _has_temperature(layer):
-                continue
-            if layer.layer.self_attn.floor_scale <= 1:
-                raise self._unsupported(f"scales the queries of the first token in layer {layer.layer_idx}")
-            positions = layer.arguments[1].get("position_ids")
-            if not isinstance(positions, Table):
+        scaled = [layer for layer in self.layers if _has_temperature(layer)]
+        positions: set[int] = set()
+        for layer in scaled:
+            if (first := layer.layer.self_attn.floor_scale - 1) < _CHECKED_ROWS:
+                raise self._unsupported(f"scales queries of layer {layer.layer_idx} from position {first} on")
+            table = layer.arguments[1].get("position_ids")
+            if not isinstance(table, Table):
                 raise self._unsupported(f"gives layer {layer.layer_idx} no position_ids")
-            self._has_temperature = True
-            self._keep_tables(sorted({*self._kept, positions.number}))
+            positions.add(table.number)
+        super()._check_halves(inputs, tables)  # without the temperature, which its few rows do not have
+        self._has_temperature = bool(scaled)
+        self._keep_tables(sorted({*self._kept, *positions}))
 
     def pre_attention(
         self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import repeat
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +20,10 @@ from omniserve.layers.traced import TracedFamily
 from tests.parity.models import MODELS, tiny_model
 from tests.quick import slow_except
 
-TRACED = [name for name, (model_type, _) in MODELS.items() if model_type not in LAYER_FAMILIES.names()]
+HAND_WRITTEN = [
+    name for name in LAYER_FAMILIES.names() if not issubclass(cast(type, LAYER_FAMILIES.get(name)), TracedFamily)
+]
+TRACED = [name for name, (model_type, _) in MODELS.items() if model_type not in HAND_WRITTEN]
 _SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 
 
@@ -104,6 +107,35 @@ def test_layers_know_their_windows(name: str) -> None:
     windows = [spec.window for spec in patch(model, compile=False).omniserve.spec.attention]
     types = getattr(model.config, "layer_types", None) or ["full_attention"] * len(windows)
     assert windows == [9 if each == "sliding_attention" else 0 for each in types]
+
+
+def test_layers_know_their_sinks_and_their_chunks() -> None:
+    model = tiny_model("gpt_oss")
+    specs = patch(model, compile=False).omniserve.spec.attention
+    assert [spec.sinks for spec in specs] == [tuple(layer.self_attn.sinks.tolist()) for layer in model.model.layers]
+    assert [spec.chunk for spec in patch(tiny_model("llama4"), compile=False).omniserve.spec.attention] == [7, 0, 7]
+
+
+def test_a_sink_that_is_no_number_is_refused() -> None:
+    model = tiny_model("gpt_oss")
+    model.model.layers[1].self_attn.sinks.data[2] = torch.nan
+    with pytest.raises(UnsupportedModelError, match=r"gives the attention of layer 1 's_aux' .*nan"):
+        patch(model)
+
+
+def test_slopes_of_alibi_may_come_as_a_tensor_or_a_tuple() -> None:
+    family = family_of(tiny_model("smollm3"))
+    assert isinstance(family, TracedFamily)
+    query = torch.zeros(3, 2, 1, 8)
+    for slopes in ((0.5, 0.25), torch.tensor([[0.5], [0.25]])):
+        assert family._spec_of(0, query, None, {"alibi_slopes": slopes}).alibi_slopes == (0.5, 0.25)
+    with pytest.raises(UnsupportedModelError, match=r"'alibi_slopes' .* expected a number for each of the 2 heads"):
+        family._spec_of(0, query, None, {"alibi_slopes": (0.5,)})
+
+
+def test_llama_4_that_scales_its_first_queries_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="scales queries of layer 1 from position 2 on"):
+        patch(tiny_model("llama4", floor_scale=3))
 
 
 @pytest.mark.parametrize("name", slow_except(("cohere2",), TRACED))

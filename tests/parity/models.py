@@ -124,7 +124,25 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3": ("gemma3_text", {**_GQA, "head_dim": 16, "sliding_window": 9, "layer_types": _WINDOW_LAST}),
     "gpt2": ("gpt2", {**_COMMON, "n_inner": 80}),
+    "gpt_oss": (
+        "gpt_oss",
+        {**_MOE, "head_dim": 16, "num_local_experts": 4, "sliding_window": 9, "layer_types": _WINDOW_LAST},
+    ),
     "granitemoe": ("granitemoe", {**_MOE, "num_local_experts": 4, "attention_multiplier": 0.3, "logits_scaling": 2.0}),
+    # Two layers in chunks, one that has none and scales queries by their position, from the fifth on. All are dense: on
+    # the CPU torch's compiler refuses the experts, a batched product of an unknown number of rows.
+    "llama4": (
+        "llama4_text",
+        {
+            **_GQA,
+            "head_dim": 16,
+            "moe_layers": [],
+            "intermediate_size_mlp": 80,
+            "attention_chunk_size": 7,
+            "no_rope_layer_interval": 2,
+            "floor_scale": 5,
+        },
+    ),
     "ministral3": ("ministral3", {**_GQA, "head_dim": 16, "rope_parameters": _SCALED_LATE}),
     "smollm3": ("smollm3", {**_GQA, "no_rope_layers": [1, 0, 1], "layer_types": _ALL_FULL}),
 }

@@ -7,8 +7,9 @@ import pytest
 from tests.parity.zoo import Outcome, page, try_type
 
 USED = (
-    "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma3_text", "glm4", "glm4_moe", "gpt2", "granite", "olmo2",
-    "olmo3", "phi", "qwen2_moe", "seed_oss", "smollm3", "starcoder2",
+    "bloom", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "gemma3_text", "glm4", "glm4_moe", "gpt2",
+    "gpt_neo", "gpt_oss", "gptj", "granite", "llama4", "mpt", "olmo2", "olmo3", "phi", "qwen2_moe", "seed_oss",
+    "smollm3", "starcoder2",
 )  # fmt: skip
 
 
@@ -20,10 +21,10 @@ def test_types_that_people_use_are_exact(model_type: str) -> None:
 
 
 def test_a_type_that_is_refused_is_listed_with_the_reason() -> None:
-    outcome = try_type("doge", num_histories=1)
+    outcome = try_type("diffllama", num_histories=1)
     assert (outcome.result, outcome.detail) == (
-        "refused", "gives the attention of layer 0 'attention_mask', which no kernel here has",
+        "refused", "attends 2 times in model.layers.0; each layer must attend once, and nothing else",
     )  # fmt: skip
     text = page([outcome, Outcome("olmo2", "exact", ""), Outcome("blt", "no model", "too large")])
-    assert "| `doge` | gives the attention of layer 0 'attention_mask'" in text
+    assert "| `diffllama` | attends 2 times in model.layers.0" in text
     assert "## Exact (1)\n\n`olmo2`" in text and "| `blt` | no model: too large |" in text
