@@ -101,6 +101,20 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("deepseek_v3", _MLA),
     "gemma3": ("gemma3_text", {**_GQA, "head_dim": 16, "sliding_window": 9, "layer_types": _WINDOW_LAST}),
+    # Each layer has an embedding of the token; the last one takes K and V from the one before it.
+    "gemma4": (
+        "gemma4_text",
+        {
+            **_GQA,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "sliding_window": 9,
+            "num_kv_shared_layers": 1,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
     "gpt2": ("gpt2", {**_COMMON, "n_inner": 80}),
     "granitemoe": ("granitemoe", {**_MOE, "num_local_experts": 4, "attention_multiplier": 0.3, "logits_scaling": 2.0}),
     "ministral3": ("ministral3", {**_GQA, "head_dim": 16, "rope_parameters": _SCALED_LATE}),
