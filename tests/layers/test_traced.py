@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers import LAYER_FAMILIES, family_of
 from omniserve.layers.compiled import _ShareProducts, structure
-from omniserve.layers.cut import window_of
+from omniserve.layers.cut import calling, described_masks, window_of
 from omniserve.layers.patching import PatchedModel, patch, unpatch
+from omniserve.layers.shell import no_attention
 from omniserve.layers.traced import TracedFamily
 from tests.parity.models import MODELS, tiny_model
 from tests.quick import slow_except
@@ -113,6 +115,19 @@ def test_a_layer_whose_number_changes_what_it_computes_has_its_own_graph() -> No
 )
 def test_windows_are_found_by_asking_the_mask(function: Any, window: int | None) -> None:
     assert window_of(function) == window
+
+
+@pytest.mark.parametrize(("blocks", "window"), [([-1, -1, -1], 0), ([-1, 0, 0], None)])
+def test_a_batch_without_images_has_a_causal_mask(blocks: list[int], window: int | None) -> None:
+    block_B = torch.tensor([blocks])
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) | ((block_B[b, q] == block_B[b, k]) & (block_B[b, q] >= 0))
+
+    config = build("olmo2", intermediate_size=48).config
+    with calling(no_attention, [config]), described_masks():
+        mask: Any = create_causal_mask(config, torch.zeros(1, 3, 8), None, None, or_mask_function=sees)
+    assert mask.omniserve_window == window
 
 
 @pytest.mark.parametrize("name", TRACED)
