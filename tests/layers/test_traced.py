@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.compiled import ShareProducts, structure
-from omniserve.layers.cut import Mask, mask_of
+from omniserve.layers.cut import Mask, calling, described_masks, mask_of
 from omniserve.layers.packed import PackedLinear
 from omniserve.layers.patching import PatchedModel, patch, unpatch
+from omniserve.layers.shell import no_attention
 from omniserve.layers.traced import TracedFamily
 from tests.parity.models import MODELS, tiny_model
 from tests.quick import slow_except
@@ -115,6 +117,19 @@ def test_a_layer_whose_number_changes_what_it_computes_has_its_own_graph() -> No
 )
 def test_what_a_mask_lets_through_is_found_by_asking_it(function: Any, mask: Mask | None) -> None:
     assert mask_of(function) == mask
+
+
+@pytest.mark.parametrize(("blocks", "kind"), [([-1, -1, -1], Mask()), ([-1, 0, 0], None)])
+def test_a_batch_without_images_has_a_causal_mask(blocks: list[int], kind: Mask | None) -> None:
+    block_B = torch.tensor([blocks])
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) | ((block_B[b, q] == block_B[b, k]) & (block_B[b, q] >= 0))
+
+    config = build("olmo2", intermediate_size=48).config
+    with calling(no_attention, [config]), described_masks():
+        mask: Any = create_causal_mask(config, torch.zeros(1, 3, 8), None, None, or_mask_function=sees)
+    assert mask.omniserve_mask == kind
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -33,6 +33,7 @@ IMAGE_TEXT_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "glm_ocr": _HALF_SECTIONS | _GLM_VISION,
     "glmga": _SECTIONS | _GLM_VISION,
     "kimi_k25": {"text_config": _MLA},
+    "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention", "conv"]}},
     "mllama": {"text_config": {"num_hidden_layers": 4, "cross_attention_layers": [1]}},
     "mistral4": _MLA,
     "mistral_large4": {"text_config": _MLA},

@@ -123,6 +123,20 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         {**_COMMON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 2, "bias": True},
     ),
     "gemma3": ("gemma3_text", {**_GQA, "head_dim": 16, "sliding_window": 9, "layer_types": _WINDOW_LAST}),
+    # Each layer has an embedding of the token; the last one takes K and V from the one before it.
+    "gemma4": (
+        "gemma4_text",
+        {
+            **_GQA,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "sliding_window": 9,
+            "num_kv_shared_layers": 1,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
     "gpt2": ("gpt2", {**_COMMON, "n_inner": 80}),
     "gpt_oss": (
         "gpt_oss",

@@ -10,8 +10,8 @@ from tests.parity.zoo import Outcome, page, tiny, try_type
 
 USED = (
     "bloom", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "gemma3_text", "gemma3n_text", "gemma4",
-    "gemma4_text", "glm4", "glm4_moe", "gpt2", "gpt_neo", "gpt_oss", "gptj", "granite", "llama4", "mpt", "olmo2", "olmo3",
-    "phi", "qwen2_moe", "seed_oss", "smollm3", "starcoder2",
+    "gemma4_text", "glm4", "glm4_moe", "gpt2", "gpt_neo", "gpt_oss", "gptj", "granite", "llama4", "mpt", "olmo2",
+    "olmo3", "phi", "qwen2_moe", "seed_oss", "smollm3", "starcoder2",
 )  # fmt: skip
 
 

@@ -181,6 +181,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 16, "rope_parameters": _ROPE},
     "hunyuan_v1_moe": {"head_dim": 16, "rope_parameters": _ROPE, "moe_topk": 2},
+    "lfm2": {"layer_types": ["conv", _FULL, "conv"]}, "lfm2_moe": {"layer_types": ["conv", _FULL, "conv"]},
     "llama4": _LLAMA4, "llama4_text": _LLAMA4,
     "megatron-bert": _TEXT_DECODER,
     "mllama": {"num_hidden_layers": 4, "cross_attention_layers": [1]},
