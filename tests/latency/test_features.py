@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omniserve.core.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, PromptScores, StepPlan
+from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.latency import BatchFeatures, ModelShape, features_of
 from tests.latency.samples import with_chunk
 
@@ -57,6 +58,19 @@ def test_load_counts_the_keys_of_each_rows_chunk(start: int, count: int, chunk_s
     shape = ModelShape(num_layers=2, windows=((0, 1),), chunks=((chunk_size, 1),))
     seen = [position + 1 + position % chunk_size + 1 for position in range(start, start + count)]
     assert shape.keys_seen(start, count) == sum(seen) / 2
+
+
+def test_a_models_shape_counts_what_each_layer_lets_its_queries_see() -> None:
+    attention = (
+        AttentionSpec(scale=1.0), AttentionSpec(scale=1.0, window=5), AttentionSpec(scale=1.0, chunk=7),
+        AttentionSpec(scale=1.0, chunk=7), AttentionSpec(scale=1.0, sinks=(1.0, 2.0), alibi_slopes=(0.5, 0.25)),
+    )  # fmt: skip
+    spec = ModelSpec(
+        num_layers=5, hidden_size=32, num_heads=2, num_kv_heads=2, head_size=16, vocab_size=9, max_model_len=99,
+        eos_token_ids=(), dtype_bytes=4, attention=attention,
+    )  # fmt: skip
+    seen = [position + 1 - layer.first_key(position) for layer in attention for position in range(3, 40)]
+    assert ModelShape.of(spec).keys_seen(3, 37) == pytest.approx(sum(seen) / 5)
 
 
 def test_load_is_the_mean_over_the_layers() -> None:

@@ -26,6 +26,13 @@ def test_a_profile_that_is_written_is_read_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "made" / "a.json"
     PROFILE.write(path)
     assert Profile.read(path) == PROFILE
+    chunked = dataclasses.replace(PROFILE, shape=dataclasses.replace(PROFILE.shape, chunks=((8192, 3),)))
+    chunked.write(path)
+    assert Profile.read(path) == chunked
+    written = json.loads(path.read_text())
+    del written["shape"]["chunks"]  # as before there were any
+    path.write_text(json.dumps(written))
+    assert Profile.read(path) == PROFILE
     assert [file.name for file in path.parent.iterdir()] == ["a.json"]
 
 

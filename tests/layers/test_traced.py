@@ -127,7 +127,7 @@ def test_a_batch_without_images_has_a_causal_mask(blocks: list[int], kind: Mask 
         return (k <= q) | ((block_B[b, q] == block_B[b, k]) & (block_B[b, q] >= 0))
 
     config = build("olmo2", intermediate_size=48).config
-    with calling(no_attention, [config]), described_masks():
+    with calling(no_attention, [config], []), described_masks():
         mask: Any = create_causal_mask(config, torch.zeros(1, 3, 8), None, None, or_mask_function=sees)
     assert mask.omniserve_mask == kind
 

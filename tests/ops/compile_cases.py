@@ -32,15 +32,20 @@ FEATURES = {
     "window": {"window": 100},
     "softcap": {"softcap": 30.0},
     "directed": {"reversed_RM": torch.zeros(8, 512, dtype=torch.bool)},
+    "sinks": {"sinks_N": torch.zeros(32)},
+    "ALiBi": {"alibi_slopes_N": torch.zeros(32)},
+    "chunks": {"chunk": 300},
 }
 """Of attention."""
-ALL = tuple(FEATURES)
+ALL = ("window", "softcap", "directed")
+KINDS = ("sinks", "ALiBi", "chunks")
 
 QUICK = (
     ("attend bf16 H128 G4 S64 decode", 90),
     ("attend bf16 H256 G7 S16 decode, window, softcap, directed", 89),
     ("attend bf16 H64 G7 S16 chunk, window, softcap, directed", 80),
     ("attend bf16 H128 G4 S64 prompt", 100),
+    ("attend bf16 H64 G8 S64 decode, sinks, ALiBi, chunks", 90),
     ("attend bf16 H256 G7 S16 prompt, window, softcap, directed", 120),
     ("attend fp16 H96 G7 S16 prompt, window, softcap, directed", 90),
     ("attend fp32 H128 G4 S64 decode", 90),
@@ -67,6 +72,8 @@ def _attention() -> Iterator[tuple[str, Launch]]:
         shapes.append(("bf16", size, 7, 16, kind, ALL))
     shapes += [("bf16", 128, 1, 64, "decode", ()), ("bf16", 128, 8, 64, "decode", ())]
     shapes += [("bf16", 128, 8, 64, "prompt", ()), ("fp16", 96, 7, 16, "prompt", ALL)]
+    shapes += [("bf16", 64, 8, 64, kind, KINDS) for kind in ("decode", "chunk", "prompt")]
+    shapes += [("bf16", 128, 7, 16, "prompt", KINDS)]
     # fp32 has one tile, whatever the rows.
     shapes += [("fp32", 64, 4, 64, "decode", ()), ("fp32", 128, 4, 64, "decode", ())]
     shapes += [("fp32", 128, 7, 16, "prompt", ALL), ("fp32", 256, 7, 16, "prompt", ALL)]
@@ -94,6 +101,8 @@ def _attend(
         options |= FEATURES[feature]
     if "reversed_RM" in options:
         options["reversed_RM"] = options["reversed_RM"][:requests, : 8192 // block_size]
+    for name in {"sinks_N", "alibi_slopes_N"} & set(options):
+        options[name] = options[name][: 2 * group]
     paged_attention(
         torch.empty(requests * tokens, 2 * group, head_size, dtype=dtype), cache[0], cache[1],
         torch.zeros(requests, 8192 // block_size, dtype=torch.int32), torch.zeros(requests + 1, dtype=torch.int32),

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention import AttentionMetadata
+from omniserve.ops.attention.base import per_head
 from omniserve.runner.cuda_graphs.capture import DeviceWorkCapture
 
 _READ_BACK = (torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default)  # no tag says so
@@ -62,7 +63,8 @@ def attend(
     out_TNH: Tensor = torch.ops.omniserve.paged_attention(
         q_TNH, k_cache_BKSH, v_cache_BKSH,
         metadata.block_table_RM, metadata.query_start_loc_R1, metadata.seq_lens_R.clamp(min=1),
-        spec.scale, spec.window, spec.softcap, metadata.reversed_RM,
+        spec.scale, spec.window, spec.softcap, metadata.reversed_RM, spec.chunk,
+        per_head(spec.sinks, q_TNH.device), per_head(spec.alibi_slopes, q_TNH.device),
     )  # fmt: skip
     if metadata.one_query_each:
         out_TNH = torch.where((metadata.seq_lens_R == 0)[:, None, None], 0, out_TNH)

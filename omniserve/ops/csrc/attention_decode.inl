@@ -294,20 +294,20 @@ static inline void add_heads(const float* weights, const KeyTile<T>& tile, int64
 }
 
 // Scores become weights in place; the running max and sum are brought up to date, and acc is rescaled. `slope`: of
-// ALiBi.
-template <typename T>
+// ALiBi, if has_slopes.
+template <typename T, bool has_slopes>
 OMNI_INLINE void soften_scores(float* scores, const KeyTile<T>& tile, const AttentionParams& params, float slope,
                                int64_t head_size, float* acc, float* m, float* l, Ahead& ahead) {
   const int64_t count = tile.count, padded = (count + W - 1) / W * W;
   for (int64_t t = count; t < padded; ++t) scores[t] = kNegInf;
   // Whatever is more than a product with a positive scale needs a pass of its own.
   VF scale = splat(params.scale);
-  if (params.softcap > 0.0f || tile.k_scales != nullptr || slope != 0.0f || !(params.scale > 0.0f)) {
+  if (params.softcap > 0.0f || tile.k_scales != nullptr || has_slopes || !(params.scale > 0.0f)) {
     for (int64_t t = 0; t < padded; t += W) {
       VF s = load(scores + t);
       if (tile.k_scales != nullptr) s *= load_first(tile.k_scales + t, count - t);
       s = soften(s, params);
-      if (slope != 0.0f) s += splat(slope) * distances(tile, t);
+      if (has_slopes) s += splat(slope) * distances(tile, t);
       if (t + W > count)  // soft-capping lifts the padding off -inf
         for (int64_t i = count - t; i < W; ++i) s[i] = kNegInf;
       store(scores + t, s);
@@ -341,7 +341,7 @@ OMNI_INLINE void soften_scores(float* scores, const KeyTile<T>& tile, const Atte
 }
 
 // One tile of keys for all heads of the group: scores, softmax, values.
-template <typename T, bool pairs, int HS>
+template <typename T, bool pairs, int HS, bool has_slopes = false>
 static void attend_tile(const float* q, int64_t q_stride, const KeyTile<T>& tile, int64_t any_head_size, int64_t group,
                         const AttentionParams& params, float* scores, float* acc, float* m, float* l,
                         Ahead& ahead) {
@@ -355,8 +355,8 @@ static void attend_tile(const float* q, int64_t q_stride, const KeyTile<T>& tile
     run(q + g * q_stride, q_stride, tile, head_size, scores + g * kDecodeTile, ahead);
   }
   for (int64_t g = 0; g < group; ++g) {
-    const float slope = tile.slopes != nullptr ? tile.slopes[g] : 0.0f;
-    soften_scores(scores + g * kDecodeTile, tile, params, slope, head_size, acc + g * head_size, m + g, l + g, ahead);
+    soften_scores<T, has_slopes>(scores + g * kDecodeTile, tile, params, has_slopes ? tile.slopes[g] : 0.0f, head_size,
+                                 acc + g * head_size, m + g, l + g, ahead);
   }
   int64_t h = 0;
   if (W == 16 && sizeof(T) > 1)  // whole rows of the usual head sizes; int8 is better widened for four heads at once
@@ -459,7 +459,8 @@ static void decode_typed(const Q* q, const PagedKV& kv, const int32_t* block_tab
     pack_query<T, Q>(q + n * head_size, head_size, stride, packed_q + n * stride);
   // The usual head sizes are constants, so that the loops over them unroll.
   constexpr bool kUnroll = sizeof(T) <= 2;
-  const auto attend = kUnroll && head_size == 128  ? attend_tile<T, pairs, kUnroll ? 128 : 0>
+  const auto attend = params.alibi_slopes != nullptr  ? attend_tile<T, pairs, 0, true>
+                      : kUnroll && head_size == 128 ? attend_tile<T, pairs, kUnroll ? 128 : 0>
                       : kUnroll && head_size == 64 ? attend_tile<T, pairs, kUnroll ? 64 : 0>
                                                    : attend_tile<T, pairs, 0>;
   const bool near = group <= kNearGroup && hardware_follows_streams();
