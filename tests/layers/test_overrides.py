@@ -190,5 +190,5 @@ def test_positions_that_a_model_counts_from_its_tokens_are_refused() -> None:
         "trocr", vocab_size=160, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48,
         use_learned_position_embeddings=False,
     )  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match="does not number positions from 0"):
+    with pytest.raises(UnsupportedModelError, match="mixes the rows of tokens before its layers"):
         family_of(AutoModelForCausalLM.from_config(config).eval())

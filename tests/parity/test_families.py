@@ -294,6 +294,7 @@ def test_adapters_keep_working() -> None:
     for layer in model.model.layers:
         layer.self_attn.v_proj = _Adapter(layer.self_attn.v_proj)
         layer.mlp.down_proj = _Adapter(layer.mlp.down_proj)
+    model.eval()
     expected = _hf_logits(model, _prompts())
     actual = _packed_logits(patch(model, compile=False).omniserve, _prompts(), 7)
     for got, want, before in zip(actual, expected, plain, strict=True):
