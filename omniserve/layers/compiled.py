@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.aot_compile import AOTCompiledFunction
 from torch._dynamo.decorators import mark_dynamic, mark_static, mark_unbacked
+from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.output_code import CompiledFxGraph
 from torch.fx.experimental import _config as fx_config
@@ -133,12 +135,26 @@ class CompiledHalf:
 
     def _compile(self, arguments: Sequence[nn.Module | Tensor | None]) -> Half:
         started_s = time.perf_counter()
+        on_gpu = any(isinstance(each, Tensor) and each.device.type == "cuda" for each in arguments)
+        is_backed = needs_example(on_gpu)
+        try:
+            compiled = self._compiled_for(arguments, on_gpu=on_gpu, is_backed=is_backed)
+        except TorchDynamoException as error:
+            if is_backed or "data-dependent" not in str(error):
+                raise
+            # The compiler asks something about the number of tokens, as for a batched product, and needs an example.
+            compiled = self._compiled_for(arguments, on_gpu=on_gpu, is_backed=True)
+        compiled.disable_guard_check()
+        logger.info("compiled %s in %.1f s", self._name, time.perf_counter() - started_s)
+        return compiled
+
+    def _compiled_for(
+        self, arguments: Sequence[nn.Module | Tensor | None], *, on_gpu: bool, is_backed: bool
+    ) -> AOTCompiledFunction:
         # Floats of a module (a norm's epsilon) become constants; structure() has compared them. torch 2.11 has
         # aot_compile behind a setting, which is on in later versions.
         settings = {"specialize_float": True, "enable_aot_compile": True}
         with torch.inference_mode(), torch._dynamo.config.patch(settings):
-            on_gpu = any(isinstance(each, Tensor) and each.device.type == "cuda" for each in arguments)
-            is_backed = needs_example(on_gpu)
             num_tokens = USUAL_TOKENS if is_backed else 3
             examples = [
                 each.new_zeros((num_tokens, *each.shape[1:])) if isinstance(each, Tensor) else each
@@ -163,10 +179,7 @@ class CompiledHalf:
             lazy: Any = torch.compile(self._half, fullgraph=True, options=options)
             # The graph must hold for 1 token, too, although the example has 512.
             with self._tracing(), fx_config.patch(backed_size_oblivious=is_backed):  # type: ignore[attr-defined]
-                compiled = lazy.aot_compile((tuple(examples), {}))
-        compiled.disable_guard_check()
-        logger.info("compiled %s in %.1f s", self._name, time.perf_counter() - started_s)
-        return compiled
+                return lazy.aot_compile((tuple(examples), {}))
 
 
 class _GraphCall(NamedTuple):

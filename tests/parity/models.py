@@ -143,15 +143,15 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         {**_MOE, "head_dim": 16, "num_local_experts": 4, "sliding_window": 9, "layer_types": _WINDOW_LAST},
     ),
     "granitemoe": ("granitemoe", {**_MOE, "num_local_experts": 4, "attention_multiplier": 0.3, "logits_scaling": 2.0}),
-    # Two layers in chunks, one that has none and scales queries by their position, from the fifth on. All are dense: on
-    # the CPU torch's compiler refuses the experts, a batched product of an unknown number of rows.
+    # Two layers in chunks, one that has none and scales queries by their position, from the fifth on.
     "llama4": (
         "llama4_text",
         {
-            **_GQA,
+            **_MOE,
             "head_dim": 16,
-            "moe_layers": [],
-            "intermediate_size_mlp": 80,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 40,
+            "num_experts_per_tok": 1,
             "attention_chunk_size": 7,
             "no_rope_layer_interval": 2,
             "floor_scale": 5,
