@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._dynamo.aot_compile import AOTCompiledFunction
-from torch._dynamo.decorators import mark_dynamic, mark_static, mark_unbacked
+from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.output_code import CompiledFxGraph
@@ -153,7 +153,8 @@ class CompiledHalf:
     ) -> AOTCompiledFunction:
         # Floats of a module (a norm's epsilon) become constants; structure() has compared them. torch 2.11 has
         # aot_compile behind a setting, which is on in later versions.
-        settings = {"specialize_float": True, "enable_aot_compile": True}
+        # What differs from a model that was compiled before is a constant, too.
+        settings = {"specialize_float": True, "automatic_dynamic_shapes": False, "enable_aot_compile": True}
         with torch.inference_mode(), torch._dynamo.config.patch(settings):
             num_tokens = USUAL_TOKENS if is_backed else 3
             examples = [
@@ -161,7 +162,6 @@ class CompiledHalf:
                 for each in arguments
             ]
             for tensor in (each for each in examples if isinstance(each, Tensor)):
-                mark_static(tensor, list(range(1, tensor.dim())))  # or a size that differed last time were dynamic
                 # One graph for every count, 1 included, where dynamic=True makes two.
                 if is_backed:
                     mark_dynamic(tensor, 0)
@@ -249,8 +249,11 @@ class BoundHalf:
         with _graph_calls() as calls:
             result = self._half(*self._layers, *views)
         outputs = (result,) if isinstance(result, Tensor) else tuple(result)
-        # Otherwise the wrapper does something to the outputs: one of them is an input, for instance.
+        # Otherwise the wrapper does something to the outputs (one of them is an input, for instance), or there is another
+        # number than that of the tokens.
         self.is_direct = len(calls) == 1 and list(map(id, calls[0].outputs)) == list(map(id, outputs))
+        num_tokens = next(tensor.shape[0] for tensor in tensors if tensor is not None)
+        self.is_direct &= all(each == num_tokens for call in calls for each in call.arguments if isinstance(each, int))
         if not self.is_direct:
             return result
         numbers = {id(view): number for number, view in enumerate(views) if view is not None}

@@ -170,9 +170,7 @@ def test_llama_4_that_scales_its_first_queries_is_refused() -> None:
         patch(tiny_model("llama4", floor_scale=3))
 
 
-@pytest.mark.parametrize("name", slow_except(("cohere2",), MODELS))
-def test_compiled_halves_are_the_eager_ones(name: str) -> None:
-    model = tiny_model(name)
+def _compiled_halves_are_the_eager_ones(model: PreTrainedModel) -> None:
     family = TracedFamily(model)
     halves = [PatchedModel(family, compile=compile) for compile in (False, True)]
     with torch.inference_mode():
@@ -193,6 +191,16 @@ def test_compiled_halves_are_the_eager_ones(name: str) -> None:
                 torch.testing.assert_close(result, results[0], atol=1e-4, rtol=1e-4)
     compiled = halves[1]
     assert all(half.is_direct for half in [*compiled._pre, *compiled._post, *compiled._post_pre])
+
+
+@pytest.mark.parametrize("name", slow_except(("cohere2",), MODELS))
+def test_compiled_halves_are_the_eager_ones(name: str) -> None:
+    _compiled_halves_are_the_eager_ones(tiny_model(name))
+
+
+def test_models_of_one_type_and_other_sizes_are_compiled_in_one_process() -> None:
+    for fields in ({"num_attention_heads": 4}, {"num_attention_heads": 2}):
+        _compiled_halves_are_the_eager_ones(build("olmo2", intermediate_size=48, **fields))
 
 
 def test_of_layers_that_differ_in_their_weights_alone_two_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,11 @@ _WHOLE: Mapping[str, Mapping[str, Any]] = {
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
 }
 
+COMPILED = (
+    "bloom", "deepseek_v3", "falcon", "gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss", "llama4_text", "olmo3",
+    "qwen3_moe",
+)  # fmt: skip
+"""Types that ``--write`` also runs compiled."""
 _MOST_PARAMETERS = 20_000_000
 
 
@@ -296,7 +301,9 @@ def tiny(model_type: str, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
     return model.eval()
 
 
-def try_type(model_type: str, num_histories: int, auto: Any = AutoModelForCausalLM) -> Outcome:
+def try_type(
+    model_type: str, num_histories: int, auto: Any = AutoModelForCausalLM, *, compile: bool = False
+) -> Outcome:
     """Run histories of a type."""
     try:
         model = tiny(model_type, auto)
@@ -309,7 +316,7 @@ def try_type(model_type: str, num_histories: int, auto: Any = AutoModelForCausal
     except Exception as error:
         return Outcome(model_type, "no model", f"its own code fails: {type(error).__name__}: {_one_line(error)}")
     try:
-        patch(model, compile=False)
+        patch(model, compile=compile)
     except UnsupportedModelError as error:
         return Outcome(model_type, "refused", _one_line(error).removeprefix(type(model).__name__).lstrip(": "))
     except Exception as error:
@@ -325,8 +332,9 @@ def try_type(model_type: str, num_histories: int, auto: Any = AutoModelForCausal
     return Outcome(model_type, "exact", detail)
 
 
-def page(outcomes: list[Outcome], image_text: list[Outcome]) -> str:
+def page(outcomes: list[Outcome], image_text: list[Outcome], compiled: Sequence[Outcome] = ()) -> str:
     """Return the page that lists types of causal language models, and of models with an encoder of images."""
+    of_compiled = [each.model_type for each in compiled if each.result == "exact"]
     exact = [each for each in outcomes if each.result == "exact"]
     refused = [each for each in outcomes if each.result == "refused"]
     untried = [each for each in outcomes if each.result not in ("exact", "refused")]
@@ -338,6 +346,7 @@ def page(outcomes: list[Outcome], image_text: list[Outcome]) -> str:
         "offloaded and piggybacked requests its tokens were those of its own `generate()`.", "",
         f"## Exact ({len(exact)})", "",
         ", ".join(f"`{each.model_type}`" for each in exact), "",
+        f"These were run compiled, too: {', '.join(f'`{name}`' for name in of_compiled)}.", "",
         f"## Refused, by name ({len(refused)})", "",
         "| type | reason |", "|---|---|", *(f"| `{each.model_type}` | {each.detail} |" for each in refused), "",
         f"## Not tried ({len(untried)})", "",
@@ -373,27 +382,29 @@ def main(write: Callable[[str], object] = PAGE.write_text) -> int:
     parser.add_argument("types", nargs="*", metavar="MODEL_TYPE", help="all, if none is named")
     parser.add_argument("--histories", type=int, default=3, help="of each type")
     parser.add_argument("--image-text", action="store_true", help="models with an encoder of images")
+    parser.add_argument("--compile", action="store_true", help="compile the halves: minutes a type")
     parser.add_argument("--write", action="store_true", help="write docs/models.md")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the layers are tiny; the cores are for the host tier
-    if args.write and (args.types or args.image_text):
+    if args.write and (args.types or args.image_text or args.compile):
         parser.error("--write tries all types of both lists; name none")
     lists = (
         (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
     )
     chosen = lists if args.write else lists[args.image_text :][:1]
-    found = [_try_types(args.types or [*names], args.histories, auto) for auto, names in chosen]
+    found = [_try_types(args.types or [*names], args.histories, auto, compile=args.compile) for auto, names in chosen]
     if args.write:
+        found.append(_try_types(COMPILED, 2, AutoModelForCausalLM, compile=True))
         write(page(*found))
     return int(any(each.result == "wrong" for outcomes in found for each in outcomes))
 
 
-def _try_types(types: Sequence[str], num_histories: int, auto: Any) -> list[Outcome]:
+def _try_types(types: Sequence[str], num_histories: int, auto: Any, *, compile: bool) -> list[Outcome]:
     outcomes, started_s = [], time.monotonic()
     with _quiet(), tqdm(types, unit="type") as progress:
         for model_type in progress:
-            outcome = try_type(model_type, num_histories, auto)
+            outcome = try_type(model_type, num_histories, auto, compile=compile)
             outcomes.append(outcome)
             progress.write(f"{outcome.result:8} {outcome.model_type}: {outcome.detail}")
     counts = {result: sum(each.result == result for each in outcomes) for result in ("exact", "refused", "wrong")}
