@@ -249,8 +249,8 @@ class BoundHalf:
         with _graph_calls() as calls:
             result = self._half(*self._layers, *views)
         outputs = (result,) if isinstance(result, Tensor) else tuple(result)
-        # Otherwise the wrapper does something to the outputs (one of them is an input, for instance), or there is another
-        # number than that of the tokens.
+        # Otherwise the wrapper does something to the outputs (one of them is an input, for instance), or there are
+        # numbers beside that of the tokens.
         self.is_direct = len(calls) == 1 and list(map(id, calls[0].outputs)) == list(map(id, outputs))
         num_tokens = next(tensor.shape[0] for tensor in tensors if tensor is not None)
         self.is_direct &= all(each == num_tokens for call in calls for each in call.arguments if isinstance(each, int))
