@@ -94,7 +94,9 @@ class EngineConfig:
     """How the device tier runs a step."""
 
     device_kv_bytes: int = 1 * GIB
-    """Memory for the device tier's KV pool; without a GPU it is taken from main memory, all of it, at the start."""
+    """Memory for the device tier's KV pool; without a GPU it is taken from main memory, all of it, at the start. If the
+    model has layers with recurrent state, up to half of it is for the states of the requests that may run;
+    ``max_num_seqs`` and ``max_host_requests`` are lowered to what that holds."""
     host_kv_bytes: int = 1 * GIB
     """Memory for the host tier's KV pool; 0 switches the host tier off. With a GPU it is page-locked."""
     host_kv_dtype: str = "auto"

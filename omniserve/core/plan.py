@@ -47,6 +47,8 @@ class DeviceChunk:
     """Above 0: these very tokens left an earlier step before this layer, and go on there (``StepOutput.halted``)."""
     scores: PromptScores | None = None
     """None unless the request asked for log-probabilities of its prompt and these rows are the first to tell them."""
+    state_slot: int = -1
+    """Where the request's recurrent states are, if the model has such; a chunk that starts at 0 begins with none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +65,8 @@ class PiggybackEntry:
     """Raised whenever the slot changes hands; a result with another epoch is stale."""
     block_ids: tuple[int, ...]
     """Host blocks that cover ``[0, position]``, in order."""
+    state_slot: int = -1
+    """As in ``DeviceChunk``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +78,8 @@ class PiggybackJoin:
     slot: int
     epoch: int
     layer: int
+    state_slot: int = -1
+    """As in ``DeviceChunk``."""
 
 
 class MoveDirection(enum.StrEnum):

@@ -38,6 +38,7 @@ class ModelSpec:
     """Sizes of a patched model."""
 
     num_layers: int
+    """Layers that attend; those with recurrent state instead of KV are not counted."""
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -48,6 +49,8 @@ class ModelSpec:
     dtype_bytes: int
     attention: tuple[AttentionSpec, ...]
     """The attention of each layer."""
+    state_bytes: int = 0
+    """Bytes of one request's recurrent states over all layers without KV; 0 for a model that has none."""
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over all layers, K and V."""

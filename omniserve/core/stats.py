@@ -20,6 +20,10 @@ class SchedulerStats:
     """Gauge: host blocks that requests hold, copies ahead of need included; copies that were given up are not."""
     host_requests: int = 0
     """Gauge: requests whose KV is on the host tier."""
+    state_slots_used: int = 0
+    """Gauge: requests that hold recurrent states."""
+    state_slots_total: int = 0
+    """Gauge: requests that can; 0 for a model without such states."""
     output_tokens: Mapping[str, int] = field(default_factory=dict)
     prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     host_output_tokens: int = 0

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+
 from omniserve.core.config import EngineConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.kv import KV_MANAGERS, CanEvict, CanMove
+from omniserve.sched.state_slots import num_state_slots
+
+logger = logging.getLogger(__name__)
 
 
 def has_host_tier(config: EngineConfig) -> bool:
@@ -34,10 +40,15 @@ def max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 def num_blocks(config: EngineConfig, spec: ModelSpec, *, has_hosts: bool = True) -> tuple[int, int]:
     """Return the blocks of the device pool and of the host pool, 0 without a host tier or a machine that can have one.
 
+    What recurrent states take of the device pool holds no blocks; see ``fit_states``.
+
     Raises:
         ValueError: A pool is smaller than a block, or the KV manager needs a host pool and there is none.
     """
-    num_device_blocks = _num_blocks(config.device_kv_bytes, spec.kv_block_bytes(config.block_size), "device_kv_bytes")
+    num_states = num_state_slots(config, spec, has_host_tier=has_host_tier(config))
+    kv_bytes = config.device_kv_bytes - num_states * spec.state_bytes
+    name = "device_kv_bytes without its recurrent states" if num_states else "device_kv_bytes"
+    num_device_blocks = _num_blocks(kv_bytes, spec.kv_block_bytes(config.block_size), name)
     if not has_hosts:
         return num_device_blocks, 0
     block_bytes = spec.host_block_bytes(config.block_size, config.host_kv_dtype)
@@ -49,6 +60,46 @@ def num_blocks(config: EngineConfig, spec: ModelSpec, *, has_hosts: bool = True)
     if not has_host_tier(config):
         return num_device_blocks, 0
     return num_device_blocks, _num_blocks(config.host_kv_bytes, block_bytes, "host_kv_bytes")
+
+
+def fit_states(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """Return a configuration with so many requests at most that their recurrent states fit into half the device pool.
+
+    Raises:
+        ValueError: They do not even for one request of each kind.
+    """
+    has_hosts = has_host_tier(config)
+    wanted = num_state_slots(config, spec, has_host_tier=has_hosts) * spec.state_bytes
+    num_bytes = config.device_kv_bytes // 2
+    if wanted <= num_bytes:
+        return config
+    most, least = num_bytes // spec.state_bytes, 2 + has_hosts
+    if most < least:
+        raise ValueError(
+            f"device_kv_bytes is {config.device_kv_bytes}, and half of it is for the recurrent states of {least} "
+            f"requests or more, which take {spec.state_bytes} bytes each; give at least {2 * least * spec.state_bytes}"
+        )
+    on_host = min(config.max_host_requests, max(most // 2, most - 2 * config.max_num_seqs)) if has_hosts else 0
+    lowered = dataclasses.replace(
+        config,
+        max_num_seqs=min(config.max_num_seqs, (most - on_host) // 2),
+        max_host_requests=on_host or config.max_host_requests,
+    )
+    logger.warning(
+        "half of device_kv_bytes=%d holds the recurrent states of %d requests: max_num_seqs is lowered from %d to %d, "
+        "max_host_requests from %d to %d; device_kv_bytes=%d would do for all",
+        config.device_kv_bytes, most, config.max_num_seqs, lowered.max_num_seqs, config.max_host_requests,
+        lowered.max_host_requests, 2 * wanted,
+    )  # fmt: skip
+    return lowered
+
+
+def pool_bytes(kv_bytes: int, config: EngineConfig, spec: ModelSpec) -> int:
+    """Return the ``device_kv_bytes`` of a pool with so much KV at least, beside the states of as many requests."""
+    has_hosts = has_host_tier(config)
+    wanted = num_state_slots(config, spec, has_host_tier=has_hosts) * spec.state_bytes
+    states = min(wanted, max(kv_bytes, (2 + has_hosts) * spec.state_bytes))
+    return states + max(states, kv_bytes)
 
 
 def _num_blocks(num_bytes: int, block_bytes: int, name: str) -> int:

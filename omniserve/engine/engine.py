@@ -20,7 +20,7 @@ from omniserve.core.plan import StepPlan
 from omniserve.core.request import Completion, Request, RequestLimits, RequestOutput, ServiceClass
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
-from omniserve.engine.capacity import max_model_len, num_blocks
+from omniserve.engine.capacity import fit_states, max_model_len, num_blocks
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, StepLog, Stepper
@@ -68,7 +68,7 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config = config or EngineConfig()
+        config = config or EngineConfig()
         self.model = patched = patched_model(model, compile=config.execution.compile)
         """The patched model."""
         self._clock = clock
@@ -77,6 +77,7 @@ class Engine:
         self._closed = False
         self._process_id = os.getpid()
         self.spec: ModelSpec = patched.spec
+        self.config = config = fit_states(config, self.spec)
         self._grammars = GrammarCompiler(
             tokenizer, vocab_size=self.spec.vocab_size, eos_token_ids=self.spec.eos_token_ids
         )
@@ -111,6 +112,9 @@ class Engine:
             self._latency = CorrectedModel(LATENCY_MODELS.get(options.latency_model).from_profile(profile))
             forecast = Forecast.of_profile(profile, self._latency)
         limits = SchedulerLimits.of(config, options, self.spec, self.kv, max_model_len=self.max_model_len)
+        if limits.num_state_slots:
+            num_bytes = limits.num_state_slots * self.spec.state_bytes
+            logger.info("recurrent states of %d requests take %d bytes", limits.num_state_slots, num_bytes)
         self.scheduler = Scheduler(policy, options, limits=limits, kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
@@ -118,7 +122,9 @@ class Engine:
             config, model=patched, storage=storage, sampler=self._sampler, tier=self.host_tier,
             host_threads=host_threads, max_model_len=self.max_model_len, is_directed=issubclass(manager, CanShare),
             keep_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
-            safepoint=lambda: this()._ask_whether_to_leave(),
+            # A chunk that began anew after it left would find the states of some layers ahead of it.
+            safepoint=None if self.spec.state_bytes else lambda: this()._ask_whether_to_leave(),
+            num_state_slots=limits.num_state_slots,
         )  # fmt: skip
         self.limits = RequestLimits(
             vocab_size=self.spec.vocab_size,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, repeat
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -22,6 +22,7 @@ from omniserve.layers.loaded import IdleHooks, check_loaded, in_adapters, langua
 from omniserve.layers.merged import merge, mergeable, unmerge
 from omniserve.layers.narrow import narrow, narrowable, widen
 from omniserve.layers.packed import pack, packable, unpack
+from omniserve.layers.states import RowGroup, StatePool
 from omniserve.layers.traced import TracedFamily, family_of
 from omniserve.ops.isa import has_products
 
@@ -36,6 +37,10 @@ Rotary = tuple[Tensor | None, Tensor | None]
 
 AttentionHook = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(layer, its input ``[T, D]``, q, k, v) -> attention rows ``[T, N * H]``, contiguous."""
+
+BetweenHook = Callable[[int, Tensor], Tensor]
+"""(attention layer, the output of the one before it ``[T, D]``) -> its input; for the number of layers: the last
+output, which becomes logits."""
 
 _WARM_UP_ROWS = {"cuda": USUAL_TOKENS}
 _FORMS = (
@@ -60,6 +65,8 @@ class PatchedModel:
         self.embed = family.embed
         self.rotary = family.rotary
         self.logits = family.logits
+        self.has_between = any(family.between)
+        """Some layers do not attend: ``run_between`` runs them."""
 
         # These are plain functions because aot_compile loses the self of a bound method.
         def pre(layer: nn.Module, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> Any:
@@ -110,20 +117,37 @@ class PatchedModel:
         hidden_TD, q_TNH, k_TKH, v_TKH = self._post_pre[layer](attn, hidden_TD, cos, sin)
         return hidden_TD, q_TNH, k_TKH, v_TKH
 
+    def run_between(self, layer: int, hidden_TD: Tensor, groups: Sequence[RowGroup], states: StatePool) -> Tensor:
+        """Return the input of an attention layer: what the layers that do not attend make of the output before it.
+
+        ``layer`` is ``num_layers`` for those behind the last one. Those with state read and write the slots of
+        ``groups``, which hold all rows that are to pass.
+        """
+        for between in self.family.between[layer]:
+            hidden_TD = between.run(hidden_TD, groups, states)
+        return hidden_TD
+
     def run_layers(
-        self, layers: range, hidden_TD: Tensor, rotary: Iterable[Rotary], attend: AttentionHook, *, fused: bool = False
-    ) -> Tensor:
+        self, layers: range, hidden_TD: Tensor, rotary: Iterable[Rotary], attend: AttentionHook, *,
+        between: BetweenHook | None = None, fused: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Pass rows, contiguous and T >= 1, through consecutive layers; return the last one's output ``[T, D]``.
 
         ``rotary`` has an entry for each layer; entries behind these are not taken. ``attend`` may write to the layer's
         input, to which post-attention adds. With ``fused`` the halves between two attentions run as ``post_pre``.
+        ``between`` runs the layers that do not attend; None leaves them out.
         """
         if not fused:
             for layer, (cos, sin) in zip(layers, rotary, strict=False):
+                if between is not None:
+                    hidden_TD = between(layer, hidden_TD)
                 q_TNH, k_TKH, v_TKH = self.pre_attention(layer, hidden_TD, cos, sin)
                 attn_TD = attend(layer, hidden_TD, q_TNH, k_TKH, v_TKH)
                 hidden_TD = self.post_attention(layer, attn_TD, hidden_TD)
+            if between is not None and layers.stop == self.num_layers:
+                hidden_TD = between(self.num_layers, hidden_TD)
             return hidden_TD
+        assert between is None, "nothing runs between two attentions that are compiled as one function"
         tables, last = iter(rotary), layers[-1]
         q_TNH, k_TKH, v_TKH = self.pre_attention(layers[0], hidden_TD, *next(tables))
         for layer in layers[:-1]:
@@ -240,6 +264,7 @@ class _Patch:
     def _prepack(self, family: TracedFamily, *, is_required: bool) -> None:
         adapted = in_adapters(self._model)
         modules = [*(module for layer in family.layers for module in layer.modules()), family.lm_head]
+        modules += [linear for layers in family.between for layer in layers for linear in layer.linears]
         candidates = [module for module in modules if id(module) not in adapted]
         of_one_input = [group for layer in family.layers for group in family.linear_groups(layer)]
         for form in _FORMS:

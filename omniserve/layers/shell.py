@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
+from omniserve.layers.between import BetweenLayer
 from omniserve.layers.cut import calling, described_masks
 from omniserve.layers.overrides import check, overridden_in
 
@@ -56,6 +57,10 @@ class TracedLayer(nn.Module):
         ]
 
 
+Member = TracedLayer | BetweenLayer
+"""A decoder layer, with attention or without."""
+
+
 class Run(NamedTuple):
     """What one run of the model gave to its layers; of a run on one sequence the dimensions are ``[1, T, ...]``."""
 
@@ -63,13 +68,15 @@ class Run(NamedTuple):
     """The input of each layer, mostly ``[T, 1, D]``."""
     arguments: list[tuple[Any, ...]]
     """The other arguments of each layer: positional ones, and those with a name."""
+    between: Sequence[tuple[Any, ...]] = ()
+    """The same of each layer that does not attend."""
 
 
 class ModelShell:
     """A model whose layers are found by a run.
 
     Raises:
-        UnsupportedModelError: Its layers do not attend once each, through the attention interface.
+        UnsupportedModelError: A layer attends more than once, or none does through the attention interface.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -89,7 +96,7 @@ class ModelShell:
             check(model, self.overridden, self.configs)
 
     def _find_layers(self) -> None:
-        """Find the modules that call attention once each: the members of one ModuleList that run, in order.
+        """Find the members of one ModuleList that run: in order, and they attend once each or not at all.
 
         Layers that attend to an image do not run without one.
         """
@@ -104,10 +111,10 @@ class ModelShell:
             return stand_in(query, value)
 
         tuples: dict[int, tuple[Any, ...]] = {}
-        ran: set[int] = set()
+        ran: list[nn.Module] = []
 
         def note(layer: nn.Module, args: Any, output: Any) -> None:
-            ran.add(id(layer))
+            ran.append(layer)
             if isinstance(output, (tuple, list)):
                 tuples[id(layer)] = tuple(map(_zero_row, output[1:]))
 
@@ -136,19 +143,35 @@ class ModelShell:
         assert isinstance(layers, nn.ModuleList)
         of_layer = [re.match(rf"{re.escape(list_name)}\.(\d+)(\.|$)", name) for name in called]
         indices = [int(match[1]) if match else -1 for match in of_layer]
-        members = [index for index, layer in enumerate(layers) if id(layer) in ran]
-        if indices != members:
-            wrong = next(i for i in [*members, -1] if indices.count(i) != (i >= 0))
+        if indices != sorted(set(indices) - {-1}):
+            wrong = next((i for i in range(len(layers)) if indices.count(i) > 1), -1)
             where = f"{list_name}.{wrong}" if wrong >= 0 else f"modules outside of {list_name}"
             raise unsupported(
                 self._model,
-                f"attends {indices.count(wrong)} times in {where}; each layer must attend once, and nothing else",
+                f"attends {indices.count(wrong)} times in {where}; a layer must attend once or not at all, and nothing "
+                "else",
             )
-        self.layers = [
-            TracedLayer(layers[member], index, behind=tuples.get(id(layers[member])))
-            for index, member in enumerate(members)
-        ]
-        """The decoder layers that run, in order."""
+        members = [layer for layer in ran if any(layer is member for member in layers)]
+        if members != [layer for layer in layers if any(layer is member for member in members)]:
+            raise unsupported(self._model, f"does not run each member of {list_name} once, in order")
+        self.layers: list[TracedLayer] = []
+        """The decoder layers that attend, in order."""
+        self.between: list[list[BetweenLayer]] = [[]]
+        """The others that run: before the first that attends, before the second, ..., behind the last."""
+        self._members: list[Member] = []
+        attending = [layers[index] for index in indices]
+        for layer in members:
+            behind = tuples.get(id(layer))
+            if any(layer is each for each in attending):
+                self.layers.append(TracedLayer(layer, len(self.layers), behind=behind))
+                self.between.append([])
+                self._members.append(self.layers[-1])
+                continue
+            name = f"{type(self._model).__name__}: {names[id(layer)]}"
+            if any(isinstance(each, Tensor) for each in behind or ()):
+                raise UnsupportedModelError(f"{name} does not attend, and hands more than its output to the next layer")
+            self.between[-1].append(BetweenLayer(layer, name, behind=behind))
+            self._members.append(self.between[-1][-1])
         self.backbone = self._model.get_submodule(list_name.rpartition(".")[0])
         """The module that owns the layers."""
 
@@ -156,7 +179,7 @@ class ModelShell:
         """Run the model's forward with another output of the last layer, of a number of rows."""
         ids_R = torch.ones(num_rows, dtype=torch.int64, device=output.device)
 
-        def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
+        def replace(layer: Member, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
             return output
 
         with self._layers_replaced(replace):
@@ -175,14 +198,18 @@ class ModelShell:
 
         Tensors that layers return behind their output are filled with ``behind``.
         """
-        run = Run([], [])
+        between: list[tuple[Any, ...]] = []
+        run = Run([], [], between)
 
-        def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
-            run.inputs.append(hidden)
-            run.arguments.append((args, kwargs))
-            if layer is self.layers[-1]:
+        def replace(layer: Member, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
+            if isinstance(layer, BetweenLayer):
+                between.append((args, kwargs))
+            else:
+                run.inputs.append(hidden)
+                run.arguments.append((args, kwargs))
+            if layer is self._members[-1]:
                 raise Cut  # the head takes longer than all the rest
-            return output_of(hidden)
+            return hidden if isinstance(layer, BetweenLayer) else output_of(hidden)
 
         with self._layers_replaced(replace, behind=behind):
             positions_T = None if positions is None else self.int64(positions)
@@ -196,7 +223,7 @@ class ModelShell:
         """Run the model up to its first layer; return that layer's input."""
         inputs: list[Tensor] = []
 
-        def replace(layer: TracedLayer, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
+        def replace(layer: Member, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
             inputs.append(hidden)
             raise Cut
 
@@ -229,23 +256,25 @@ class ModelShell:
 
     @contextmanager
     def _layers_replaced(
-        self, replace: Callable[[TracedLayer, Tensor, Any, Any], Tensor], *, behind: float = 0
+        self, replace: Callable[[Member, Tensor, Any, Any], Tensor], *, behind: float = 0
     ) -> Iterator[None]:
         """Call a function in the place of each layer's forward."""
 
-        def forward_of(layer: TracedLayer) -> Callable[..., Any]:
+        def forward_of(layer: Member) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 hidden = args[0] if args else kwargs.pop("hidden_states")
                 output = replace(layer, hidden, args[1:], kwargs)
                 if layer.behind is None:
                     return output
+                if isinstance(layer, BetweenLayer):
+                    return output, *layer.behind
                 return output, *layer.returned_behind(hidden.shape[0], behind)
 
             return forward
 
-        layers = {id(layer.layer): layer for layer in self.layers}
+        layers = {id(layer.layer): layer for layer in self._members}
         with (
-            _forwards_replaced([layer.layer for layer in self.layers], lambda module: forward_of(layers[id(module)])),
+            _forwards_replaced([layer.layer for layer in self._members], lambda module: forward_of(layers[id(module)])),
             calling(no_attention, self.configs, self.overridden),
         ):
             yield

@@ -29,6 +29,7 @@ from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.registry import Registry
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.layers.around import check_between_layers, find_first_position, row_layout, same_tensors
+from omniserve.layers.between import BetweenLayer, number_states
 from omniserve.layers.checks import (
     USUAL_LENGTH,
     max_positions,
@@ -53,6 +54,7 @@ from omniserve.layers.inspection import (
 from omniserve.layers.overrides import unused_arguments
 from omniserve.layers.rows import WatchedPlace, places_in, write_left
 from omniserve.layers.shell import Cut, ModelShell, no_attention, some, stand_in, unsupported
+from omniserve.layers.states import state_bytes
 
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
 _KNOWN_ARGUMENTS = frozenset(
@@ -108,6 +110,7 @@ class TracedFamily:
             self._record_arguments()
             self._record_layers()
             self._find_shortcuts()
+            self._record_between()
 
     def _unsupported(self, what: str) -> UnsupportedModelError:
         return unsupported(self.model, what)
@@ -301,6 +304,22 @@ class TracedFamily:
                 if not all(map(torch.equal, (*heads, hidden_TD), (*without, rows_TD))):
                     used.add(number)
         self._keep_tables(sorted(used))
+
+    def _record_between(self) -> None:
+        """Find out what the layers without attention keep of a request."""
+        self.between: list[list[BetweenLayer]] = self._shell.between
+        """Layers that do not attend: those before the first that does, before the second, ..., behind the last."""
+        ids_T = self._shell.int64(range(1, 15))
+        hidden = self._shell.first_input(ids_T, torch.arange(14, device=ids_T.device))
+        if any(self.between) and hidden.shape != (14, 1, self._rows.width):
+            raise self._unsupported("hands more than hidden states to its layers, of which some do not attend")
+        hidden_nLD = hidden.flatten(0, 1).unflatten(0, (-1, 7))
+        arguments = self._shell.run([1, 2, 3], [0, 1, 2]).between
+        layers = [layer for each in self.between for layer in each]
+        for layer, given in zip(layers, arguments, strict=True):
+            layer.prepare(given, hidden_nLD)
+        self.state_forms = [*number_states(self.between)]
+        """The states of those of them that have state."""
 
     def _spec_of(self, index: int, query: Tensor, mask: Any, keywords: dict[str, Any]) -> AttentionSpec:
         for name, value in keywords.items():
@@ -546,6 +565,7 @@ class TracedFamily:
             eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
             dtype_bytes=self.model.dtype.itemsize,
             attention=tuple(self._specs),
+            state_bytes=state_bytes(self.state_forms),
         )
 
 

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import DeviceChunk, StepPlan
-from omniserve.engine.capacity import max_model_len
+from omniserve.engine.capacity import fit_states, max_model_len
 from omniserve.engine.fingerprint import has_constant_steps
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
@@ -33,6 +33,7 @@ from omniserve.ops.attention import resolve_attention
 from omniserve.runner.cuda_graphs.capture import Capture, CudaGraphCapture
 from omniserve.runner.cuda_graphs.graph_runner import why_not_captured
 from omniserve.runner.cuda_graphs.shapes import CHUNK_ROWS
+from omniserve.runner.states import StepStates
 from omniserve.runner.step_inputs import make_step_inputs
 
 
@@ -96,6 +97,8 @@ class ModuleBench:
         self.num_blocks = -(-max_tokens // config.block_size)
         self.storage = zeroed_storage(model, self.num_blocks, config.block_size)
         self._served = served or Served(model, config)
+        self._most_decodes = fit_states(config, model.spec).max_num_seqs
+        self._states = StepStates(model, num_slots=self._most_decodes if model.spec.state_bytes else 0)
         # Scattered like those of an engine that has been running for a while.
         self._blocks = random.Random(0).sample(range(self.num_blocks), self.num_blocks)
 
@@ -103,7 +106,8 @@ class ModuleBench:
         """Return a pass through pre- and post-attention of all layers; queries stand in for attention's results.
 
         In constant shapes it is one graph, as in a decode step, of one compiled function between two attentions;
-        that of a step with longer chunks is in pieces, of which a launch each is a layer's.
+        that of a step with longer chunks is in pieces, of which a launch each is a layer's. Layers without attention
+        are part of it; those with state have as many decodes as an engine may have, and the other rows are one prompt.
         """
         ids = torch.arange(num_rows, device=self.model.device) % self.model.spec.vocab_size
         positions = torch.arange(num_rows, device=self.model.device) % self.model.spec.max_model_len
@@ -112,9 +116,15 @@ class ModuleBench:
         q_TNH, _, _ = self.model.pre_attention(0, embedded, *rotary)
         attn_TD = q_TNH.flatten(1).contiguous()
 
+        decodes = min(num_rows, self._most_decodes)
+        chunks = [_chunk_with_state(slot, start=1, count=1) for slot in range(decodes)]
+        if num_rows > decodes:
+            chunks.append(_chunk_with_state(0, start=0, count=num_rows - decodes))
+        between = self._states.of_plan(StepPlan(step_id=0, chunks=tuple(chunks)))
+
         def run() -> Tensor:
             return self.model.run_layers(
-                range(self.model.num_layers), embedded, repeat(rotary), lambda *_: attn_TD,
+                range(self.model.num_layers), embedded, repeat(rotary), lambda *_: attn_TD, between=between,
                 fused=self._served.is_constant(num_rows),
             )  # fmt: skip
 
@@ -167,6 +177,10 @@ class ModuleBench:
             return out_TNH
 
         return self._served.launched(run, num_rows=rows) if decodes else run
+
+
+def _chunk_with_state(slot: int, *, start: int, count: int) -> DeviceChunk:
+    return DeviceChunk(request_id="", token_ids=(0,) * count, start=start, block_ids=(), samples=False, state_slot=slot)
 
 
 def zeroed_storage(model: PatchedModel, num_blocks: int, block_size: int) -> DeviceKVStorage:

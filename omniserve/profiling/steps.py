@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import Request, SamplingParams, ServiceClass
-from omniserve.engine.capacity import has_host_tier
+from omniserve.engine.capacity import fit_states, has_host_tier, num_blocks, pool_bytes
 from omniserve.engine.engine import Engine
 from omniserve.host.cores import available_cores
 from omniserve.latency import ModelShape, StepSample, features_of
@@ -181,16 +181,18 @@ def measure_mixed_steps(
     for number, (device_bytes, host_bytes) in enumerate(pools):
         end = began + (1.0 - began) * (number + 1) / len(pools)
         small = dataclasses.replace(
-            config, device_kv_bytes=device_bytes, host_kv_bytes=host_bytes, device_threads=device_threads
-        )
+            config, device_kv_bytes=min(config.device_kv_bytes, pool_bytes(device_bytes, config, spec)),
+            host_kv_bytes=host_bytes, device_threads=device_threads,
+        )  # fmt: skip
         if not host_bytes:  # a manager that keeps copies on the host cannot do without
             options = {name: value for name, value in config.scheduler_options.items() if name != "checkpoint_kv"}
             small = dataclasses.replace(small, kv="paged", scheduler_options=options)
+        num_device_blocks, _ = num_blocks(fit_states(small, spec), spec)
         load = partial(
             mixed_load,
             num_steps=4 * _MAX_SAMPLES,
             vocab_size=spec.vocab_size,
-            max_prompt=min(max_prompt, device_bytes // block_bytes * config.block_size // 2),
+            max_prompt=min(max_prompt, num_device_blocks * config.block_size // 2),
             max_output=max_output,
         )
         progress("whole steps", timer.spent)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, PiggybackJoin
 from omniserve.host.tier import HostTier
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patching import BetweenHook, PatchedModel
 
 _LOOK_AGAIN_S = 0.05  # a host tier whose threads are dead does not wake a waiting thread
 
@@ -31,9 +31,10 @@ class SecondBatch:
 
     def __init__(
         self, rows: tuple[PiggybackEntry | PiggybackJoin, ...], *, model: PatchedModel, tier: HostTier,
-        residuals_SD: Tensor, keep: Callable[[HostEvent], None],
+        residuals_SD: Tensor, between: BetweenHook | None, keep: Callable[[HostEvent], None],
     ) -> None:  # fmt: skip
         self._rows, self._model, self._tier, self._keep = rows, model, tier, keep
+        self._between = between
         # The last layer whose attention each row has; -1 for entries.
         self._layers = [row.layer if isinstance(row, PiggybackJoin) else -1 for row in rows]
         self._slots = [row.slot for row in rows]
@@ -55,6 +56,7 @@ class SecondBatch:
         n = bisect_left(self._layers, layer)
         if n == 0:
             return
+        self._pass_between(layer, n)
         cos, sin = (table[:n] for table in self._rotary) if self._rotary is not None else (None, None)
         q, k, v = self._model.pre_attention(layer, self._hidden_TD[:n], cos, sin)
         slots = [-1 if slot in self._lost else slot for slot in self._slots[:n]]
@@ -72,6 +74,13 @@ class SecondBatch:
         results_TD = self._tier.results_SD[self._slots[:n]].to(self._hidden_TD.device)
         done_TD = self._model.post_attention(layer, results_TD, self._hidden_TD[:n])
         self._hidden_TD = torch.cat([done_TD, self._hidden_TD[n:]]) if n < len(self._rows) else done_TD
+        if layer == self._model.num_layers - 1:
+            self._pass_between(layer + 1, n)
+
+    def _pass_between(self, layer: int, n: int) -> None:
+        """Run the layers that do not attend before an attention layer on the first n rows."""
+        if self._between is not None:
+            self._hidden_TD = torch.cat([self._between(layer, self._hidden_TD[:n]), self._hidden_TD[n:]])
 
     def result(self) -> tuple[Tensor, list[str], frozenset[str]]:
         """Return the hidden states after the last layer, their requests, and the requests whose row was lost."""

@@ -25,7 +25,7 @@ from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, StepOu
 from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.layers.patching import PatchedModel, Rotary
+from omniserve.layers.patching import BetweenHook, PatchedModel, Rotary
 from omniserve.ops.attention import DeviceAttention, resolve_attention
 from omniserve.ops.attention.native import attend_triton
 from omniserve.ops.streams import StreamEvent
@@ -33,6 +33,7 @@ from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner, wants_gra
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.pipelining import SecondBatch
 from omniserve.runner.safepoint import HaltedRows, Safepoints
+from omniserve.runner.states import StepStates
 from omniserve.runner.step_inputs import (
     LayersOutput,
     PendingTokens,
@@ -73,7 +74,7 @@ class ModelRunner:
     def __init__(
         self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler,
         tier: HostTier | None, host_threads: int, max_model_len: int, is_directed: bool, keep_halted: bool,
-        safepoint: Callable[[], bool] | None,
+        safepoint: Callable[[], bool] | None, num_state_slots: int,
     ) -> None:  # fmt: skip
         self._model, self._storage, self._sampler, self._tier = model, storage, sampler, tier
         self._cores = CoreSplit(
@@ -88,6 +89,8 @@ class ModelRunner:
         self.halted = HaltedRows(keep=keep_halted)
         """Rows that left a step between two layers."""
         self._pending = PendingTokens(model.device)
+        self.states = StepStates(model, num_slots=num_state_slots)
+        """The recurrent states of all requests, if the model has such."""
         attend = resolve_attention(
             config.execution.attention, model.device, model.spec.attention, is_directed=is_directed
         )
@@ -101,7 +104,7 @@ class ModelRunner:
             )  # fmt: skip
         self.loop = LayerLoop(
             model=model, storage=storage, attend=attend, rows=rows, halted=self.halted, pending=self._pending,
-            safepoint=safepoint,
+            states=self.states, safepoint=safepoint,
         )  # fmt: skip
         """Runs the other steps."""
         if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape
@@ -189,8 +192,10 @@ class ModelRunner:
 
     def _second_batch(self, plan: StepPlan) -> SecondBatch:
         assert self._tier is not None
-        residuals_SD, keep = self._rows.residuals_SD, self._early_events.append
-        return SecondBatch(plan.pipelined, model=self._model, tier=self._tier, residuals_SD=residuals_SD, keep=keep)
+        return SecondBatch(
+            plan.pipelined, model=self._model, tier=self._tier, residuals_SD=self._rows.residuals_SD,
+            between=self.states.of_decodes(plan.pipelined), keep=self._early_events.append,
+        )  # fmt: skip
 
     def _hand_over(self, plan: StepPlan) -> None:
         """Give the host tier what does not depend on this step's layers: cancels, moves, and tokens that begin."""
@@ -216,13 +221,15 @@ class LayerLoop:
     halted: HaltedRows
     """Holds the rows that leave a step between two layers until a later step goes on with them."""
     pending: PendingTokens
+    states: StepStates
     safepoint: Callable[[], bool] | None
     """Asked between the layers of a step with preemptible rows whether these must leave. None: they never do."""
 
     def run(self, plan: StepPlan) -> LayersOutput:
         """Run the layers of a step whose rows are the same in all of them."""
         inputs, rotary, hidden_TD = self._begin(plan)
-        hidden_TD = self._run_layers(range(self.model.num_layers), inputs, rotary, hidden_TD)
+        between = self.states.of_plan(plan)
+        hidden_TD = self._run_layers(range(self.model.num_layers), inputs, rotary, between, hidden_TD)
         return LayersOutput(hidden_TD, inputs.sampled)
 
     def run_one_by_one(self, plan: StepPlan, second: SecondBatch | None) -> LayersOutput:
@@ -234,15 +241,17 @@ class LayerLoop:
         safepoints = Safepoints(plan, halted=self.halted, must_leave=self.safepoint, device=self.model.device)
         present = safepoints.present
         inputs, rotary, hidden_TD = self._begin(present)
+        between = self.states.of_plan(present)
         for layer in range(self.model.num_layers):
             hidden_TD = safepoints.before_layer(layer, hidden_TD)
             if safepoints.present is not present:
                 present = safepoints.present
                 inputs = self._inputs(present)
                 rotary = islice(self._rotary(inputs), layer, None)
+                between = self.states.of_plan(present)
             if second is not None:
                 second.begin_layer(layer)
-            hidden_TD = self._run_layers(range(layer, layer + 1), inputs, rotary, hidden_TD)
+            hidden_TD = self._run_layers(range(layer, layer + 1), inputs, rotary, between, hidden_TD)
             if second is not None:
                 second.end_layer(layer)
         return LayersOutput(hidden_TD, inputs.sampled, safepoints.left)
@@ -264,11 +273,14 @@ class LayerLoop:
             return self.rows.rotary_per_layer(inputs)
         return repeat(self.model.rotary(inputs.positions_T) or (None, None), self.model.num_layers)
 
-    def _run_layers(self, layers: range, inputs: StepInputs, rotary: Iterator[Rotary], hidden_TD: Tensor) -> Tensor:
+    def _run_layers(
+        self, layers: range, inputs: StepInputs, rotary: Iterator[Rotary], between: BetweenHook | None,
+        hidden_TD: Tensor,
+    ) -> Tensor:  # fmt: skip
         if not inputs.num_device_rows:
-            return self._run_seats(layers, inputs, rotary, hidden_TD)
+            return self._run_seats(layers, inputs, rotary, between, hidden_TD)
         attend = self._attend_with_seats if inputs.num_seats else self._attend_device
-        return self.model.run_layers(layers, hidden_TD, rotary, partial(attend, inputs))
+        return self.model.run_layers(layers, hidden_TD, rotary, partial(attend, inputs), between=between)
 
     def _attend_device(
         self, inputs: StepInputs, layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor
@@ -289,13 +301,20 @@ class LayerLoop:
         slots_P = joining.slots_P if joining is not None else self.rows.empty_seats(inputs.num_seats)
         return self.rows.join(slots_P, attn_TD, hidden_TD)
 
-    def _run_seats(self, layers: range, inputs: StepInputs, rotary: Iterator[Rotary], hidden_TD: Tensor) -> Tensor:
+    def _run_seats(
+        self, layers: range, inputs: StepInputs, rotary: Iterator[Rotary], between: BetweenHook | None,
+        hidden_TD: Tensor,
+    ) -> Tensor:  # fmt: skip
         """Run only the halves that rows in seats need, in a step without device rows."""
         for layer, (cos, sin) in zip(layers, rotary, strict=False):
             if (leaving := inputs.leaving(layer)) is not None:
+                if between is not None:
+                    hidden_TD = between(layer, hidden_TD)
                 q_TNH, k_TKH, v_TKH = self.model.pre_attention(layer, hidden_TD, cos, sin)
                 self.rows.leave(layer, leaving, hidden_TD, q_TNH, k_TKH, v_TKH)
             if (joining := inputs.joining.get(layer)) is not None:
                 attn_TD = self.rows.join(joining.slots_P, self.rows.no_results, hidden_TD)
                 hidden_TD = self.model.post_attention(layer, attn_TD, hidden_TD)
+        if between is not None and layers.stop - 1 in inputs.joining and layers.stop == self.model.num_layers:
+            hidden_TD = between(layers.stop, hidden_TD)
         return hidden_TD

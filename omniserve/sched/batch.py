@@ -128,6 +128,7 @@ class Batch:
             is_reversed=self._requests.runs_from_right(state),
             from_layer=state.halted.layer if state.halted is not None else 0,
             scores=state.scores(start, count),
+            state_slot=self._requests.state_slots.of(state),
         )
         self.tokens_left -= count
         if self.cost is not None:

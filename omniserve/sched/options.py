@@ -13,6 +13,7 @@ from typing import Literal, Self
 from omniserve.core.config import EngineConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.kv.base import CanEvict, KVManager
+from omniserve.sched.state_slots import num_state_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,8 @@ class SchedulerLimits:
     """Device blocks that BE requests leave free."""
     checkpoint_blocks: int = 0
     """Most blocks of BE requests to checkpoint a step; 0: none."""
+    num_state_slots: int = 0
+    """Most requests with recurrent states; 0: the model has none."""
 
     @classmethod
     def of(
@@ -115,4 +118,5 @@ class SchedulerLimits:
             num_host_slots=config.max_host_requests if kv.num_host_blocks else 0,
             ls_reserve_blocks=int(options.ls_reserve_fraction * kv.num_device_blocks),
             checkpoint_blocks=-(-config.max_num_batched_tokens // config.block_size) if has_checkpoints else 0,
+            num_state_slots=num_state_slots(config, spec, has_host_tier=kv.num_host_blocks > 0),
         )

@@ -14,6 +14,7 @@ from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.residents import HostResidents
 from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
+from omniserve.sched.state_slots import StateSlots
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,9 @@ class RequestTable:
         """Fields of SchedulerStats that are not by class."""
         self.step_ids = itertools.count()
         self.mover = kv if isinstance(kv, CanMove) else None
-        self.evicter = kv if isinstance(kv, CanEvict) else None
+        self.state_slots = StateSlots(limits.num_state_slots)
+        # States stand where a request's last token left them: what is kept of its KV up to an earlier one is of no use.
+        self.evicter = kv if isinstance(kv, CanEvict) and not limits.num_state_slots else None
         self.sharer = kv if isinstance(kv, CanShare) else None
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
@@ -74,6 +77,7 @@ class RequestTable:
     def let_go(self, state: RequestState, into: Phase) -> None:
         """Take a request from where it is; its phase is ``into``, or DRAINING if something still uses its KV."""
         phase, state.phase = state.phase, into
+        self.state_slots.release(state)
         if phase is Phase.MOVING:
             state.phase = Phase.DRAINING
         elif phase is Phase.HOST:
@@ -270,6 +274,7 @@ class RequestTable:
         self._wait(state)
 
     def _wait(self, state: RequestState) -> None:
+        self.state_slots.release(state)
         state.num_computed_tokens = 0
         state.halted = None
         state.phase = Phase.WAITING
@@ -352,6 +357,7 @@ class RequestTable:
             assert (num_blocks == 0) == (phase in (Phase.WAITING, Phase.ENDING)), (about, num_blocks)
             may_hold, must_hold = phase in (Phase.HOST, Phase.MOVING), phase is Phase.HOST
             assert may_hold if state.slot >= 0 else not must_hold, about
+        self.state_slots.check([*self.states.values()])
         held = self.residents.num_slots_used
         on_host = sum(s.slot >= 0 for s in (*self.states.values(), *self.ended()))
         assert held == on_host, f"{held} slots are taken, {on_host} requests hold one"

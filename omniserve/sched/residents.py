@@ -104,6 +104,7 @@ class HostResidents:
             slot=state.slot,
             epoch=state.epoch,
             layer=state.away.layer,
+            state_slot=state.state_slot,
         )
 
     def plan_entries(
@@ -130,6 +131,7 @@ class HostResidents:
                     slot=state.slot,
                     epoch=state.epoch,
                     block_ids=blocks,
+                    state_slot=state.state_slot,
                 )
             )
         return entries

@@ -291,6 +291,8 @@ class Scheduler:
             host_requests=len(self.requests.residents.queue),
             output_tokens=dict(self._output_tokens),
             prompt_tokens=dict(self._prompt_tokens),
+            state_slots_used=self.requests.state_slots.num_used,
+            state_slots_total=self.requests.state_slots.num_slots,
             checkpoints=self.requests.checkpoints.num_blocks_copied,
             **counters,
             rejected=dict(self._rejected),

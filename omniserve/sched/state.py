@@ -81,6 +81,8 @@ class RequestState:
     """So many of ``token_ids``, from the end, are PENDING_TOKEN: steps in flight sample them."""
     slot: int = -1
     epoch: int = -1
+    state_slot: int = -1
+    """Where its recurrent states are; -1: it has computed no token, or the model has no such states."""
     away: AwayToken | None = None
     halted: HaltedChunk | None = None
     num_host_tokens: int = 0

@@ -164,6 +164,8 @@ class _EngineCollector(Collector):
         yield _gauge("kv_blocks", "KV blocks in all", blocks, by_tier)
         yield _gauge("kv_blocks_held", "KV blocks that requests hold", held, [*by_tier, *by_class])
         yield _gauge("host_requests", "Requests whose KV is on the host tier", s.host_requests)
+        yield _gauge("state_slots_used", "Requests that hold recurrent states", s.state_slots_used)
+        yield _gauge("state_slots", "Requests that can hold recurrent states", s.state_slots_total)
         yield _gauge(
             "host_healthy",
             "1 while the host tier has a living thread and gets on with its work",

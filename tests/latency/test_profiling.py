@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from omniserve import Engine, EngineConfig, ExecutionConfig, patch
+from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams, patch
 from omniserve.core.request import ServiceClass
 from omniserve.latency import LATENCY_MODELS, Profile, ProfileMismatch
 from omniserve.latency.profile import STATES, Conditions, path_in
@@ -23,6 +23,7 @@ from omniserve.profiling import find_or_make_profile, fingerprint_of, measure_st
 from omniserve.profiling.summary import summarise
 from omniserve.profiling.timer import Surroundings, Timer
 from tests.parity.models import tiny_model
+from tests.parity.zoo import tiny
 
 BLOCK = 8
 
@@ -81,6 +82,20 @@ def test_everything_is_measured(profile: Profile) -> None:
     assert profile.host_attention
     assert profile.copy_to_host.beta_s + profile.copy_to_host.alpha_s > 0
     assert profile.copy_to_device.beta_s + profile.copy_to_device.alpha_s > 0
+
+
+def test_a_model_with_recurrent_state_is_measured() -> None:
+    model = patch(tiny("lfm2"), compile=False)
+    pool = 64 * model.omniserve.spec.kv_block_bytes(BLOCK)
+    config = EngineConfig(
+        block_size=BLOCK, device_kv_bytes=pool, host_kv_bytes=pool, max_num_batched_tokens=32, max_num_seqs=8,
+        execution=ExecutionConfig(compile=False), host_threads=1, max_model_len=128,
+    )  # fmt: skip
+    profile = profile_model(model, config, time_limit_s=10.0)
+    assert profile.steps and profile.dense
+    with Engine(model, config, profile=profile) as engine:
+        request = Request(prompt_token_ids=[3, 4, 5], sampling=SamplingParams(max_tokens=4))
+        assert len(engine.generate([request])[0].token_ids) == 4
 
 
 def test_without_a_host_tier_nothing_of_it_is_measured(model: PreTrainedModel, config: EngineConfig) -> None:

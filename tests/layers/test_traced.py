@@ -44,11 +44,8 @@ def build(model_type: str, **fields: Any) -> PreTrainedModel:
         ("doge", {"intermediate_size": 48}, "'attention_mask', which no kernel"),
         ("diffllama", {"intermediate_size": 48}, r"attends 2 times in model\.layers\.0"),
         (
-            "qwen3_next",
-            {"intermediate_size": 48, "num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts": 4,
-             "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16,
-             "layer_types": ["linear_attention", "full_attention"]},
-            r"attends 0 times in model\.layers\.0",
+            "recurrent_gemma", {"intermediate_size": 48, "block_types": ["recurrent", "attention"], "lru_width": 32},
+            r"model\.layers\.0 does not run with its states alone",
         ),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -37,6 +37,21 @@ BLOCK = 8
 # fp32 runs that differ in batch and chunking only agree to about 1e-6 on logits of size 5. Where the two likeliest
 # tokens are closer than this, either is right, so such a prompt says nothing.
 NEAR_TIE = 1e-4
+# A delta rule or a scan in chunks rounds otherwise than one token at a time, up to some 1e-4 after a few layers of
+# random weights. A model whose own decode contradicts its prefill is given no more than this.
+_NOISES, _LARGEST_TOLERANCE = 10, 4e-3
+
+
+class _Continuation(NamedTuple):
+    """What Hugging Face makes of a prompt."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    gap: float
+    """The smallest distance between a step's two largest logits."""
+    noise: float
+    """The largest difference between the logits of its decode and of its prefill of the same tokens."""
+    prompt_logprobs: torch.Tensor
 
 
 class Reference:
@@ -55,25 +70,23 @@ class Reference:
         rng = random.Random(seed)
         self._first_position = first_position
         self.max_tokens = max_tokens
-        self.prompts: list[tuple[int, ...]] = []
-        self.tokens: list[tuple[int, ...]] = []
-        self.prompt_logprobs: list[torch.Tensor] = []
-        """Of each prompt's rows, ``[length, vocabulary]``."""
+        self.tolerance = NEAR_TIE
+        """By how much logits may differ: more than usual where the model's own decode and prefill differ by more."""
+        made: list[_Continuation] = []
         for _ in range(10 * num_prompts):
             prompt = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 17, 40])))
-            tokens, gap = self._generate(model, prompt)
-            if gap >= NEAR_TIE:
-                self.prompts.append(prompt)
-                self.tokens.append(tokens)
-                with torch.inference_mode():
-                    logits = model(torch.tensor([prompt], device=model.device)).logits[0]
-                self.prompt_logprobs.append(logits.float().log_softmax(-1).cpu())
-            if len(self.prompts) == num_prompts:
+            made.append(self._generate(model, prompt))
+            self.tolerance = max(self.tolerance, min(_NOISES * made[-1].noise, _LARGEST_TOLERANCE))
+            kept = [each for each in made if each.gap >= self.tolerance]
+            if len(kept) == num_prompts:
+                self.prompts = [each.prompt for each in kept]
+                self.tokens = [each.tokens for each in kept]
+                self.prompt_logprobs = [each.prompt_logprobs for each in kept]
+                """Of each prompt's rows, ``[length, vocabulary]``."""
                 return
-        raise AssertionError(f"only {len(self.prompts)} of {10 * num_prompts} prompts have no near tie")
+        raise AssertionError(f"only {len(kept)} of {10 * num_prompts} prompts have no near tie")
 
-    def _generate(self, model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
-        """Return the tokens and the smallest distance between a step's two largest logits."""
+    def _generate(self, model: PreTrainedModel, prompt: tuple[int, ...]) -> _Continuation:
         ids = torch.tensor([prompt], device=model.device)
         numbered = {}
         if self._first_position:
@@ -88,8 +101,18 @@ class Reference:
             return_dict_in_generate=True,
             output_logits=True,
         )
-        best = torch.cat(out.logits).float().topk(2).values
-        return tuple(out.sequences[0, len(prompt) :].tolist()), float((best[:, 0] - best[:, 1]).min())
+        decoded = torch.cat(out.logits).float()
+        best = decoded.topk(2).values
+        with torch.inference_mode():
+            prompt_logits = model(ids).logits[0]
+            prefilled = model(out.sequences[:, :-1]).logits[0, len(prompt) - 1 :].float()
+        return _Continuation(
+            prompt=prompt,
+            tokens=tuple(out.sequences[0, len(prompt) :].tolist()),
+            gap=float((best[:, 0] - best[:, 1]).min()),
+            noise=float((decoded - prefilled).abs().max()),
+            prompt_logprobs=prompt_logits.float().log_softmax(-1).cpu(),
+        )
 
 
 @dataclass
@@ -116,8 +139,9 @@ class Tally:
 
 
 def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: str, **fixed: object) -> EngineConfig:
-    block_bytes = engine_model.omniserve.spec.kv_block_bytes(BLOCK)
-    settings: dict[str, object] = {
+    spec = engine_model.omniserve.spec
+    block_bytes = spec.kv_block_bytes(BLOCK)
+    settings: dict[str, Any] = {
         "scheduler": scheduler,
         "kv": rng.choice(["tiered", "tiered", "incremental", "bidirectional"]),
         "block_size": BLOCK,
@@ -142,17 +166,25 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
         "compile": False,
         "async_steps": False,
     }
+    if spec.state_bytes:
+        # At least half of the pool is for KV, so states of many requests ask for a pool that is never full.
+        settings |= {"max_num_seqs": rng.choice([3, 8]), "max_host_requests": rng.choice([2, 6])}
+        num_slots = 2 * settings["max_num_seqs"] + settings["max_host_requests"]
+        states = num_slots * spec.state_bytes
+        settings["device_kv_bytes"] = states + max(states, settings["device_kv_bytes"])
     return flat_config({**settings, **fixed})
 
 
-def check_prompt_logprobs(got: list[TokenLogprob], prompt: tuple[int, ...], logprobs_TV: torch.Tensor) -> None:
+def check_prompt_logprobs(
+    got: list[TokenLogprob], prompt: tuple[int, ...], logprobs_TV: torch.Tensor, tolerance: float = NEAR_TIE
+) -> None:
     """Assert that they are those of each token but the first, once, and Hugging Face's."""
     assert [entry.token_id for entry in got] == list(prompt[1:])
     for row, entry in enumerate(got):
-        assert abs(entry.logprob - float(logprobs_TV[row, entry.token_id])) < NEAR_TIE, (row, entry)
+        assert abs(entry.logprob - float(logprobs_TV[row, entry.token_id])) < tolerance, (row, entry)
         values = [value for _, value in entry.top]
         assert values == sorted(values, reverse=True)
-        assert torch.allclose(torch.tensor(values), logprobs_TV[row].topk(len(values)).values, atol=NEAR_TIE), row
+        assert torch.allclose(torch.tensor(values), logprobs_TV[row].topk(len(values)).values, atol=tolerance), row
 
 
 def made_up_profile(model: PreTrainedModel, config: EngineConfig) -> Profile:
@@ -171,6 +203,10 @@ def poison(engine: Engine) -> None:
     for tier, blocks_LB in pools:
         free = torch.tensor(engine.kv.free_block_ids(tier), dtype=torch.long, device=blocks_LB.device)
         blocks_LB[:, free] = torch.nan
+    free_states = torch.tensor(engine.scheduler.requests.state_slots._free, dtype=torch.long)
+    for states in engine.runner.states.pool.layers:
+        for pool in states.values():
+            pool[free_states.to(pool.device)] = torch.nan
     if isinstance(kv := engine.kv, BidirectionalKVManager):
         for block, (ls, be) in kv._device.sharers.items():
             empty = slice(kv._device.num_in_tail(ls), kv.block_size - kv._device.num_in_tail(be))
@@ -279,7 +315,9 @@ def run_history(
             tally.finished += 1
         assert got[request_id] == want, f"seed {seed}, {request_id}, prompt {index}: {config}"
         if request_id in scores and want:
-            check_prompt_logprobs(scores[request_id], reference.prompts[index], reference.prompt_logprobs[index])
+            check_prompt_logprobs(
+                scores[request_id], reference.prompts[index], reference.prompt_logprobs[index], reference.tolerance
+            )
     tally.host_tokens += stats.host_output_tokens
     tally.piggyback_rows += stats.piggyback_rows
     tally.preemptions += stats.preemptions

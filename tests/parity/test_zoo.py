@@ -12,6 +12,7 @@ USED = (
     "bloom", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "gemma3_text", "gemma3n_text", "gemma4",
     "gemma4_text", "glm4", "glm4_moe", "gpt2", "gpt_neo", "gpt_oss", "gptj", "granite", "llama4", "mpt", "olmo2",
     "olmo3", "phi", "qwen2_moe", "seed_oss", "smollm3", "starcoder2",
+    "granitemoehybrid", "kimi_linear", "lfm2", "minimax", "qwen3_5_text", "qwen3_next",
 )  # fmt: skip
 
 

@@ -139,18 +139,39 @@ _GEMMA4_LARGE = {
     "moe_intermediate_size": 32,
     "final_logit_softcapping": 8.0,
 }
+# Layers with recurrent state and layers with attention, in orders that differ between types. The states are small
+# beside the KV, or there were memory for all requests.
+_LINEAR = "linear_attention"
+_DELTA_RULE = {
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "num_hidden_layers": 5, "layer_types": [_LINEAR, _FULL, _LINEAR, _LINEAR, _FULL],
+}  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 2, "mamba_expand": 1, "mamba_d_conv": 2,
+    "mamba_chunk_size": 4,
+}  # fmt: skip
 # What a type needs beside these sizes. None leaves a field as it is by default.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "axk1": _MLA, "axk2": _PICKS_KEYS,
     "deepseek_v2": _MLA | _GROUPS | {"topk_method": "group_limited_greedy", "n_shared_experts": 1},
     "deepseek_v3": _MLA | _GROUPS | {"rope_parameters": _YARN},
-    "bailing_hybrid": _MLA, "sarvam_mla": _MLA,
+    "sarvam_mla": _MLA,
     "deepseek_v32": _PICKS_KEYS, "glm4_moe_lite": _MLA, "longcat_flash": _MLA, "hy_v4": _PICKS_KEYS,
     "glm_moe_dsa": _PICKS_KEYS | {"indexer_types": ["full", "shared", "full"]},
-    "minicpm3": _MLA, "mistral4": _MLA, "youtu": _MLA, "kimi_linear": _MLA,
+    "minicpm3": _MLA, "mistral4": _MLA, "youtu": _MLA,
     "bert": _TEXT_DECODER,
     "bert-generation": _TEXT_DECODER,
     "big_bird": _TEXT_DECODER | {"attention_type": "original_full"},
+    "kimi_linear": _MLA | {
+        "num_hidden_layers": 4, "layer_types": [_LINEAR, _FULL, _LINEAR, _FULL], "linear_head_dim": 8,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "linear_num_heads": 4,
+    },
+    "bailing_hybrid": _MLA | {
+        "num_hidden_layers": 4, "layer_types": [_LINEAR, _FULL, _LINEAR, _FULL],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
+    "bamba": _MAMBA | {"num_hidden_layers": 5, "attn_layer_indices": [0, 3]},
     "biogpt": {"scale_embedding": True},
     "camembert": _TEXT_DECODER,
     "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
@@ -181,7 +202,6 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 16, "rope_parameters": _ROPE},
     "hunyuan_v1_moe": {"head_dim": 16, "rope_parameters": _ROPE, "moe_topk": 2},
-    "lfm2": {"layer_types": ["conv", _FULL, "conv"]}, "lfm2_moe": {"layer_types": ["conv", _FULL, "conv"]},
     "llama4": _LLAMA4, "llama4_text": _LLAMA4,
     "megatron-bert": _TEXT_DECODER,
     "mllama": {"num_hidden_layers": 4, "cross_attention_layers": [1]},
@@ -210,6 +230,29 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "xlm-roberta": _TEXT_DECODER,
     "xlm-roberta-xl": _TEXT_DECODER,
     "zaya": {"num_experts_per_tok": 1},
+    "granitemoehybrid": _MAMBA | {
+        "num_hidden_layers": 5, "layer_types": ["mamba", "attention", "attention", "mamba", "mamba"],
+    },
+    "jamba": {
+        "num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 2, "mamba_dt_rank": 4,
+        "mamba_expand": 1, "mamba_d_conv": 2,
+    },
+    "lara_mini": _DELTA_RULE,
+    "lfm2": {"num_hidden_layers": 5, "layer_types": ["conv", _FULL, "conv", "conv", _FULL], "block_multiple_of": 8},
+    "lfm2_moe": {"num_hidden_layers": 5, "layer_types": [_FULL, "conv", "conv", _FULL, "conv"]},
+    "minimax": {
+        "num_hidden_layers": 5, "layer_types": [_LINEAR, _FULL, _LINEAR, _FULL, _LINEAR], "block_size": 4,
+        "num_attention_heads": 2, "head_dim": 8,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "mlp", "attention", "mamba", "moe", "attention", "mlp"], "ssm_state_size": 4,
+        "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 4,
+        "moe_shared_expert_intermediate_size": 32,
+        "time_step_min": 1e-9,  # its own prefill keeps to another one, its decode to none
+    },
+    "olmo_hybrid": _DELTA_RULE | {"layer_types": [_LINEAR, _FULL, _LINEAR, _FULL, _LINEAR]},
+    "qwen3_5": _DELTA_RULE, "qwen3_5_moe": _DELTA_RULE, "qwen3_5_moe_text": _DELTA_RULE, "qwen3_5_text": _DELTA_RULE,
+    "qwen3_next": _DELTA_RULE,
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
 }  # fmt: skip
 # Models that number their positions from the padding token's number on.

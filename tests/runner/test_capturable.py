@@ -40,8 +40,16 @@ def test_experts_whose_products_wait_for_the_device(
     assert not reason if is_captured else "set step_graphs='off'" in reason
 
 
-def model_on(device: torch.device, reason: str) -> SimpleNamespace:
-    return SimpleNamespace(device=device, spec=None, family=SimpleNamespace(why_not_captured=lambda: reason))
+def model_on(device: torch.device, reason: str, *, has_between: bool = False) -> SimpleNamespace:
+    family = SimpleNamespace(why_not_captured=lambda: reason)
+    return SimpleNamespace(device=device, spec=None, family=family, has_between=has_between)
+
+
+@pytest.mark.parametrize("device", [CUDA, torch.device("cpu")])
+def test_layers_that_do_not_attend_keep_steps_out_of_constant_shapes(device: torch.device) -> None:
+    config = EngineConfig(execution=ExecutionConfig(attention="flex", step_graphs="on"))
+    with pytest.raises(ValueError, match="some layers do not attend"):
+        wants_graphs(config, model_on(device, "", has_between=True), resolve_attention("flex", CUDA))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flex"])

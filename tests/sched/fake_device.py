@@ -23,6 +23,7 @@ from omniserve.core.plan import (
     StepOutput,
     StepPlan,
 )
+from tests.sched.fake_states import FakeStates
 
 VOCAB = 1000
 
@@ -77,6 +78,7 @@ class FakeDevice:
         self.done: set[int] = set()
         self.sampled: dict[str, SampledToken] = {}
         """By the last step that sampled any."""
+        self.states = FakeStates(num_layers)
         self.num_pending = 0
         """Tokens that a plan waited for."""
         self.num_joins = 0
@@ -174,9 +176,11 @@ class FakeDevice:
             for offset, token in enumerate(chunk.token_ids):
                 slot = self._slot(chunk.block_ids, chunk.start + offset, is_reversed=chunk.is_reversed)
                 self.kv["device", slot] = token
+            self.states.advance(chunk.state_slot, 0, None, chunk.start, chunk.token_ids)
             if chunk.samples:
                 length = chunk.start + len(chunk.token_ids)
                 context = self._context("device", chunk.block_ids, length, is_reversed=chunk.is_reversed)
+                self.states.check(chunk.state_slot, context)
                 tokens[chunk.request_id] = SampledToken(token_id=next_token(context))
         for join in plan.joins:
             assert join.slot in self.done and self.away[join.slot] == join.layer, "a join of what is not ready"
@@ -184,8 +188,10 @@ class FakeDevice:
             assert (entry.request_id, entry.epoch, entry.position) == (join.request_id, join.epoch, join.position)
             self.done.discard(join.slot)
             self.num_joins += 1
+            self.states.advance(join.state_slot, join.layer + 1, join.layer + 1, join.position, [entry.token_id])
             if join.layer == self.num_layers - 1:
                 context = self._context("host", entry.block_ids, entry.position + 1)
+                self.states.check(join.state_slot, context)
                 tokens[join.request_id] = SampledToken(token_id=next_token(context))
                 del self.away[join.slot]
             else:
@@ -193,6 +199,7 @@ class FakeDevice:
         for entry in plan.entries:
             assert not busy["host"] & set(entry.block_ids), "a host block is used twice"
             self.bound[entry.slot] = entry
+            self.states.advance(entry.state_slot, 0, 0, entry.position, [entry.token_id])
             self._send(entry, 0)
         if tokens:
             self.sampled = tokens
@@ -218,10 +225,13 @@ class FakeDevice:
         self.num_pipelined += 1
         entry = self.bound[row.slot]
         assert (entry.request_id, entry.epoch, entry.position) == (row.request_id, row.epoch, row.position)
+        first = 0 if isinstance(row, PiggybackEntry) else row.layer + 1
+        self.states.advance(row.state_slot, first, None, row.position, [entry.token_id])
         if self.is_down or self.rng.random() < self.failure_rate:
             return False
         self.kv["host", self._slot(entry.block_ids, entry.position)] = entry.token_id
         context = self._context("host", entry.block_ids, entry.position + 1)
+        self.states.check(row.state_slot, context)
         tokens[row.request_id] = SampledToken(token_id=next_token(context))
         return True
 

@@ -42,7 +42,7 @@ WITH_ADMISSION = ("omniserve", "neo", "apex")
 
 def make(
     scheduler: str, kv_name: str, rng: random.Random, *, failure_rate: float = 0.0, halt_rate: float = 0.0,
-    has_forecast: bool = False,
+    has_forecast: bool = False, has_states: bool = False,
 ):  # fmt: skip
     num_device_blocks = rng.randint(16, 40)
     num_host_blocks = rng.choice([0, 12, 30, 80]) if kv_name != "paged" else 0
@@ -64,6 +64,8 @@ def make(
         "offload_for_time": rng.random() < 0.5,
         "min_residence_s": rng.choice([0.0, 0.1]),
     }
+    if has_states:
+        drawn["num_state_slots"] = 2 * drawn["max_num_seqs"] + drawn["num_host_slots"]
     limits = make_limits(scheduler, **drawn)
     device = FakeDevice(
         block_size=BLOCK,
@@ -103,10 +105,14 @@ def draw_request(rng: random.Random) -> Request:
 def run_history(
     scheduler: str, seed: int, *, kv: str = "tiered", failure_rate: float = 0.0, halt_rate: float = 0.0,
     tier_down: bool = False, down_at_return: bool = False, has_forecast: bool = False, overlaps: bool = False,
+    has_states: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     rng = random.Random(seed)
     ends = random.Random(-1 - seed)  # of its own: who ends early changes nothing else
-    sched, device = make(scheduler, kv, rng, failure_rate=failure_rate, halt_rate=halt_rate, has_forecast=has_forecast)
+    sched, device = make(
+        scheduler, kv, rng, failure_rate=failure_rate, halt_rate=halt_rate, has_forecast=has_forecast,
+        has_states=has_states,
+    )  # fmt: skip
     num_failed = num_reused = 0
 
     def execute(plan: StepPlan) -> StepOutput:

@@ -1,0 +1,162 @@
+"""BetweenLayer: a decoder layer that does not attend, and so runs between the halves of two layers that do.
+
+It either has recurrent state instead of KV or computes each row by itself. The layer's own forward runs; its cache is
+a ``StateCache``. That its states carry a request from chunk to chunk is proved when a model is patched.
+
+Legend: n sequences of a call, L tokens of each, T rows of a step, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omniserve.core.errors import UnsupportedModelError
+from omniserve.layers.states import RowGroup, StateCache, StateForm, StateKey, StatePool
+
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params", "past_key_value")
+"""What layers call the argument that holds their cache."""
+_CHUNKS = (3, 2, 1, 1)
+"""Lengths of the chunks by which a layer's states are tried."""
+
+
+class BetweenLayer:
+    """A layer without attention; ``name`` is what errors call it, ``behind`` as in ``TracedLayer``."""
+
+    def __init__(self, layer: nn.Module, name: str, *, behind: tuple[None, ...] | None) -> None:
+        self.layer, self.behind = layer, behind
+        self._name = name
+        self.number = -1
+        """Its number among the layers with state; -1: it has none."""
+        self.forms: dict[StateKey, StateForm] = {}
+        """The states of one request."""
+        self._by_token = False
+        """Of a chunk that goes on with a state, each token is a call."""
+        self.linears: list[nn.Linear] = []
+        """Its linears that are called. Of others the weights alone may be used, which must stay as they are."""
+        self._args: tuple[Any, ...] = ()
+        self._kwargs: dict[str, Any] = {}
+
+    def run(self, hidden_TD: Tensor, groups: Sequence[RowGroup], pool: StatePool) -> Tensor:
+        """Return the layer's output for the rows of a step; a layer with state leaves rows of no group as they are."""
+        if self.number < 0:
+            return self._call(hidden_TD[:, None], StateCache())[:, 0]
+        output_TD = hidden_TD.clone()
+        for group in groups:
+            cache = pool.read(self.number, group)
+            output_TD[group.rows_nL] = self._call(hidden_TD[group.rows_nL], cache)
+            pool.write(self.number, group, cache)
+        return output_TD
+
+    def prepare(self, arguments: tuple[Any, Any], hidden_nLD: Tensor) -> None:
+        """Find out what the layer keeps, and prove that it can be run in chunks.
+
+        Args:
+            arguments: What the model gave the layer beside its input, positional ones and those with a name.
+            hidden_nLD: Some input, of two sequences of seven tokens.
+
+        Raises:
+            UnsupportedModelError: It cannot.
+        """
+        self._args, self._kwargs = arguments
+        output_nLD = self._try(hidden_nLD, StateCache())
+        self._args, self._kwargs = _blank(self._args), _blank(self._kwargs)
+        cache = StateCache()
+        with self._noting_linears():
+            again_nLD = self._try(hidden_nLD, cache)
+        if not torch.equal(output_nLD, again_nLD):
+            raise self._unsupported("is given more than its input and a cache, and uses it")
+        if not cache.states:
+            rows = self._try(hidden_nLD.flatten(0, 1)[:, None], StateCache())[:, 0]
+            if not _agree(output_nLD.flatten(0, 1), rows):
+                raise self._unsupported("neither attends nor has state in the model's cache, but mixes its tokens")
+            return
+        if len(cache.layer_indices) != 1:
+            raise self._unsupported(f"uses the states of layers {sorted(cache.layer_indices)}")
+        forms = {key: StateForm(tuple(state.shape[1:]), state.dtype) for key, state in cache.states.items()}
+        if not self._carries(hidden_nLD, output_nLD, forms):
+            self._by_token = True  # Jamba's chunks begin without a state, whatever the cache has
+            if not self._carries(hidden_nLD, output_nLD, forms):
+                raise self._unsupported("computes something else if its tokens come in chunks")
+        if not self._carries(hidden_nLD[1:], output_nLD[1:], forms):
+            raise self._unsupported("computes something else if there are more sequences")
+        self.forms = forms
+
+    @contextmanager
+    def _noting_linears(self) -> Iterator[None]:
+        called: dict[int, nn.Linear] = {}
+        linears = [module for module in self.layer.modules() if isinstance(module, nn.Linear)]
+        hooks = [
+            linear.register_forward_pre_hook(lambda module, args: called.setdefault(id(module), module) and None)
+            for linear in linears
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.linears = list(called.values())
+
+    def _carries(self, hidden_nLD: Tensor, output_nLD: Tensor, forms: dict[StateKey, StateForm]) -> bool:
+        """Tell whether chunks, each with the states that the last one left, give what the whole gives."""
+        states: dict[StateKey, Tensor] | None = None
+        outputs = []
+        for chunk_nLD in hidden_nLD.split(_CHUNKS, dim=1):
+            cache = StateCache(states)
+            outputs.append(self._try(chunk_nLD, cache))
+            states = cache.states
+            if {key: StateForm(tuple(state.shape[1:]), state.dtype) for key, state in states.items()} != forms:
+                raise self._unsupported("has states whose shape depends on how many tokens there are")
+        return _agree(output_nLD, torch.cat(outputs, dim=1))
+
+    def _call(self, hidden_nLD: Tensor, cache: StateCache) -> Tensor:
+        kwargs = {
+            name: cache if name in _CACHE_NAMES else True if name == "use_cache" else value
+            for name, value in self._kwargs.items()
+        }
+        parts = hidden_nLD.split(1, dim=1) if self._by_token and cache.states else (hidden_nLD,)
+        outputs = [self.layer(part, *self._args, **kwargs) for part in parts]
+        return torch.cat([each if isinstance(each, Tensor) else each[0] for each in outputs], dim=1)
+
+    def _try(self, hidden_nLD: Tensor, cache: StateCache) -> Tensor:
+        try:
+            return self._call(hidden_nLD, cache)
+        except Exception as error:  # of the layer's own code, which may want another cache
+            raise self._unsupported(f"does not run with its states alone ({type(error).__name__}: {error})") from error
+
+    def _unsupported(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self._name} {what}")
+
+
+def number_states(between: Sequence[Sequence[BetweenLayer]]) -> Iterator[dict[StateKey, StateForm]]:
+    """Number the layers with state in the order of the model; yield the states of each."""
+    number = 0
+    for layer in (layer for layers in between for layer in layers):
+        if layer.forms:
+            layer.number = number
+            number += 1
+            yield layer.forms
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    """Tell whether results are the same but for rounding, and for what some models do in prefill only.
+
+    Nemotron-H keeps time steps above a minimum only where it computes several tokens.
+    """
+    tolerance = 1e-3 if one.dtype is torch.float32 else 5e-2
+    return torch.allclose(one.float(), other.float(), rtol=1e-2, atol=tolerance * float(one.float().abs().max()))
+
+
+def _blank(arguments: Any) -> Any:
+    """Replace the tensors in a layer's arguments, so that whatever is computed from one shows it."""
+    if isinstance(arguments, Tensor):
+        return torch.full_like(arguments, torch.nan if arguments.is_floating_point() else 0)
+    if isinstance(arguments, dict):
+        return {key: _blank(value) for key, value in arguments.items()}
+    if isinstance(arguments, (tuple, list)):
+        return type(arguments)([_blank(value) for value in arguments])
+    return arguments

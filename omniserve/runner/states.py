@@ -1,0 +1,81 @@
+"""StepStates: which rows of a step pass the layers without attention, and with the states of which requests.
+
+A request's states advance when its rows pass, between two attentions. So those of a request whose token is away on the
+host tier wait with it. Legend: T rows of a step, D hidden, n chunks of a group, L tokens of each.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from omniserve.core.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.layers.patching import BetweenHook, PatchedModel
+from omniserve.layers.states import RowGroup, StatePool
+from omniserve.ops.streams import upload
+from omniserve.runner.step_inputs import joins_by_layer
+
+# (length, first chunk of its request) -> (first row, slot) of each such chunk
+_Chunks = Mapping[tuple[int, bool], Sequence[tuple[int, int]]]
+
+
+class StepStates:
+    """Runs the layers between two attentions, and holds the states of all requests in ``num_slots`` slots."""
+
+    def __init__(self, model: PatchedModel, *, num_slots: int) -> None:
+        self._model = model
+        self.pool = StatePool(model.family.state_forms, num_slots=num_slots, device=model.device)
+
+    def of_plan(self, plan: StepPlan) -> BetweenHook | None:
+        """Return what runs the layers before each attention of a step; None: the model has no such layers."""
+        if not self._model.has_between:
+            return None
+        chunks = _by_length(plan.chunks)
+        first_seat = plan.num_device_tokens
+        joining = joins_by_layer(plan)
+        alone = self._groups(chunks)
+
+        def between(layer: int, hidden_TD: Tensor) -> Tensor:
+            seats: Sequence[PiggybackEntry | PiggybackJoin] = joining.get(layer - 1, ()) if layer else plan.entries
+            groups = self._groups(_with_decodes(chunks, seats, first_seat)) if seats else alone
+            return self._model.run_between(layer, hidden_TD, groups, self.pool)
+
+        return between
+
+    def of_decodes(self, rows: Sequence[PiggybackEntry | PiggybackJoin]) -> BetweenHook | None:
+        """Return the same for a batch of decodes, of which the first ones are there."""
+        if not self._model.has_between:
+            return None
+
+        def between(layer: int, hidden_TD: Tensor) -> Tensor:
+            groups = self._groups(_with_decodes({}, rows[: len(hidden_TD)], 0))
+            return self._model.run_between(layer, hidden_TD, groups, self.pool)
+
+        return between
+
+    def _groups(self, chunks: _Chunks) -> list[RowGroup]:
+        to_device = partial(upload, device=self._model.device)
+        groups = []
+        for (length, is_fresh), members in chunks.items():
+            firsts, slots = torch.tensor(members, dtype=torch.int64).unbind(1)
+            rows_nL = firsts[:, None] + torch.arange(length)
+            groups.append(RowGroup(to_device(rows_nL), to_device(slots.contiguous()), is_fresh))
+        return groups
+
+
+def _by_length(chunks: Iterable[DeviceChunk]) -> _Chunks:
+    found: defaultdict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
+    row = 0
+    for chunk in chunks:
+        found[len(chunk.token_ids), chunk.start == 0].append((row, chunk.state_slot))
+        row += len(chunk.token_ids)
+    return found
+
+
+def _with_decodes(chunks: _Chunks, rows: Sequence[PiggybackEntry | PiggybackJoin], first_row: int) -> _Chunks:
+    decodes = [(row, each.state_slot) for row, each in enumerate(rows, first_row)]
+    return {**chunks, (1, False): [*chunks.get((1, False), ()), *decodes]}

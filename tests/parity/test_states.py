@@ -1,0 +1,96 @@
+"""Models in which some layers have recurrent state instead of KV: exact tokens over any history."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from omniserve import patch, unpatch
+from omniserve.kv import KV_MANAGERS
+from omniserve.layers import narrow
+from omniserve.sched import SCHEDULERS
+from tests.parity.engine_histories import Reference, Tally, run_histories, run_history
+from tests.parity.zoo import tiny
+from tests.quick import slow_except
+from tests.sched import preemptible
+
+# Gated delta rule behind and before attention; Mamba-2 and layers that only have an MLP; Mamba, whose chunks go token
+# by token; short convolutions, with attention first.
+STRUCTURES = ("qwen3_next", "nemotron_h", "jamba", "lfm2_moe")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@functools.cache
+def model_and_reference(model_type: str, device: str) -> tuple[PreTrainedModel, Reference]:
+    model = tiny(model_type).to(device)
+    reference = Reference(model)
+    return patch(model, compile=False), reference
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model_type", slow_except(("nemotron_h", "lfm2_moe"), STRUCTURES))
+def test_piggybacked_tokens_equal_hugging_face(model_type: str, device: str) -> None:
+    model, reference = model_and_reference(model_type, device)
+    run_histories(
+        model, reference, range(2), reach=("host_tokens", "swaps_out"), has_profile=False, kv="tiered",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheduler", slow_except(("omniserve", "neo", "conserve"), SCHEDULERS.names()))
+def test_every_scheduler_with_every_kv_manager(scheduler: str, device: str) -> None:
+    model, reference = model_and_reference("nemotron_h", device)
+    tally = Tally()
+    for seed, kv in enumerate(KV_MANAGERS.names(), 100):
+        run_history(model, reference, seed, scheduler=scheduler, kv=kv, tally=tally)
+    assert tally.finished > 0 and tally.resumed_tokens == 0, "states do not stand where kept tokens end"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model_type", slow_except(("nemotron_h",), STRUCTURES))
+@pytest.mark.parametrize("scheduler", slow_except(("omniserve",), ["omniserve", "neo", "apex"]))
+def test_failing_host_attention_and_steps_that_overlap(scheduler: str, model_type: str, device: str) -> None:
+    model, reference = model_and_reference(model_type, device)
+    run_histories(
+        model, reference, range(200, 204), reach=("host_tokens", "failures"), scheduler=scheduler, faults=True,
+        async_steps=lambda seed: seed % 2 == 0, deaths=lambda seed: seed % 4 == 3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_do_not_leave_a_step_between_layers(device: str) -> None:
+    """A chunk that begins anew after it left would find the states of some layers ahead of it."""
+    model, reference = model_and_reference("nemotron_h", device)
+    tally = run_histories(model, reference, range(500, 504), reach=("preemptions",), scheduler=preemptible.NAME)
+    assert tally.halted == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_halves_beside_layers_with_state_can_be_compiled(device: str) -> None:
+    model = tiny("qwen3_5_text").to(device)
+    reference = Reference(model, num_prompts=6, max_tokens=12)
+    patch(model, compile=True)
+    run_histories(model, reference, range(400, 401), reach=("host_tokens",), has_profile=False, compile=True)
+
+
+@pytest.mark.parametrize("model_type", slow_except(("jamba",), ("jamba", "lfm2_moe", "nemotron_h")))
+def test_linears_of_layers_with_state_are_prepacked(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 weights whose values bf16 has; Jamba uses the weight of one of its linears without a call."""
+    monkeypatch.setattr(narrow, "has_products", lambda dtype: dtype is torch.float32)
+    model = tiny(model_type)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    reference = Reference(model, num_prompts=6, max_tokens=12)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    patch(model, compile=False, prepack=True)
+    layer = model.get_submodule("model.layers.0")
+    assert any(isinstance(module, narrow.NarrowLinear) for module in layer.modules())
+    run_histories(model, reference, range(2), reach=("finished",))
+    unpatch(model)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
