@@ -67,11 +67,15 @@ void decode_partial(const void* q_ptr, DType q_dtype, const PagedKV& kv, const i
 }
 
 void merge_partials(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
-                    int64_t head_size, DType dtype, void* out_ptr) {
+                    int64_t head_size, const float* sinks, DType dtype, void* out_ptr) {
   std::vector<float> out(static_cast<size_t>(num_heads * head_size));
   for (int64_t n = 0; n < num_heads; ++n) {
     float highest = -std::numeric_limits<float>::infinity(), sum = 0;
     for (int64_t i = 0; i < num_pieces; ++i) highest = std::max(highest, m[i * num_heads + n]);
+    if (sinks) {
+      highest = std::max(highest, sinks[n]);
+      sum = std::exp(sinks[n] - highest);
+    }
     for (int64_t h = 0; h < head_size; ++h) out[n * head_size + h] = 0;
     for (int64_t i = 0; i < num_pieces; ++i) {
       const float weight = std::exp(m[i * num_heads + n] - highest);
@@ -356,7 +360,7 @@ struct Stress {
       decode_partial(q.data(), dtype, kv, table, request.position, begin, std::min(begin + size, end), layers[layer],
                      &acc[i * kHeads * kHeadSize], &m[i * kHeads], &l[i * kHeads]);
     }
-    merge_partials(acc.data(), m.data(), l.data(), pieces, kHeads, kHeadSize, dtype, out.data());
+    merge_partials(acc.data(), m.data(), l.data(), pieces, kHeads, kHeadSize, layers[layer].sinks, dtype, out.data());
     return out;
   }
 
