@@ -137,6 +137,7 @@ class Compiled:
 def pretend_to_have_a_gpu() -> None:
     """Have the compiler believe in an H200."""
     from torch._dynamo.device_interface import CudaInterface
+    from torch.utils._triton import has_triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -163,6 +164,7 @@ def pretend_to_have_a_gpu() -> None:
     ]
     for place, name, value in replaced:
         setattr(place, name, value)
+    has_triton.cache_clear()  # what is imported may have asked already
 
 
 def compiled_for_gpu(
