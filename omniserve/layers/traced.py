@@ -13,8 +13,6 @@ tokens, R rows that need logits, D columns of a row, W values of all tables.
 
 from __future__ import annotations
 
-import math
-from collections import UserDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import reduce
@@ -28,6 +26,7 @@ from transformers import PreTrainedModel
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.registry import Registry
 from omniserve.core.spec import AttentionSpec, ModelSpec
+from omniserve.layers.arguments import LayerArguments
 from omniserve.layers.around import check_between_layers, find_first_position, row_layout, same_tensors
 from omniserve.layers.between import BetweenLayer, number_states
 from omniserve.layers.checks import (
@@ -38,16 +37,12 @@ from omniserve.layers.checks import (
     why_grouped_mm_waits,
 )
 from omniserve.layers.compiled import structure
-from omniserve.layers.cut import AttentionFunction, Mask, calling, described_masks
+from omniserve.layers.cut import AttentionFunction, calling, described_masks
 from omniserve.layers.head import head_product
 from omniserve.layers.inspection import (
-    Carried,
     DataDependent,
     LinearWatch,
     OperatorLog,
-    Place,
-    Table,
-    TableForm,
     collect,
     filled,
 )
@@ -55,25 +50,6 @@ from omniserve.layers.overrides import unused_arguments
 from omniserve.layers.rows import WatchedPlace, places_in, write_left
 from omniserve.layers.shell import Cut, ModelShell, no_attention, some, stand_in, unsupported
 from omniserve.layers.states import state_bytes
-
-# Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
-_KNOWN_ARGUMENTS = frozenset(
-    {
-        "dropout",
-        "scaling",
-        "sliding_window",
-        "softcap",
-        "s_aux",
-        "alibi_slopes",
-        "is_causal",
-        "position_ids",
-        "window",
-        "logits_to_keep",
-    }
-)
-
-_SEES_ALL = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-"""A mask for layers that look into their mask."""
 
 
 class TracedFamily:
@@ -103,7 +79,6 @@ class TracedFamily:
         with torch.inference_mode():
             self._shell = ModelShell(model)
             self.layers: list[Any] = self._shell.layers
-            self._unused = unused_arguments(self._shell.overridden)
             self._shell.first_position = find_first_position(model, self._shell)
             # What depends on a position may do so only for late ones.
             self._positions = [1, 2, min(self.limits().values()) - 1]
@@ -125,17 +100,12 @@ class TracedFamily:
         self._rows = row_layout(self.model, self._shell, first, other)
         self._hands_over = check_between_layers(self.model, self._shell, first)
         """Layers are given what others return behind their output."""
-        self._forms: list[TableForm] = []
-        self._masks: list[set[Mask | None]] = []
-        """The masks that each layer gets; without one the attention's own argument tells its window."""
-        tables: list[Tensor] = []
-        self._tokens_tensors: list[tuple[Tensor, Carried]] = []
-        self._mappings: list[Any] = []
+        unused = unused_arguments(self._shell.overridden)
+        self._arguments = LayerArguments(self.model, unused, picks_keys=self._picks_keys)
         for index, layer in enumerate(self.layers):
-            self._masks.append(set())
-            given = [run.arguments[index] for run in (first, same, other)]
-            layer.arguments = self._template(index, given[0], given[1], given[2], tables)
-        self._keep_tables([*range(len(tables))])
+            layer.arguments = self._arguments.template(index, *(run.arguments[index] for run in (first, same, other)))
+        self._forms = self._arguments.forms
+        self._keep_tables([*range(len(self._forms))])
         self._rows.place_arguments([layer.arguments for layer in self.layers])
         for layer in self.layers:
             layer.turn = self._rows.turn(layer.layer_idx)
@@ -147,51 +117,6 @@ class TracedFamily:
         real = {dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes}
         # One dtype holds them all: an integer below 2^24 is a float32, and bf16 and back is exact.
         self._table_dtype = real.pop() if len(real) == 1 else reduce(torch.promote_types, real, torch.float32)
-
-    def _template(self, index: int, first: Any, same: Any, other: Any, tables: list[Tensor]) -> Any:
-        """Return what stands for an argument of a layer in three runs: itself, or its table."""
-        if isinstance(first, UserDict) and not first:
-            if not any(each is first for each in self._mappings):
-                self._mappings.append(first)
-            return Place(next(number for number, each in enumerate(self._mappings) if each is first), {}, {})
-        if isinstance(first, dict):
-            return {
-                key: None if key in self._unused else self._template(index, first[key], same[key], other[key], tables)
-                for key in first
-            }
-        if type(first) in (tuple, list):
-            parts = zip(first, same, other, strict=True)
-            return type(first)(self._template(index, one, two, three, tables) for one, two, three in parts)
-        if not isinstance(first, Tensor):
-            return first
-        if hasattr(first, "omniserve_mask"):
-            self._masks[index].add(first.omniserve_mask)
-            return _SEES_ALL.to(first.device) if self._picks_keys else None
-        name = f"gives layer {index} a tensor {tuple(first.shape)} beside its input that depends on"
-        if first.shape == same.shape == other.shape and torch.equal(first, same) and torch.equal(first, other):
-            return first
-        row_dims = [d for d in range(first.dim()) if (first.shape[d], other.shape[d]) == (3, 5)]
-        if len(row_dims) != 1 or first.shape != same.shape:
-            raise self._unsupported(f"{name} how many tokens there are")
-        shape = tuple(size for d, size in enumerate(first.shape) if d != row_dims[0])
-        form = TableForm(row_dims[0], shape, first.dtype)
-        if not torch.equal(first, same):
-            return self._carried(name, first, form)
-        for number, table in enumerate(tables):
-            if table is first:
-                return Table(number)
-        tables.append(first)
-        self._forms.append(form)
-        return Table(len(tables) - 1)
-
-    def _carried(self, name: str, tensor: Tensor, form: TableForm) -> Carried:
-        if tensor.dtype is not self.model.dtype:
-            raise self._unsupported(f"{name} the tokens, of {tensor.dtype}; a row has {self.model.dtype}")
-        for each, carried in self._tokens_tensors:
-            if each is tensor:
-                return carried
-        self._tokens_tensors.append((tensor, Carried(form)))
-        return self._tokens_tensors[-1][1]
 
     def _find_left(self) -> None:
         """Find what layers leave for later ones, and give it columns in the rows."""
@@ -213,7 +138,7 @@ class TracedFamily:
     def _record_layers(self) -> None:
         """Run each layer: its attention, its linears that read the same rows, and what it computes."""
         cos, sin = self.rotary(self._shell.int64(self._positions)) or (None, None)
-        if self._mappings:
+        if self._arguments.mappings:
             self._find_left()
         hidden_TD = self.embed(self._shell.int64([1, 2, 3]), self._shell.int64(self._positions))
         inputs: list[Tensor] = []
@@ -226,7 +151,9 @@ class TracedFamily:
             def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
                 heads = (query, key, value)
                 sizes.add((*(each.shape[1] for each in heads), *(each.shape[3] for each in heads)))
-                self._specs.append(self._spec_of(len(self._specs), query, mask, keywords))
+                index = len(self._specs)
+                described = self._shell.masks[index]
+                self._specs.append(self._arguments.spec_of(index, query, mask, keywords, described))
                 return stand_in(query, value)
 
             inputs.append(hidden_TD)
@@ -320,47 +247,6 @@ class TracedFamily:
             layer.prepare(given, hidden_nLD)
         self.state_forms = [*number_states(self.between)]
         """The states of those of them that have state."""
-
-    def _spec_of(self, index: int, query: Tensor, mask: Any, keywords: dict[str, Any]) -> AttentionSpec:
-        for name, value in keywords.items():
-            if name == "indices" and self._picks_keys:
-                continue
-            if not (name in _KNOWN_ARGUMENTS or value is None or isinstance(value, (bool, str))):
-                raise self._unsupported(f"gives the attention of layer {index} {name!r}, which no kernel here has")
-        if keywords.get("is_causal") is False:
-            raise self._unsupported(f"attends to later tokens in layer {index}; only causal layers work")
-        if mask is not None and not (self._picks_keys and mask.shape == _SEES_ALL.shape):
-            raise self._unsupported(f"makes a mask of its own in layer {index}")
-        scale, used = keywords.get("scaling"), self._shell.masks[index]
-        masks = {used.omniserve_mask} if hasattr(used, "omniserve_mask") else self._masks[index]
-        if None in masks or len(masks) > 1:
-            raise self._unsupported(f"gives layer {index} a mask that is neither causal, a sliding window nor chunks")
-        mask_kind = next(iter(masks), None) or Mask(window=int(keywords.get("sliding_window") or 0))
-        if "window" in keywords:  # an override's, which says all that its module masks
-            mask_kind = Mask(window=keywords["window"])
-        sinks, slopes = (
-            self._per_head(index, name, keywords.get(name), query.shape[1]) for name in ("s_aux", "alibi_slopes")
-        )
-        return AttentionSpec(
-            scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-            window=mask_kind.window,
-            chunk=mask_kind.chunk,
-            softcap=float(keywords.get("softcap") or 0.0),
-            sinks=sinks,
-            alibi_slopes=slopes,
-        )
-
-    def _per_head(self, index: int, name: str, value: Any, num_heads: int) -> tuple[float, ...] | None:
-        """Return an argument of a layer's attention that has a number for each query head."""
-        if value is None:
-            return None
-        numbers = tuple(map(float, value.flatten().tolist() if isinstance(value, Tensor) else value))
-        if len(numbers) != num_heads or not all(map(math.isfinite, numbers)):
-            raise self._unsupported(
-                f"gives the attention of layer {index} {name!r} {numbers}; expected a number for each of the "
-                f"{num_heads} heads"
-            )
-        return numbers
 
     def _find_shortcuts(self) -> None:
         """See which modules alone compute what the model's forward does around its layers."""

@@ -157,9 +157,9 @@ def test_slopes_of_alibi_may_come_as_a_tensor_or_a_tuple() -> None:
     family = TracedFamily(tiny_model("smollm3"))
     query = torch.zeros(3, 2, 1, 8)
     for slopes in ((0.5, 0.25), torch.tensor([[0.5], [0.25]])):
-        assert family._spec_of(0, query, None, {"alibi_slopes": slopes}).alibi_slopes == (0.5, 0.25)
+        assert family._arguments.spec_of(0, query, None, {"alibi_slopes": slopes}).alibi_slopes == (0.5, 0.25)
     with pytest.raises(UnsupportedModelError, match=r"'alibi_slopes' .* expected a number for each of the 2 heads"):
-        family._spec_of(0, query, None, {"alibi_slopes": (0.5,)})
+        family._arguments.spec_of(0, query, None, {"alibi_slopes": (0.5,)})
 
 
 def test_llama_4_that_scales_its_first_queries_is_refused() -> None:
