@@ -326,6 +326,7 @@ def tiny(model_type: str, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
         raise ValueError(
             f"{num_parameters / 1e6:.0f} million parameters: the type has sizes that the table does not know"
         )
+    torch.manual_seed(0)  # what is not filled below stays as it is drawn
     model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     is_tied = getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False)
