@@ -18,6 +18,7 @@ import torch
 from omniserve import Engine, FinishReason, Request, SamplingParams, patch
 from omniserve.host.mover import StagedMover
 from omniserve.host.moves import HostMoves
+from omniserve.layers import TracedFamily, family_of, patching
 from tests.engine_settings import flat_config
 from tests.parity.engine_histories import BLOCK, Reference, poison
 from tests.parity.models import tiny_model
@@ -88,6 +89,7 @@ class Bench:
         torch.set_num_threads(1)  # the layers are tiny
         self._references: dict[str, Reference] = {}
         self._models: dict[str, Any] = {}
+        self._layers: dict[str, TracedFamily] = {}
         self._max_tokens = max_tokens
         self._of_host("llama")
         self.cuda = FakeCuda()
@@ -96,13 +98,18 @@ class Bench:
         model = tiny_model(family, num_layers=2)
         self._references[family] = Reference(model, num_prompts=6, max_tokens=self._max_tokens)
         self._models[family] = model
+        self._layers[family] = family_of(model)  # while there are values to look at
 
     def _model(self, family: str) -> Any:
         if family not in self._models:
             self._of_host(family)
         model = self._models[family]
         if "omniserve" not in model.__dict__:
-            patch(self.cuda.to_device(model), compile=False, prepack=False)
+            layers = self._layers[family]
+            self.cuda.to_device(model)
+            layers._probe = torch.empty(0, dtype=model.dtype, device=model.device)
+            with mock.patch.object(patching, "family_of", lambda model: layers):
+                patch(model, compile=False, prepack=False)
         return model
 
     def play(self, scene: Callable[[Bench], None], order: Order) -> None:
