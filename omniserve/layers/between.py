@@ -9,13 +9,13 @@ Legend: n sequences of a call, L tokens of each, T rows of a step, D hidden.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from omniserve.core.errors import UnsupportedModelError
+from omniserve.layers.inspection import LinearWatch
 from omniserve.layers.states import RowGroup, StateCache, StateForm, StateKey, StatePool
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params", "past_key_value")
@@ -66,8 +66,9 @@ class BetweenLayer:
         output_nLD = self._try(hidden_nLD, StateCache())
         self._args, self._kwargs = _blank(self._args), _blank(self._kwargs)
         cache = StateCache()
-        with self._noting_linears():
+        with LinearWatch(self.layer) as linears:
             again_nLD = self._try(hidden_nLD, cache)
+        self.linears = linears.called()
         if not torch.equal(output_nLD, again_nLD):
             raise self._unsupported("is given more than its input and a cache, and uses it")
         if not cache.states:
@@ -85,21 +86,6 @@ class BetweenLayer:
         if not self._carries(hidden_nLD[1:], output_nLD[1:], forms):
             raise self._unsupported("computes something else if there are more sequences")
         self.forms = forms
-
-    @contextmanager
-    def _noting_linears(self) -> Iterator[None]:
-        called: dict[int, nn.Linear] = {}
-        linears = [module for module in self.layer.modules() if isinstance(module, nn.Linear)]
-        hooks = [
-            linear.register_forward_pre_hook(lambda module, args: called.setdefault(id(module), module) and None)
-            for linear in linears
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self.linears = list(called.values())
 
     def _carries(self, hidden_nLD: Tensor, output_nLD: Tensor, forms: dict[StateKey, StateForm]) -> bool:
         """Tell whether chunks, each with the states that the last one left, give what the whole gives."""

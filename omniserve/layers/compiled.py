@@ -4,7 +4,7 @@ The result of ``torch.compile(...).aot_compile`` is called directly. The ``torch
 and swap the interpreter's frame evaluator, which takes 40 us a call, where a half of a small model takes 80. Without
 guards a layer that changes later goes unnoticed: layers are compared by ``structure`` before, and adapters must be
 added to a model before it is patched. Each layer is bound to the compiled code at its first call: later calls hand its
-own parameters to the kernels' wrapper, without the layers of Python around it (12 to 17 us a call).
+own parameters to the kernels' wrapper, without the layers of Python around it.
 
 The first call of a half compiles it (10 s in all if nothing is cached). Compiled code is kept in
 ``TORCHINDUCTOR_CACHE_DIR``; with it a new process needs 3 s of CPU time, most of it to import the compiler.

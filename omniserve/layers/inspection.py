@@ -137,10 +137,10 @@ class LinearWatch:
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
-        self._calls: list[tuple[Tensor, list[nn.Module]]] = []
+        self._calls: list[tuple[Tensor, list[nn.Linear]]] = []
 
     def __enter__(self) -> LinearWatch:
-        def note(linear: nn.Module, args: tuple[Any, ...]) -> None:
+        def note(linear: nn.Linear, args: tuple[Any, ...]) -> None:
             for rows, linears in self._calls:
                 if rows is args[0]:
                     linears.append(linear)
@@ -154,6 +154,10 @@ class LinearWatch:
     def __exit__(self, *error: Any) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    def called(self) -> list[nn.Linear]:
+        """Return the linears that were called."""
+        return list({id(linear): linear for _, linears in self._calls for linear in linears}.values())
 
     def groups(self) -> list[tuple[nn.Module, ...]]:
         """Return the linears that share their input, in the order called; none is in two groups."""

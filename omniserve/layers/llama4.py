@@ -38,14 +38,15 @@ class Llama4Family(TracedFamily):
             positions.add(table.number)
         super()._check_halves(inputs, tables)  # without the temperature, which its few rows do not have
         self._has_temperature = bool(scaled)
-        self._keep_tables(sorted({*self._kept, *positions}))
+        self._tables.keep(sorted({*self._tables.kept, *positions}))
 
     def pre_attention(
         self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_TNH, k_TKH, v_TKH = super().pre_attention(layer, hidden_TD, cos, sin)
         if self._has_temperature and _has_temperature(layer):
-            attention, arguments = layer.layer.self_attn, filled(layer.arguments[1], self._tables(hidden_TD, cos, sin))
+            attention = layer.layer.self_attn
+            arguments = filled(layer.arguments[1], self._tables.from_rows(hidden_TD, cos, sin))
             steps_T = torch.floor((arguments["position_ids"].flatten().float() + 1.0) / attention.floor_scale)
             scale_T = torch.log1p(steps_T) * attention.attn_scale + 1.0
             q_TNH = (q_TNH * scale_T[:, None, None]).to(q_TNH.dtype)

@@ -62,9 +62,9 @@ class PatchedModel:
         self.num_layers = self.spec.num_layers
         self.dtype: torch.dtype = family.model.dtype
         self.device: torch.device = family.model.device
-        self.embed = family.embed
-        self.rotary = family.rotary
-        self.logits = family.logits
+        self.embed = family.ends.embed
+        self.rotary = family.ends.rotary
+        self.logits = family.ends.logits
         self.has_between = any(family.between)
         """Some layers do not attend: ``run_between`` runs them."""
 
@@ -256,14 +256,13 @@ class _Patch:
         except BaseException:
             self._hooks.put_back()
             raise
-        model.__dict__["omniserve"] = PatchedModel(
-            family, compile=options[0]
-        )  # __setattr__ would register it as a submodule
+        # __setattr__ would register it as a submodule.
+        model.__dict__["omniserve"] = PatchedModel(family, compile=options[0])
         logger.info("installed model.omniserve (%s, compile=%s)", type(family).__name__, options[0])
 
     def _prepack(self, family: TracedFamily, *, is_required: bool) -> None:
         adapted = in_adapters(self._model)
-        modules = [*(module for layer in family.layers for module in layer.modules()), family.lm_head]
+        modules = [*(module for layer in family.layers for module in layer.modules()), family.ends.lm_head]
         modules += [linear for layers in family.between for layer in layers for linear in layer.linears]
         candidates = [module for module in modules if id(module) not in adapted]
         of_one_input = [group for layer in family.layers for group in family.linear_groups(layer)]

@@ -66,7 +66,7 @@ class FakeGpuEngine:
             self.model = blank_model(family, dtype, num_layers=2)
             layers = TracedFamily(self.model)  # on the CPU: it looks at values, which fake tensors do not have
             self.model.to("cuda")
-            layers._probe = layers._probe.to("cuda")
+            layers.ends.probe = layers.ends.probe.to("cuda")
             patch.setattr(patching, "family_of", lambda model: layers)
             patch.setattr(graph_runner, "DECODE_ROWS", (0,))  # and all that max_num_seqs allows: few shapes
             # A Parameter on the fake GPU is a FakeTensor, which `is_plain` takes for a subclass of some library's.

@@ -19,7 +19,7 @@ from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.layers.compiled import structure
 from omniserve.layers.groups import GroupLinear
 from omniserve.layers.patching import PatchedModel, patch, unpatch
-from tests.parity.models import tiny_model
+from tests.parity.models import prepackable_model, tiny_model
 
 FAMILIES = ("llama", "smollm3")  # one kind of layer, two kinds
 IDS = torch.arange(9)[None]
@@ -34,16 +34,21 @@ def peft() -> Any:
     return pytest.importorskip("peft")
 
 
-def adapted(peft: Any, family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """Return a model with random LoRA adapters."""
+def adapted(peft: Any, family: str, **options: Any) -> Any:
+    """Return a small model with random LoRA adapters."""
+    return with_adapters(peft, tiny_model(family), **options)
+
+
+def with_adapters(peft: Any, model: PreTrainedModel, **options: Any) -> Any:
+    """Wrap a model with random LoRA adapters."""
     options = {"target_modules": ["q_proj", "v_proj", "down_proj"], "r": 4, "task_type": "CAUSAL_LM"} | options
-    model = peft.get_peft_model(tiny_model(family, dtype), peft.LoraConfig(**options), autocast_adapter_dtype=False)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**options), autocast_adapter_dtype=False)
     torch.manual_seed(1)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in wrapped.named_parameters():
             if "lora_" in name:
                 parameter.normal_().mul_(0.3)
-    return model.eval()
+    return wrapped.eval()
 
 
 # --- PEFT -----------------------------------------------------------------------------------------------------------
@@ -125,10 +130,9 @@ def test_scalings_that_differ_between_layers_have_graphs_of_their_own(peft: Any)
     assert structure(layers[0]) == structure(layers[2]) != structure(layers[1])
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 on this CPU")
 def test_linears_of_adapters_are_not_prepacked(peft: Any) -> None:
     """They read each other's weights; a packed one would be unpacked at each call."""
-    model = adapted(peft, "llama", torch.bfloat16)
+    model = with_adapters(peft, prepackable_model("llama"))
     patch(model, compile=False, prepack=True)
     held = [name for name, module in model.named_modules() if isinstance(module, GroupLinear)]
     assert len(held) == 3 * 4 + 1 and not any("q_proj" in name or "v_proj" in name or "down" in name for name in held)

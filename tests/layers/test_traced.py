@@ -16,11 +16,11 @@ from transformers.masking_utils import create_causal_mask
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.compiled import ShareProducts, structure
 from omniserve.layers.cut import Mask, calling, described_masks, mask_of
-from omniserve.layers.packed import PackedLinear
+from omniserve.layers.groups import HeldLinear
 from omniserve.layers.patching import PatchedModel, patch, unpatch
 from omniserve.layers.shell import no_attention
 from omniserve.layers.traced import TracedFamily
-from tests.parity.models import MODELS, tiny_model
+from tests.parity.models import MODELS, prepackable_model, tiny_model
 from tests.quick import slow_except
 
 _SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
@@ -247,16 +247,15 @@ def test_the_product_of_a_group_is_computed_once(monkeypatch: pytest.MonkeyPatch
     assert products == [1, 3], "q, k and v; o, gate and up, down"
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 on this CPU")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("prepack", [False, True], ids=["dense", "packed"])
 def test_a_tied_head_stays_dense(tied: bool, prepack: bool) -> None:
-    model = tiny_model("smollm3", torch.bfloat16, tie_word_embeddings=tied)
-    ids_T, hidden_TD = torch.arange(3, 9), torch.randn(6, 48).bfloat16()
+    model = prepackable_model("smollm3", tie_word_embeddings=tied)
+    ids_T, hidden_TD = torch.arange(3, 9), torch.randn(6, 48).to(model.dtype)
     with torch.inference_mode():
         embedded_TD, logits_TV = model.model.embed_tokens(ids_T), model.lm_head(model.model.norm(hidden_TD))
         patched = patch(model, compile=False, prepack=prepack).omniserve
-        assert isinstance(model.lm_head, PackedLinear) == (prepack and not tied)
+        assert isinstance(model.lm_head, HeldLinear) == (prepack and not tied)
         assert torch.equal(patched.embed(ids_T, ids_T), embedded_TD)
         # Sums of 48 products in fp32 in another order: at most a step of bf16 apart.
         torch.testing.assert_close(patched.logits(hidden_TD), logits_TV, rtol=2**-7, atol=1e-2)

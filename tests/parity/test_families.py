@@ -191,8 +191,8 @@ def test_halves_trace_as_one_graph_and_no_layer_recompiles(name: str) -> None:
     post = torch.compile(family.post_attention, fullgraph=True, dynamic=True, backend="eager")
     with torch.inference_mode(), family.compiling():
         positions = torch.arange(6)
-        hidden = family.embed(positions, positions)
-        cos, sin = family.rotary(positions) or (None, None)
+        hidden = family.ends.embed(positions, positions)
+        cos, sin = family.ends.rotary(positions) or (None, None)
         for layer in family.layers:
             q, _, _ = pre(layer, hidden, cos, sin)
             hidden = post(layer, q.flatten(1), hidden)

@@ -34,7 +34,7 @@ def test_experts_whose_products_wait_for_the_device(
 ) -> None:
     layers = TracedFamily(tiny_model(family))
     assert not layers.why_not_captured(), "it is not on a GPU"
-    layers._probe = SimpleNamespace(device=CUDA, dtype=dtype)
+    layers.ends.probe = SimpleNamespace(device=CUDA, dtype=dtype)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     reason = layers.why_not_captured()
     assert not reason if is_captured else "set step_graphs='off'" in reason

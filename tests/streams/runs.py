@@ -107,7 +107,7 @@ class Bench:
         if "omniserve" not in model.__dict__:
             layers = self._layers[family]
             self.cuda.to_device(model)
-            layers._probe = torch.empty(0, dtype=model.dtype, device=model.device)
+            layers.ends.probe = torch.empty(0, dtype=model.dtype, device=model.device)
             with mock.patch.object(patching, "family_of", lambda model: layers):
                 patch(model, compile=False, prepack=False)
         return model
