@@ -100,7 +100,7 @@ class ToolCall(StrictModel):
 
 def _only_text(value: Any) -> Any:
     if isinstance(value, str) and value != "text":
-        raise ValueError(f"must be 'text', got {value[:40]!r}: this server serves text only, no images, audio or files")
+        raise ValueError("must be 'text': this server serves text only, no images, audio or files")
     return value
 
 

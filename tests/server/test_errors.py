@@ -51,7 +51,7 @@ BAD_FIELDS = [
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
         "messages.0.content.0.type",
-        "must be 'text', got 'image_url': this server serves text only",
+        "must be 'text': this server serves text only",
     ),
     (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "may be 0 with echo=true"),
