@@ -3,7 +3,7 @@
 It either has recurrent state instead of KV or computes each row by itself. The layer's own forward runs; its cache is
 a ``StateCache``. That its states carry a request from chunk to chunk is proved when a model is patched.
 
-Legend: n sequences of a call, L tokens of each, T rows of a step, D hidden.
+Legend: n sequences of a call, L tokens of each, T rows of a step, D hidden, W columns of a row.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.inspection import LinearWatch
 from omniserve.layers.states import RowGroup, StateCache, StateForm, StateKey, StatePool
 
-_CACHE_NAMES = ("cache", "past_key_values", "cache_params", "past_key_value")
-"""What layers call the argument that holds their cache."""
+CACHE_NAMES = frozenset({"cache", "past_key_values", "cache_params", "past_key_value"})
+"""What layers and their modules call the argument that holds the model's cache."""
 _CHUNKS = (3, 2, 1, 1)
 """Lengths of the chunks by which a layer's states are tried."""
 
@@ -29,6 +29,12 @@ class BetweenLayer:
 
     def __init__(self, layer: nn.Module, name: str, *, behind: tuple[None, ...] | None) -> None:
         self.layer, self.behind = layer, behind
+        self.part = layer
+        """What has the states and the linears."""
+        self.width = 0
+        """D: the first columns of a row are its input."""
+        self.columns = slice(0)
+        """Those of its output."""
         self._name = name
         self.number = -1
         """Its number among the layers with state; -1: it has none."""
@@ -41,16 +47,18 @@ class BetweenLayer:
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
 
-    def run(self, hidden_TD: Tensor, groups: Sequence[RowGroup], pool: StatePool) -> Tensor:
-        """Return the layer's output for the rows of a step; a layer with state leaves rows of no group as they are."""
+    def run(self, rows_TW: Tensor, groups: Sequence[RowGroup], pool: StatePool) -> Tensor:
+        """Return the rows of a step with the layer's output; a layer with state leaves rows of no group as they are."""
+        hidden_TD, output_TW = rows_TW[:, : self.width], rows_TW.clone()
+        output_TD = output_TW[:, self.columns]
         if self.number < 0:
-            return self._call(hidden_TD[:, None], StateCache())[:, 0]
-        output_TD = hidden_TD.clone()
+            output_TD.copy_(self._call(hidden_TD[:, None], StateCache())[:, 0])
+            return output_TW
         for group in groups:
             cache = pool.read(self.number, group)
             output_TD[group.rows_nL] = self._call(hidden_TD[group.rows_nL], cache)
             pool.write(self.number, group, cache)
-        return output_TD
+        return output_TW
 
     def prepare(self, arguments: tuple[Any, Any], hidden_nLD: Tensor) -> None:
         """Find out what the layer keeps, and prove that it can be run in chunks.
@@ -63,10 +71,12 @@ class BetweenLayer:
             UnsupportedModelError: It cannot.
         """
         self._args, self._kwargs = arguments
+        self.width = hidden_nLD.shape[2]
         output_nLD = self._try(hidden_nLD, StateCache())
+        self.columns = slice(0, output_nLD.shape[2])
         self._args, self._kwargs = _blank(self._args), _blank(self._kwargs)
         cache = StateCache()
-        with LinearWatch(self.layer) as linears:
+        with LinearWatch(self.part) as linears:
             again_nLD = self._try(hidden_nLD, cache)
         self.linears = linears.called()
         if not torch.equal(output_nLD, again_nLD):
@@ -100,17 +110,22 @@ class BetweenLayer:
         return _agree(output_nLD, torch.cat(outputs, dim=1))
 
     def _call(self, hidden_nLD: Tensor, cache: StateCache) -> Tensor:
+        parts = hidden_nLD.split(1, dim=1) if self._by_token and cache.states else (hidden_nLD,)
+        return torch.cat([self._forward(part, cache) for part in parts], dim=1)
+
+    def _forward(self, hidden_nLD: Tensor, cache: StateCache) -> Tensor:
         kwargs = {
-            name: cache if name in _CACHE_NAMES else True if name == "use_cache" else value
+            name: cache if name in CACHE_NAMES else True if name == "use_cache" else value
             for name, value in self._kwargs.items()
         }
-        parts = hidden_nLD.split(1, dim=1) if self._by_token and cache.states else (hidden_nLD,)
-        outputs = [self.layer(part, *self._args, **kwargs) for part in parts]
-        return torch.cat([each if isinstance(each, Tensor) else each[0] for each in outputs], dim=1)
+        output = self.layer(hidden_nLD, *self._args, **kwargs)
+        return output if isinstance(output, Tensor) else output[0]
 
     def _try(self, hidden_nLD: Tensor, cache: StateCache) -> Tensor:
         try:
             return self._call(hidden_nLD, cache)
+        except UnsupportedModelError:
+            raise
         except Exception as error:  # of the layer's own code, which may want another cache
             raise self._unsupported(f"does not run with its states alone ({type(error).__name__}: {error})") from error
 

@@ -1,14 +1,15 @@
 """The attention function that a model calls while one of its halves runs, and what its masks let through.
 
 It is registered with Hugging Face's attention interface. ``calling`` puts a function in its place for as long as a half
-runs; ``described_masks`` has the masks of a run describe themselves.
+runs, and one in the place of modules with recurrent state that stand beside an attention (``mixers``);
+``described_masks`` has the masks of a run describe themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,21 @@ _FAR = 1 << 24
 AttentionFunction = Callable[..., Tensor]
 """(module, query, key, value, mask, keywords) -> attention rows ``[T, 1, N, H]``; q, k, v are ``[T, heads, 1, H]``."""
 
+MixerFunction = Callable[[Any, Any, Any], Tensor]
+"""(module, its arguments, those with a name) -> its output."""
+
+
+class Cut(Exception):
+    """Ends a layer or a model where everything that is wanted has been computed."""
+
 
 class _Running:
     """What the functions that are registered below do."""
 
     attend: AttentionFunction | None = None
     """The attention function of the half that runs."""
+    mix: MixerFunction | None = None
+    """What runs in the place of its mixers."""
     describes_masks = False
     """The making of a mask describes it; a half needs none."""
 
@@ -44,6 +54,19 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
 def attended(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Tensor:
     """Return what the attention function makes of heads ``[sequences, heads, T, H]``, as ``[sequences, T, N * H]``."""
     return _attend(module, query, key, value, **keywords)[0].flatten(2)
+
+
+def no_attention(*args: Any) -> NoReturn:
+    """Stand for the attention function where the model must not attend."""
+    raise RuntimeError("the model attends outside of its decoder layers")
+
+
+class Mixed:
+    """The forward of a mixer while a half runs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert _running.mix is not None
+        return _running.mix(self, args, kwargs)
 
 
 def _mask(*args: Any, mask_function: Callable[..., Any], device: Any, batch_size: int = 1, **keywords: Any) -> Tensor:
@@ -127,16 +150,20 @@ AttentionMaskInterface.register(_NAME, _mask)
 
 @contextmanager
 def calling(
-    attend: AttentionFunction, configs: Sequence[Any], overridden: Sequence[tuple[nn.Module, type]]
+    attend: AttentionFunction,
+    configs: Sequence[Any],
+    overridden: Sequence[tuple[nn.Module, type]],
+    mix: MixerFunction | None = None,
 ) -> Iterator[None]:
     """Have the model with these configs call an attention function; modules with an override change their class."""
     if torch.compiler.is_compiling():  # within another ``calling``: a graph cannot change a config
-        _running.attend = attend
+        _running.attend, _running.mix = attend, mix
         yield
-        _running.attend = None
+        _running.attend = _running.mix = None
         return
     names = [config._attn_implementation_internal for config in configs]
-    before, _running.attend = _running.attend, attend
+    before = _running.attend, _running.mix
+    _running.attend, _running.mix = attend, mix
     classes = [type(module) for module, _ in overridden]
     for config in configs:
         config._attn_implementation_internal = _NAME
@@ -149,7 +176,7 @@ def calling(
             module.__class__ = own
         for config, name in zip(configs, names, strict=True):
             config._attn_implementation_internal = name
-        _running.attend = before
+        _running.attend, _running.mix = before
 
 
 @contextmanager

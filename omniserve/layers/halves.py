@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from omniserve.layers.cut import AttentionFunction, calling
+from omniserve.layers.cut import AttentionFunction, Cut, calling
 from omniserve.layers.inspection import filled
 from omniserve.layers.rows import RowLayout, write_left
-from omniserve.layers.shell import Cut, ModelShell, stand_in
+from omniserve.layers.shell import ModelShell, stand_in
 from omniserve.layers.tables import PositionTables
 
 
@@ -98,5 +98,9 @@ class LayerHalves:
     ) -> Any:
         """Run a layer's forward on rows, and return what it returns."""
         args, kwargs = filled(layer.arguments, self._tables.from_rows(hidden_TD, cos, sin), hidden_TD, places)
-        with calling(attend, self._shell.configs, self._shell.overridden):
+
+        def mix(module: Any, args: Any, kwargs: Any) -> Tensor:
+            return self._rows.mixed(hidden_TD)
+
+        with calling(attend, self._shell.configs, self._shell.overridden, mix):
             return layer.layer(self._rows.hidden(hidden_TD), *args, **kwargs)

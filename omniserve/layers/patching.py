@@ -262,8 +262,10 @@ class _Patch:
 
     def _prepack(self, family: TracedFamily, *, is_required: bool) -> None:
         adapted = in_adapters(self._model)
-        modules = [*(module for layer in family.layers for module in layer.modules()), family.ends.lm_head]
+        mixing = {module for each in family.mixers for mixer in each for module in mixer.part.modules()}
+        modules = [module for layer in family.layers for module in layer.modules() if module not in mixing]
         modules += [linear for layers in family.between for layer in layers for linear in layer.linears]
+        modules.append(family.ends.lm_head)
         candidates = [module for module in modules if id(module) not in adapted]
         of_one_input = [group for layer in family.layers for group in family.linear_groups(layer)]
         for form in _FORMS:

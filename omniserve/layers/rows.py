@@ -8,7 +8,8 @@ are columns behind the layer's input, so that a row that is away on the host tie
 * what several layers are given;
 * what one layer is given, the next layer's first: a queue that each layer turns on, so that a layer finds its own
   where all others find theirs, and layers of one structure share one graph;
-* what earlier layers left.
+* what earlier layers left;
+* the output of the layer's mixer (``mixers``), which has run before the layer.
 
 Tensor legend: T tokens, W columns.
 """
@@ -37,6 +38,18 @@ class RowLayout:
         self.width = hidden.width
         """How many columns there are."""
         self._left_start = self.width
+        self._mixed: Carried | None = None
+
+    def place_mixed(self, form: TableForm) -> slice:
+        """Give columns to the output of mixers, behind those of all arguments."""
+        self._mixed = Carried(form, self.width)
+        self.width += form.width
+        return slice(self._mixed.start, self.width)
+
+    def mixed(self, rows_TW: Tensor) -> Tensor:
+        """Return the output of the layer's mixer."""
+        assert self._mixed is not None
+        return self._mixed.read(rows_TW)
 
     def place_arguments(self, arguments: Sequence[Any]) -> None:
         """Give columns to what the layers are given of a token, by what stands for it in their arguments."""

@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,9 @@ from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.between import BetweenLayer
-from omniserve.layers.cut import calling, described_masks
+from omniserve.layers.cut import Cut, calling, described_masks, no_attention
+from omniserve.layers.mixers import Mixer, modules_beside
 from omniserve.layers.overrides import check, overridden_in
-
-
-class Cut(Exception):
-    """Ends a layer or a model where everything that is wanted has been computed."""
 
 
 class TracedLayer(nn.Module):
@@ -102,11 +99,13 @@ class ModelShell:
         """
         names = {id(module): name for name, module in self._model.named_modules()}
         called: list[str] = []
+        attentions: list[nn.Module] = []
         self.masks: list[Any] = []
         """The mask that each layer gives its attention; one of the model's own describes itself."""
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
             called.append(names[id(module)])
+            attentions.append(module)
             self.masks.append(mask)
             return stand_in(query, value)
 
@@ -118,8 +117,14 @@ class ModelShell:
             if isinstance(output, (tuple, list)):
                 tuples[id(layer)] = tuple(map(_zero_row, output[1:]))
 
+        began: set[nn.Module] = set()
+
+        def note_start(module: nn.Module, args: Any) -> None:
+            began.add(module)
+
         lists = [each for each in self._model.named_modules() if isinstance(each[1], nn.ModuleList)]
         hooks = [layer.register_forward_hook(note) for _, layers in lists for layer in layers]
+        hooks += [module.register_forward_pre_hook(note_start) for module in self._model.modules()]
         try:
             with described_masks(), calling(attend, self.configs, self.overridden):
                 self._call_model(self.int64([1, 1]), self.int64([0, 1]))
@@ -158,11 +163,19 @@ class ModelShell:
         """The decoder layers that attend, in order."""
         self.between: list[list[BetweenLayer]] = [[]]
         """The others that run: before the first that attends, before the second, ..., behind the last."""
+        self.mixers: list[list[Mixer]] = []
+        """Of each layer that attends the modules that may have state beside its attention."""
         self._members: list[Member] = []
         attending = [layers[index] for index in indices]
         for layer in members:
             behind = tuples.get(id(layer))
             if any(layer is each for each in attending):
+                attention = attentions[len(self.layers)]
+                named = [
+                    (each, f"{type(self._model).__name__}: {names[id(each)]}")
+                    for each in modules_beside(layer, attention, began)
+                ]
+                self.mixers.append([Mixer(layer, each, attention, name, configs=self.configs) for each, name in named])
                 self.layers.append(TracedLayer(layer, len(self.layers), behind=behind))
                 self.between.append([])
                 self._members.append(self.layers[-1])
@@ -323,8 +336,3 @@ def stand_in(query: Tensor, value: Tensor) -> Tensor:
 def some(numbers_T: Tensor) -> Tensor:
     """Return numbers, or a zero if there are none: a model's own forward may not bear an empty batch."""
     return numbers_T if len(numbers_T) else numbers_T.new_zeros(1)
-
-
-def no_attention(*args: Any) -> NoReturn:
-    """Stand for the attention function where the model must not attend."""
-    raise RuntimeError("the model attends outside of its decoder layers")

@@ -33,17 +33,13 @@ from omniserve.layers.checks import (
     why_grouped_mm_waits,
 )
 from omniserve.layers.compiled import structure
-from omniserve.layers.cut import calling, described_masks
+from omniserve.layers.cut import calling, described_masks, no_attention
 from omniserve.layers.ends import ModelEnds
 from omniserve.layers.halves import LayerHalves
-from omniserve.layers.inspection import (
-    DataDependent,
-    LinearWatch,
-    OperatorLog,
-)
+from omniserve.layers.inspection import DataDependent, LinearWatch, OperatorLog, TableForm
 from omniserve.layers.overrides import unused_arguments
 from omniserve.layers.rows import WatchedPlace, places_in, write_left
-from omniserve.layers.shell import ModelShell, no_attention, stand_in, unsupported
+from omniserve.layers.shell import ModelShell, Run, stand_in, unsupported
 from omniserve.layers.states import state_bytes
 from omniserve.layers.tables import PositionTables
 
@@ -75,7 +71,6 @@ class TracedFamily:
             self._record_arguments()
             self._record_layers()
             self.ends.find_shortcuts(self._positions)
-            self._record_between()
 
     def _unsupported(self, what: str) -> UnsupportedModelError:
         return unsupported(self.model, what)
@@ -88,6 +83,7 @@ class TracedFamily:
             first, same = self._shell.run([1, 2, 3], [0, 1, 2]), self._shell.run([4, 2, 5], [0, 1, 2])
             other = self._shell.run([1, 2, 3, 4, 5], [3, 4, 5, 6, self._positions[-1]])
         self._rows = row_layout(self.model, self._shell, first, other)
+        self._record_between(first)
         self._hands_over = check_between_layers(self.model, self._shell, first)
         """Layers are given what others return behind their output."""
         unused = unused_arguments(self._shell.overridden)
@@ -98,6 +94,7 @@ class TracedFamily:
         self.halves = LayerHalves(self._shell, self._rows, self._tables)
         self.ends = ModelEnds(self.model, self._shell, self._rows, self._tables)
         self._rows.place_arguments([layer.arguments for layer in self.layers])
+        self._place_mixers()
         for layer in self.layers:
             layer.turn = self._rows.turn(layer.layer_idx)
 
@@ -197,7 +194,10 @@ class TracedFamily:
                 rows = attn.reshape(attn.shape[0], 1, -1, self.halves.head_size)[..., : value.shape[3]]  # noqa: B023
                 return rows.transpose(0, 1) if is_sequence else rows
 
-            with calling(attend, self._shell.configs, self._shell.overridden):
+            def mix(module: Any, args: Any, kwargs: Any) -> Tensor:
+                return self._rows.mixed(hidden_TD).transpose(0, 1)  # noqa: B023
+
+            with calling(attend, self._shell.configs, self._shell.overridden, mix):
                 output = layer.layer(self._rows.transposed(self._rows.hidden(hidden_TD)), *args, **kwargs)
             output = self._rows.transposed(output if isinstance(output, Tensor) else output[0])
             together.append(self._rows.next(layer.turn, output, hidden_TD))
@@ -217,21 +217,44 @@ class TracedFamily:
                     used.add(number)
         self._tables.keep(sorted(used))
 
-    def _record_between(self) -> None:
-        """Find out what the layers without attention keep of a request."""
+    def _record_between(self, first: Run) -> None:
+        """Find out what the layers without attention and the modules beside an attention keep of a request."""
         self.between: list[list[BetweenLayer]] = self._shell.between
-        """Layers that do not attend: those before the first that does, before the second, ..., behind the last."""
-        ids_T = self._shell.int64(range(1, 15))
-        hidden = self._shell.first_input(ids_T, torch.arange(14, device=ids_T.device))
-        if any(self.between) and hidden.shape != (14, 1, self._rows.width):
-            raise self._unsupported("hands more than hidden states to its layers, of which some do not attend")
-        hidden_nLD = hidden.flatten(0, 1).unflatten(0, (-1, 7))
-        arguments = self._shell.run([1, 2, 3], [0, 1, 2]).between
-        layers = [layer for each in self.between for layer in each]
-        for layer, given in zip(layers, arguments, strict=True):
-            layer.prepare(given, hidden_nLD)
+        """Layers that do not attend: those before the first that does, before the second, ..., behind the last.
+
+        A mixer of a layer that attends is the last one before it.
+        """
+        layers = [*zip((layer for each in self.between for layer in each), first.between, strict=True)]
+        mixers = [
+            (mixer, given) for each, given in zip(self._shell.mixers, first.arguments, strict=True) for mixer in each
+        ]
+        if layers or mixers:
+            ids_T = self._shell.int64(range(1, 15))
+            hidden = self._shell.first_input(ids_T, torch.arange(14, device=ids_T.device))
+            if hidden.shape != (14, 1, self._rows.width):
+                raise self._unsupported("gives its layers, of which some have state, several hidden states of a token")
+            for part, given in (*layers, *mixers):
+                part.prepare(given, hidden.flatten(0, 1).unflatten(0, (-1, 7)))
+        self.mixers = [[mixer for mixer in each if mixer.forms] for each in self._shell.mixers]
+        """Of each layer the module that has state beside its attention, if there is one."""
+        for index, each in enumerate(self.mixers):
+            if len(each) > 1:
+                raise self._unsupported(f"has {len(each)} modules with state in layer {index}")
+            self.between[index] += each
+            self._shell.overridden += [mixer.overridden for mixer in each]
         self.state_forms = [*number_states(self.between)]
         """The states of those of them that have state."""
+
+    def _place_mixers(self) -> None:
+        """Give columns of the rows to the mixers' output."""
+        mixers = [mixer for each in self.mixers for mixer in each]
+        widths = {mixer.columns.stop for mixer in mixers}
+        if len(widths) > 1:
+            raise self._unsupported(f"has modules with state whose outputs differ in size: {sorted(widths)}")
+        if mixers:
+            columns = self._rows.place_mixed(TableForm(0, (1, *widths), self.model.dtype))
+            for mixer in mixers:
+                mixer.columns = columns
 
     # --- what serves it ---------------------------------------------------------------------------------------------
 

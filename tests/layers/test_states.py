@@ -1,4 +1,4 @@
-"""Layers without attention: what they keep of a request, how they are run in groups of rows, and what is refused."""
+"""Layers without attention, and modules with state beside one: what they keep, how rows pass, what is refused."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1DecoderLayer
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers import family_of
 from omniserve.layers.between import BetweenLayer
+from omniserve.layers.mixers import modules_beside
 from omniserve.layers.states import RowGroup, StateCache, StatePool
 from tests.parity.zoo import tiny
 
@@ -103,6 +105,34 @@ def test_layers_are_sorted_by_what_they_do() -> None:
     assert family.spec().state_bytes == sum(
         form.num_bytes for layers in family.between for layer in layers for form in layer.forms.values()
     )
+
+
+def test_a_module_with_state_beside_the_attention_is_found() -> None:
+    family = family_of(tiny("falcon_h1"))
+    assert [len(each) for each in family.mixers] == [1, 1, 1]
+    assert [len(each) for each in family.between] == [1, 1, 1, 0]
+    assert family.spec().hidden_size == 2 * 64, "rows carry the module's output"
+    layer = family.layers[0].layer
+    every = set(layer.modules())
+    assert list(modules_beside(layer, layer.self_attn, every)) == [layer.mamba]
+    assert list(modules_beside(layer, layer.self_attn.q_proj, every)) == [layer.mamba], (
+        "self_attn is around, not beside"
+    )
+    assert not list(modules_beside(layer, layer.self_attn, {layer.self_attn})), "the other has not run"
+
+
+def test_a_module_with_state_behind_the_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("falcon_h1")
+
+    def behind(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+        attended, _ = layer.self_attn(hidden_states, **kwargs)
+        return (layer.mamba(attended, cache=kwargs["cache"]),)
+
+    monkeypatch.setattr(FalconH1DecoderLayer, "forward", behind)
+    with pytest.raises(
+        UnsupportedModelError, match=r"layers\.0\.mamba has state and runs behind its layer's attention"
+    ):
+        family_of(model)
 
 
 def test_chunks_of_a_layer_that_drops_its_state_go_token_by_token() -> None:

@@ -1,4 +1,4 @@
-"""Models in which some layers have recurrent state instead of KV: exact tokens over any history."""
+"""Models in which layers have recurrent state instead of KV, or beside it: exact tokens over any history."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.quick import slow_except
 from tests.sched import preemptible
 
 # Gated delta rule behind and before attention; Mamba-2 and layers that only have an MLP; Mamba, whose chunks go token
-# by token; short convolutions, with attention first.
-STRUCTURES = ("qwen3_next", "nemotron_h", "jamba", "lfm2_moe")
+# by token; short convolutions, with attention first; Mamba-2 beside the attention of each layer.
+STRUCTURES = ("qwen3_next", "nemotron_h", "jamba", "lfm2_moe", "falcon_h1")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -31,7 +31,7 @@ def model_and_reference(model_type: str, device: str) -> tuple[PreTrainedModel, 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("model_type", slow_except(("nemotron_h", "lfm2_moe"), STRUCTURES))
+@pytest.mark.parametrize("model_type", slow_except(("nemotron_h", "falcon_h1"), STRUCTURES))
 def test_piggybacked_tokens_equal_hugging_face(model_type: str, device: str) -> None:
     model, reference = model_and_reference(model_type, device)
     run_histories(
@@ -70,14 +70,15 @@ def test_rows_do_not_leave_a_step_between_layers(device: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_halves_beside_layers_with_state_can_be_compiled(device: str) -> None:
-    model = tiny("qwen3_5_text").to(device)
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "falcon_h1"])
+def test_halves_beside_layers_with_state_can_be_compiled(model_type: str, device: str) -> None:
+    model = tiny(model_type).to(device)
     reference = Reference(model, num_prompts=6, max_tokens=12)
     patch(model, compile=True)
     run_histories(model, reference, range(400, 401), reach=("host_tokens",), has_profile=False, compile=True)
 
 
-@pytest.mark.parametrize("model_type", slow_except(("jamba",), ("jamba", "lfm2_moe", "nemotron_h")))
+@pytest.mark.parametrize("model_type", slow_except(("jamba",), ("jamba", "lfm2_moe", "nemotron_h", "falcon_h1")))
 def test_linears_of_layers_with_state_are_prepacked(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 weights whose values bf16 has; Jamba uses the weight of one of its linears without a call."""
     monkeypatch.setattr(narrow, "has_products", lambda dtype: dtype is torch.float32)

@@ -190,6 +190,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "electra": _TEXT_DECODER,
     "ernie": _TEXT_DECODER,
     "falcon": {"head_dim": None, "alibi": False, "new_decoder_architecture": True},
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 64, "mamba_n_groups": 1},
     "gemma2": {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0},
     "dots3_note": _DOTS3, "dots3_note_text": _DOTS3,
     "gemma3n": _GEMMA3N, "gemma3n_text": _GEMMA3N,
