@@ -7,16 +7,18 @@ added to a model before it is patched. Each layer is bound to the compiled code 
 own parameters to the kernels' wrapper, without the layers of Python around it.
 
 The first call of a half compiles it (10 s in all if nothing is cached). Compiled code is kept in
-``TORCHINDUCTOR_CACHE_DIR``; with it a new process needs 3 s of CPU time, most of it to import the compiler.
+``TORCHINDUCTOR_CACHE_DIR``; with it a new process needs 4 s, to import the compiler and to trace the halves again.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +26,12 @@ from torch import Tensor, nn
 from torch._dynamo.aot_compile import AOTCompiledFunction
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.output_code import CompiledFxGraph
 from torch.fx.experimental import _config as fx_config
+
+from omniserve.ops.isa import instruction_sets
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +49,8 @@ _HEEDS_HINTS = (2, 13)
 
 # Attributes that differ between layers and that no half may read.
 _PER_LAYER_ATTRIBUTES = frozenset({"layer_idx", "layer_type", "attention_type", "sliding_window"})
+_SOURCES = ("layers", "ops")
+"""Folders of this package with the operators that halves call."""
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
@@ -101,6 +108,35 @@ def needs_example(on_gpu: bool) -> bool:
     return on_gpu and version < _HEEDS_HINTS
 
 
+class Recognised(CustomGraphPass):
+    """Has torch's cache know a graph again in another process.
+
+    A graph that is compiled ahead of time has a random name, which torch makes part of the cache's key. In its place
+    comes what compiled code depends on beside the graph: this package's operators and the CPU's instruction set.
+    """
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        graph.owning_module._backend_id = self.uuid()  # type: ignore[union-attr]
+
+    def uuid(self) -> Any:
+        return _source_digest()
+
+
+@functools.cache
+def _source_digest() -> str:
+    files = sorted(str(path) for folder in _SOURCES for path in (Path(__file__).parents[1] / folder).rglob("*.py"))
+    with torch._inductor.config.patch("cpp.vec_isa_ok", _knows_instruction_sets()):
+        return get_hash_for_files(tuple(files), extra=str(pick_vec_isa())).hex()
+
+
+def _knows_instruction_sets() -> bool | None:
+    """Return True if torch need not find out by trial whether the compiler knows the CPU's vectors (5 s); else None.
+
+    It does if this package's extension, which that compiler has built, has kernels for more than the portable set.
+    """
+    return True if sum(each.supported for each in instruction_sets()) > 1 else None
+
+
 class ShareProducts(CustomGraphPass):
     """Computes once the product of a group of linears, which each of its members asks for."""
 
@@ -114,7 +150,7 @@ class ShareProducts(CustomGraphPass):
                     graph.erase_node(node)
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__,))
+        return _source_digest()
 
 
 class CompiledHalf:
@@ -174,8 +210,12 @@ class CompiledHalf:
                 # Checks of what operators return, at each call; the tests of each operator make them.
                 "size_asserts": False,
                 "alignment_asserts": False,
+                "cpp.vec_isa_ok": _knows_instruction_sets(),
+                "pre_grad_custom_pass": Recognised(),
                 "post_grad_custom_pre_pass": ShareProducts(),
             }
+            if hasattr(torch._inductor.config, "pre_grad_pass_timing"):
+                options["pre_grad_pass_timing"] = "early"  # before the cache is asked; always so without this option
             lazy: Any = torch.compile(self._half, fullgraph=True, options=options)
             # The graph must hold for 1 token, too, although the example has 512.
             with self._tracing(), fx_config.patch(backed_size_oblivious=is_backed):  # type: ignore[attr-defined]

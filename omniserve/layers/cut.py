@@ -158,8 +158,10 @@ def calling(
     """Have the model with these configs call an attention function; modules with an override change their class."""
     if torch.compiler.is_compiling():  # within another ``calling``: a graph cannot change a config
         _running.attend, _running.mix = attend, mix
-        yield
-        _running.attend = _running.mix = None
+        try:
+            yield
+        finally:
+            _running.attend = _running.mix = None
         return
     names = [config._attn_implementation_internal for config in configs]
     before = _running.attend, _running.mix

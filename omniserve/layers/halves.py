@@ -1,9 +1,9 @@
 """LayerHalves: what comes before a layer's attention, and what comes behind it.
 
-A half is the layer's own forward with another attention function: in pre-attention that function hands out q, k and v,
-in post-attention it returns the attention rows. What the other half needs is dead code in the traced graph, so the
-compiler drops it; without the compiler pre-attention ends at the attention, and post-attention computes what comes
-before it once more. Each row is a sequence of one token.
+A half is the layer's own forward with another attention function: in pre-attention that function hands out q, k and v
+and ends the layer, in post-attention it returns the attention rows. What post-attention computes before them is dead
+code in the traced graph, which the compiler drops; without the compiler it is computed once more. Each row is a
+sequence of one token.
 
 Tensor legend: T packed tokens, D columns of a row, N query heads, K KV heads, H head size.
 """
@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from omniserve.layers.cut import AttentionFunction, Cut, calling
 from omniserve.layers.inspection import filled
 from omniserve.layers.rows import RowLayout, write_left
-from omniserve.layers.shell import ModelShell, stand_in
+from omniserve.layers.shell import ModelShell
 from omniserve.layers.tables import PositionTables
 
 
@@ -41,9 +40,7 @@ class LayerHalves:
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
             heads.extend(self.heads(query, key, value))
-            if not torch.compiler.is_compiling():
-                raise Cut
-            return stand_in(query, value)
+            raise Cut
 
         try:
             self.call(layer, hidden_TD, cos, sin, attend, places)

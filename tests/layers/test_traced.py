@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
@@ -245,6 +246,26 @@ def test_the_product_of_a_group_is_computed_once(monkeypatch: pytest.MonkeyPatch
         patched = patch(model, prepack=True).omniserve
         patched.warm_up()
     assert products == [1, 3], "q, k and v; o, gate and up, down"
+
+
+@pytest.mark.slow
+def test_compiled_halves_are_found_in_the_cache_until_an_operator_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in another process: the second model's graphs have other names than the first's."""
+    outputs, found = [], []
+    with fresh_cache(), torch.inference_mode():
+        for digest in ("one", "one", "other"):
+            monkeypatch.setattr("omniserve.layers.compiled._source_digest", lambda digest=digest: digest)
+            counters.clear()
+            model = tiny_model("gemma3")
+            patched = patch(model).omniserve
+            hidden_TD = patched.embed(torch.arange(3, 9), torch.arange(6))
+            rotary = patched.rotary(torch.arange(6)) or (None, None)
+            outputs.append(patched.pre_attention(0, hidden_TD, *rotary)[0])
+            outputs[-1] = outputs[-1] + patched.pre_attention(0, hidden_TD, *rotary)[0]
+            found.append(dict(counters["aot_autograd"]))
+    assert [each.get("autograd_cache_hit", 0) for each in found] == [0, 1, 0]
+    assert [each.get("autograd_cache_miss", 0) for each in found] == [1, 0, 1]
+    assert torch.equal(outputs[0], outputs[1])
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
