@@ -69,6 +69,19 @@ class Run(NamedTuple):
     """The same of each layer that does not attend."""
 
 
+class _Watched(NamedTuple):
+    """What a run of a model called."""
+
+    attentions: list[nn.Module]
+    """The modules that attended, in order."""
+    ended: list[nn.Module]
+    """Members of module lists, in the order in which they ended."""
+    began: set[nn.Module]
+    """All modules that ran."""
+    behind: dict[nn.Module, tuple[Any, ...]]
+    """What those members returned behind their output, tensors as zeros of one row."""
+
+
 class ModelShell:
     """A model whose layers are found by a run.
 
@@ -88,42 +101,31 @@ class ModelShell:
         """Get the positions if the model itself takes none."""
         self.first_position = 0
         """The number that the model gives to the first position of a sequence; positions here count from 0."""
-        self._find_layers()
+        self._sort_layers(self._watch_run())
         if self.overridden:
             check(model, self.overridden, self.configs)
 
-    def _find_layers(self) -> None:
-        """Find the members of one ModuleList that run: in order, and they attend once each or not at all.
-
-        Layers that attend to an image do not run without one.
-        """
-        names = {id(module): name for name, module in self._model.named_modules()}
-        called: list[str] = []
-        attentions: list[nn.Module] = []
+    def _watch_run(self) -> _Watched:
+        """Run the model on two tokens, with an attention function that computes nothing, and note what runs."""
+        watched = _Watched([], [], set(), {})
         self.masks: list[Any] = []
         """The mask that each layer gives its attention; one of the model's own describes itself."""
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: Any) -> Tensor:
-            called.append(names[id(module)])
-            attentions.append(module)
+            watched.attentions.append(module)
             self.masks.append(mask)
             return stand_in(query, value)
 
-        tuples: dict[int, tuple[Any, ...]] = {}
-        ran: list[nn.Module] = []
-
-        def note(layer: nn.Module, args: Any, output: Any) -> None:
-            ran.append(layer)
-            if isinstance(output, (tuple, list)):
-                tuples[id(layer)] = tuple(map(_zero_row, output[1:]))
-
-        began: set[nn.Module] = set()
-
         def note_start(module: nn.Module, args: Any) -> None:
-            began.add(module)
+            watched.began.add(module)
 
-        lists = [each for each in self._model.named_modules() if isinstance(each[1], nn.ModuleList)]
-        hooks = [layer.register_forward_hook(note) for _, layers in lists for layer in layers]
+        def note_end(module: nn.Module, args: Any, output: Any) -> None:
+            watched.ended.append(module)
+            if isinstance(output, (tuple, list)):
+                watched.behind[module] = tuple(map(_zero_row, output[1:]))
+
+        members = [layer for each in self._model.modules() if isinstance(each, nn.ModuleList) for layer in each]
+        hooks = [layer.register_forward_hook(note_end) for layer in members]
         hooks += [module.register_forward_pre_hook(note_start) for module in self._model.modules()]
         try:
             with described_masks(), calling(attend, self.configs, self.overridden):
@@ -136,12 +138,22 @@ class ModelShell:
         finally:
             for hook in hooks:
                 hook.remove()
+        return watched
+
+    def _sort_layers(self, watched: _Watched) -> None:
+        """Find the members of one ModuleList that ran: in order, and they attended once each or not at all.
+
+        Layers that attend to an image do not run without one.
+        """
+        names = {module: name for name, module in self._model.named_modules()}
+        called = [names[module] for module in watched.attentions]
         if not called:
             raise unsupported(
                 self._model,
                 "does not use Hugging Face's attention interface, where layers are cut, and has no override",
             )
-        list_name = next((name for name, _ in lists if called[0].startswith(f"{name}.")), None)
+        lists = [name for name, module in self._model.named_modules() if isinstance(module, nn.ModuleList)]
+        list_name = next((name for name in lists if called[0].startswith(f"{name}.")), None)
         if list_name is None:
             raise unsupported(self._model, f"attends in {called[0]}, which is in no list of layers")
         layers = self._model.get_submodule(list_name)
@@ -156,8 +168,9 @@ class ModelShell:
                 f"attends {indices.count(wrong)} times in {where}; a layer must attend once or not at all, and nothing "
                 "else",
             )
-        members = [layer for layer in ran if any(layer is member for member in layers)]
-        if members != [layer for layer in layers if any(layer is member for member in members)]:
+        of_list = set(layers)
+        members = [layer for layer in watched.ended if layer in of_list]
+        if members != [layer for layer in layers if layer in set(members)]:
             raise unsupported(self._model, f"does not run each member of {list_name} once, in order")
         self.layers: list[TracedLayer] = []
         """The decoder layers that attend, in order."""
@@ -166,24 +179,25 @@ class ModelShell:
         self.mixers: list[list[Mixer]] = []
         """Of each layer that attends the modules that may have state beside its attention."""
         self._members: list[Member] = []
-        attending = [layers[index] for index in indices]
+        attention_of = {layers[index]: module for index, module in zip(indices, watched.attentions, strict=True)}
+        named = {module: f"{type(self._model).__name__}: {name}" for module, name in names.items()}
         for layer in members:
-            behind = tuples.get(id(layer))
-            if any(layer is each for each in attending):
-                attention = attentions[len(self.layers)]
-                named = [
-                    (each, f"{type(self._model).__name__}: {names[id(each)]}")
-                    for each in modules_beside(layer, attention, began)
-                ]
-                self.mixers.append([Mixer(layer, each, attention, name, configs=self.configs) for each, name in named])
+            behind = watched.behind.get(layer)
+            if layer in attention_of:
+                attention = attention_of[layer]
+                beside = modules_beside(layer, attention, watched.began)
+                self.mixers.append(
+                    [Mixer(layer, each, attention, named[each], configs=self.configs) for each in beside]
+                )
                 self.layers.append(TracedLayer(layer, len(self.layers), behind=behind))
                 self.between.append([])
                 self._members.append(self.layers[-1])
                 continue
-            name = f"{type(self._model).__name__}: {names[id(layer)]}"
             if any(isinstance(each, Tensor) for each in behind or ()):
-                raise UnsupportedModelError(f"{name} does not attend, and hands more than its output to the next layer")
-            self.between[-1].append(BetweenLayer(layer, name, behind=behind))
+                raise UnsupportedModelError(
+                    f"{named[layer]} does not attend, and hands more than its output to the next layer"
+                )
+            self.between[-1].append(BetweenLayer(layer, named[layer], behind=behind))
             self._members.append(self.between[-1][-1])
         self.backbone = self._model.get_submodule(list_name.rpartition(".")[0])
         """The module that owns the layers."""
