@@ -73,6 +73,8 @@ class BetweenLayer:
         self._args, self._kwargs = arguments
         self.width = hidden_nLD.shape[2]
         output_nLD = self._try(hidden_nLD, StateCache())
+        if output_nLD.dtype is not hidden_nLD.dtype:
+            raise self._unsupported(f"returns {output_nLD.dtype}; a row has {hidden_nLD.dtype}")
         self.columns = slice(0, output_nLD.shape[2])
         self._args, self._kwargs = _blank(self._args), _blank(self._kwargs)
         cache = StateCache()

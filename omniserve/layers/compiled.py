@@ -6,8 +6,9 @@ guards a layer that changes later goes unnoticed: layers are compared by ``struc
 added to a model before it is patched. Each layer is bound to the compiled code at its first call: later calls hand its
 own parameters to the kernels' wrapper, without the layers of Python around it.
 
-The first call of a half compiles it (10 s in all if nothing is cached). Compiled code is kept in
-``TORCHINDUCTOR_CACHE_DIR``; with it a new process needs 4 s, to import the compiler and to trace the halves again.
+The first call of a half compiles it (10 to 15 s in all if nothing is cached). Compiled code is kept in
+``TORCHINDUCTOR_CACHE_DIR``; with it a new process needs 3 to 5 s (docs/performance.md), for it imports the compiler and
+traces the halves again.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ _HEEDS_HINTS = (2, 13)
 
 # Attributes that differ between layers and that no half may read.
 _PER_LAYER_ATTRIBUTES = frozenset({"layer_idx", "layer_type", "attention_type", "sliding_window"})
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
 _SOURCES = ("layers", "ops")
 """Folders of this package with the operators that halves call."""
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
 def structure(layer: nn.Module) -> tuple[Any, ...]:

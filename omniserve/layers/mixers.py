@@ -39,7 +39,9 @@ class Mixer(BetweenLayer):
             if module is not self.part:
                 raise self._unsupported("has state and runs behind its layer's attention")
             output = self._own.forward(module, *args, **kwargs)
-            found.append(output if isinstance(output, Tensor) else output[0])
+            if not isinstance(output, Tensor):
+                raise self._unsupported("has state and returns more than one tensor")
+            found.append(output)
             raise Cut
 
         with calling(no_attention, self._configs, self._replaced, mix):

@@ -66,7 +66,7 @@ class PatchedModel:
         self.rotary = family.ends.rotary
         self.logits = family.ends.logits
         self.has_between = any(family.between)
-        """Some layers do not attend: ``run_between`` runs them."""
+        """Some layers do not attend, or have state beside their attention: ``run_between`` runs what has."""
 
         # These are plain functions because aot_compile loses the self of a bound method.
         def pre(layer: nn.Module, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> Any:
@@ -119,6 +119,8 @@ class PatchedModel:
 
     def run_between(self, layer: int, hidden_TD: Tensor, groups: Sequence[RowGroup], states: StatePool) -> Tensor:
         """Return the input of an attention layer: what the layers that do not attend make of the output before it.
+
+        A module with state beside that layer's attention runs here, too.
 
         ``layer`` is ``num_layers`` for those behind the last one. Those with state read and write the slots of
         ``groups``, which hold all rows that are to pass.

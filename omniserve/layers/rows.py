@@ -40,17 +40,6 @@ class RowLayout:
         self._left_start = self.width
         self._mixed: Carried | None = None
 
-    def place_mixed(self, form: TableForm) -> slice:
-        """Give columns to the output of mixers, behind those of all arguments."""
-        self._mixed = Carried(form, self.width)
-        self.width += form.width
-        return slice(self._mixed.start, self.width)
-
-    def mixed(self, rows_TW: Tensor) -> Tensor:
-        """Return the output of the layer's mixer."""
-        assert self._mixed is not None
-        return self._mixed.read(rows_TW)
-
     def place_arguments(self, arguments: Sequence[Any]) -> None:
         """Give columns to what the layers are given of a token, by what stands for it in their arguments."""
         of_layers = [[one for one, _ in stand_ins(each, each) if isinstance(one, Carried)] for each in arguments]
@@ -81,6 +70,12 @@ class RowLayout:
                             if later.number == place.number:
                                 later.reads[key] = carried
 
+    def place_mixed(self, form: TableForm) -> slice:
+        """Give columns to the output of mixers, behind those of all arguments."""
+        self._mixed = Carried(form, self.width)
+        self.width += form.width
+        return slice(self._mixed.start, self.width)
+
     def _placed(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(self._placed(each) for each in value)
@@ -100,6 +95,11 @@ class RowLayout:
     def hidden(self, rows_TW: Tensor) -> Tensor:
         """Return the layer's input as the layer wants it."""
         return self._hidden.read(rows_TW)
+
+    def mixed(self, rows_TW: Tensor) -> Tensor:
+        """Return the output of the layer's mixer."""
+        assert self._mixed is not None
+        return self._mixed.read(rows_TW)
 
     def hidden_rows(self, hidden: Tensor) -> Tensor:
         """Return a layer's input or output as rows without what lies behind it."""

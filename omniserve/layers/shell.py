@@ -170,7 +170,8 @@ class ModelShell:
             )
         of_list = set(layers)
         members = [layer for layer in watched.ended if layer in of_list]
-        if members != [layer for layer in layers if layer in set(members)]:
+        ran = set(members)
+        if members != [layer for layer in layers if layer in ran]:
             raise unsupported(self._model, f"does not run each member of {list_name} once, in order")
         self.layers: list[TracedLayer] = []
         """The decoder layers that attend, in order."""

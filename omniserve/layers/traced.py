@@ -182,6 +182,9 @@ class TracedFamily:
         for layer, hidden_TD, (args, kwargs) in zip(self.layers, inputs, sequence.arguments, strict=True):
             if layer.layer_idx not in tried:
                 continue
+            for mixer in self.mixers[layer.layer_idx]:  # its output, which zeros would not tell from any other
+                columns = hidden_TD[:, mixer.columns]
+                columns.copy_(torch.linspace(-1, 1, columns.numel()).view_as(columns))
             heads = self.pre_attention(layer, hidden_TD, *tables)
             attn = heads[0].flatten(1).contiguous()
             output_TD = self.post_attention(layer, attn, hidden_TD)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1DecoderLayer
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1DecoderLayer, FalconH1Mixer
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers import family_of
@@ -39,6 +39,8 @@ class _Sum(nn.Module):
         elif self.keeps == "scaled":
             cache.update_recurrent_state(sums[:, -1], 7)
             return sums * scale.mean()
+        elif self.keeps == "double":
+            return sums.double()
         return sums
 
 
@@ -55,6 +57,7 @@ def prepared(keeps: str = "sum") -> BetweenLayer:
         ("nothing", "layer 3 neither attends nor has state in the model's cache, but mixes its tokens"),
         ("last row", "layer 3 computes something else if its tokens come in chunks"),
         ("all rows", "layer 3 has states whose shape depends on how many tokens there are"),
+        ("double", "layer 3 returns torch.float64; a row has torch.float32"),
         ("scaled", "layer 3 is given more than its input and a cache, and uses it"),
     ],
 )
@@ -119,6 +122,22 @@ def test_a_module_with_state_beside_the_attention_is_found() -> None:
         "self_attn is around, not beside"
     )
     assert not list(modules_beside(layer, layer.self_attn, {layer.self_attn})), "the other has not run"
+
+
+def test_a_module_with_state_that_returns_more_than_a_tensor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = FalconH1Mixer.forward
+
+    def pair(mixer: Any, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> Any:
+        return own(mixer, hidden_states, cache=cache, **kwargs), None
+
+    def first_of(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+        mixed, _ = layer.mamba(hidden_states, cache=kwargs["cache"])
+        return (mixed + layer.self_attn(hidden_states, **kwargs)[0],)
+
+    monkeypatch.setattr(FalconH1Mixer, "forward", pair)
+    monkeypatch.setattr(FalconH1DecoderLayer, "forward", first_of)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.mamba has state and returns more than one tensor"):
+        family_of(tiny("falcon_h1"))
 
 
 def test_a_module_with_state_behind_the_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

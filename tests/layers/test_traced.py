@@ -16,10 +16,9 @@ from transformers.masking_utils import create_causal_mask
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.compiled import ShareProducts, structure
-from omniserve.layers.cut import Mask, calling, described_masks, mask_of
+from omniserve.layers.cut import Mask, calling, described_masks, mask_of, no_attention
 from omniserve.layers.groups import HeldLinear
 from omniserve.layers.patching import PatchedModel, patch, unpatch
-from omniserve.layers.shell import no_attention
 from omniserve.layers.traced import TracedFamily
 from tests.parity.models import MODELS, prepackable_model, tiny_model
 from tests.quick import slow_except
@@ -260,12 +259,12 @@ def test_compiled_halves_are_found_in_the_cache_until_an_operator_changes(monkey
             patched = patch(model).omniserve
             hidden_TD = patched.embed(torch.arange(3, 9), torch.arange(6))
             rotary = patched.rotary(torch.arange(6)) or (None, None)
-            outputs.append(patched.pre_attention(0, hidden_TD, *rotary)[0])
-            outputs[-1] = outputs[-1] + patched.pre_attention(0, hidden_TD, *rotary)[0]
+            for _ in range(2):  # the second call goes to the graph itself
+                outputs.append(patched.pre_attention(0, hidden_TD, *rotary)[0])
             found.append(dict(counters["aot_autograd"]))
     assert [each.get("autograd_cache_hit", 0) for each in found] == [0, 1, 0]
     assert [each.get("autograd_cache_miss", 0) for each in found] == [1, 0, 1]
-    assert torch.equal(outputs[0], outputs[1])
+    assert all(torch.equal(outputs[0], output) for output in outputs)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

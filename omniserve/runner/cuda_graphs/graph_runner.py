@@ -238,7 +238,10 @@ def wants_graphs(config: EngineConfig, model: PatchedModel, attention: DeviceAtt
 def why_not_captured(model: PatchedModel, attention: DeviceAttention, config: EngineConfig) -> str:
     """Return why a CUDA graph cannot hold a model's steps, and what to do about it; empty if it can."""
     if model.has_between:
-        return "some layers do not attend, and the rows that pass them differ from step to step; set step_graphs='off'"
+        return (
+            "some layers do not attend or have state beside their attention, and the rows that pass there differ from "
+            "step to step; set step_graphs='off'"
+        )
     if model.device.type != "cuda":
         return ""
     if not is_graph_safe(attention):
