@@ -3,7 +3,7 @@
     python -m benchmarks.cpu_dtypes --record benchmarks/results/cpu_dtypes.json
 
 Random weights in SmolLM-135M's shape, one engine each in this process; the engines take turns, step by step, and the
-table has medians. ``--dtype auto`` serves a bf16 model as the third where the CPU has no bf16 products.
+table has medians. The third has its weights in bf16, too, and its activations in fp32.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from benchmarks.common.record import ROOT
 from omniserve import EngineConfig
 from omniserve.launch.loading import EngineLoader, builtin_model_path
-from omniserve.launch.model_dtype import served_dtype
 
 SMOLLM_135M: dict[str, Any] = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -33,7 +32,7 @@ def random_llama(seed: int = 0, dtype: torch.dtype | None = None, **shape: Any) 
     config = AutoConfig.for_model("llama", **shape)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.bfloat16).eval()
     model.generation_config.pad_token_id = 0
-    return model.to(dtype or served_dtype(torch.bfloat16))
+    return model.to(dtype or torch.bfloat16)
 
 
 def builtin_model() -> Any:

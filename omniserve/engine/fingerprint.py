@@ -17,7 +17,7 @@ from omniserve.engine.capacity import has_host_tier
 from omniserve.host.cores import CoreSplit, available_cores, default_host_threads
 from omniserve.latency.profile import Fingerprint
 from omniserve.layers.loaded import forms_of_weights, language_model
-from omniserve.layers.narrow import holds_narrow
+from omniserve.layers.packed import holds_bfloat16
 
 
 def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
@@ -35,7 +35,7 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
     return Fingerprint(
         model=hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:16],
         dtype=str(model.dtype).removeprefix("torch."),
-        weights=" ".join([*(["bfloat16"] if holds_narrow(model) else []), *forms_of_weights(model)]),
+        weights=" ".join([*(["bfloat16"] if holds_bfloat16(model) else []), *forms_of_weights(model)]),
         device=_device_name(device),
         device_threads=cores.threads_alone,
         shared_threads=cores.threads_shared,

@@ -5,19 +5,13 @@ Legend: L layers, B blocks, K KV heads, S block size, H head size.
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import mmap
 from collections.abc import Iterable
 
 import torch
 
+from omniserve.core.pages import ask_for_huge_pages
 from omniserve.core.plan import SlotCopy
 from omniserve.core.spec import ModelSpec
-
-logger = logging.getLogger(__name__)
-
-_HUGE_PAGE = 2 << 20
 
 
 class DeviceKVStorage:
@@ -32,7 +26,7 @@ class DeviceKVStorage:
         self.v_LBKSH = torch.empty(shape, dtype=dtype, device=device)
         for pool in (self.k_LBKSH, self.v_LBKSH):
             if device.type == "cpu":
-                ask_for_huge_pages(pool)
+                ask_for_huge_pages(pool.data_ptr(), pool.nbytes)
             # A block is not read past what was written (tests poison it), but by device attention "flex", which
             # multiplies the rest by 0. On the CPU this also touches the memory: later, a block's first pages would take
             # a step 0.1 s.
@@ -47,18 +41,3 @@ class DeviceKVStorage:
             slots = slice(copy.begin, copy.end)
             for pool in (self.k_LBKSH, self.v_LBKSH):
                 pool[:, copy.target_block, :, slots] = pool[:, copy.source_block, :, slots]
-
-
-def ask_for_huge_pages(tensor: torch.Tensor) -> None:
-    """Advise the kernel to put a CPU tensor's memory into 2 MiB pages: walks over scattered blocks miss fewer of them.
-
-    Only whole pages inside the tensor are asked for; where the kernel does not know the advice, nothing changes.
-    """
-    first = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    length = (tensor.data_ptr() + tensor.nbytes - first) // _HUGE_PAGE * _HUGE_PAGE
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if length <= 0 or advice is None:
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), advice) != 0:
-        logger.info("no huge pages for the device KV pool (madvise: errno %d)", ctypes.get_errno())

@@ -34,7 +34,7 @@ class EngineLoader:
 
     Args:
         model: Folder or hub id.
-        dtype: One of DTYPES; ``auto`` is what ``omniserve.launch.model_dtype`` says.
+        dtype: One of DTYPES; ``auto`` is the checkpoint's own.
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         config: The engine's settings.
         profile: Latency profile to read; None takes the cached one, or measures.
@@ -87,16 +87,10 @@ class EngineLoader:
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()
         progress(f"loading {self.model}")
-        dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
-        if self.dtype == "auto":
-            from omniserve.launch.model_dtype import auto_dtype
-
-            dtype, why = auto_dtype(self.model, device, self.config)
-            if why:
-                progress(why)
+        dtype = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
         model = from_pretrained(
             AutoModelForCausalLM, self.model, self.config.execution.trust_remote_code,
-            dtype=dtype or "auto", device_map=device,
+            dtype=dtype, device_map=device,
         )  # fmt: skip
         model.eval()
         progress(f"{model.num_parameters() / 1e6:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, {device}")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from omniserve.layers.head import head_product
 from omniserve.layers.inspection import collect
 from omniserve.layers.rows import RowLayout
 from omniserve.layers.shell import ModelShell, some, unsupported
@@ -66,7 +65,7 @@ class ModelEnds:
         if self._last_norm is not None:
             output_RD = self._rows.plain(hidden_RD)
             assert output_RD is not None
-            return head_product(self.lm_head, self._last_norm(output_RD))
+            return self.lm_head(self._last_norm(output_RD))
         return self._shell.logits(self._rows.hidden(hidden_RD), hidden_RD.shape[0])
 
     def find_shortcuts(self, positions: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """Groups: linears that read the same input are held together, so that one product serves all of them.
 
-The subclasses of ``GroupLinear`` hold the weights: ``packed.py`` and ``narrow.py`` for the CPU, ``merged.py`` for a
-GPU. Each member asks for the product of the whole group, and the compiler computes it once (``compiled.py``).
+The subclasses of ``GroupLinear`` hold the weights: ``packed.py`` for the CPU, ``merged.py`` for a GPU. Each member asks
+for the product of the whole group, and the compiler computes it once (``compiled.py``).
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def groups_of(linears: Sequence[nn.Linear], groups: Iterable[Sequence[nn.Module]
         if (
             len(members) == len(group) > 1
             and len({(member.in_features, member.bias is None) for member in members}) == 1
-            and not any(_is_watched(member) for member in members)
+            and not any(is_watched(member) for member in members)
         ):
             sorted_groups.append(tuple(members))
             for member in members:
@@ -249,5 +249,5 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-def _is_watched(module: nn.Module) -> bool:
+def is_watched(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in module.__dict__

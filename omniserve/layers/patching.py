@@ -20,11 +20,9 @@ from omniserve.layers.compiled import USUAL_TOKENS, compile_halves
 from omniserve.layers.groups import HeldForm, groups_of
 from omniserve.layers.loaded import IdleHooks, check_loaded, in_adapters, language_model
 from omniserve.layers.merged import merge, mergeable, unmerge
-from omniserve.layers.narrow import narrow, narrowable, widen
-from omniserve.layers.packed import pack, packable, unpack
+from omniserve.layers.packed import pack, pack_tied, packable, tied_embedding, unpack
 from omniserve.layers.states import RowGroup, StatePool
 from omniserve.layers.traced import TracedFamily, family_of
-from omniserve.ops.isa import has_products
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +43,6 @@ output, which becomes logits."""
 _WARM_UP_ROWS = {"cuda": USUAL_TOKENS}
 _FORMS = (
     HeldForm("packed", packable, pack, unpack),
-    HeldForm("narrowed", narrowable, narrow, widen),
     HeldForm("merged", mergeable, merge, unmerge, takes_single=False),
 )
 
@@ -185,12 +182,11 @@ def patch(model: Model, *, compile: bool = True, prepack: Prepack = "auto") -> M
     Args:
         model: A causal language model in eval mode, whole on one device; or a PEFT model of one.
         compile: Compile the halves with ``torch.compile(fullgraph=True)``, at their first use.
-        prepack: Hold the weights of linears in the form that is best for the device. On a CPU that is oneDNN's blocked
+        prepack: Hold the weights of linears in the form that is best for the device. On a CPU that is a packed
             layout instead of the dense one, or bf16 for fp32 weights whose every value is exact in bf16 (products and
             sums stay fp32). On a GPU the weights of projections with the same input are views of one tensor. ``"auto"``
-            prepacks where it pays: bf16 on a CPU, as measured; fp32 with bf16 values on a CPU without bf16 products, as
-            measured; any dtype on a GPU, which is not measured yet. Quantised linears and those in adapters stay as
-            they are.
+            prepacks where it pays: on a CPU with AVX2, as measured; on a GPU, which is not measured yet. Quantised
+            linears and those in adapters stay as they are.
 
     Returns:
         The same model.
@@ -212,8 +208,6 @@ def patch(model: Model, *, compile: bool = True, prepack: Prepack = "auto") -> M
             )
         return model
     check_loaded(model)
-    if inner.device.type == "cpu" and not has_products(inner.dtype):
-        logger.warning("this CPU has no products of %s: loaded with dtype=torch.float32 it is faster", inner.dtype)
     inner.__dict__["_omniserve_patch"] = _Patch(inner, options)
     return model
 
@@ -250,6 +244,7 @@ class _Patch:
         self.options = options
         self._model = model
         self._held: list[tuple[HeldForm, list[tuple[nn.Linear, ...]]]] = []  # each form's groups
+        self._tied: tuple[nn.Linear, nn.Embedding] | None = None  # packed together
         self._hooks = IdleHooks(model)
         try:
             family = family_of(model)
@@ -276,15 +271,18 @@ class _Patch:
             for group in groups:
                 form.hold(*group)
             self._held.append((form, groups))
-        if any(groups for _, groups in self._held):
+        head: Any = family.ends.lm_head
+        if head in candidates and (embedding := tied_embedding(self._model, head, self._model.get_input_embeddings())):
+            self._tied = (head, embedding) if pack_tied(head, embedding) else None
+        if self._tied or any(groups for _, groups in self._held):
             # Each such linear refuses a conversion, but only when half of the model has been converted.
             self._model.__dict__["_apply"] = _refuse_conversion
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # the old weights leave free blocks whose sizes nothing else needs
         elif is_required:
             raise ValueError(
-                "prepack=True, but the model has no bf16 linear on a CPU that supports bf16, no fp32 linear with bf16 "
-                "values on one that does not, and no projections of one input on a GPU; use 'auto'"
+                "prepack=True, but the model has no plain linear on a CPU with AVX2, and no projections of one input "
+                "on a GPU; use 'auto'"
             )
         for form, groups in self._held:
             logger.info("%s %d linears as %d weights", form.name, sum(map(len, groups)), len(groups))
@@ -297,6 +295,8 @@ class _Patch:
         for form, groups in self._held:
             for group in groups:
                 form.release(*group)
+        if self._tied is not None:
+            unpack(self._tied[0], embedding=self._tied[1])
         self._hooks.put_back()
         logger.info("restored %d linears", sum(map(len, linears)))
 

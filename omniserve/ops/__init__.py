@@ -46,7 +46,7 @@ def _no_result(*_: Any) -> None:
     return None
 
 
-for _name in ("store_kv", "store_host_kv", "residual_store", "residual_fetch", "piggyback_send"):
+for _name in ("store_kv", "store_host_kv", "residual_store", "residual_fetch", "piggyback_send", "pack_linear"):
     torch.library.register_fake(f"omniserve::{_name}", _no_result)
 
 
@@ -65,6 +65,11 @@ def _piggyback_concat(attn_TD: Tensor, results_RD: Tensor, rows_P: Tensor) -> Te
     return attn_TD.new_empty((attn_TD.shape[0] + rows_P.shape[0], attn_TD.shape[1]))
 
 
-@torch.library.register_fake("omniserve::skinny_linear")
-def _skinny_linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    return x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0]))
+@torch.library.register_fake("omniserve::packed_linear")
+def _packed_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+@torch.library.register_fake("omniserve::packed_rows")
+def _packed_rows(ids: Tensor, packed: Tensor, in_features: int, out_features: int) -> Tensor:
+    return packed.new_empty((*ids.shape, in_features))

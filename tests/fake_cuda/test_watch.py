@@ -45,7 +45,7 @@ STEPS: dict[str, tuple[str, Callable[[], Any]]] = {
     "masked_select": ("waits for values", lambda: ones(3).masked_select(ones(3) > 0)),
     "unique": ("waits for values", lambda: ones(3).unique()),
     "repeat_interleave": ("waits for values", lambda: ones(3).repeat_interleave(ones(3, dtype=torch.int64))),
-    "host_operator": ("no kernel for CUDA", lambda: torch.ops.omniserve.skinny_linear(ones(1, 8), ones(4, 8))),
+    "host_operator": ("no kernel for CUDA", lambda: torch.ops.omniserve.packed_rows(ones(1), ones(1, 8, 32), 8, 4)),
     "event_never_recorded": ("never recorded", lambda: torch.cuda.Event().synchronize()),
 }  # fmt: skip
 

@@ -125,4 +125,5 @@ def test_only_plain_unshared_linears_of_a_gpu_are_mergeable(monkeypatch: pytest.
     model["own_forward"].forward = model["own_forward"].forward
     assert mergeable(model, model.modules()) == []
     monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})
+    monkeypatch.setattr("omniserve.layers.packed.HAS_VECTOR_KERNEL", False)
     assert mergeable(model, model.modules()) == [model["plain"]]

@@ -154,7 +154,7 @@ def test_a_patched_model_keeps_its_classes() -> None:
     with torch.inference_mode():
         before = model.generate(ids, max_new_tokens=4, do_sample=False)
         kinds = [type(module) for module in model.modules()]
-        patch(model, compile=False)
+        patch(model, compile=False, prepack=False)
         assert [type(module) for module in model.modules()] == kinds
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), before)
     unpatch(model)

@@ -18,6 +18,7 @@ from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.compiled import ShareProducts, structure
 from omniserve.layers.cut import Mask, calling, described_masks, mask_of, no_attention
 from omniserve.layers.groups import HeldLinear
+from omniserve.layers.packed import PackedEmbedding
 from omniserve.layers.patching import PatchedModel, patch, unpatch
 from omniserve.layers.traced import TracedFamily
 from tests.parity.models import MODELS, prepackable_model, tiny_model
@@ -230,6 +231,7 @@ def test_linears_of_one_input_are_found() -> None:
 @pytest.mark.slow
 def test_the_product_of_a_group_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})  # as on a GPU
+    monkeypatch.setattr("omniserve.layers.packed.HAS_VECTOR_KERNEL", False)
     products: list[int] = []
 
     def counting(share: ShareProducts, graph: torch.fx.Graph) -> None:
@@ -269,13 +271,14 @@ def test_compiled_halves_are_found_in_the_cache_until_an_operator_changes(monkey
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("prepack", [False, True], ids=["dense", "packed"])
-def test_a_tied_head_stays_dense(tied: bool, prepack: bool) -> None:
+def test_a_tied_head_is_packed_with_its_embedding(tied: bool, prepack: bool) -> None:
     model = prepackable_model("smollm3", tie_word_embeddings=tied)
     ids_T, hidden_TD = torch.arange(3, 9), torch.randn(6, 48).to(model.dtype)
     with torch.inference_mode():
         embedded_TD, logits_TV = model.model.embed_tokens(ids_T), model.lm_head(model.model.norm(hidden_TD))
         patched = patch(model, compile=False, prepack=prepack).omniserve
-        assert isinstance(model.lm_head, HeldLinear) == (prepack and not tied)
+        assert isinstance(model.lm_head, HeldLinear) == prepack
+        assert isinstance(model.model.embed_tokens, PackedEmbedding) == (prepack and tied)
         assert torch.equal(patched.embed(ids_T, ids_T), embedded_TD)
         # Sums of 48 products in fp32 in another order: at most a step of bf16 apart.
         torch.testing.assert_close(patched.logits(hidden_TD), logits_TV, rtol=2**-7, atol=1e-2)

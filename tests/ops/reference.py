@@ -133,6 +133,36 @@ def piggyback_send(
             flags_S[slot] = step_1[0]
 
 
-def skinny_linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return ``x @ weight.T``, ``[T, O]``; no bias. The weight is in x's dtype, or in bf16 beside fp32."""
-    return (x_TI.double() @ weight_OI.double().T).to(x_TI.dtype)
+PANEL = 32
+"""Features of a panel of a packed weight."""
+
+
+def pack_linear(weight_OI: Tensor, packed: Tensor) -> None:
+    """Write a weight as panels of 32 features: ``[panels, ceil(I / 2), 32 * 2]`` in bf16, else ``[panels, I, 32]``.
+
+    Features and inputs that the weight does not have are zero.
+    """
+    num_panels, num_steps, width = packed.shape
+    at_once = width // PANEL
+    whole = weight_OI.new_zeros(num_panels * PANEL, num_steps * at_once)
+    whole[: weight_OI.shape[0], : weight_OI.shape[1]] = weight_OI
+    packed.copy_(whole.view(num_panels, PANEL, num_steps, at_once).transpose(1, 2).reshape(packed.shape))
+
+
+def packed_rows(ids: Tensor, packed: Tensor, in_features: int, out_features: int) -> Tensor:
+    """Return the rows of a packed weight, ``[*ids, I]``, that belong to some features."""
+    num_panels, num_steps, width = packed.shape
+    at_once = width // PANEL
+    whole = (
+        packed.view(num_panels, num_steps, PANEL, at_once)
+        .transpose(1, 2)
+        .reshape(num_panels * PANEL, num_steps * at_once)
+    )
+    return whole[:out_features, :in_features][ids]
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int) -> Tensor:
+    """Return ``x @ weight.T + bias``, ``[*, O]``. The weight is in x's dtype, or in bf16 beside fp32."""
+    weight_OI = packed_rows(torch.arange(out_features), packed, x.shape[-1], out_features)
+    product = x.double() @ weight_OI.double().T
+    return (product if bias_O is None else product + bias_O.double()).to(x.dtype)

@@ -277,35 +277,83 @@ def _piggyback_send_samples(device: torch.device, dtype: torch.dtype) -> Iterato
 
 
 def linear_args(
-    num_rows: int, num_in: int, num_out: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return skinny_linear's arguments: seeded random, with NaN behind each row of x and behind the weight."""
+    num_rows: int, num_in: int, num_out: int, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x ``[T, I]``, weight ``[O, I]`` and bias ``[O]``: seeded random, with NaN behind each row of x."""
     generator = torch.Generator().manual_seed(0)
     x = torch.full((num_rows, num_in + 8), torch.nan)
     x[:, :num_in] = torch.randn(num_rows, num_in, generator=generator)
-    weight = torch.full((num_out * num_in + 8,), torch.nan)
-    weight[:-8] = torch.randn(num_out * num_in, generator=generator) / max(1, num_in) ** 0.5
-    x, weight = x.to(device, dtype), weight.to(device, dtype)
-    x_TI, weight_OI = x[:, :num_in], weight[: num_out * num_in].view(num_out, num_in)
+    weight = torch.randn(num_out, num_in, generator=generator) / max(1, num_in) ** 0.5
+    bias_O = torch.randn(num_out, generator=generator)
+    x_TI = x.to(device, dtype)[:, :num_in]
     # opcheck cannot copy a slice of nothing.
-    return (x_TI if x_TI.numel() else x_TI.contiguous()), (weight_OI if weight_OI.numel() else weight_OI.contiguous())
+    x_TI = x_TI if x_TI.numel() else x_TI.contiguous()
+    return x_TI, weight.to(device, weight_dtype), bias_O.to(device, dtype)
 
 
-def _skinny_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    for label, num_rows, num_in, num_out in (
+def empty_packed(num_out: int, num_in: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory for a packed weight, which holds NaN."""
+    at_once = 2 if dtype is torch.bfloat16 else 1
+    shape = (-(-num_out // references.PANEL), -(-num_in // at_once), references.PANEL * at_once)
+    return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+
+def packed_weight(weight_OI: Tensor) -> Tensor:
+    """Return a weight packed, by the reference."""
+    packed = empty_packed(*weight_OI.shape, weight_OI.dtype, weight_OI.device)
+    references.pack_linear(weight_OI, packed)
+    return packed
+
+
+_LINEAR_SIZES = (
+    ("no row", 0, 32, 8),
+    ("no output feature", 2, 32, 0),
+    ("no input feature", 3, 0, 5),
+    ("one of each", 1, 1, 1),
+    ("one row, whole vectors", 1, 96, 64),
+    ("two rows, less than a vector", 2, 7, 10),
+    ("three rows, rest of a vector", 3, 45, 33),
+    ("rest of a block of rows, several threads", 7, 200, 203),
+    ("many rows", 33, 72, 50),
+    ("several pieces of the inputs", 14, 2120, 40),
+    ("several parts of the rows", 250, 40, 70),
+)
+
+
+def _pack_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, _, num_in, num_out in _LINEAR_SIZES[1:9]:
+        _, weight_OI, _ = linear_args(0, num_in, num_out, device, dtype, dtype)
+        yield Sample(label=label, args=(weight_OI, empty_packed(num_out, num_in, dtype, device)))
+
+
+def _packed_rows_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, num_ids, num_in, num_out in (
         ("no row", 0, 32, 8),
-        ("no output feature", 2, 32, 0),
         ("no input feature", 3, 0, 5),
         ("one of each", 1, 1, 1),
-        ("one row, whole vectors", 1, 96, 64),
-        ("two rows, less than a vector", 2, 7, 10),
-        ("three rows, rest of a vector", 3, 45, 33),
-        ("rest of a block of rows, several threads", 7, 200, 203),
-        ("many rows", 33, 72, 50),
+        ("an odd row", 2, 7, 10),
+        ("several threads", 40, 1000, 70),
     ):
-        yield Sample(label=label, args=linear_args(num_rows, num_in, num_out, device, dtype))
-        x_TI, weight_OI = linear_args(num_rows, num_in, num_out, device, torch.float32)
-        yield Sample(label=f"{label}, fp32 with a bf16 weight", args=(x_TI, weight_OI.bfloat16()))
+        _, weight_OI, _ = linear_args(0, num_in, num_out, device, dtype, dtype)
+        ids = torch.randint(num_out, (num_ids,), generator=torch.Generator().manual_seed(0)).to(device)
+        yield Sample(label=label, args=(ids, packed_weight(weight_OI), num_in, num_out))
+    yield Sample(label="rows of rows", args=(ids.view(4, 10), packed_weight(weight_OI), num_in, num_out))
+
+
+def _packed_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, num_rows, num_in, num_out in _LINEAR_SIZES:
+        x_TI, weight_OI, bias_O = linear_args(num_rows, num_in, num_out, device, dtype, dtype)
+        yield Sample(label=label, args=(x_TI, packed_weight(weight_OI), None, num_out))
+        yield Sample(label=f"{label}, bias", args=(x_TI, packed_weight(weight_OI), bias_O, num_out))
+        x_TI, weight_OI, bias_O = linear_args(num_rows, num_in, num_out, device, torch.float32, torch.bfloat16)
+        args = (x_TI, packed_weight(weight_OI), bias_O, num_out)
+        yield Sample(label=f"{label}, fp32 with a bf16 weight", args=args)
+    x_TI, weight_OI, _ = linear_args(12, 40, 70, device, dtype, dtype)
+    packed = packed_weight(weight_OI)
+    yield Sample(label="rows of rows", args=(x_TI.reshape(3, 4, 40), packed, None, 70))
+    yield Sample(label="rows that lie apart", args=(x_TI.reshape(3, 4, 40).transpose(0, 1), packed, None, 70))
+    yield Sample(label="inputs that lie apart", args=(x_TI.T.contiguous().T, packed, None, 70))
+    yield Sample(label="one row of rows", args=(x_TI[3], packed, None, 70))
 
 
 OPS: dict[str, OpSpec] = {
@@ -319,6 +367,8 @@ OPS: dict[str, OpSpec] = {
         (references.residual_store, _residual_store_samples),
         (references.residual_fetch, _residual_fetch_samples),
         (references.piggyback_send, _piggyback_send_samples),
-        (references.skinny_linear, _skinny_linear_samples),
+        (references.pack_linear, _pack_linear_samples),
+        (references.packed_linear, _packed_linear_samples),
+        (references.packed_rows, _packed_rows_samples),
     )
 }

@@ -34,7 +34,9 @@ def good(name: str) -> list[Any]:
             torch.zeros(3, 8), torch.zeros(3, 2, 8), torch.zeros(3, 1, 8), torch.zeros(3, 1, 8), torch.tensor([3, -1]),
             torch.zeros(4, 8), torch.zeros(4, 32), torch.zeros(4, dtype=torch.int64), torch.tensor([1]),
         ],
-        "skinny_linear": [torch.zeros(3, 8), torch.zeros(5, 8)],
+        "pack_linear": [torch.zeros(5, 8), torch.zeros(1, 8, 32)],
+        "packed_linear": [torch.zeros(3, 8), torch.zeros(1, 8, 32), torch.zeros(5), 5],
+        "packed_rows": [torch.tensor([4, 0]), torch.zeros(1, 8, 32), 8, 5],
     }[name]  # fmt: skip
 
 
@@ -128,11 +130,24 @@ CASES = [
     ("piggyback_send", 7, torch.zeros(8, dtype=torch.int64)[::2], "flags must be contiguous"),
     ("piggyback_send", 8, torch.tensor([1, 2]), r"step must be \[1\], got \[2\]"),
     ("piggyback_send", 8, torch.tensor([1.0]), "step must be Long, got Float"),
-    ("skinny_linear", 0, torch.zeros(8), "x must have 2 dimensions"),
-    ("skinny_linear", 0, torch.zeros(3, 16)[:, ::2], "x must have contiguous rows"),
-    ("skinny_linear", 1, torch.zeros(5, 9), r"weight must have x's width 8, got \[5, 9\]"),
-    ("skinny_linear", 1, torch.zeros(8, 5).T, "weight must be contiguous"),
-    ("skinny_linear", 1, torch.zeros(5, 8).half(), "weight must be Float, got Half"),
+    ("pack_linear", 0, torch.zeros(8), "weight must have 2 dimensions"),
+    ("pack_linear", 0, torch.zeros(8, 5).T, "weight must be contiguous"),
+    ("pack_linear", 0, torch.zeros(5, 8).half(), "packed must be Half, got Float"),
+    ("pack_linear", 1, torch.zeros(2, 8, 32), r"packed must be \[1, 8, 32\] for 8 inputs and 5 outputs"),
+    ("packed_linear", 0, torch.tensor(1.0), "x must have a last dimension"),
+    ("packed_linear", 0, torch.zeros(3, 9), r"packed must be \[1, 9, 32\] for 9 inputs and 5 outputs"),
+    ("packed_linear", 0, torch.zeros(3, 8).half(), "packed must be Half, got Float"),
+    ("packed_linear", 0, torch.zeros(3, 8).long(), "x must be float32, bfloat16 or float16, got Long"),
+    ("packed_linear", 1, torch.zeros(1, 32, 8).transpose(1, 2), "packed must be contiguous"),
+    ("packed_linear", 1, torch.zeros(1, 4, 64).half(), r"packed must be \[1, 8, 32\]"),
+    ("packed_linear", 2, torch.zeros(6), r"bias must have 5 elements, got \[6\]"),
+    ("packed_linear", 2, torch.zeros(5).half(), "bias must be Float, got Half"),
+    ("packed_linear", 3, 33, r"packed must be \[2, 8, 32\]"),
+    ("packed_linear", 3, -1, "out_features must not be negative"),
+    ("packed_rows", 0, torch.tensor([0, 5]), "ids must be from 0 to 4, got 5"),
+    ("packed_rows", 0, torch.tensor([-1]), "ids must be from 0 to 4, got -1"),
+    ("packed_rows", 0, ints(0), "ids must be Long, got Int"),
+    ("packed_rows", 2, 9, r"packed must be \[1, 9, 32\]"),
 ]  # fmt: skip
 
 

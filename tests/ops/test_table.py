@@ -8,11 +8,6 @@ import torch
 from tests.ops.checks import CPU, DTYPES, check_against_reference, op_named
 from tests.ops.table import OPS, Sample
 
-ELSEWHERE = {
-    "packed_linear": "its weight is a handle into a table that omniserve/layers keeps; tests/layers has it",
-    "narrow_linear": "Python around skinny_linear and torch's product, in omniserve/layers; tests/layers has it",
-}
-
 SAMPLES = [
     pytest.param(name, index, id=f"{name}-{sample.label}")
     for name, spec in OPS.items()
@@ -30,7 +25,7 @@ def test_every_registered_operator_has_a_reference_and_samples() -> None:
         for schema in torch._C._jit_get_all_schemas()
         if schema.name.startswith("omniserve::")
     }
-    assert registered - set(ELSEWHERE) == set(OPS)
+    assert registered == set(OPS)
     for spec in OPS.values():
         assert len(list(spec.samples(CPU, torch.float32))) >= 4
 

@@ -28,7 +28,7 @@ ATTENTION = {
 }
 
 LINEAR = {
-    # Sums of up to some 600 products, results of about 1, each addition with an error of 6e-8. Ten times what was seen.
+    # Sums of up to 2000 products, results of about 1, each addition with an error of 6e-8. Ten times what was seen.
     torch.float32: Tolerance(2e-6, 1e-5),
     # Inside it is fp32: what differs is one rounding of the result to 8 bits, which may go the other way.
     torch.bfloat16: Tolerance(2**-7, 1e-5),
@@ -46,6 +46,6 @@ TORCH_HALF_ATTENTION = {
 
 def tolerance(op: str, dtype: torch.dtype) -> Tolerance:
     """Return the tolerance of an operator's results."""
-    if op == "skinny_linear":
+    if op == "packed_linear":
         return LINEAR[dtype]
     return ATTENTION[dtype] if op.endswith("_attention") else EXACT

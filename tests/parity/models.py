@@ -212,6 +212,5 @@ def blank_model(family: str, dtype: torch.dtype, *, num_layers: int = 3, **overr
 
 
 def prepackable_model(family: str, **overrides: Any) -> PreTrainedModel:
-    """Build ``tiny_model`` in a dtype whose linears this CPU prepacks: bf16, or fp32 with values exact in bf16."""
-    model = tiny_model(family, torch.bfloat16, **overrides)
-    return model if torch.ops.mkldnn._is_mkldnn_bf16_supported() else model.float()
+    """Build ``tiny_model`` in bf16, whose linears are prepacked."""
+    return tiny_model(family, torch.bfloat16, **overrides)

@@ -31,6 +31,7 @@ def merged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     """Whether ``patch`` merges projections of one input, as it does on a GPU."""
     if request.param:
         monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})
+        monkeypatch.setattr("omniserve.layers.packed.HAS_VECTOR_KERNEL", False)
     return bool(request.param)
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from omniserve import patch, unpatch
 from omniserve.kv import KV_MANAGERS
-from omniserve.layers import narrow
+from omniserve.layers.packed import PackedLinear
 from omniserve.sched import SCHEDULERS
 from tests.parity.engine_histories import Reference, Tally, run_histories, run_history
 from tests.parity.zoo import tiny
@@ -79,9 +79,8 @@ def test_halves_beside_layers_with_state_can_be_compiled(model_type: str, device
 
 
 @pytest.mark.parametrize("model_type", slow_except(("jamba",), ("jamba", "lfm2_moe", "nemotron_h", "falcon_h1")))
-def test_linears_of_layers_with_state_are_prepacked(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_of_layers_with_state_are_prepacked(model_type: str) -> None:
     """fp32 weights whose values bf16 has; Jamba uses the weight of one of its linears without a call."""
-    monkeypatch.setattr(narrow, "has_products", lambda dtype: dtype is torch.float32)
     model = tiny(model_type)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -90,7 +89,7 @@ def test_linears_of_layers_with_state_are_prepacked(model_type: str, monkeypatch
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     patch(model, compile=False, prepack=True)
     layer = model.get_submodule("model.layers.0")
-    assert any(isinstance(module, narrow.NarrowLinear) for module in layer.modules())
+    assert any(isinstance(module, PackedLinear) for module in layer.modules())
     run_histories(model, reference, range(2), reach=("finished",))
     unpatch(model)
     for name, parameter in model.named_parameters():

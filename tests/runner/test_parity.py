@@ -61,6 +61,7 @@ def test_piggybacked_tokens(family: str, device: str) -> None:
 def test_merged_projections(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: queries, keys and values are views of one product."""
     monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})
+    monkeypatch.setattr("omniserve.layers.packed.HAS_VECTOR_KERNEL", False)
     model, reference = model_and_reference.__wrapped__(family, "cpu")
     assert sum(isinstance(module, MergedLinear) for module in model.modules()) == 5 * len(model.model.layers)
     for step_graphs in ("on", "off"):

@@ -1,6 +1,8 @@
-// Picks the linear kernels that belong to this CPU's instruction set.
+// Picks the linear kernels that belong to this CPU's instruction set, and packs weights.
 #include "linear.h"
 
+#include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -17,7 +19,7 @@ struct Choice {
 
 const Choice kChoices[] = {
 #if defined(__x86_64__)
-    {"amx_bf16", avx512_bf16_linear_kernels},  // few rows are bound by memory: tiles would not help
+    {"amx_bf16", avx512_bf16_linear_kernels},
     {"avx512_bf16", avx512_bf16_linear_kernels},
     {"avx512", avx512_linear_kernels},
     {"avx2", avx2_linear_kernels},
@@ -36,18 +38,66 @@ const LinearKernels& kernels() {
   return table;
 }
 
+// E: what lies side by side of one feature, a pair of bf16 or one value.
+template <typename E>
+void pack_typed(const char* dense, E* packed, int64_t row_bytes, int64_t num_out, int64_t begin, int64_t end) {
+  constexpr int64_t kSize = sizeof(E);
+  const int64_t whole = row_bytes / kSize, rest = row_bytes % kSize, steps = whole + (rest > 0);
+  for (int64_t panel = begin; panel < end; ++panel) {
+    E* const to = packed + panel * steps * kPanel;
+    const int64_t count = std::min(kPanel, num_out - panel * kPanel);
+    if (count < kPanel) std::memset(to, 0, static_cast<size_t>(steps * kPanel * kSize));
+    const char* const from = dense + panel * kPanel * row_bytes;
+    constexpr int64_t kTile = 64 / kSize;  // steps: of each feature one cache line
+    for (int64_t first = 0; first < whole; first += kTile)
+      for (int64_t f = 0; f < count; ++f)
+        for (int64_t s = first; s < std::min(first + kTile, whole); ++s)
+          std::memcpy(to + s * kPanel + f, from + f * row_bytes + s * kSize, kSize);
+    for (int64_t f = 0; f < count && rest > 0; ++f) {
+      E last{};
+      std::memcpy(&last, from + f * row_bytes + whole * kSize, static_cast<size_t>(rest));
+      to[whole * kPanel + f] = last;
+    }
+  }
+}
+
+template <typename E>
+void unpack_row(const E* packed, char* dense, int64_t row_bytes, int64_t feature) {
+  constexpr int64_t kSize = sizeof(E);
+  const int64_t whole = row_bytes / kSize, rest = row_bytes % kSize, steps = whole + (rest > 0);
+  const E* const from = packed + feature / kPanel * steps * kPanel + feature % kPanel;
+  for (int64_t s = 0; s < whole; ++s) std::memcpy(dense + s * kSize, from + s * kPanel, kSize);
+  if (rest > 0) std::memcpy(dense + whole * kSize, from + whole * kPanel, static_cast<size_t>(rest));
+}
+
 }  // namespace
 
-int64_t linear_packed_bytes(const LinearArgs& args) {
-  return args.num_rows * ((args.num_in + kLinearPad - 1) / kLinearPad * kLinearPad) * 4;  // fp32 at the most
+int64_t linear_rows_bytes(const LinearArgs& args, int64_t num_rows) {
+  return num_rows * kernels().row_bytes(args);
+}
+
+void linear_pack_rows(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end) {
+  kernels().pack(args, packed_x, begin, end);
+}
+
+void linear_features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
+                     int64_t following, int64_t first_row, int64_t last_row) {
+  kernels().features(args, packed_x, sums, begin, end, following, first_row, last_row);
 }
 
 const char* linear_kernels_name(const char* isa) { return choose(isa).name; }
 
-void linear_pack(const LinearArgs& args, void* packed) { kernels().pack(args, packed); }
+void pack_panels(const void* dense, void* packed, int64_t num_in, int64_t num_out, DType dtype, int64_t begin,
+                 int64_t end) {
+  const char* const from = static_cast<const char*>(dense);
+  if (dtype == DType::f16) return pack_typed(from, static_cast<uint16_t*>(packed), num_in * 2, num_out, begin, end);
+  pack_typed(from, static_cast<uint32_t*>(packed), num_in * dtype_bytes(dtype), num_out, begin, end);
+}
 
-void linear_features(const LinearArgs& args, const void* packed, int64_t begin, int64_t end) {
-  kernels().features(args, packed, begin, end);
+void unpack_feature(const void* packed, void* dense, int64_t num_in, DType dtype, int64_t feature) {
+  char* const to = static_cast<char*>(dense);
+  if (dtype == DType::f16) return unpack_row(static_cast<const uint16_t*>(packed), to, num_in * 2, feature);
+  unpack_row(static_cast<const uint32_t*>(packed), to, num_in * dtype_bytes(dtype), feature);
 }
 
 }  // namespace omniserve

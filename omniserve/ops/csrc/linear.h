@@ -1,5 +1,12 @@
-// out[t, o] = sum over i of x[t, i] * weight[o, i] for few rows of x: bound by one read of the weight. No torch header.
-// The weight may be bf16 where x is fp32: half the bytes, and no product or sum is rounded more than with an fp32 one.
+// out[t, o] = sum over i of x[t, i] * weight[o, i] (+ bias[o]) with a packed weight, for any number of rows. No torch
+// header.
+//
+// A packed weight is a row of panels of 32 features. A panel of bf16 is [ceil(I / 2), 32, 2]: of two neighbouring inputs
+// the 32 features' weights. Such a row of pairs is two vectors for VDPBF16PS, two rows of a tile for AMX, and a shift and
+// a mask away from vectors of fp32. A panel of fp32 or fp16 is [I, 32]. Behind the last feature and the last input are
+// zeros.
+//
+// Few rows are bound by reading the weight, which is read once, in the order in which it lies; many rows by arithmetic.
 //
 // Legend: T rows of x (tokens), I input features, O output features.
 #pragma once
@@ -11,29 +18,48 @@
 
 namespace omniserve {
 
+constexpr int64_t kPanel = 32;  // features; split work at multiples of it
+
 struct LinearArgs {
   const void* x;       // [T, I], distance of rows x_stride elements
-  const void* weight;  // [O, I], row-major, contiguous
+  const void* weight;  // packed, aligned to 64 bytes
+  const void* bias;    // [O] in dtype, or nullptr
   void* out;           // [T, O], row-major, contiguous
   int64_t x_stride;
-  int64_t num_rows;  // T
-  int64_t num_in;    // I
-  int64_t num_out;   // O
-  DType dtype;         // of x and out; sums are in fp32
+  int64_t num_rows;    // T
+  int64_t num_in;      // I
+  int64_t num_out;     // O
+  DType dtype;         // of x, bias and out; sums are in fp32
   DType weight_dtype;  // the same, or bf16 beside fp32
 };
 
-// Output features that one step of the kernel computes. Split work at multiples of it.
-constexpr int64_t kLinearGroup = 4;
+inline int64_t num_panels(int64_t num_out) { return (num_out + kPanel - 1) / kPanel; }
 
-// Bytes of the copy of x that the kernel reads, which must be aligned to 64 bytes.
-int64_t linear_packed_bytes(const LinearArgs& args);
+// Elements of a panel, in the weight's dtype.
+inline int64_t panel_size(int64_t num_in, DType weight_dtype) {
+  return kPanel * (weight_dtype == DType::bf16 ? (num_in + 1) / 2 * 2 : num_in);
+}
 
-// Make that copy: padded with zeros, in the dtype that the kernel multiplies.
-void linear_pack(const LinearArgs& args, void* packed);
+// Bytes of a copy of so many rows of x, which must be aligned to 64 bytes.
+int64_t linear_rows_bytes(const LinearArgs& args, int64_t num_rows);
 
-// Output features [begin, end) of all rows. An output depends on its row of x and its row of weight alone, to the bit.
-void linear_features(const LinearArgs& args, const void* packed, int64_t begin, int64_t end);
+// Copy rows [begin, end) of x in the dtype that is multiplied. A copy is for one thread: to write what another core has
+// read takes longer than to copy it twice.
+void linear_pack_rows(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end);
+
+// Output features [begin, end) of rows [first_row, last_row), of which packed_x is the copy; begin is a multiple of
+// kPanel. An output depends on its row of x, its row of the weight and its bias alone, to the bit. `following` is the
+// feature at which this thread goes on, if that can be guessed, or any: its panel is prefetched. `sums` has one float
+// for each of these rows and each feature of these panels; 64-byte aligned.
+void linear_features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
+                     int64_t following, int64_t first_row, int64_t last_row);
+
+// Pack panels [begin, end) of a dense weight [O, I], row-major. Bits are copied.
+void pack_panels(const void* dense, void* packed, int64_t num_in, int64_t num_out, DType dtype, int64_t begin,
+                 int64_t end);
+
+// Write the I weights of one feature of a packed weight.
+void unpack_feature(const void* packed, void* dense, int64_t num_in, DType dtype, int64_t feature);
 
 // Name of the linear kernels that an instruction set of attention.h selects; std::invalid_argument if it has none.
 const char* linear_kernels_name(const char* isa);

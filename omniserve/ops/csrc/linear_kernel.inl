@@ -1,9 +1,13 @@
 // The linear kernels of one instruction set; macros as for attention_kernel.inl.
 //
-// A block is kLinearGroup rows of weight by up to kBlockRows rows of x: W sums, as many as sum_each adds up at once.
-// While the first block of a group reads its weights, it prefetches those of a later group, into L2: L1 has too few
-// misses in flight for that (20 GB/s on two Zen 4 cores, 40 this way, which is what their memory gives). Further blocks
-// of the group find the weights in L1, where the packed x stays as well if it is small.
+// A block is some rows of x by a panel or a part of one: their sums stay in registers while the inputs pass. Each vector
+// of weights is loaded once for all rows, each value of x once for all vectors.
+//
+// A single block is bound by reading the weight from memory: it prefetches what lies a little further on into L2. Of
+// several the first would wait for memory and the others not: together they prefetch the next panel, evenly.
+//
+// Many inputs are passed in pieces, so that the rows and the panels of a piece stay in L2. The sums of a piece go
+// through memory, in fp32, which changes no bit of them.
 
 namespace omniserve {
 namespace OMNI_ISA {
@@ -11,147 +15,268 @@ namespace {
 
 #include "attention_simd.inl"
 
-constexpr int kGroup = static_cast<int>(kLinearGroup);
-constexpr int kBlockRows = OMNI_LANES / kGroup;
-constexpr int64_t kPrefetchBytes = 16384;  // at the least
+// A block has as many sums as registers hold beside weights and x: 24 of 32, or 12 of 16.
+constexpr int kVectors = static_cast<int>(kPanel) / OMNI_LANES;  // of a panel
+constexpr int kPartVectors = kVectors < 2 ? kVectors : 2;        // of the part of a panel in a block
+constexpr int kBlockRows = OMNI_LANES == 16 ? 12 : 6;
+constexpr int kWholeRows = OMNI_LANES == 16 ? 12 : OMNI_LANES == 8 ? 2 : 1;  // up to which a block has the whole panel
 
-OMNI_INLINE int64_t padded(int64_t num_in) { return (num_in + kLinearPad - 1) / kLinearPad * kLinearPad; }
+constexpr int64_t kPieceBytes = 4096;  // of a row of packed x
+constexpr int64_t kAhead = 4096;       // bytes of the weight that a single block prefetches
+constexpr int64_t kLine = 64;
 
-// Of x, and so of out, in X and weight in T.
-template <typename X, typename T>
+#if OMNI_LANES == 16
+OMNI_INLINE VF broadcast(float x) { return VF{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+#elif OMNI_LANES == 8
+OMNI_INLINE VF broadcast(float x) { return VF{x, x, x, x, x, x, x, x}; }
+#else
+OMNI_INLINE VF broadcast(float x) { return VF{x, x, x, x}; }
+#endif
+
+// sum += a * b. In assembly where there are 16 registers: GCC 12 moves sums among them, and to memory, otherwise.
+OMNI_INLINE void add_product(VF& sum, VF a, VF b) {
+#if OMNI_LANES == 8
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#else
+  sum += a * b;
+#endif
+}
+
+// second_of_pairs(), without the register that a mask takes where there are 16.
+OMNI_INLINE VF upper_halves(VU pairs) {
+#if OMNI_LANES == 8
+  VU halves;
+  asm("vpsrld $16, %1, %0" : "=x"(halves) : "x"(pairs));
+  return first_of_pairs(halves);
+#else
+  return second_of_pairs(pairs);
+#endif
+}
+
+// The products of one step of a panel of fp32 or fp16: of one input.
+template <typename T>
 struct Product {
-  typedef X Result;
   typedef T Weight;
-  typedef VF Vector;
   typedef float Packed;
-  static constexpr int64_t kStep = W;
-  OMNI_INLINE VF add(VF sum, VF w, VF x) { return sum + w * x; }
-  OMNI_INLINE VF read(const T* p) { return load(p); }
-  OMNI_INLINE VF read_x(const float* p) { return load(p); }
+  static constexpr int64_t kStep = 1;  // inputs
+  template <int ROWS, int VECTORS>
+  OMNI_INLINE void add(const T* w, const float* x, int64_t stride, VF* sum) {
+    VF v[VECTORS];
+#pragma GCC unroll 8
+    for (int i = 0; i < VECTORS; ++i) v[i] = load(w + i * W);
+#pragma GCC unroll 16
+    for (int t = 0; t < ROWS; ++t) {
+      const VF row = broadcast(x[t * stride]);
+#pragma GCC unroll 8
+      for (int i = 0; i < VECTORS; ++i) add_product(sum[t * VECTORS + i], v[i], row);
+    }
+  }
+};
+
+template <>
+struct Product<BF16> {  // of two inputs, widened: a bf16 is the upper half of an fp32
+  typedef BF16 Weight;
+  typedef float Packed;
+  static constexpr int64_t kStep = 2;
+  template <int ROWS, int VECTORS>
+  OMNI_INLINE void add(const BF16* w, const float* x, int64_t stride, VF* sum) {
+    VF v[VECTORS];
+#pragma GCC unroll 8
+    for (int i = 0; i < VECTORS; ++i) v[i] = first_of_pairs(load_pairs(w + i * 2 * W));
+#pragma GCC unroll 16
+    for (int t = 0; t < ROWS; ++t) {
+      const VF row = broadcast(x[t * stride]);
+#pragma GCC unroll 8
+      for (int i = 0; i < VECTORS; ++i) add_product(sum[t * VECTORS + i], v[i], row);
+    }
+    if (OMNI_LANES < 16) asm volatile("" : : : "memory");  // 16 registers do not hold both halves beside the sums
+#pragma GCC unroll 8
+    for (int i = 0; i < VECTORS; ++i) v[i] = upper_halves(load_pairs(w + i * 2 * W));
+#pragma GCC unroll 16
+    for (int t = 0; t < ROWS; ++t) {
+      const VF row = broadcast(x[t * stride + 1]);
+#pragma GCC unroll 8
+      for (int i = 0; i < VECTORS; ++i) add_product(sum[t * VECTORS + i], v[i], row);
+    }
+  }
 };
 
 #if OMNI_DPBF16
-template <>
-struct Product<BF16, BF16> {  // VDPBF16PS: products are exact in fp32, sums are rounded to fp32; subnormals are zero
-  typedef BF16 Result;
+struct Products {  // VDPBF16PS: products are exact in fp32, sums are rounded to fp32; subnormals are zero
   typedef BF16 Weight;
-  typedef __m512bh Vector;
   typedef BF16 Packed;
-  static constexpr int64_t kStep = 2 * W;
-  OMNI_INLINE VF add(VF sum, Vector w, Vector x) {
-    return (VF)_mm512_dpbf16_ps((__m512)sum, w, x);
+  static constexpr int64_t kStep = 2;
+  template <int ROWS, int VECTORS>
+  OMNI_INLINE void add(const BF16* w, const BF16* x, int64_t stride, VF* sum) {
+    __m512bh v[VECTORS];
+#pragma GCC unroll 2
+    for (int i = 0; i < VECTORS; ++i) __builtin_memcpy(&v[i], w + i * 2 * W, sizeof(v[i]));
+#pragma GCC unroll 16
+    for (int t = 0; t < ROWS; ++t) {
+      int32_t pair;
+      __builtin_memcpy(&pair, x + t * stride, sizeof(pair));
+      const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 2
+      for (int i = 0; i < VECTORS; ++i)
+        sum[t * VECTORS + i] = (VF)_mm512_dpbf16_ps((__m512)sum[t * VECTORS + i], v[i], row);
+    }
   }
-  OMNI_INLINE Vector read(const BF16* p) {
-    Vector v;
-    __builtin_memcpy(&v, p, sizeof(v));
-    return v;
-  }
-  OMNI_INLINE Vector read_x(const BF16* p) { return read(p); }
 };
 #endif
 
-// sum[t * kGroup + r] += v[r] * x[t], for rows of x that lie `stride` apart.
-template <typename P, int ROWS>
-OMNI_INLINE void add_products(const typename P::Vector* v, const typename P::Packed* x, int64_t stride, VF* sum) {
-#pragma GCC unroll 4
-  for (int t = 0; t < ROWS; ++t) {
-    const typename P::Vector row = P::read_x(x + t * stride);
-#pragma GCC unroll 4
-    for (int r = 0; r < kGroup; ++r) sum[t * kGroup + r] = P::add(sum[t * kGroup + r], v[r], row);
+// A piece of the inputs of a block.
+template <typename P>
+struct Piece {
+  const typename P::Packed* x;
+  int64_t stride;  // of x
+  int64_t num_steps;
+  const typename P::Weight* panel;
+  const char* ahead;   // prefetched meanwhile
+  int64_t ahead_step;  // bytes
+  float* sums;         // [rows, kPanel]
+  bool goes_on;        // sums has those of the pieces before
+};
+
+template <typename P, int ROWS, int VECTORS>
+static __attribute__((noinline)) void block(const Piece<P>& piece) {  // alone it gets the registers it needs
+  VF sum[ROWS * VECTORS];  // in registers
+#pragma GCC unroll 32
+  for (int s = 0; s < ROWS * VECTORS; ++s)
+    sum[s] = piece.goes_on ? load(piece.sums + s / VECTORS * kPanel + s % VECTORS * W) : VF{};
+  const typename P::Packed* x = piece.x;
+  const typename P::Weight* w = piece.panel;
+  const char* ahead = piece.ahead;
+  const int64_t num_steps = piece.num_steps, ahead_step = piece.ahead_step, stride = piece.stride;
+  for (int64_t step = 0; step < num_steps; ++step) {
+    __builtin_prefetch(ahead, 0, 2);
+    __builtin_prefetch(ahead + kLine, 0, 2);
+    P::template add<ROWS, VECTORS>(w, x, stride, sum);
+    x += P::kStep;
+    w += P::kStep * kPanel;
+    ahead += ahead_step;
+  }
+#pragma GCC unroll 32
+  for (int s = 0; s < ROWS * VECTORS; ++s) store(piece.sums + s / VECTORS * kPanel + s % VECTORS * W, sum[s]);
+}
+
+template <typename P, int ROWS, int VECTORS>
+OMNI_INLINE void block_of(int64_t rows, const Piece<P>& piece) {
+  if constexpr (ROWS > 1) {
+    if (rows < ROWS) return block_of<P, ROWS - 1, VECTORS>(rows, piece);
+  }
+  block<P, ROWS, VECTORS>(piece);
+}
+
+// All of a panel, for at most kBlockRows rows.
+template <typename P>
+static void blocks_of(int64_t rows, Piece<P> piece) {
+  if (rows <= kWholeRows) return block_of<P, kWholeRows, kVectors>(rows, piece);
+  for (int v = 0; v < kVectors; v += kPartVectors) {
+    block_of<P, kBlockRows, kPartVectors>(rows, piece);
+    piece.panel += P::kStep * kPartVectors * W;
+    piece.sums += kPartVectors * W;
+    piece.ahead += piece.num_steps * piece.ahead_step;
   }
 }
 
-// Writes `count` features from `feature` on, of ROWS rows of x from `row` on.
-template <typename P, int ROWS, bool PREFETCH>
-static void block(const LinearArgs& args, const typename P::Weight* const* weight, const typename P::Packed* packed,
-                  int64_t stride, int64_t ahead, int64_t row, int64_t feature, int64_t count) {
-  typedef typename P::Weight T;
-  typedef typename P::Result Result;
-  const typename P::Packed* const x = packed + row * stride;
-  const T* const w[kGroup] = {weight[0], weight[1], weight[2], weight[3]};
-  typename P::Vector v[kGroup];
-  VF sum[kGroup * ROWS];  // in registers
-#pragma GCC unroll 16
-  for (int s = 0; s < kGroup * ROWS; ++s) sum[s] = VF{};
-  const int64_t num_in = args.num_in;
-  int64_t i = 0;
-  for (; i + P::kStep <= num_in; i += P::kStep) {
-#pragma GCC unroll 4
-    for (int r = 0; r < kGroup; ++r) {
-      v[r] = P::read(w[r] + i);
-      if (PREFETCH) __builtin_prefetch(w[r] + i + ahead, 0, 2);
-    }
-    add_products<P, ROWS>(v, x + i, stride, sum);
-  }
-  if (i < num_in) {
-#pragma GCC unroll 4
-    for (int r = 0; r < kGroup; ++r) {
-      T rest[P::kStep] = {};
-      __builtin_memcpy(rest, w[r] + i, static_cast<size_t>(num_in - i) * sizeof(T));
-      v[r] = P::read(rest);
-    }
-    add_products<P, ROWS>(v, x + i, stride, sum);
-  }
-  VF sums[OMNI_LANES];
-#pragma GCC unroll 16
-  for (int s = 0; s < OMNI_LANES; ++s) sums[s] = s < kGroup * ROWS ? sum[s < kGroup * ROWS ? s : 0] : VF{};
-  Result results[OMNI_LANES];
-  store(results, sum_each(sums));
-  Result* to = static_cast<Result*>(args.out) + row * args.num_out + feature;
-  for (int t = 0; t < ROWS; ++t, to += args.num_out) {
-    if (count == kGroup) {
-      __builtin_memcpy(to, results + t * kGroup, kGroup * sizeof(Result));
-    } else {
-      for (int64_t r = 0; r < count; ++r) to[r] = results[t * kGroup + r];
-    }
+// Round the sums of some rows, add the bias, and write them.
+template <typename X>
+OMNI_INLINE void write_rows(const LinearArgs& args, const float* sums, int64_t feature, int64_t row,
+                            int64_t num_rows) {
+  const int64_t count = min64(kPanel, args.num_out - feature);
+  const X* const bias = static_cast<const X*>(args.bias);
+  float added[kPanel] = {};
+  if (bias != nullptr)
+    for (int64_t f = 0; f < count; ++f) added[f] = to_float(bias[feature + f]);
+  X* to = static_cast<X*>(args.out) + row * args.num_out + feature;
+  for (int64_t t = 0; t < num_rows; ++t, sums += kPanel, to += args.num_out) {
+    X whole[kPanel];
+    X* const line = count == kPanel ? to : whole;
+#pragma GCC unroll 8
+    for (int64_t f = 0; f < kPanel; f += W)
+      store(line + f, bias != nullptr ? load(sums + f) + load(added + f) : load(sums + f));
+    if (line == whole) __builtin_memcpy(to, whole, static_cast<size_t>(count) * sizeof(X));
   }
 }
 
-// The block of 1 to kBlockRows rows of x from `row` on; returns how many it took.
-template <typename P, bool PREFETCH>
-OMNI_INLINE int64_t any_block(const LinearArgs& args, const typename P::Weight* const* weight,
-                              const typename P::Packed* packed, int64_t stride, int64_t ahead, int64_t row,
-                              int64_t feature, int64_t count) {
-  const int64_t left = args.num_rows - row;
-  if (left >= kBlockRows) {
-    block<P, kBlockRows, PREFETCH>(args, weight, packed, stride, ahead, row, feature, count);
-    return kBlockRows;
+// Have the lines that write_rows will write: the core that wrote them last may be another one.
+OMNI_INLINE void claim_rows(const LinearArgs& args, int64_t feature, int64_t row, int64_t num_rows) {
+  const int64_t bytes = dtype_bytes(args.dtype);
+  const char* to = static_cast<const char*>(args.out) + (row * args.num_out + feature) * bytes;
+  for (int64_t t = 0; t < num_rows; ++t, to += args.num_out * bytes)
+    for (int64_t i = 0; i < kPanel * bytes; i += kLine) __builtin_prefetch(to + i, 1, 3);
+}
+
+// Features of a panel for all rows, or a piece of their inputs; `next` is computed after it.
+template <typename P>
+struct Panel {
+  Piece<P> piece;  // of the first row
+  const typename P::Weight* next;
+  int64_t feature;
+  int64_t first_row;
+  int64_t last_row;
+  bool is_last;  // piece
+};
+
+template <typename P>
+static void rows_of(const LinearArgs& args, const Panel<P>& panel) {
+  const int64_t num_rows = panel.last_row - panel.first_row, num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
+  constexpr int64_t kStepBytes = P::kStep * kPanel * static_cast<int64_t>(sizeof(typename P::Weight));
+  const bool whole = num_rows <= num_blocks * kWholeRows;
+  const int64_t passes = num_blocks * (whole ? 1 : kVectors / kPartVectors);  // over the panel
+  Piece<P> piece = panel.piece;
+  piece.ahead_step = kStepBytes / passes;
+  const char* const ahead = reinterpret_cast<const char*>(passes > 1 ? panel.next : piece.panel);
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    piece.ahead = passes > 1 ? ahead + piece.num_steps * kStepBytes * b / num_blocks : ahead + kAhead;
+    const int64_t row = num_rows * b / num_blocks, rows = num_rows * (b + 1) / num_blocks - row;
+    piece.x = panel.piece.x + row * piece.stride;
+    piece.sums = panel.piece.sums + row * kPanel;
+    if (panel.is_last) claim_rows(args, panel.feature, panel.first_row + row, rows);
+    blocks_of<P>(rows, piece);
+    if (!panel.is_last) continue;
+    switch (args.dtype) {
+      case DType::f32: write_rows<float>(args, piece.sums, panel.feature, panel.first_row + row, rows); break;
+      case DType::f16: write_rows<F16>(args, piece.sums, panel.feature, panel.first_row + row, rows); break;
+      default: write_rows<BF16>(args, piece.sums, panel.feature, panel.first_row + row, rows);
+    }
   }
-#if OMNI_LANES == 16
-  if (left == 3) {
-    block<P, 3, PREFETCH>(args, weight, packed, stride, ahead, row, feature, count);
-    return 3;
-  }
-  if (left == 2) {
-    block<P, 2, PREFETCH>(args, weight, packed, stride, ahead, row, feature, count);
-    return 2;
-  }
-#endif
-  block<P, 1, PREFETCH>(args, weight, packed, stride, ahead, row, feature, count);
-  return 1;
 }
 
 template <typename P>
-static void features_typed(const LinearArgs& args, const void* packed, int64_t begin, int64_t end) {
-  typedef typename P::Weight T;
-  const auto* x = static_cast<const typename P::Packed*>(packed);
-  const int64_t stride = padded(args.num_in);
-  const int64_t group_bytes = max64(1, kGroup * args.num_in * static_cast<int64_t>(sizeof(T)));
-  const int64_t distance = (kPrefetchBytes + group_bytes - 1) / group_bytes * kGroup;  // in rows of weight
-  for (int64_t feature = begin; feature < end; feature += kGroup) {
-    const int64_t count = min64(kGroup, end - feature);
-    const T* weight[kGroup];
-    for (int64_t r = 0; r < kGroup; ++r)
-      weight[r] = static_cast<const T*>(args.weight) + (feature + min64(r, count - 1)) * args.num_in;
-    const int64_t ahead = min64(distance, args.num_out - kGroup - feature) * args.num_in;  // nothing behind the weight
-    int64_t row = 0;
-    if (ahead > 0 && args.num_rows > 0) row = any_block<P, true>(args, weight, x, stride, ahead, row, feature, count);
-    while (row < args.num_rows) row += any_block<P, false>(args, weight, x, stride, 0, row, feature, count);
+static void features_of(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
+                        int64_t following, int64_t first_row, int64_t last_row) {
+  typedef typename P::Packed Packed;
+  const int64_t num_steps = (args.num_in + P::kStep - 1) / P::kStep, num_rows = last_row - first_row;
+  const int64_t piece_steps =
+      num_rows <= kBlockRows ? max64(num_steps, 1) : kPieceBytes / static_cast<int64_t>(sizeof(Packed)) / P::kStep;
+  const int64_t size = panel_size(args.num_in, args.weight_dtype);
+  const auto* const weight = static_cast<const typename P::Weight*>(args.weight);
+  Panel<P> panel;
+  panel.piece.stride = packed_row_bytes(args.num_in, sizeof(Packed)) / static_cast<int64_t>(sizeof(Packed));
+  panel.first_row = first_row;
+  panel.last_row = last_row;
+  for (int64_t step = 0; step == 0 || step < num_steps; step += piece_steps) {  // without inputs, too
+    panel.piece.x = static_cast<const Packed*>(packed_x) + step * P::kStep;
+    panel.piece.num_steps = min64(piece_steps, num_steps - step);
+    panel.piece.goes_on = step > 0;
+    panel.is_last = step + piece_steps >= num_steps;
+    for (panel.feature = begin; panel.feature < end; panel.feature += kPanel) {
+      panel.piece.panel = weight + panel.feature / kPanel * size + step * P::kStep * kPanel;
+      if (panel.feature + kPanel < end)
+        panel.next = panel.piece.panel + size;
+      else if (!panel.is_last)
+        panel.next = weight + begin / kPanel * size + (step + piece_steps) * P::kStep * kPanel;
+      else
+        panel.next = weight + following / kPanel * size;
+      panel.piece.sums = sums + (panel.feature - begin) * num_rows;
+      rows_of<P>(args, panel);
+    }
   }
 }
 
-template <typename T, typename P>
-OMNI_INLINE void pack_row(const T* x, int64_t num_in, P* packed) {
+template <typename T>
+OMNI_INLINE void pack_row(const T* x, int64_t num_in, float* packed) {
   int64_t i = 0;
   for (; i + W <= num_in; i += W) store(packed + i, load(x + i));
   for (; i < num_in; ++i) packed[i] = to_float(x[i]);
@@ -162,70 +287,50 @@ OMNI_INLINE void pack_row(const BF16* x, int64_t num_in, BF16* packed) {
 }
 #endif
 
-template <typename P>
-static void pack_typed(const LinearArgs& args, void* packed) {
-  typedef typename P::Packed Packed;
-  const int64_t stride = padded(args.num_in);
-  for (int64_t t = 0; t < args.num_rows; ++t) {
-    Packed* const to = static_cast<Packed*>(packed) + t * stride;
-    pack_row(static_cast<const typename P::Result*>(args.x) + t * args.x_stride, args.num_in, to);
+template <typename X, typename Packed>
+static void pack_typed(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end) {
+  const int64_t stride = packed_row_bytes(args.num_in, sizeof(Packed)) / static_cast<int64_t>(sizeof(Packed));
+  for (int64_t t = begin; t < end; ++t) {
+    Packed* const to = static_cast<Packed*>(packed_x) + (t - begin) * stride;
+    pack_row(static_cast<const X*>(args.x) + t * args.x_stride, args.num_in, to);
     __builtin_memset(to + args.num_in, 0, static_cast<size_t>(stride - args.num_in) * sizeof(Packed));
   }
 }
 
-// fp32 x with a bf16 weight. Of many blocks each would widen the weight anew, which is more work than its products: a
-// group of it is widened once, into memory that stays in L1 or L2, while the next one is prefetched.
-static void features_mixed(const LinearArgs& args, const void* packed, int64_t begin, int64_t end) {
-  float* const wide = args.num_rows <= kBlockRows
-                          ? nullptr
-                          : static_cast<float*>(__builtin_malloc(static_cast<size_t>(kGroup * args.num_in + 1) * 4));
-  if (wide == nullptr) return features_typed<Product<float, BF16>>(args, packed, begin, end);  // to the same bits
-  const auto* x = static_cast<const float*>(packed);
-  const int64_t stride = padded(args.num_in);
-  const int64_t num_weights = args.num_out * args.num_in;
-  const int64_t ahead = max64(kPrefetchBytes / 2, kGroup * args.num_in);
-  for (int64_t feature = begin; feature < end; feature += kGroup) {
-    const int64_t count = min64(kGroup, end - feature);
-    const int64_t first = feature * args.num_in;
-    const BF16* const narrow = static_cast<const BF16*>(args.weight) + first;
-    const int64_t length = count * args.num_in;
-    int64_t i = 0;
-    for (; i + W <= length; i += W) {
-      if (first + i + ahead < num_weights) __builtin_prefetch(narrow + i + ahead, 0, 2);
-      store(wide + i, load(narrow + i));
-    }
-    for (; i < length; ++i) wide[i] = to_float(narrow[i]);
-    const float* weight[kGroup];
-    for (int64_t r = 0; r < kGroup; ++r) weight[r] = wide + min64(r, count - 1) * args.num_in;
-    for (int64_t row = 0; row < args.num_rows;)
-      row += any_block<Product<float, float>, false>(args, weight, x, stride, 0, row, feature, count);
-  }
-  __builtin_free(wide);
+int64_t row_bytes(const LinearArgs& args) {
+  return packed_row_bytes(args.num_in, OMNI_DPBF16 && args.dtype == DType::bf16 ? 2 : 4);
 }
 
-void pack(const LinearArgs& args, void* packed) {
+void pack(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end) {
   switch (args.dtype) {
-    case DType::f32: return pack_typed<Product<float, float>>(args, packed);  // whatever the weight
-    case DType::f16: return pack_typed<Product<F16, F16>>(args, packed);
-    default: return pack_typed<Product<BF16, BF16>>(args, packed);
+    case DType::f32: return pack_typed<float, float>(args, packed_x, begin, end);
+    case DType::f16: return pack_typed<F16, float>(args, packed_x, begin, end);
+#if OMNI_DPBF16
+    default: return pack_typed<BF16, BF16>(args, packed_x, begin, end);
+#else
+    default: return pack_typed<BF16, float>(args, packed_x, begin, end);
+#endif
   }
 }
 
-void features(const LinearArgs& args, const void* packed, int64_t begin, int64_t end) {
-  if (args.dtype == DType::f32 && args.weight_dtype == DType::bf16)
-    return features_mixed(args, packed, begin, end);
-  switch (args.dtype) {
-    case DType::f32: return features_typed<Product<float, float>>(args, packed, begin, end);
-    case DType::f16: return features_typed<Product<F16, F16>>(args, packed, begin, end);
-    default: return features_typed<Product<BF16, BF16>>(args, packed, begin, end);
-  }
+void features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end, int64_t following,
+              int64_t first_row, int64_t last_row) {
+  const auto typed = [&](auto product) {
+    features_of<decltype(product)>(args, packed_x, sums, begin, end, following, first_row, last_row);
+  };
+  if (args.weight_dtype == DType::f32) return typed(Product<float>());
+  if (args.weight_dtype == DType::f16) return typed(Product<F16>());
+#if OMNI_DPBF16
+  if (args.dtype == DType::bf16) return typed(Products());
+#endif
+  typed(Product<BF16>());
 }
 
 }  // namespace
 
 #define OMNI_TEXT_OF(name) #name
 #define OMNI_TEXT(name) OMNI_TEXT_OF(name)
-const LinearKernels kLinearKernels = {OMNI_TEXT(OMNI_ISA), pack, features};
+const LinearKernels kLinearKernels = {OMNI_TEXT(OMNI_ISA), row_bytes, pack, features};
 
 }  // namespace OMNI_ISA
 }  // namespace omniserve

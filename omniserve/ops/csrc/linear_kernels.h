@@ -5,13 +5,18 @@
 
 namespace omniserve {
 
-// A row of packed x holds a multiple of this: elements of the widest multiply-add, and so whole cache lines.
-constexpr int64_t kLinearPad = 32;
+// Bytes between two rows of packed x: whole cache lines, an odd number of them, so that rows lie in different sets of
+// a cache.
+inline int64_t packed_row_bytes(int64_t num_in, int64_t element_bytes) {
+  return ((num_in * element_bytes + 63) / 64 | 1) * 64;
+}
 
 struct LinearKernels {
   const char* name;
-  void (*pack)(const LinearArgs& args, void* packed);  // as linear_pack
-  void (*features)(const LinearArgs& args, const void* packed, int64_t begin, int64_t end);  // as linear_features
+  int64_t (*row_bytes)(const LinearArgs& args);
+  void (*pack)(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end);  // as linear_pack_rows
+  void (*features)(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
+                   int64_t following, int64_t first_row, int64_t last_row);  // as linear_features
 };
 
 const LinearKernels& portable_linear_kernels();

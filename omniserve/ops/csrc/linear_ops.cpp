@@ -1,4 +1,4 @@
-// skinny_linear: checks, and the division of the output features among threads.
+// pack_linear, packed_linear and packed_rows: checks, and the division of work among threads.
 #include "linear.h"
 
 #include <omp.h>
@@ -7,52 +7,175 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <optional>
+#include <vector>
 
 #include "op_checks.h"
 
 namespace omniserve {
 namespace {
 
-constexpr int64_t kParallelMacs = int64_t{1} << 18;  // less is done before a thread has woken up
-constexpr int64_t kPiecesPerThread = 8;              // a thread that lost its core for a while leaves pieces to others
+constexpr int64_t kParallelMacs = int64_t{1} << 17;   // less is done before a thread has woken up
+constexpr int64_t kParallelBytes = int64_t{1} << 16;  // of rows that are looked up
+constexpr int64_t kTasksPerThread = 16;               // a thread that lost its core for a while leaves some to others
+constexpr int64_t kTaskRows = 120;                    // a piece of so many rows stays in L2
+constexpr int64_t kTaskPanels = 4;
 
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
+// Memory of one thread that grows and stays: pages that are mapped anew at each call cost more than a small product.
+class Scratch {
+ public:
+  void* of(int64_t bytes) {
+    if (bytes > size_) {
+      const int64_t size = (bytes + 4095) / 4096 * 4096;
+      memory_.reset(std::aligned_alloc(64, static_cast<size_t>(size)));
+      size_ = memory_ ? size : 0;
+      if (!memory_) throw std::bad_alloc();
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<void, Free> memory_;
+  int64_t size_ = 0;
 };
+
+Scratch& rows_scratch() {
+  static thread_local Scratch scratch;
+  return scratch;
+}
+
+Scratch& sums_scratch() {
+  static thread_local Scratch scratch;
+  return scratch;
+}
+
+// A contiguous CPU tensor of `like`'s dtype with the first `dim` sizes of `shape`, and `last`.
+Tensor empty_like_rows(const Tensor& shape, int64_t dim, int64_t last, const Tensor& like) {
+  std::vector<int64_t> sizes;
+  for (int64_t d = 0; d < dim; ++d) sizes.push_back(shape.size(d));
+  sizes.push_back(last);
+  return empty_cpu(sizes.data(), dim + 1, like);
+}
+
+// Elements from one row of x to the next, if the same between all.
+std::optional<int64_t> distance_of_rows(const Tensor& x) {
+  const int64_t last = x.dim() - 1;
+  if (x.size(last) > 1 && x.stride(last) != 1) return std::nullopt;
+  std::optional<int64_t> distance;
+  int64_t next = 0;  // stride that the next dimension must have
+  for (int64_t d = last - 1; d >= 0; --d) {
+    if (x.size(d) == 1) continue;
+    if (!distance)
+      distance = x.stride(d);
+    else if (x.stride(d) != next)
+      return std::nullopt;
+    next = x.stride(d) * x.size(d);
+  }
+  return distance.value_or(0);
+}
+
+void check_packed(const Tensor& packed, int64_t num_in, int64_t num_out) {
+  const int64_t at_once = dtype_of(packed, "packed") == DType::bf16 ? 2 : 1;
+  check_dim(packed, 3, "packed");
+  check_contiguous(packed, "packed");
+  const int64_t panels = num_panels(num_out), steps = (num_in + at_once - 1) / at_once;
+  STD_TORCH_CHECK(packed.size(0) == panels && packed.size(1) == steps && packed.size(2) == kPanel * at_once,
+                  "packed must be [", panels, ", ", steps, ", ", kPanel * at_once, "] for ", num_in, " inputs and ",
+                  num_out, " outputs, got ", shape_of(packed));
+}
 
 }  // namespace
 
-Tensor skinny_linear(Tensor x, Tensor weight) {
-  check_rows(x, "x");
-  check_dim(weight, 2, "weight");
-  check_contiguous(weight, "weight");
+Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out) {
+  STD_TORCH_CHECK(x.dim() > 0, "x must have a last dimension, got shape []");
+  const int64_t num_in = x.size(-1);
   const DType dtype = dtype_of(x, "x");
-  const bool mixed = dtype == DType::f32 && weight.scalar_type() == ScalarType::BFloat16;
-  if (!mixed) check_type(weight, x.scalar_type(), "weight");
-  STD_TORCH_CHECK(weight.size(1) == x.size(1), "weight must have x's width ", x.size(1), ", got ", shape_of(weight));
+  STD_TORCH_CHECK(num_out >= 0, "out_features must not be negative, got ", num_out);
+  check_packed(packed, num_in, num_out);
+  const bool mixed = dtype == DType::f32 && packed.scalar_type() == ScalarType::BFloat16;
+  if (!mixed) check_type(packed, x.scalar_type(), "packed");
+  if (bias.has_value()) {
+    check_dim(*bias, 1, "bias");
+    check_contiguous(*bias, "bias");
+    check_type(*bias, x.scalar_type(), "bias");
+    STD_TORCH_CHECK(bias->size(0) == num_out, "bias must have ", num_out, " elements, got ", shape_of(*bias));
+  }
   isa_name();  // a wrong OMNISERVE_ISA is reported here, not inside a parallel region
 
-  Tensor out = empty_cpu({x.size(0), weight.size(0)}, x);
-  const LinearArgs args{x.const_data_ptr(), weight.const_data_ptr(), out.mutable_data_ptr(), x.stride(0),
-                        x.size(0),          x.size(1),               weight.size(0),         dtype,
+  const std::optional<int64_t> distance = distance_of_rows(x);
+  if (!distance) x = torch::stable::contiguous(x);
+  Tensor out = empty_like_rows(x, x.dim() - 1, num_out, x);
+  const LinearArgs args{x.const_data_ptr(),
+                        packed.const_data_ptr(),
+                        bias.has_value() ? bias->const_data_ptr() : nullptr,
+                        out.mutable_data_ptr(),
+                        distance.value_or(num_in),
+                        num_out > 0 ? out.numel() / num_out : 0,
+                        num_in,
+                        num_out,
+                        dtype,
                         mixed ? DType::bf16 : dtype};
   if (out.numel() == 0) return out;
-  // At least one cache line: aligned_alloc of nothing may be nullptr.
-  const std::unique_ptr<void, Free> packed(std::aligned_alloc(64, static_cast<size_t>(linear_packed_bytes(args) + 64)));
-  if (!packed) throw std::bad_alloc();
-  linear_pack(args, packed.get());
-
   // A team of all threads or of one: libgomp ends and starts threads whenever the size of a team changes.
   const int64_t num_threads = omp_get_max_threads();
-  const bool parallel = num_threads > 1 && weight.numel() * args.num_rows > kParallelMacs;
-  const int64_t num_groups = (args.num_out + kLinearGroup - 1) / kLinearGroup;
-  const int64_t num_pieces = parallel ? std::min(num_groups, num_threads * kPiecesPerThread) : 1;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(static_cast<int>(num_threads)) if (parallel)
-  for (int64_t piece = 0; piece < num_pieces; ++piece) {
-    const int64_t begin = num_groups * piece / num_pieces * kLinearGroup;
-    const int64_t end = std::min(num_groups * (piece + 1) / num_pieces * kLinearGroup, args.num_out);
-    linear_features(args, packed.get(), begin, end);
+  const bool parallel = num_threads > 1 && args.num_in * num_out * args.num_rows > kParallelMacs;
+  const int64_t panels = num_panels(num_out);
+  const int64_t wanted = parallel ? num_threads * kTasksPerThread : 1;
+  const int64_t row_parts = (args.num_rows + kTaskRows - 1) / kTaskRows;
+  const int64_t task_panels = std::clamp<int64_t>(panels * row_parts / wanted, 1, kTaskPanels);
+  const int64_t panel_parts = (panels + task_panels - 1) / task_panels;
+  const int64_t part_rows = (args.num_rows + row_parts - 1) / row_parts;
+  const int64_t sums_bytes = part_rows * task_panels * kPanel * 4, x_bytes = linear_rows_bytes(args, part_rows);
+#pragma omp parallel num_threads(static_cast<int>(num_threads)) if (parallel)
+  {
+    float* const sums = static_cast<float*>(sums_scratch().of(sums_bytes));
+    void* const packed_x = rows_scratch().of(x_bytes);
+    int64_t packed_part = -1;
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t task = 0; task < row_parts * panel_parts; ++task) {
+      const int64_t part = task / panel_parts, begin = task % panel_parts * task_panels * kPanel;
+      const int64_t first_row = args.num_rows * part / row_parts, last_row = args.num_rows * (part + 1) / row_parts;
+      if (part != packed_part) linear_pack_rows(args, packed_x, first_row, last_row);
+      packed_part = part;
+      const int64_t after = begin + num_threads * task_panels * kPanel;  // if all threads are as fast
+      linear_features(args, packed_x, sums, begin, std::min(begin + task_panels * kPanel, num_out),
+                      after < num_out ? after : begin, first_row, last_row);
+    }
   }
+  return out;
+}
+
+void pack_linear(Tensor weight, Tensor packed) {
+  check_dim(weight, 2, "weight");
+  check_contiguous(weight, "weight");
+  check_type(packed, weight.scalar_type(), "packed");
+  check_packed(packed, weight.size(1), weight.size(0));
+  const DType dtype = dtype_of(weight, "weight");
+  const void* const from = weight.const_data_ptr();
+  void* const to = packed.mutable_data_ptr();
+  const int64_t panels = packed.size(0), num_in = weight.size(1), num_out = weight.size(0);
+#pragma omp parallel for schedule(dynamic, 1)
+  for (int64_t panel = 0; panel < panels; ++panel) pack_panels(from, to, num_in, num_out, dtype, panel, panel + 1);
+}
+
+Tensor packed_rows(Tensor ids, Tensor packed, int64_t num_in, int64_t num_out) {
+  check_type(ids, ScalarType::Long, "ids");
+  check_contiguous(ids, "ids");
+  check_packed(packed, num_in, num_out);
+  const auto* const wanted = static_cast<const int64_t*>(ids.const_data_ptr());
+  const int64_t count = ids.numel();
+  for (int64_t i = 0; i < count; ++i)
+    STD_TORCH_CHECK(wanted[i] >= 0 && wanted[i] < num_out, "ids must be from 0 to ", num_out - 1, ", got ", wanted[i]);
+  Tensor out = empty_like_rows(ids, ids.dim(), num_in, packed);
+  const DType dtype = dtype_of(packed, "packed");
+  const void* const from = packed.const_data_ptr();
+  char* const to = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t row_bytes = num_in * dtype_bytes(dtype);
+#pragma omp parallel for schedule(dynamic, 1) if (count * row_bytes > kParallelBytes)
+  for (int64_t i = 0; i < count; ++i) unpack_feature(from, to + i * row_bytes, num_in, dtype, wanted[i]);
   return out;
 }
 

@@ -71,18 +71,23 @@ inline DType dtype_of(const Tensor& tensor, const char* name) {
 }
 
 // A contiguous CPU tensor of `like`'s dtype. Straight through the C shim: the boxed aten::new_empty costs 1 us more.
-inline Tensor empty_cpu(std::initializer_list<int64_t> sizes, const Tensor& like) {
-  int64_t strides[4], stride = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
+inline Tensor empty_cpu(const int64_t* sizes, int64_t dim, const Tensor& like) {
+  constexpr int64_t kMaxDims = 8;
+  STD_TORCH_CHECK(dim <= kMaxDims, "at most ", kMaxDims, " dimensions, got ", dim);
+  int64_t strides[kMaxDims], stride = 1;
+  for (int64_t i = dim; i-- > 0;) {
     strides[i] = stride;
-    stride *= sizes.begin()[i] > 0 ? sizes.begin()[i] : 1;
+    stride *= sizes[i] > 0 ? sizes[i] : 1;
   }
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides,
-                                                  dtype, aoti_torch_device_type_cpu(), 0, &handle));
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dim, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
+}
+inline Tensor empty_cpu(std::initializer_list<int64_t> sizes, const Tensor& like) {
+  return empty_cpu(sizes.begin(), static_cast<int64_t>(sizes.size()), like);
 }
 
 // The cache of one layer, checked; K and V must agree in everything.
@@ -132,6 +137,8 @@ Tensor cpu_attention(Tensor q, Tensor pool, std::optional<Tensor> scales, Tensor
                      double scale, int64_t window, double softcap, int64_t num_threads, int64_t chunk,
                      std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes);
 void store_host_kv(Tensor k, Tensor v, Tensor pool, std::optional<Tensor> scales, Tensor slot_mapping);
-Tensor skinny_linear(Tensor x, Tensor weight);
+Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out);
+void pack_linear(Tensor weight, Tensor packed);
+Tensor packed_rows(Tensor ids, Tensor packed, int64_t num_in, int64_t num_out);
 
 }  // namespace omniserve

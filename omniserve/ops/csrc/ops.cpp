@@ -231,7 +231,9 @@ STABLE_TORCH_LIBRARY(omniserve, m) {
   m.def(
       "piggyback_send(Tensor hidden_TD, Tensor q_TNH, Tensor k_TKH, Tensor v_TKH, Tensor slots_P, "
       "Tensor(a!) residuals_SD, Tensor(b!) mailbox_SW, Tensor(c!) flags_S, Tensor step_1) -> ()");
-  m.def("skinny_linear(Tensor x_TI, Tensor weight_OI) -> Tensor");
+  m.def("pack_linear(Tensor weight_OI, Tensor(a!) packed) -> ()");
+  m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias_O, SymInt out_features) -> Tensor");
+  m.def("packed_rows(Tensor ids, Tensor packed, SymInt in_features, SymInt out_features) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(omniserve, CPU, m) {
@@ -243,5 +245,7 @@ STABLE_TORCH_LIBRARY_IMPL(omniserve, CPU, m) {
   m.impl("residual_store", TORCH_BOX(&omniserve::residual_store));
   m.impl("residual_fetch", TORCH_BOX(&omniserve::residual_fetch));
   m.impl("piggyback_send", TORCH_BOX(&omniserve::piggyback_send));
-  m.impl("skinny_linear", TORCH_BOX(&omniserve::skinny_linear));
+  m.impl("packed_linear", TORCH_BOX(&omniserve::packed_linear));
+  m.impl("pack_linear", TORCH_BOX(&omniserve::pack_linear));
+  m.impl("packed_rows", TORCH_BOX(&omniserve::packed_rows));
 }
