@@ -55,6 +55,8 @@ class EngineStats(SchedulerStats):
     steps: int = 0
     step_seconds: float = 0.0
     """Counter: time spent in steps."""
+    steps_by_threads: Mapping[int, int] = field(default_factory=dict)
+    """Counter: steps by the device tier's number of threads; empty with a GPU."""
     device_tokens: int = 0
     """Counter: device rows computed."""
     piggyback_rows: int = 0

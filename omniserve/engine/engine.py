@@ -313,6 +313,7 @@ class Engine:
             host_blocks_total=usage.host_total,
             steps=self._log.num_steps,
             step_seconds=self._log.seconds,
+            steps_by_threads=dict(self.runner.steps_by_threads),
             device_tokens=self._log.num_device_tokens,
             piggyback_rows=self._log.num_piggyback_rows,
             host_kv_bytes_read=tier.kv_bytes_read if tier is not None else 0,

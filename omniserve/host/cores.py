@@ -7,7 +7,8 @@ does. Copies are short and take no share. The number of threads only changes bet
 A step does not share a core with another process well either, because in each of its many parts all its threads wait
 for the slowest one. So a core that others use much is left to them (``python -m benchmarks.shared_cores``): of 2 cores,
 2 threads are slower than 1 where others use a fifth to two thirds of a core, by the model and the batch, and take 1.3
-to 3.4 times as long where they use all of it. How much others use is read from Linux's ``/proc``.
+to 3.4 times as long where they use all of it. How much others use is read from Linux's ``/proc``. Short bursts do not
+count: a client that sends a request, and the server that reads it, are done before a step could make room for them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +25,7 @@ import torch
 # A core is left to others that use more of it than the first number, and taken back when they use less than the second.
 _LEFT_ABOVE, _TAKEN_BELOW = 0.4, 0.25
 _LOOK_EVERY_S = 0.25
+_MEMORY_S = 1.0
 
 
 def cores_allowed() -> set[int]:
@@ -67,9 +70,14 @@ def read_competition() -> tuple[float, float]:
 
 
 class OtherUsers:
-    """Measures how many cores other processes and hypervisors use.
+    """Measures how many cores other processes and hypervisors use steadily.
 
     ``read`` returns the seconds that the cores were busy, and how many of these were this process's.
+
+    That is the lower of two figures: the last quarter of a second, and a mean that forgets a second's past to 1/e. So
+    a process that takes one core counts as 0.4 cores after half a second, and as none a quarter after it has ended; one
+    that is busy for a quarter of a second now and then never counts as more than 0.25. The system's clock counts in
+    ticks, so that a quarter of a second alone may be off by 0.15 cores.
     """
 
     def __init__(
@@ -80,17 +88,18 @@ class OtherUsers:
         self._read, self._clock = read, clock
         self._looked_s = clock()
         self._busy_s, self._own_s = read()
-        self._cores = 0.0
+        self._lately = self._mean = 0.0
 
     def cores(self) -> float:
-        """Return how many cores they used in about the last quarter of a second; frequent calls cost little."""
+        """Return how many cores they use; frequent calls cost little."""
         now_s = self._clock()
         seconds = now_s - self._looked_s
         if seconds >= _LOOK_EVERY_S:
             busy_s, own_s = self._read()
-            self._cores = max(0.0, (busy_s - self._busy_s) - (own_s - self._own_s)) / seconds
+            self._lately = max(0.0, (busy_s - self._busy_s) - (own_s - self._own_s)) / seconds
+            self._mean += (1 - math.exp(-seconds / _MEMORY_S)) * (self._lately - self._mean)
             self._looked_s, self._busy_s, self._own_s = now_s, busy_s, own_s
-        return self._cores
+        return min(self._lately, self._mean)
 
 
 class CoreSplit:
@@ -105,11 +114,14 @@ class CoreSplit:
     ) -> None:
         self.threads_alone = device_threads if device_threads is not None else available_cores()
         self.threads_shared = self.threads_alone
-        if device.type == "cpu":
+        self._is_cpu = device.type == "cpu"
+        if self._is_cpu:
             self.threads_shared = max(1, self.threads_alone - host_threads)
         self.num_left = 0
         """The number of cores that are left to other processes."""
-        self._others = (others or OtherUsers()) if device_threads is None and device.type == "cpu" else None
+        self.steps_by_threads = Counter[int]()
+        """The number of steps with each number of threads; empty with a GPU."""
+        self._others = (others or OtherUsers()) if device_threads is None and self._is_cpu else None
         self._current = torch.get_num_threads()
 
     def apply(self, *, host_works: bool) -> None:
@@ -122,3 +134,5 @@ class CoreSplit:
         if wanted != self._current:
             torch.set_num_threads(wanted)
             self._current = wanted
+        if self._is_cpu:
+            self.steps_by_threads[wanted] += 1

@@ -11,7 +11,7 @@ Legend: T rows, D hidden, N query heads, K KV heads, H head size, P seats.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
@@ -116,6 +116,11 @@ class ModelRunner:
         if self.graphs is not None:
             model.warm_up(fused=True)  # also the layers that no graph calls by themselves
             self.graphs.capture_all()
+
+    @property
+    def steps_by_threads(self) -> Mapping[int, int]:
+        """The number of steps that ran with each number of the device tier's CPU threads; empty with a GPU."""
+        return self._cores.steps_by_threads
 
     def collect(self, step: LaunchedStep) -> StepOutput:
         """Wait for a launched step's end or tokens, and for nothing that was launched after it. Call this once a step.

@@ -16,7 +16,8 @@ TINY = {
     "decode_rate": "--batches 1 2 --output 3 --repeats 1 --no-compile",
     "cpu_dtypes": "--rows 1 2 --prompts 8 --steps 2 --repeats 1",
     "step_overhead": "--requests 1 --steps 3",
-    "shared_cores": "--shares 0 0.5 --requests 2 --steps 2 --repeats 1",
+    "shared_cores": "--shares 0 0.5 --requests 2 --steps 2 --repeats 1 "
+    "--best-effort 1 --rate 2 --span 2 --models built-in",
 }
 QUICK = ("sampling",)
 

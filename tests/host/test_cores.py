@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -30,6 +30,11 @@ class Machine:
         self.busy_s += seconds * (others + own)
         self.own_s += seconds * own
 
+    def run_for_long(self, *, others: float) -> None:
+        """Run until nothing is remembered of what was before."""
+        self.run(30.0, others=others)
+        self.others.cores()
+
 
 @pytest.fixture(autouse=True)
 def keep_threads() -> Iterator[None]:
@@ -50,7 +55,7 @@ def split_of(
 def test_others_are_what_this_process_is_not() -> None:
     machine = Machine()
     assert machine.others.cores() == 0
-    machine.run(1.0, others=1.25, own=3.0)
+    machine.run(20.0, others=1.25, own=3.0)
     assert machine.others.cores() == pytest.approx(1.25)
     machine.run(0.1, others=6.0)
     assert machine.others.cores() == pytest.approx(1.25), "too short to tell"
@@ -70,7 +75,7 @@ def test_rounding_of_the_systems_clock_is_nobody() -> None:
 def test_a_core_is_left_that_others_use_for_two_fifths_of_the_time(used: float, num_left: int) -> None:
     machine = Machine()
     split = split_of(machine)
-    machine.run(1.0, others=used)
+    machine.run_for_long(others=used)
     split.apply(host_works=False)
     assert split.num_left == num_left
     assert torch.get_num_threads() == max(1, 8 - num_left)
@@ -81,20 +86,58 @@ def test_it_is_taken_back_below_a_quarter_and_not_before() -> None:
     split = split_of(machine)
     left = []
     for used in (0.3, 0.5, 0.3, 1.3, 1.5, 1.3, 1.2, 0.26, 0.24, 0.3):
-        machine.run(0.3, others=used)
+        machine.run_for_long(others=used)
         split.apply(host_works=False)
         left.append(split.num_left)
     assert left == [0, 1, 1, 1, 2, 2, 1, 1, 0, 0]
 
 
+def watch(machine: Machine, split: CoreSplit, others: Iterable[float]) -> list[int]:
+    """Return how many cores are left after each quarter of a second in which others use so many."""
+    left = []
+    for used in others:
+        machine.run(0.25, others=used)
+        split.apply(host_works=False)
+        left.append(split.num_left)
+    return left
+
+
+def test_a_client_that_now_and_then_sends_a_request_takes_no_core() -> None:
+    """It is busy for up to 0.3 s at once, the server's HTTP process beside it, and what both do is within a window."""
+    machine = Machine()
+    split = split_of(machine, cores=2)
+    assert not any(watch(machine, split, [1.2, 0.0, 0.1, 0.0, 0.0, 0.2, 0.0, 0.0] * 50))
+    assert split.steps_by_threads == {2: 400}
+
+
+@pytest.mark.parametrize(("used", "quarters"), [(2.0, 1), (1.0, 3), (0.7, 4), (0.5, 7)])
+def test_the_more_others_use_the_sooner_a_core_is_left_to_them(used: float, quarters: int) -> None:
+    machine = Machine()
+    split = split_of(machine)
+    left = watch(machine, split, [used] * quarters)
+    assert left[-1] >= 1 and not any(left[:-1])
+    assert watch(machine, split, [0.0]) == [0], "they have ended"
+
+
+def test_steps_are_counted_by_threads() -> None:
+    machine = Machine()
+    split = split_of(machine, host_threads=4)
+    watch(machine, split, [0.0, 0.0])
+    split.apply(host_works=True)
+    machine.run_for_long(others=1.0)
+    watch(machine, split, [1.0])
+    assert split.steps_by_threads == {8: 2, 4: 1, 7: 1}
+    assert not CoreSplit(device=torch.device("cuda"), device_threads=None, host_threads=2).steps_by_threads
+
+
 def test_the_host_tier_keeps_its_share() -> None:
     machine = Machine()
     split = split_of(machine, host_threads=4)
-    machine.run(1.0, others=2.0)
+    machine.run_for_long(others=2.0)
     for host_works, threads in ((False, 6), (True, 2), (False, 6)):
         split.apply(host_works=host_works)
         assert torch.get_num_threads() == threads
-    machine.run(1.0, others=7.0)
+    machine.run_for_long(others=7.0)
     split.apply(host_works=True)
     assert torch.get_num_threads() == 1
 
@@ -102,7 +145,7 @@ def test_the_host_tier_keeps_its_share() -> None:
 def test_threads_that_were_asked_for_are_had() -> None:
     machine = Machine()
     split = split_of(machine, device_threads=3)
-    machine.run(1.0, others=5.0)
+    machine.run_for_long(others=5.0)
     split.apply(host_works=False)
     assert (torch.get_num_threads(), split.num_left) == (3, 0)
 

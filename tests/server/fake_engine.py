@@ -243,6 +243,7 @@ class FakeEngine:
             host_blocks_used=3,
             host_blocks_total=200,
             steps=self._num_steps,
+            steps_by_threads={1: 21, 2: 22},
             piggyback_rows=11,
             preemptions=12,
             preempted_tokens=18,

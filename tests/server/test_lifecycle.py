@@ -69,6 +69,8 @@ def test_metrics(server, client):
         'kv_blocks{tier="host"}': 200,
         'output_tokens_total{service_class="LS"}': 5,
         'prompt_tokens_total{service_class="BE"}': 6,
+        'steps_by_threads_total{threads="1"}': 21,
+        'steps_by_threads_total{threads="2"}': 22,
         "piggyback_rows_total": 11,
         "preemptions_total": 12,
         "preempted_tokens_total": 18,

@@ -27,7 +27,14 @@ struct I8 {
 OMNI_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 OMNI_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-OMNI_INLINE VF splat(float x) { return VF{} + x; }
+OMNI_INLINE VF splat(float x) { return x - VF{}; }  // x + 0 would be an addition: it makes 0 of -0
+// GCC likes to load a vector again for each of its uses; two loads a cycle are all that a core does.
+OMNI_INLINE VF in_register(VF v) {
+#if OMNI_LANES >= 8
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
 OMNI_INLINE VI lane_numbers() {
   VI lanes{};
   for (int i = 0; i < OMNI_LANES; ++i) lanes[i] = i;
@@ -35,7 +42,13 @@ OMNI_INLINE VI lane_numbers() {
 }
 OMNI_INLINE VF vmax(VF a, VF b) { return a > b ? a : b; }
 
+#if OMNI_LANES == 8
+OMNI_INLINE VF widen_bf16(VH h) {  // GCC 12 makes five instructions of the conversion below
+  return (VF)((VU)_mm256_cvtepu16_epi32((__m128i)h) << 16);
+}
+#else
 OMNI_INLINE VF widen_bf16(VH h) { return (VF)(__builtin_convertvector(h, VU) << 16); }
+#endif
 
 OMNI_INLINE VH narrow_bf16(VF x) {  // round to nearest even, NaN stays NaN
   const VU u = (VU)x;
@@ -44,10 +57,13 @@ OMNI_INLINE VH narrow_bf16(VF x) {  // round to nearest even, NaN stays NaN
   return __builtin_convertvector(is_nan ? ((u >> 16) | 0x40u) : rounded, VH);
 }
 
-#if defined(__F16C__) && OMNI_LANES == 16
-OMNI_INLINE VF widen_f16(VH h) { return (VF)_mm512_cvtph_ps((__m256i)h); }
-OMNI_INLINE VH narrow_f16(VF x) { return (VH)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
-#elif defined(__F16C__) && OMNI_LANES == 8
+#if OMNI_LANES == 16
+constexpr __mmask16 kAllLanes = 0xffff;  // GCC 12 warns of the unmasked forms
+OMNI_INLINE VF widen_f16(VH h) { return (VF)_mm512_maskz_cvtph_ps(kAllLanes, (__m256i)h); }
+OMNI_INLINE VH narrow_f16(VF x) {
+  return (VH)_mm512_maskz_cvtps_ph(kAllLanes, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
+}
+#elif OMNI_LANES == 8
 OMNI_INLINE VF widen_f16(VH h) { return (VF)_mm256_cvtph_ps((__m128i)h); }
 OMNI_INLINE VH narrow_f16(VF x) { return (VH)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
 #else
@@ -91,7 +107,7 @@ OMNI_INLINE VF widen_i8(VB b) {
 #if OMNI_LANES == 16
   constexpr __mmask16 kAll = 0xffff;  // GCC 12 warns of the unmasked form
   return (VF)_mm512_maskz_cvtepi32_ps(kAll, _mm512_maskz_cvtepi8_epi32(kAll, (__m128i)b));
-#elif OMNI_LANES == 8 && defined(__AVX2__)
+#elif OMNI_LANES == 8
   int64_t low;
   __builtin_memcpy(&low, &b, sizeof(low));
   return (VF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(low)));
