@@ -15,7 +15,7 @@ from typing import Self
 
 import httpx
 
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 60.0
 OMNISERVE = (sys.executable, "-m", "omniserve.server")
 BE_TOKENS = 'omniserve_output_tokens_total{service_class="BE"}'
 HOST_TOKENS = "omniserve_host_output_tokens_total"
@@ -94,7 +94,10 @@ class ServerProcess(Server):
         except subprocess.TimeoutExpired:
             self.signal_all(signal.SIGKILL)
             self._process.wait()
-            raise ServerFailed(f"the server did not stop within {STOP_TIMEOUT_S:g} s\n{self.log_tail()}") from error
+            message = f"the server did not stop within {STOP_TIMEOUT_S:g} s"
+            if error is None:
+                raise ServerFailed(f"{message}\n{self.log_tail()}") from None
+            error.add_note(message)  # the first failure is the one to read
 
     @property
     def is_running(self) -> bool:

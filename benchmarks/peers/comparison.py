@@ -36,9 +36,9 @@ def interleaved(names: Sequence[str], rounds: int) -> list[tuple[int, str]]:
 
 
 def needed_bytes(num_engines: int, settings: Settings) -> int:
-    """Return roughly what the servers take in memory if all are loaded; weights may be held twice, as packed ones."""
-    each = 2 * settings.model.memory_bytes(settings.dtype) + (settings.kv_gib << 30) + ENGINE_BYTES
-    return num_engines * each
+    """Return roughly what the servers take in memory if all are loaded, one of them loading: it holds weights twice."""
+    weights = settings.model.memory_bytes(settings.dtype)
+    return num_engines * (weights + (settings.kv_gib << 30) + ENGINE_BYTES) + weights
 
 
 class Comparison:

@@ -15,8 +15,8 @@ import httpx
 from benchmarks.common.client import LS_TIER, LoadRequest, Wire, drive
 from benchmarks.common.server import ServerFailed, ServerProcess
 
-HEALTHY_WITHIN_S = 900.0
-IDLE_S = 2.0
+HEALTHY_WITHIN_S = 1800.0
+REST_S, IDLE_S = 3.0, 2.0
 SETTLE_S = 1.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -94,7 +94,7 @@ class Pool:
         self._servers: dict[str, ServerProcess] = {}
         self._stack = ExitStack()
         self.idle_cores: dict[str, float] = {}
-        """Cores that each server used with nothing to do, after its warm-up."""
+        """Cores that each server used with nothing to do, from ``REST_S`` after its warm-up, for ``IDLE_S``."""
         self.first_tokens: dict[str, list[str]] = {}
         """First token of each of the same prompts, by server, as text."""
 
@@ -158,7 +158,7 @@ def _first_tokens(server: ServerProcess, prompts: int = 8) -> list[str]:
 
 def _idle_cores(server: ServerProcess) -> float:
     server.check_alive()
-    time.sleep(0.5)
+    time.sleep(REST_S)
     before_s, began_s = cpu_seconds(server.group), time.monotonic()
     time.sleep(IDLE_S)
     return (cpu_seconds(server.group) - before_s) / (time.monotonic() - began_s)

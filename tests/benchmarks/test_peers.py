@@ -285,8 +285,8 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), 
 
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "IDLE_S", 0.1)
-    monkeypatch.setattr(processes, "SETTLE_S", 0.1)
+    for name in ("REST_S", "IDLE_S", "SETTLE_S"):
+        monkeypatch.setattr(processes, name, 0.1)
 
 
 def stub_engine(name: str, token: str = "x") -> Engine:
@@ -373,6 +373,21 @@ def test_contenders_take_turns_on_each_load(tmp_path: Path, monkeypatch: pytest.
     }  # fmt: skip
     for text in ("prefill, 128 tokens: TTFT, ms", "start, to the first token: cold, s", "vLLM, FCFS"):
         assert text in markdown(results)
+
+
+def test_servers_are_started_in_turns_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 1000)
+    model = SavedModel(name="tiny", folder=tmp_path, config=dict(TINY))
+    settings = Settings(model=model, dtype="float32", cpus=(0,), kv_gib=3, slots=4)
+    needed = comparison.needed_bytes(2, settings)
+    assert needed == 2 * (2000 + (3 << 30) + (2 << 30)) + 2000  # fp32: twice the bytes of the checkpoint
+    for available, expected, asked in ((needed, False, False), (needed - 1, True, False), (needed, True, True)):
+        monkeypatch.setattr(comparison, "available_bytes", lambda available=available: available)
+        made = Comparison(
+            {"a": engine("a"), "b": engine("b")}, settings, sizes=SHORT, rounds=1, seed=0, in_turns=asked,
+            folder=tmp_path, save=lambda results: None,
+        )  # fmt: skip
+        assert made.in_turns is expected
 
 
 @pytest.mark.usefixtures("hurry")
