@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ from omniserve.launch.loading import EngineLoader, builtin_model_path
 SMOLLM_135M: dict[str, Any] = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
     "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+
+TINYLLAMA_1B: dict[str, Any] = {
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 
@@ -45,9 +52,18 @@ MODELS = {"built-in": builtin_model, "SmolLM-135M": lambda: random_llama(**SMOLL
 
 
 def saved_smollm() -> Path:
-    """Return a folder with a random bf16 model in SmolLM-135M's shape and a tokenizer with a word for each token; made
-    once."""
-    folder, shape = ROOT / ".cache" / "models" / "smollm-135m-shape", SMOLLM_135M
+    """Return a folder with a random bf16 model in SmolLM-135M's shape; made once."""
+    return saved_llama("smollm-135m-shape", SMOLLM_135M)
+
+
+def saved_llama(name: str, shape: Mapping[str, Any]) -> Path:
+    """Return a folder with a random bf16 Llama of this shape, and a tokenizer with a word for each token; made once.
+
+    Args:
+        name: Of the folder; a name stands for one shape.
+        shape: Fields of the config.
+    """
+    folder = ROOT / ".cache" / "models" / name
     if not (folder / "model.safetensors").exists():
         folder.mkdir(parents=True, exist_ok=True)
         words = Tokenizer(WordLevel({f"w{i}": i for i in range(shape["vocab_size"])}, unk_token="w0"))

@@ -8,13 +8,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import httpx
 
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 60.0
+OMNISERVE = (sys.executable, "-m", "omniserve.server")
 BE_TOKENS = 'omniserve_output_tokens_total{service_class="BE"}'
 HOST_TOKENS = "omniserve_host_output_tokens_total"
 
@@ -48,41 +50,68 @@ class Server:
 
 
 class ServerProcess(Server):
-    """``python -m omniserve.server`` on a free port of this machine; a context manager.
+    """A server on a free port of this machine, by default ``python -m omniserve.server``; a context manager.
 
     Args:
         arguments: Command line of the server, without ``--host`` and ``--port``.
         log_path: File for what the server prints.
+        program: What comes before ``--host`` in the command line.
+        environment: Variables beside those of this process.
+        cpus: CPUs that it may run on; None: those of this process.
     """
 
-    def __init__(self, arguments: Sequence[str], log_path: Path) -> None:
+    def __init__(
+        self, arguments: Sequence[str], log_path: Path, *, program: Sequence[str] = OMNISERVE,
+        environment: Mapping[str, str] | None = None, cpus: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self.arguments = tuple(arguments)
         self.log_path = log_path
+        self._program, self._environment, self._cpus = tuple(program), dict(environment or {}), cpus
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             super().__init__(f"http://127.0.0.1:{listener.getsockname()[1]}")
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         port = self.base_url.rsplit(":", 1)[1]
-        command = [sys.executable, "-m", "omniserve.server", "--host", "127.0.0.1", "--port", port, *self.arguments]
+        command = [*self._program, "--host", "127.0.0.1", "--port", port, *self.arguments]
+        if self._cpus is not None:
+            command = ["taskset", "--cpu-list", ",".join(map(str, self._cpus)), *command]
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONUNBUFFERED": "1"}
-            )
+                command, stdout=log, stderr=subprocess.STDOUT, process_group=0,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | self._environment,
+            )  # fmt: skip
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._process.poll() is None:
+        if self.is_running:
             self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.signal_all(signal.SIGKILL)
             self._process.wait()
-            raise ServerFailed(f"the server did not stop within {STOP_TIMEOUT_S:g} s\n{self.log_tail()}") from error
+            message = f"the server did not stop within {STOP_TIMEOUT_S:g} s"
+            if error is None:
+                raise ServerFailed(f"{message}\n{self.log_tail()}") from None
+            error.add_note(message)  # the first failure is the one to read
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the server's first process has not ended."""
+        return self._process.poll() is None
+
+    @property
+    def group(self) -> int:
+        """The process group of the server and of all processes that it started."""
+        return self._process.pid
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of the group."""
+        os.killpg(self.group, number)
 
     def check_alive(self) -> None:
         """Raise ServerFailed if the process has ended."""

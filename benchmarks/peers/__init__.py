@@ -1,0 +1,1 @@
+"""Servers of other engines beside OmniServe's on the CPU: see ``__main__``."""

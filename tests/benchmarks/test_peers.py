@@ -1,0 +1,416 @@
+"""The comparison with other engines: what it needs no other engine for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.common.client import RequestRecord, Wire
+from benchmarks.common.models import random_llama
+from benchmarks.common.record import ROOT, portable
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers import comparison, processes
+from benchmarks.peers.comparison import Comparison, interleaved
+from benchmarks.peers.engines import LLAMA_CPP, OMNISERVE, VLLM, Settings, contenders, parse_peer
+from benchmarks.peers.floor import MachineSpeed, ModelCost, SpeedMeter
+from benchmarks.peers.gguf import write_gguf
+from benchmarks.peers.loads import QUICK, decode_rate
+from benchmarks.peers.model import SHAPES, SavedModel
+from benchmarks.peers.processes import Engine, Pool, cpu_seconds
+from benchmarks.peers.report import gain, markdown, plot
+
+TINY = SHAPES["tiny"]
+SHORT = dataclasses.replace(QUICK, ls_rate=20.0, ls_seconds=0.3)
+
+# -- the command line -----------------------------------------------------------------------------------------------
+
+
+def test_a_peer_is_a_name_and_a_folder_with_its_server(tmp_path: Path) -> None:
+    for program in ("vllm/bin/python", "build/bin/llama-server", "unpacked/llama-server"):
+        (tmp_path / program).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / program).touch()
+    assert parse_peer(f"vllm={tmp_path}/vllm") == (VLLM, tmp_path / "vllm")
+    assert parse_peer(f"vLLM={tmp_path}/vllm") == (VLLM, tmp_path / "vllm")
+    for folder in ("build", "unpacked"):
+        assert parse_peer(f"llama.cpp={tmp_path}/{folder}") == (LLAMA_CPP, tmp_path / folder)
+    for text in ("vllm", "vllm=", f"sglang={tmp_path}", "=x"):
+        with pytest.raises(ValueError, match=r"a peer is vllm=DIR or llama\.cpp=DIR"):
+            parse_peer(text)
+    with pytest.raises(ValueError, match="has no bin/llama-server or llama-server"):
+        parse_peer(f"llama.cpp={tmp_path}/vllm")
+
+
+def test_a_bad_command_line_ends_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--peer", "vllm=/no/such/folder"], "has no bin/python"),
+        (["--phases", "training"], "invalid choice"),
+        (["--rounds", "0"], "must be 1 or more"),
+        (["--threads", "100000"], "--threads must be from 1 to"),
+    ):
+        with pytest.raises(SystemExit):
+            peers.parse_arguments(arguments)
+        assert message in capsys.readouterr().err
+
+
+# -- who takes part, and when ---------------------------------------------------------------------------------------
+
+
+def engine(name: str, **fields: Any) -> Engine:
+    plain: dict[str, Any] = {"program": (), "arguments": (), "environment": {}, "wire": Wire(), "version": "1"}
+    return Engine(name=name, **plain | fields)
+
+
+def test_each_round_begins_with_another_contender() -> None:
+    assert interleaved(["a", "b", "c"], 4) == [
+        (0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a"), (2, "c"), (2, "a"), (2, "b"),
+        (3, "a"), (3, "b"), (3, "c"),
+    ]  # fmt: skip
+
+
+def test_co_serving_has_a_line_for_each_pair_of_objectives_and_each_use_of_priorities() -> None:
+    wires = {OMNISERVE: Wire(), VLLM: Wire(omniserve_fields=False, priority_field=True)}
+    wires[LLAMA_CPP] = Wire(omniserve_fields=False)
+    engines = {name: engine(name, wire=wire) for name, wire in wires.items()}
+    lines = {line.label: line for line in contenders(engines, "coserve")}
+    assert list(lines) == [
+        "OmniServe, 1 s and 0.25 s",
+        "OmniServe, 0.3 s and 0.06 s",
+        "vLLM, priority",
+        "vLLM, FCFS",
+        "llama.cpp",
+    ]
+    assert [line.slo for line in lines.values()] == [(1.0, 0.25), (0.3, 0.06), None, None, None]
+    assert [line.wire.priority_field for line in lines.values()] == [False, False, True, False, False]
+    assert [line.label for line in contenders(engines, "decode")] == [OMNISERVE, VLLM, LLAMA_CPP]
+
+
+# -- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_the_floor_counts_the_arithmetic_of_the_model() -> None:
+    model, tokens = random_llama(dtype=torch.float32, attn_implementation="eager", **TINY), 24
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.ones(1, tokens, dtype=torch.long))
+    cost = ModelCost.of(TINY)
+    # The counter sees logits of all tokens, and attention of each token to all, of which half is masked.
+    attention = 4 * cost.attention_width * tokens**2
+    linear = 2 * tokens * (cost.layer_weights + cost.head_weights)
+    assert counter.get_total_flops() == linear + attention
+    assert cost.prefill_flop(tokens) == 2 * tokens * cost.layer_weights + 2 * cost.head_weights + attention / 2
+    assert cost.decode_flop(10) == 2 * (cost.layer_weights + cost.head_weights) + 40 * cost.attention_width
+
+
+def test_the_floor_counts_the_weights_and_the_kv_of_the_model() -> None:
+    cost = ModelCost.of(TINY)
+    read_once = sum(value.numel() for value in random_llama(**TINY).parameters() if value.dim() == 2)
+    assert cost.layer_weights + cost.head_weights == read_once  # the tied embedding is the head
+    untied = ModelCost.of(TINY | {"tie_word_embeddings": False})
+    assert untied == cost  # of another embedding a step reads a row a token
+    assert cost.kv_values == 2 * 2 * 1 * 32  # K and V of two layers with one head of 32
+
+
+def test_a_step_takes_as_long_as_the_slower_of_memory_and_arithmetic() -> None:
+    cost = ModelCost(layer_weights=900, head_weights=100, kv_values=10, attention_width=5)
+    slow_memory = MachineSpeed(bytes_per_s=100.0, flop_per_s=1e9)
+    slow_products = MachineSpeed(bytes_per_s=1e9, flop_per_s=100.0)
+    assert cost.decode_step_s(slow_memory, 4, 20) == 2 * (1000 + 4 * 20 * 10) / 100
+    assert cost.decode_step_s(slow_products, 4, 20) == 4 * (2 * 1000 + 4 * 5 * 20) / 100
+    assert cost.prefill_s(slow_memory, 8) == 2 * 1000 / 100
+    assert cost.prefill_s(slow_products, 8) == (2 * 900 * 8 + 2 * 100 + 2 * 5 * 64) / 100
+    decodes = 3 * (2 * 1000 + 4 * 5 * (8 + 2))
+    assert cost.batch_s(slow_products, count=7, prompt=8, output=4) == 7 * (cost.prefill_flop(8) + decodes) / 100
+
+
+def test_the_machine_has_a_speed() -> None:
+    meter = SpeedMeter([0], arena_bytes=4 << 20, repeats=1)
+    speed = meter.sample()
+    assert speed.bytes_per_s > 0 and speed.flop_per_s > 0
+    assert "fp32" in meter.flop_per_s_by_product and min(meter.flop_per_s_by_product.values()) > 0
+
+
+def test_a_decode_rate_is_of_the_tokens_after_the_first_ones() -> None:
+    def record(first_s: float, last_s: float, tokens: int) -> RequestRecord:
+        return RequestRecord(
+            service_tier="priority", send_at_s=0, first_token_s=first_s, last_token_s=last_s, num_output_tokens=tokens
+        )
+
+    assert decode_rate([record(1.0, 3.0, 21)]) == 10.0
+    assert decode_rate([record(1.0, 3.0, 21), record(2.0, 5.0, 11)]) == 30 / 4
+    for none in ([record(1.0, 1.0, 1)], [RequestRecord(service_tier="priority", send_at_s=0)]):
+        with pytest.raises(ValueError, match="two tokens"):
+            decode_rate(none)
+
+
+def test_a_gain_is_the_median_over_pairs_of_one_round() -> None:
+    ours, theirs = {0: 10.0, 1: 30.0, 2: 40.0, 5: 1.0}, {0: 5.0, 1: 10.0, 2: 40.0, 4: 1.0}
+    assert gain(ours, theirs, more_is_better=True) == 2.0  # of 2, 3, 1
+    assert gain(ours, theirs, more_is_better=False) == 0.5  # of 1/2, 1/3, 1
+    assert gain(ours, {7: 1.0}, more_is_better=True) is None
+
+
+# -- the model for llama.cpp ----------------------------------------------------------------------------------------
+
+
+class GGUF:
+    """Reads a file by the format's description."""
+
+    def __init__(self, path: Path) -> None:
+        self._data, self._at = path.read_bytes(), 0
+        assert self._data[:4] == b"GGUF"
+        self._at = 4
+        version, num_tensors, num_fields = self._take("<IQQ")
+        assert version == 3
+        self.fields = {self._string(): self._value(*self._take("<I")) for _ in range(num_fields)}
+        about = []
+        for _ in range(num_tensors):
+            name, (dims,) = self._string(), self._take("<I")
+            sizes = self._take(f"<{dims}Q")
+            about.append((name, sizes[::-1], *self._take("<IQ")))
+        begin = -(-self._at // 32) * 32
+        self.tensors = {}
+        for name, shape, kind, offset in about:
+            assert offset % 32 == 0
+            dtype = {0: torch.float32, 30: torch.bfloat16}[kind]
+            count = torch.Size(shape).numel()
+            values = torch.frombuffer(bytearray(self._data), dtype=dtype, count=count, offset=begin + offset)
+            self.tensors[name] = values.view(shape)
+
+    def _take(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return values
+
+    def _string(self) -> str:
+        (length,) = self._take("<Q")
+        self._at += length
+        return self._data[self._at - length : self._at].decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == 8:
+            return self._string()
+        if kind == 9:
+            kind, count = self._take("<IQ")
+            return [self._value(kind) for _ in range(count)]
+        return self._take({4: "<I", 5: "<i", 6: "<f", 7: "<?"}[kind])[0]
+
+
+def rotated(rows: torch.Tensor, angles: torch.Tensor, *, neighbours: bool) -> torch.Tensor:
+    """Return rows ``[heads, size]`` whose pairs of values are rotated by ``angles`` ``[size / 2]``."""
+    pairs = rows.unflatten(1, (-1, 2)) if neighbours else rows.unflatten(1, (2, -1)).transpose(1, 2)
+    first, second = pairs.unbind(-1)
+    return torch.stack([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
+
+
+def test_gguf_holds_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
+    shape = TINY | {"tie_word_embeddings": False}
+    model = random_llama(dtype=torch.bfloat16, **shape)
+    model.save_pretrained(tmp_path)
+    write_gguf(tmp_path, model.config.to_dict(), tmp_path / "weights.gguf", torch.bfloat16)
+    read = GGUF(tmp_path / "weights.gguf")
+    assert read.fields["general.architecture"] == "llama" and read.fields["llama.block_count"] == 2
+    assert read.fields["llama.rope.dimension_count"] == 32 and read.fields["llama.rope.freq_base"] == 10000.0
+    assert len(read.fields["tokenizer.ggml.tokens"]) == 1024 and read.fields["tokenizer.ggml.tokens"][7] == "▁w7"
+    layer, tensors = model.model.layers[1], read.tensors
+    assert len(tensors) == 3 + 2 * 9
+    assert torch.equal(tensors["token_embd.weight"], model.model.embed_tokens.weight)
+    assert torch.equal(tensors["output.weight"], model.lm_head.weight)
+    assert torch.equal(tensors["blk.1.ffn_down.weight"], layer.mlp.down_proj.weight)
+    assert torch.equal(tensors["blk.1.attn_v.weight"], layer.self_attn.v_proj.weight)
+    assert tensors["blk.1.ffn_norm.weight"].dtype is torch.float32
+
+    hidden, angles = torch.randn(64), torch.linspace(0.1, 3.0, 16)
+    for name, linear, heads in (("q", layer.self_attn.q_proj, 2), ("k", layer.self_attn.k_proj, 1)):
+        theirs = (tensors[f"blk.1.attn_{name}.weight"].float() @ hidden).view(heads, 32)
+        ours = (linear.weight.float() @ hidden).view(heads, 32)
+        # Rounding: the same products, summed in an order that may differ by row.
+        torch.testing.assert_close(rotated(theirs, angles, neighbours=True), rotated(ours, angles, neighbours=False))
+
+
+def test_gguf_in_fp32_has_the_values_of_the_bf16_checkpoint(tmp_path: Path) -> None:
+    model = random_llama(dtype=torch.bfloat16, **TINY)
+    model.save_pretrained(tmp_path)
+    write_gguf(tmp_path, model.config.to_dict(), tmp_path / "weights.gguf", torch.float32)
+    tensors = GGUF(tmp_path / "weights.gguf").tensors
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert "output.weight" not in tensors  # tied: llama.cpp takes the embedding
+    assert torch.equal(tensors["token_embd.weight"], model.model.embed_tokens.weight.float())
+
+
+def test_gguf_of_another_model_is_refused(tmp_path: Path) -> None:
+    save_file({"model.layers.0.self_attn.q_proj.bias": torch.zeros(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"q_proj\.bias, which is none of a Llama without biases"):
+        write_gguf(tmp_path, TINY | {"rms_norm_eps": 1e-6}, tmp_path / "x.gguf", torch.bfloat16)
+    with pytest.raises(ValueError, match=r"got torch\.float16"):
+        write_gguf(tmp_path, TINY, tmp_path / "x.gguf", torch.float16)
+
+
+# -- servers that take turns ----------------------------------------------------------------------------------------
+
+STUB = """
+import json, sys
+from http.server import ThreadingHTTPServer
+from tests.stub_server import StubHandler
+
+class Handler(StubHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        if not body.get("stream"):
+            self.wfile.write(json.dumps({"choices": [{"text": sys.argv[-1]}]}).encode())
+            return
+        for _ in range(body["max_tokens"]):
+            self.event({"choices": [{"text": " x"}]})
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+        self.event({"choices": [], "usage": usage})
+        self.wfile.write(b"data: [DONE]\\n\\n")
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("REST_S", "IDLE_S", "SETTLE_S"):
+        monkeypatch.setattr(processes, name, 0.1)
+
+
+def stub_engine(name: str, token: str = "x") -> Engine:
+    program, environment = (sys.executable, "-c", STUB), {"PYTHONPATH": str(ROOT)}
+    return engine(name, program=program, arguments=(token,), environment=environment)
+
+
+def state_of(process: int) -> str:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.usefixtures("hurry")
+def test_servers_rest_while_another_is_measured_and_end_with_the_pool(tmp_path: Path) -> None:
+    engines = {name: stub_engine(name) for name in "ab"}
+    with Pool(engines, cpus=[0], folder=tmp_path, warm_up=[], in_turns=False) as pool:
+        with pool.active("a") as first:
+            assert state_of(first.group) != "T"
+        assert state_of(first.group) == "T"
+        with pool.active("b") as second:
+            assert (state_of(first.group), state_of(second.group) != "T") == ("T", True)
+        with pool.active("a") as again:
+            assert again is first and state_of(first.group) != "T" and state_of(second.group) == "T"
+    assert not first.is_running and not second.is_running
+    assert pool.idle_cores.keys() == {"a", "b"} and pool.first_tokens == {"a": ["x"] * 8, "b": ["x"] * 8}
+
+
+@pytest.mark.usefixtures("hurry")
+def test_servers_that_do_not_fit_together_are_started_in_turns(tmp_path: Path) -> None:
+    with Pool({"a": stub_engine("a")}, cpus=[0], folder=tmp_path, warm_up=[], in_turns=True) as pool:
+        with pool.active("a") as first:
+            assert first.is_running
+        assert not first.is_running
+
+
+def test_cpu_time_is_that_of_a_process_group(tmp_path: Path) -> None:
+    def process(number: int, group: int, user: int, system: int) -> None:
+        (tmp_path / str(number)).mkdir()
+        rest = f"S 1 {group} 1 0 -1 0 0 0 0 0 {user} {system} 900 900 20 0"
+        (tmp_path / str(number) / "stat").write_text(f"{number} (a ) b) {rest}")
+
+    process(10, 10, 100, 20)
+    process(11, 10, 3, 4)
+    process(12, 12, 5000, 5000)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "13").mkdir()  # has ended
+    assert cpu_seconds(10, tmp_path) == pytest.approx(127 / 100)  # 100 ticks a second
+
+
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str, phases: list[str]) -> dict[str, Any]:
+    class Meter:
+        flop_per_s_by_product: dict[str, float] = {}  # noqa: RUF012
+
+        def __init__(self, cpus: object, seed: int) -> None:
+            pass
+
+        def sample(self) -> MachineSpeed:
+            return MachineSpeed(bytes_per_s=1e9, flop_per_s=1e9)
+
+    monkeypatch.setattr(comparison, "SpeedMeter", Meter)
+    model = SavedModel(name="tiny", folder=tmp_path, config=dict(TINY))
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 100)
+    settings = Settings(model=model, dtype="bfloat16", cpus=(0,), kv_gib=1, slots=4)
+    saved: list[str] = []
+    made = Comparison(
+        {OMNISERVE: stub_engine(OMNISERVE), VLLM: stub_engine(VLLM, token)}, settings, sizes=SHORT, rounds=2, seed=3,
+        in_turns=False, folder=tmp_path, save=lambda results: saved.append(json.dumps(results)),
+    )  # fmt: skip
+    made.run(phases)
+    assert json.loads(saved[-1]) == made.results
+    return made.results
+
+
+@pytest.mark.usefixtures("hurry")
+def test_contenders_take_turns_on_each_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = compared(tmp_path, monkeypatch, "x", ["start", "prefill", "coserve"])
+    assert results["failed"] == []
+    order = [(s["case"], s["round"], s["contender"]) for s in results["samples"] if s["phase"] == "prefill"]
+    turns = [(0, OMNISERVE), (0, VLLM), (1, VLLM), (1, OMNISERVE)]
+    assert order == [(f"{tokens} tokens", *turn) for tokens in (32, 128) for turn in turns]
+    speeds = [(s["phase"], s["case"], s["round"]) for s in results["speeds"]]
+    assert len(speeds) == len(set(speeds)) == 6
+    assert {s["contender"] for s in results["samples"] if s["phase"] == "coserve"} == {
+        "OmniServe, 1 s and 0.25 s", "OmniServe, 0.3 s and 0.06 s", "vLLM, priority", "vLLM, FCFS",
+    }  # fmt: skip
+    for text in ("prefill, 128 tokens: TTFT, ms", "start, to the first token: cold, s", "vLLM, FCFS"):
+        assert text in markdown(results)
+
+
+def test_servers_are_started_in_turns_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 1000)
+    model = SavedModel(name="tiny", folder=tmp_path, config=dict(TINY))
+    settings = Settings(model=model, dtype="float32", cpus=(0,), kv_gib=3, slots=4)
+    needed = comparison.needed_bytes(2, settings)
+    assert needed == 2 * (2000 + (3 << 30) + (2 << 30)) + 2000  # fp32: twice the bytes of the checkpoint
+    for available, expected, asked in ((needed, False, False), (needed - 1, True, False), (needed, True, True)):
+        monkeypatch.setattr(comparison, "available_bytes", lambda available=available: available)
+        made = Comparison(
+            {"a": engine("a"), "b": engine("b")}, settings, sizes=SHORT, rounds=1, seed=0, in_turns=asked,
+            folder=tmp_path, save=lambda results: None,
+        )  # fmt: skip
+        assert made.in_turns is expected
+
+
+@pytest.mark.usefixtures("hurry")
+def test_a_peer_with_another_model_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = compared(tmp_path, monkeypatch, "y", ["prefill"])
+    (failed,) = results["failed"]
+    assert failed["contender"] == VLLM and "0 of 8 first tokens" in failed["error"]
+
+
+@pytest.mark.slow
+def test_omniserve_alone_goes_through_all_phases(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi", reason="the server extra is not installed")
+    record = tmp_path / "record.json"
+    arguments = ["--model", "tiny", "--quick", "--dtype", "float32", "--record", str(record)]
+    command = [sys.executable, "-m", "benchmarks.peers", *arguments, "--", "--profile", "none"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads(record.read_text())
+    assert written["config"] == portable(written["config"]) and written["config"]["instruction_set"]
+    results = written["results"]
+    assert {sample["phase"] for sample in results["samples"]} == {"start", "decode", "prefill", "ls", "be", "coserve"}
+    assert len(results["first_tokens"][OMNISERVE]) == 8
+    assert "decode, 4 at once: tokens/s" in markdown(results)
+    pytest.importorskip("matplotlib", reason="the bench extra is not installed")
+    plot(results, tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").stat().st_size > 0
