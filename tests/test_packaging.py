@@ -56,7 +56,6 @@ PLAIN = (
 )
 
 IMPORTED_AS = {
-    "scikit-learn": "sklearn",
     "pyyaml": "yaml",
     "pyzmq": "zmq",
     "prometheus-client": "prometheus_client",
@@ -118,7 +117,7 @@ def test_policies_and_block_accounting_know_no_tensors(name: str) -> None:
 
 def test_import_starts_no_thread_and_no_cuda() -> None:
     code = """
-import torch, transformers, sklearn  # what they start is theirs
+import torch, transformers, scipy.optimize  # what they start is theirs
 import os, threading
 from pathlib import Path
 proc = Path('/proc/self/task')

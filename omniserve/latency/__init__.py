@@ -1,6 +1,6 @@
 """Latency models: how long a step will take, before it is run. No torch: policies use them on a virtual clock.
 
-Importing this registers the built-in models in LATENCY_MODELS; scikit-learn is imported when one is fitted.
+Importing this registers the built-in models in LATENCY_MODELS; scipy is imported when one is fitted.
 """
 
 from omniserve.latency import linear, omniserve

@@ -80,8 +80,8 @@ def fit_terms(
 ) -> list[float]:
     """Return non-negative coefficients c with ``rows @ c`` close to the targets.
 
-    The error that counts is |prediction - target| / target: reweighted least squares (scikit-learn's LinearRegression
-    with ``positive=True``). Coefficients that cannot be negative keep predictions monotone in every term.
+    The error that counts is |prediction - target| / target: reweighted non-negative least
+    squares. Coefficients that cannot be negative keep predictions monotone in every term.
 
     Args:
         rows: One row of terms a sample, all of the same length; not negative.
@@ -100,7 +100,7 @@ def fit_terms(
     if any(len(row) != width for row in rows) or min(targets) <= 0:
         raise ValueError("fitting needs rows of one length and targets above 0")
     import numpy as np
-    from sklearn.linear_model import LinearRegression  # takes a second to import, and predicting does not need it
+    from scipy.optimize import nnls  # takes a third of a second to import, and predicting does not need it
 
     target = np.asarray(targets, float)
     relative = np.asarray(rows, float) / target[:, None]
@@ -113,12 +113,10 @@ def fit_terms(
     weights = np.ones(len(target))
     share = np.zeros(width)
     for _ in range(_ROUNDS):
-        model = LinearRegression(positive=True, fit_intercept=False)
-        model.fit(
+        share, _ = nnls(
             np.vstack([scaled * weights[:, None], np.diag(np.sqrt(pull))]),
             np.concatenate([weights, np.sqrt(pull) * (known > 0)]),
         )
-        share = model.coef_
         error = np.abs(scaled @ share - 1.0)
         usual = max(_SMALL_ERROR, float(np.median(error)))
         weights = np.sqrt(usual / np.maximum(error, usual))

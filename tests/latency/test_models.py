@@ -182,7 +182,7 @@ import sys
 sys.modules["torch"] = sys.modules["transformers"] = None  # importing them raises ImportError
 import omniserve.latency as latency
 model = latency.LATENCY_MODELS.get("conserve")((1e-5, 1e-9, 1e-7, 1e-3), 4)
-print(latency.CorrectedModel(model).step_s(latency.BatchFeatures(decode_requests=1)) > 0, "sklearn" in sys.modules)
+print(latency.CorrectedModel(model).step_s(latency.BatchFeatures(decode_requests=1)) > 0, "scipy" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["True", "False"]
