@@ -110,7 +110,6 @@ class CoreSplit:
         self.num_left = 0
         """The number of cores that are left to other processes."""
         self._others = (others or OtherUsers()) if device_threads is None and device.type == "cpu" else None
-        self._current = torch.get_num_threads()
 
     def apply(self, *, host_works: bool) -> None:
         """Set the number of threads for the coming step."""
@@ -119,6 +118,5 @@ class CoreSplit:
             least, most = math.floor(used + 1 - _LEFT_ABOVE), math.floor(used + 1 - _TAKEN_BELOW)
             self.num_left = min(max(self.num_left, least), most)
         wanted = max(1, (self.threads_shared if host_works else self.threads_alone) - self.num_left)
-        if wanted != self._current:
+        if wanted != torch.get_num_threads():  # which others may have set: a profile is measured between steps
             torch.set_num_threads(wanted)
-            self._current = wanted

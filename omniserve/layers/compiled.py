@@ -30,7 +30,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx.experimental import _config as fx_config
 
 from omniserve.layers.bound import BoundHalf
-from omniserve.layers.kept import Argument, KeptHalf, KeptHalves, kept_half
+from omniserve.layers.kept import NUM_THREADS, Argument, KeptHalf, KeptHalves, kept_half
 from omniserve.ops.isa import instruction_sets
 
 logger = logging.getLogger(__name__)
@@ -216,9 +216,10 @@ class CompiledHalf:
         return self._compiled(*arguments)
 
     def _compile(self, arguments: Sequence[nn.Module | Tensor | None]) -> Half:
-        started_s = time.perf_counter()
+        started_s, num_threads = time.perf_counter(), torch.get_num_threads()
         on_gpu = any(isinstance(each, Tensor) and each.device.type == "cuda" for each in arguments)
         is_backed = needs_example(on_gpu)
+        torch.set_num_threads(NUM_THREADS)
         try:
             compiled = self._compiled_for(arguments, on_gpu=on_gpu, is_backed=is_backed)
         except TorchDynamoException as error:
@@ -226,6 +227,8 @@ class CompiledHalf:
                 raise
             # The compiler asks something about the number of tokens, as for a batched product, and needs an example.
             compiled = self._compiled_for(arguments, on_gpu=on_gpu, is_backed=True)
+        finally:
+            torch.set_num_threads(num_threads)
         compiled.disable_guard_check()
         logger.info("compiled %s in %.1f s", self._name, time.perf_counter() - started_s)
         return compiled

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _FOLDER = "omniserve_halves"
 # The names of a model's folder and of a config's author say nothing about its layers.
 _NO_STRUCTURE = ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version")
+NUM_THREADS = torch.get_num_threads()
+"""The number of threads that code is made for: the process's, as later fewer may be left to it for a while."""
 _WHOLE_PACKAGES = ("torch", "transformers")
 # It takes half a second to import, and of the code of a half without matrix products of its own no line needs it.
 _LOWERING_IMPORT = "from torch._inductor.select_algorithm import extern_kernels\n"
@@ -84,7 +86,7 @@ class KeptHalves:
             return ""
         inputs = [None if tensor is None else (tensor.dtype, tensor.shape[1:]) for tensor in tensors]
         parts = [
-            name, _stable(structure), _stable(inputs), self._digest(), platform.python_version(),
+            name, _stable(structure), _stable(inputs), self._digest(), NUM_THREADS, platform.python_version(),
             torch.__version__, transformers.__version__, _config_text(self._model.config), _code_digest(modules),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

@@ -159,14 +159,15 @@ class PatchedModel:
             hidden_TD, q_TNH, k_TKH, v_TKH = self.post_pre(layer, attn_TD, hidden_TD, *next(tables))
         return self.post_attention(last, attend(last, hidden_TD, q_TNH, k_TKH, v_TKH), hidden_TD)
 
-    def find_compiled(self, *, else_compile: bool) -> bool:
+    def find_compiled(self, *, else_compile: bool, fused: bool = False) -> bool:
         """Take the halves that were compiled and kept before; return whether all are compiled now.
 
-        The others run as they are until the next call of this, or, with ``else_compile``, are compiled here.
+        The others run as they are until the next call of this, or, with ``else_compile``, are compiled here. With
+        ``fused`` it looks for ``post_pre``, too.
         """
         self._kept.deferred = not else_compile
         self._kept.missing.clear()
-        self.warm_up()
+        self.warm_up(fused=fused)
         return not self._kept.missing
 
     def warm_up(self, *, fused: bool = False) -> None:

@@ -218,9 +218,14 @@ def measure_host(
         with closing(bench.tier):
             kind = f"host attention, {threads} threads"
             for _ in _rounds(timer, end):
+                seconds, load = 0.0, 1
                 for requests, context in bench.grid():
+                    if seconds * requests * context / load > timer.longest_s:
+                        break
                     progress("host attention", timer.spent)
-                    timer.add(kind, (requests, context), bench.attention(requests, context))
+                    timer.give_way()
+                    seconds, load = bench.attention(requests, context), requests * context
+                    timer.add(kind, (requests, context), seconds)
             attention += [(r, r * context, threads, t) for (r, context), t in timer.typicals(kind)]
             if threads == counts[-1]:
                 progress("piggyback rows", timer.spent)
@@ -248,6 +253,7 @@ def _measure_piggyback(bench: _HostBench, timer: Timer) -> None:
     for _ in _rounds(timer, _HOST_END, least=3, most=25):
         for seats in sorted({1, min(8, largest), largest}):
             for rows in sorted({0, 1, seats}):
+                timer.give_way()
                 timer.add("piggyback", (seats, rows), bench.piggyback(seats, rows, timer))
 
 
@@ -262,6 +268,7 @@ def _measure_moves(bench: _HostBench, timer: Timer) -> tuple[AlphaBeta, AlphaBet
     for _ in _rounds(timer, _HOST_END, least=2, most=7):
         for direction in MoveDirection:
             for blocks in sorted({1, max(1, num_blocks // 4), num_blocks}):
+                timer.give_way()
                 timer.add(f"move {direction}", (blocks, 0), bench.move(storage, blocks, direction))
 
     def fitted(direction: MoveDirection) -> AlphaBeta:

@@ -51,7 +51,9 @@ class Limits:
     engine_restarts: int = 3
     """How often in a row an engine that died is started again; 0: its death ends the server."""
     profile_time_limit_s: float = 30.0
-    """Seconds that the start may measure if there is no latency profile yet."""
+    """Seconds of measuring if there is no latency profile yet."""
+    profile_start_s: float = 4.0
+    """Seconds of these before the port is opened, on a CPU; the others follow while there are no requests. 0: all."""
     batch_concurrency: int = 64
     """Most lines of batches that are in work at a time."""
     batch_max_lines: int = 50_000
