@@ -20,11 +20,11 @@ from omniserve.core.plan import StepPlan
 from omniserve.core.request import Completion, Request, RequestLimits, RequestOutput, ServiceClass
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
+from omniserve.core.upkeep import Upkeep
 from omniserve.engine.capacity import fit_states, max_model_len, num_blocks
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, StepLog, Stepper
-from omniserve.engine.upkeep import Upkeep
 from omniserve.host.cores import default_host_threads
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS, CanMove, CanShare

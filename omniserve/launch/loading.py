@@ -68,7 +68,8 @@ class EngineLoader:
         if not self.serves or model.device.type != "cpu":
             profile = self._find_profile(model, progress)
             return Engine(model, self.config, profile=profile, tokenizer=self.load_tokenizer())
-        from omniserve.launch.upkeep import Upkeep, compile_beside
+        from omniserve.engine.compiling import compile_beside
+        from omniserve.launch.upkeep import Upkeep
 
         compiling = compile_beside(model, self.config) if self.config.execution.compile else None
         try:

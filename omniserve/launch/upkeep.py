@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import ClassSpec, ServiceClass
+from omniserve.core.upkeep import Others
+from omniserve.engine.compiling import BackgroundCompile
 from omniserve.engine.engine import Engine
 from omniserve.engine.fingerprint import has_constant_steps
-from omniserve.engine.upkeep import Others
-from omniserve.launch.compiling import BackgroundCompile
-from omniserve.layers.patching import patched_model
 from omniserve.profiling.measure import keep_profile, profile_model
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class Upkeep:
         refines: bool, time_limit_s: float, folder: Path | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._engine, self._model, self._config = engine, model, config
-        self._patched = patched_model(model, compile=config.execution.compile)
+        self._patched = engine.model
         self._compiling = compiling
         self._compiled_at_s: float | None = None
         self._else_compile = False
@@ -119,20 +118,6 @@ class Upkeep:
         self._engine.use_profile(profile)
         keep_profile(profile, self._folder)
         logger.info("the latency profile is refined, after %.0f s of measuring", profile.seconds)
-
-
-def compile_beside(model: PreTrainedModel, config: EngineConfig) -> BackgroundCompile | None:
-    """Take the compiled halves that were kept of a model; if some are missing, have a child process compile them.
-
-    Returns:
-        The child, or None if nothing is missing.
-    """
-    patched = patched_model(model, compile=True)
-    fused = has_constant_steps(config, patched.device)
-    if patched.find_compiled(else_compile=False, fused=fused):
-        return None
-    logger.info("the model's layers run uncompiled until a process beside this one has compiled them")
-    return BackgroundCompile(patched, fused=fused)
 
 
 def longest_sample_s(classes: Iterable[ClassSpec]) -> float:

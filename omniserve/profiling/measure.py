@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
+from omniserve.core.upkeep import Others
 from omniserve.engine.fingerprint import fingerprint_of, has_constant_steps
-from omniserve.engine.upkeep import Others
 from omniserve.latency.base import ModelShape
 from omniserve.latency.profile import Profile, default_folder, load_matching, path_in
 from omniserve.layers.patching import patched_model

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from omniserve.engine.upkeep import Others
+from omniserve.core.upkeep import Others
 from omniserve.host.cores import cores_allowed, lines_of, read_core_seconds
 from omniserve.latency.profile import Conditions
 from omniserve.ops.streams import drain

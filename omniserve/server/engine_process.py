@@ -23,7 +23,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.errors import OmniServeError, RequestRejected
 from omniserve.core.request import SLO, ClassSpec, Request, RequestLimits, RequestOutput, SamplingParams
 from omniserve.core.stats import EngineStats
-from omniserve.engine.upkeep import Upkeep
+from omniserve.core.upkeep import Upkeep
 from omniserve.server.process import GarbageCollector, set_up_logs
 
 logger = logging.getLogger(__name__)

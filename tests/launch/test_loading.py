@@ -26,8 +26,8 @@ def load(monkeypatch):
     def load(scheduler="omniserve", **options):
         seen, told = {}, []
 
-        def find(model, config, *, path, time_limit_s, progress):
-            seen.update(model=model, config=config, path=path, time_limit_s=time_limit_s)
+        def find(model, config, *, path, time_limit_s, progress, is_coarse):
+            seen.update(model=model, config=config, path=path, time_limit_s=time_limit_s, is_coarse=is_coarse)
             for what, spent in (("dense", 0.0), ("dense", 0.09), ("head", 0.5), ("head", 1.2), ("head", 1.4)):
                 progress(what, spent)
             return "the profile"

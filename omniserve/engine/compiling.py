@@ -14,8 +14,11 @@ import threading
 import traceback
 
 import torch
+from transformers import PreTrainedModel
 
-from omniserve.layers.patching import PatchedModel
+from omniserve.core.config import EngineConfig
+from omniserve.engine.fingerprint import has_constant_steps
+from omniserve.layers.patching import PatchedModel, patched_model
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,20 @@ class BackgroundCompile:
         """End the child, if ``poll`` has not said that it has ended."""
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
+
+
+def compile_beside(model: PreTrainedModel, config: EngineConfig) -> BackgroundCompile | None:
+    """Take the compiled halves that were kept of a model; if some are missing, have a child process compile them.
+
+    Returns:
+        The child, or None if nothing is missing.
+    """
+    patched = patched_model(model, compile=True)
+    fused = has_constant_steps(config, patched.device)
+    if patched.find_compiled(else_compile=False, fused=fused):
+        return None
+    logger.info("the model's layers run uncompiled until a process beside this one has compiled them")
+    return BackgroundCompile(patched, fused=fused)
 
 
 def _run_child(model: PatchedModel, fused: bool) -> None:
