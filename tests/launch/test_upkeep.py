@@ -1,4 +1,4 @@
-"""What a server that began early does beside its requests: compiled halves and a refined profile, at no request's cost."""
+"""What a server that began early does beside its requests: it takes compiled halves and refines its profile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config_for(model: PreTrainedModel, *, compile: bool) -> EngineConfig:
     pool = 64 * model.omniserve.spec.kv_block_bytes(BLOCK)
     return EngineConfig(
         block_size=BLOCK, device_kv_bytes=pool, host_kv_bytes=pool, max_num_batched_tokens=64,
-        execution=ExecutionConfig(compile=compile), host_threads=1,
+        execution=ExecutionConfig(compile=compile), host_threads=1, device_threads=1,
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def test_a_profile_that_cannot_be_refined_stays_coarse_and_the_engine_serves(
 
 def test_a_sample_leaves_the_most_of_the_shortest_ttft() -> None:
     classes = [
-        ClassSpec("gold", "LS", SLO(ttft_s=0.2)), ClassSpec("LS", "LS", SLO(ttft_s=1.0)), ClassSpec("BE", "BE"),
+        ClassSpec(name="gold", kind="LS", slo=SLO(ttft_s=0.2)), ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=1.0)), ClassSpec(name="BE", kind="BE"),
     ]  # fmt: skip
     assert 0 < longest_sample_s(classes) <= 0.1
     assert longest_sample_s(classes[2:]) == math.inf
@@ -195,7 +195,7 @@ def test_halves_that_a_child_could_not_compile_are_compiled_when_it_is_quiet(
 
 
 def test_compiled_halves_wait_for_a_quiet_moment_but_not_for_ever(model: PreTrainedModel) -> None:
-    now_s, calls = 100.0, list[float]()
+    clock, calls = [100.0], list[float]()
 
     class Done:
         def poll(self) -> bool:
@@ -210,10 +210,10 @@ def test_compiled_halves_wait_for_a_quiet_moment_but_not_for_ever(model: PreTrai
             compiling=Done(),
             refines=False,
             time_limit_s=1.0,
-            clock=lambda: now_s,  # type: ignore[arg-type]
+            clock=lambda: clock[0],  # type: ignore[arg-type]
         )
-        upkeep._take_halves = lambda: calls.append(now_s)  # type: ignore[method-assign]
-        for now_s in (100.0, 105.0, 109.0, 111.0):
+        upkeep._take_halves = lambda: calls.append(clock[0])  # type: ignore[method-assign]
+        for clock[0] in (100.0, 105.0, 109.0, 111.0):
             upkeep.poll()
     assert calls == [111.0]
 
