@@ -48,8 +48,9 @@ class _HostBench:
     """A host tier for measurements alone, with a mailbox if an engine's has one."""
 
     def __init__(
-        self, model: PatchedModel, config: EngineConfig, threads: int, *, served: Served | None = None
-    ) -> None:
+        self, model: PatchedModel, config: EngineConfig, threads: int, *, pool_bytes: int = _MAX_POOL_BYTES,
+        served: Served | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.config = model, config
         self._served = served or Served(model, config)
         self.spec = model.spec
@@ -59,7 +60,7 @@ class _HostBench:
             dtype=model.dtype,
             device=model.device,
             num_threads=threads,
-            kv_bytes=min(config.host_kv_bytes, _MAX_POOL_BYTES),
+            kv_bytes=min(config.host_kv_bytes, pool_bytes),
             mailbox=self._served.mailbox,
         )
         self.tier.pool_LBK2SH.zero_()  # pages that were never written are all one page, in every cache
@@ -213,8 +214,9 @@ def measure_host(
     began = timer.spent
     for number, threads in enumerate(counts):
         end = began + (_HOST_END - 0.06 - began) * (number + 1) / len(counts)
+        timer.give_way()
         with timer.preparing():  # page-locks memory for a GPU
-            bench = _HostBench(model, config, threads)
+            bench = _HostBench(model, config, threads, pool_bytes=timer.most_pool_bytes(_MAX_POOL_BYTES))
         with closing(bench.tier):
             kind = f"host attention, {threads} threads"
             for _ in _rounds(timer, end):

@@ -73,7 +73,8 @@ def measure_modules(
     model: PatchedModel, config: EngineConfig, fingerprint: Fingerprint, timer: Timer, progress: Progress
 ) -> ModuleTimes:
     """Measure what runs on the device tier, in both states of the cores."""
-    longest, total = _context_limits(model, config)
+    timer.give_way()
+    longest, total = _context_limits(model, config, timer.most_pool_bytes(_MAX_POOL_BYTES))
     cores = CoreSplit(
         device=model.device, device_threads=fingerprint.device_threads, host_threads=fingerprint.host_threads
     )
@@ -173,10 +174,10 @@ def _collect(timer: Timer, states: tuple[str, ...], num_layers: int) -> ModuleTi
     )
 
 
-def _context_limits(model: PatchedModel, config: EngineConfig) -> tuple[int, int]:
+def _context_limits(model: PatchedModel, config: EngineConfig, pool_bytes: int) -> tuple[int, int]:
     """Return the longest context to measure, and how many tokens of KV there may be in all."""
     spec = model.spec
-    blocks = max(1, min(config.device_kv_bytes, _MAX_POOL_BYTES) // spec.kv_block_bytes(config.block_size))
+    blocks = max(1, min(config.device_kv_bytes, pool_bytes) // spec.kv_block_bytes(config.block_size))
     longest = min(config.max_model_len or spec.max_model_len, _MAX_CONTEXT, blocks * config.block_size)
     return longest, blocks * config.block_size
 

@@ -19,6 +19,7 @@ from omniserve.ops.streams import drain
 Progress = Callable[[str, float], None]
 """Told what is being measured, and the share of the time limit that has passed."""
 Point = tuple[int, int]
+_WRITTEN_BYTES_S = 5e8  # new pages are written so fast at least
 _LEAST_REPEATS = 3
 
 
@@ -78,6 +79,10 @@ class Timer:
             return
         with self._uncounted():
             yield
+
+    def most_pool_bytes(self, most: int) -> int:
+        """Return how large a KV pool may be, at most ``most`` bytes: to write each of its pages takes a while, too."""
+        return most if math.isinf(self.longest_s) else min(most, int(self.longest_s * _WRITTEN_BYTES_S))
 
     def give_way(self) -> bool:
         """Let the others work, if they have to; return whether they did. To be called before each sample."""
