@@ -65,7 +65,9 @@ class ServerProcess(Server):
     def __enter__(self) -> ServerProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         port = self.base_url.rsplit(":", 1)[1]
-        command = [sys.executable, "-m", "omniserve.server", "--host", "127.0.0.1", "--port", port, *self.arguments]
+        address = ["--host", "127.0.0.1", "--port", port]
+        # What is measured here is not a server that still compiles and measures.
+        command = [sys.executable, "-m", "omniserve.server", *address, "--limit", "profile_start_s=0", *self.arguments]
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONUNBUFFERED": "1"}

@@ -41,7 +41,7 @@ class EngineLoader:
         profile_time_limit_s: Of measuring; what a GPU compiles and captures first does not count.
         with_profile: False makes an engine without a latency model.
         serves: The engine's process does the engine's ``upkeep``: on a CPU nothing is compiled before it begins, and
-            a coarse profile, measured in ``profile_start_s``, is refined later; 0 measures a whole one before.
+            a coarse profile, measured in ``profile_start_s``, is refined later; with 0 s both are done before.
     """
 
     model: str
@@ -65,7 +65,7 @@ class EngineLoader:
         model = self.load_model(progress)
         from omniserve.engine.engine import Engine
 
-        if not self.serves or model.device.type != "cpu":
+        if not self.serves or not self.profile_start_s or model.device.type != "cpu":
             profile = self._find_profile(model, progress)
             return Engine(model, self.config, profile=profile, tokenizer=self.load_tokenizer())
         from omniserve.engine.compiling import compile_beside
@@ -73,7 +73,7 @@ class EngineLoader:
 
         compiling = compile_beside(model, self.config) if self.config.execution.compile else None
         try:
-            profile = self._find_profile(model, progress, is_coarse=self.profile_start_s > 0)
+            profile = self._find_profile(model, progress, is_coarse=True)
             engine = Engine(model, self.config, profile=profile, tokenizer=self.load_tokenizer())
         except BaseException:
             if compiling is not None:

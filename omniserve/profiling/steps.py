@@ -193,7 +193,7 @@ def measure_mixed_steps(
         end = began + (1.0 - began) * (number + 1) / len(pools)
         small = dataclasses.replace(
             config, device_kv_bytes=min(config.device_kv_bytes, pool_bytes(device_bytes, config, spec)),
-            host_kv_bytes=host_bytes, device_threads=device_threads,
+            host_kv_bytes=host_bytes, device_threads=device_threads, trace_steps=None,
             max_num_batched_tokens=min(config.max_num_batched_tokens, longest_step),
         )  # fmt: skip
         if not host_bytes:  # a manager that keeps copies on the host cannot do without

@@ -19,6 +19,7 @@ from omniserve import SLO, ClassSpec, Engine, EngineConfig, ExecutionConfig, Req
 from omniserve.engine.compiling import BackgroundCompile, compile_beside
 from omniserve.latency import Profile
 from omniserve.latency.profile import Conditions
+from omniserve.latency.trace import read_steps
 from omniserve.launch.upkeep import Upkeep, longest_sample_s
 from omniserve.profiling import find_or_make_profile
 from tests.parity.models import tiny_model
@@ -42,7 +43,7 @@ def tokens(engine: Engine) -> list[tuple[int, ...]]:
 
 
 class Requests:
-    """Others: each fortieth time that they are asked there are requests, which are run to their end."""
+    """Others: each tenth time that they are asked there are requests, which are run to their end."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -51,7 +52,7 @@ class Requests:
 
     def are_waiting(self) -> bool:
         self.num_asked += 1
-        return self.num_asked % 40 == 0
+        return self.num_asked % 10 == 0
 
     def run(self) -> None:
         self.outputs.append(tokens(self._engine))
@@ -79,7 +80,9 @@ def coarse(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_a_profile_is_refined_between_requests_whose_tokens_it_does_not_change(
     model: PreTrainedModel, coarse: Profile, tmp_path: Path
 ) -> None:
-    config = config_for(model, compile=False)
+    trace = tmp_path / "steps" / "steps.jsonl"
+    trace.parent.mkdir()
+    config = dataclasses.replace(config_for(model, compile=False), trace_steps=str(trace))
     with Engine(model, config, profile=coarse) as engine:
         expected = tokens(engine)
         upkeep = Upkeep(engine, model, config, compiling=None, refines=True, time_limit_s=0.5, folder=tmp_path)
@@ -91,8 +94,10 @@ def test_a_profile_is_refined_between_requests_whose_tokens_it_does_not_change(
         assert tokens(engine) == expected
         assert not engine.stats().latency_profile_is_coarse
         engine.scheduler.check_integrity()
+        num_steps = engine.stats().steps
+    assert len(read_steps(trace).steps) == num_steps, "measured steps are not traced"
     found = find_or_make_profile(model, config, folder=tmp_path, time_limit_s=1e9)  # would take years to measure
-    assert not found.is_coarse and len(found.steps) > len(coarse.steps)
+    assert not found.is_coarse and found.steps
 
 
 def test_a_profile_that_cannot_be_refined_stays_coarse_and_the_engine_serves(
