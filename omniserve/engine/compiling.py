@@ -14,6 +14,7 @@ import threading
 import traceback
 
 import torch
+from torch._inductor import config as inductor_config
 from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
@@ -88,5 +89,6 @@ def _run_child(model: PatchedModel, fused: bool) -> None:
 
 
 def _compile(model: PatchedModel, fused: bool) -> bool:
-    torch.set_grad_enabled(False)
-    return model.find_compiled(else_compile=True, fused=fused)
+    # One after the other: the threads of a pool that this process's parent has compiled with did not come along.
+    with torch.inference_mode(), inductor_config.patch(compile_threads=1):
+        return model.find_compiled(else_compile=True, fused=fused)
