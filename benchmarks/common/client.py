@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common.record import ROOT
-from benchmarks.common.server import Server, ServerFailed, ServerProcess
+from benchmarks.common.server import SETTLED, Server, ServerFailed, ServerProcess
 from omniserve.simulate.load import TraceRequest, fixed_lengths, poisson
 from omniserve.simulate.load import requests as requests_of
 
@@ -251,7 +251,7 @@ def warm_server(
     Raises:
         ServerFailed: It did not start or stop, or did not serve the requests in time.
     """
-    with ServerProcess(arguments, ROOT / ".cache" / f"{name}.log") as server:
+    with ServerProcess([*arguments, *SETTLED], ROOT / ".cache" / f"{name}.log") as server:
         server.wait_until_healthy()
         drive(server, warm_up, cutoff_s=cutoff_s)
         yield server

@@ -17,6 +17,8 @@ import httpx
 
 STOP_TIMEOUT_S = 60.0
 OMNISERVE = (sys.executable, "-m", "omniserve.server")
+SETTLED = ("--limit", "profile_start_s=0")
+"""Arguments with which it compiles and measures before it opens its port, not beside what it serves."""
 BE_TOKENS = 'omniserve_output_tokens_total{service_class="BE"}'
 HOST_TOKENS = "omniserve_host_output_tokens_total"
 

@@ -14,7 +14,7 @@
 #
 # It needs one NVIDIA GPU of compute capability 8.0 or more (made for an H100 or H200 with 16 cores and 128 GiB), no
 # network and no virtual environment: the python3 of the machine (or PYTHON=) with torch for CUDA, transformers,
-# accelerate, scikit-learn, tqdm and httpx, and pytest and hypothesis for the checks. The extension is built with that
+# accelerate, scipy, tqdm and httpx, and pytest and hypothesis for the checks. The extension is built with that
 # machine's g++, unless an omniserve/_C.abi3.so that loads was carried along.
 #
 #   WHEELS=folder   wheels to install, without their dependencies, beside the machine's packages: xformers, say

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.common.client import OMNISERVE_WIRE, Wire
 from benchmarks.common.server import OMNISERVE as OMNISERVE_PROGRAM
+from benchmarks.common.server import SETTLED
 from benchmarks.peers.gguf import write_gguf
 from benchmarks.peers.model import SavedModel
 from benchmarks.peers.processes import Engine
@@ -112,7 +113,7 @@ def _omniserve(settings: Settings) -> Engine:
     environment = {"HF_HUB_OFFLINE": "1"}
     return Engine(
         name=OMNISERVE, program=OMNISERVE_PROGRAM, arguments=arguments, environment=environment, wire=OMNISERVE_WIRE,
-        version=f"on Python {sys.version.split()[0]}",
+        version=f"on Python {sys.version.split()[0]}", settled_arguments=SETTLED,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -31,6 +32,8 @@ class Engine:
     environment: Mapping[str, str]
     wire: Wire
     version: str
+    settled_arguments: tuple[str, ...] = ()
+    """More of them where a server is wanted that neither compiles nor measures beside what it serves."""
 
 
 def private_folders(folder: Path) -> dict[str, str]:
@@ -133,7 +136,9 @@ class Pool:
     @contextmanager
     def _started(self, name: str) -> Iterator[ServerProcess]:
         home, log = self._folder / "homes" / name, self._folder / f"{name}.log"
-        with running(self._engines[name], cpus=self._cpus, home=home, log=log) as (server, _):
+        engine = self._engines[name]
+        engine = dataclasses.replace(engine, arguments=(*engine.arguments, *engine.settled_arguments))
+        with running(engine, cpus=self._cpus, home=home, log=log) as (server, _):
             drive(server, self._warm_up, cutoff_s=HEALTHY_WITHIN_S, wire=self._engines[name].wire)
             if name not in self.idle_cores:
                 self.first_tokens[name] = _first_tokens(server)

@@ -65,6 +65,8 @@ class EngineStats(SchedulerStats):
     """Gauge: running mean of |predicted - measured| / measured of steps; 0 without a latency model."""
     latency_drift: float = 1.0
     """Gauge: measured over predicted time, before correction; 1 for a profile that still holds."""
+    latency_profile_is_coarse: bool = False
+    """Gauge: the latency profile is coarse, and is refined while the engine serves."""
     host_kv_bytes_read: int = 0
     """Counter: K and V bytes that host attention went through."""
     host_busy_seconds: float = 0.0

@@ -20,6 +20,7 @@ from omniserve.core.plan import StepPlan
 from omniserve.core.request import Completion, Request, RequestLimits, RequestOutput, ServiceClass
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
+from omniserve.core.upkeep import Upkeep
 from omniserve.engine.capacity import fit_states, max_model_len, num_blocks
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.outputs import OutputCollector
@@ -40,6 +41,13 @@ from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.options import LayerPreemptionOptions
 
 logger = logging.getLogger(__name__)
+
+COARSE_MARGIN = 1.2
+"""Steps are taken to last so many times what a coarse profile says: bounds and admission are that much tighter."""
+
+
+def _margin_of(profile: Profile) -> float:
+    return COARSE_MARGIN if profile.is_coarse else 1.0
 
 
 class Engine:
@@ -106,10 +114,12 @@ class Engine:
         )
         shape = ModelShape.of(self.spec)
         self._latency: CorrectedModel | None = None
+        self._latency_model = LATENCY_MODELS.get(options.latency_model)
+        self._profile = profile
         forecast: Forecast | None = None
         if profile is not None:
             profile.require(fingerprint_of(model, config))
-            self._latency = CorrectedModel(LATENCY_MODELS.get(options.latency_model).from_profile(profile))
+            self._latency = CorrectedModel(self._latency_model.from_profile(profile), margin=_margin_of(profile))
             forecast = Forecast.of_profile(profile, self._latency)
         limits = SchedulerLimits.of(config, options, self.spec, self.kv, max_model_len=self.max_model_len)
         if limits.num_state_slots:
@@ -137,6 +147,8 @@ class Engine:
         seconds. These run from the end of the step before it, or from its own planning after a pause; without a GPU and
         with ``async_steps`` they are those of the step launched meanwhile."""
         self._must_preempt = False
+        self.upkeep: Upkeep | None = None
+        """What is still to be done on the engine beside requests; the process that steps it does it."""
         self.on_safepoint: Callable[[], None] | None = None
         """Called between the layers of a step whose best-effort rows may leave it; it looks for requests that have come
         and tells ``arriving`` of them."""
@@ -261,6 +273,19 @@ class Engine:
             raise Stalled(f"{what} for the host tier, which is stalled (see the log): start the engine again")
         self.host_tier.wait(timeout_s)
 
+    def use_profile(self, profile: Profile) -> None:
+        """Predict by another profile from now on; the engine must have one. What is learned from steps begins anew.
+
+        Only how fast the host tier attends, which ``apex`` asks for, stays that of the first.
+
+        Raises:
+            ProfileMismatch: The profile was made for something else.
+        """
+        assert self._profile is not None and self._latency is not None, "the engine has no profile to replace"
+        profile.require(self._profile.fingerprint)
+        self._latency.replace(self._latency_model.from_profile(profile), margin=_margin_of(profile))
+        self._profile = profile
+
     def generate(self, requests: Iterable[Request], *, progress: bool = False) -> list[Completion]:
         """Run requests to their end, with a progress bar if asked, and return their completions in the same order.
 
@@ -321,6 +346,7 @@ class Engine:
             host_failures=tier.failures if tier is not None else 0,
             latency_error=self._latency.error if self._latency is not None else 0.0,
             latency_drift=self._latency.drift if self._latency is not None else 1.0,
+            latency_profile_is_coarse=self._profile is not None and self._profile.is_coarse,
             host_healthy=self.host_tier is None or self.host_tier.healthy,
         )
 

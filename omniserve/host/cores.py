@@ -122,7 +122,6 @@ class CoreSplit:
         self.steps_by_threads = Counter[int]()
         """The number of steps with each number of threads; empty with a GPU."""
         self._others = (others or OtherUsers()) if device_threads is None and self._is_cpu else None
-        self._current = torch.get_num_threads()
 
     def apply(self, *, host_works: bool) -> None:
         """Set the number of threads for the coming step."""
@@ -131,8 +130,7 @@ class CoreSplit:
             least, most = math.floor(used + 1 - _LEFT_ABOVE), math.floor(used + 1 - _TAKEN_BELOW)
             self.num_left = min(max(self.num_left, least), most)
         wanted = max(1, (self.threads_shared if host_works else self.threads_alone) - self.num_left)
-        if wanted != self._current:
+        if wanted != torch.get_num_threads():  # which others may have set: a profile is measured between steps
             torch.set_num_threads(wanted)
-            self._current = wanted
         if self._is_cpu:
             self.steps_by_threads[wanted] += 1

@@ -86,6 +86,7 @@ class CorrectedModel(ScaledModel):
     or no longer.
 
     Args:
+        margin: Predictions are so many times what is expected: more than 1 while the model is known to be coarse.
         rate: Share of an error that one step takes away, in (0, 1).
         bounds: Smallest and largest factor, around 1.
     """
@@ -99,14 +100,22 @@ class CorrectedModel(ScaledModel):
     LASTING = 1000
     """Steps in a row with a ``drift`` out of bounds before that is said: a neighbour's work for a moment is none."""
 
-    def __init__(self, model: Predictor, *, rate: float = 0.02, bounds: tuple[float, float] = BOUNDS) -> None:
+    def __init__(
+        self, model: Predictor, *, margin: float = 1.0, rate: float = 0.02, bounds: tuple[float, float] = BOUNDS
+    ) -> None:
         if not 0 < rate < 1:
             raise ValueError(f"rate must be in (0, 1), got {rate}")
         if not 0 < bounds[0] <= 1 <= bounds[1]:
             raise ValueError(f"bounds must be around 1, got {bounds}")
-        super().__init__(model, [1.0] * len(model.term_names))
         self._rate = rate
         self._low, self._high = bounds
+        self.replace(model, margin=margin)
+
+    def replace(self, model: Predictor, *, margin: float = 1.0) -> None:
+        """Predict by another model from now on, and forget what was learned about the one before."""
+        super().__init__(model, [1.0] * len(model.term_names))
+        self.margin = margin
+        """What predictions are multiplied by, beside what was learned."""
         self._log_ratio = 0.0
         self._pace = StepPace()
         self._num_steps = 0
@@ -128,9 +137,9 @@ class CorrectedModel(ScaledModel):
 
     def terms(self, features: BatchFeatures) -> tuple[float, ...]:
         """Return the corrected terms, seconds."""
-        pace = self._pace.value
+        scale = self.margin * self._pace.value
         return tuple(
-            [pace * factor * term for factor, term in zip(self.factors, self.model.terms(features), strict=True)]
+            [scale * factor * term for factor, term in zip(self.factors, self.model.terms(features), strict=True)]
         )
 
     def observe(self, features: BatchFeatures, seconds: float) -> None:

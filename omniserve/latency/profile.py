@@ -156,6 +156,8 @@ class Profile:
     """Whole steps of a mixed load: overheads that no module shows are in the difference."""
     conditions: Conditions | None = None
     """The conditions of measuring; None in a profile of an earlier version."""
+    is_coarse: bool = False
+    """It was measured in little time, so that a server can begin, and is to be replaced."""
 
     def __post_init__(self) -> None:
         """Refuse what no model can be made of.

@@ -40,6 +40,8 @@ class EngineLoader:
         profile: Latency profile to read; None takes the cached one, or measures.
         profile_time_limit_s: Of measuring; what a GPU compiles and captures first does not count.
         with_profile: False makes an engine without a latency model.
+        serves: The engine's process does the engine's ``upkeep``: on a CPU nothing is compiled before it begins, and
+            a coarse profile, measured in ``profile_start_s``, is refined later; with 0 s both are done before.
     """
 
     model: str
@@ -49,6 +51,8 @@ class EngineLoader:
     profile: Path | None = None
     profile_time_limit_s: float = 30.0
     with_profile: bool = True
+    serves: bool = False
+    profile_start_s: float = 4.0
 
     def __call__(self, progress: Callable[[str], None]) -> Engine:
         """Load the model, find or make its latency profile, and make the engine; tell ``progress`` about it.
@@ -59,10 +63,29 @@ class EngineLoader:
             ValueError: The settings or the profile do not fit it or this machine.
         """
         model = self.load_model(progress)
-        tokenizer = self.load_tokenizer()
         from omniserve.engine.engine import Engine
 
-        return Engine(model, self.config, profile=self._find_profile(model, progress), tokenizer=tokenizer)
+        if not self.serves or not self.profile_start_s or model.device.type != "cpu":
+            profile = self._find_profile(model, progress)
+            return Engine(model, self.config, profile=profile, tokenizer=self.load_tokenizer())
+        from omniserve.engine.compiling import compile_beside
+        from omniserve.launch.upkeep import Upkeep
+
+        compiling = compile_beside(model, self.config) if self.config.execution.compile else None
+        try:
+            profile = self._find_profile(model, progress, is_coarse=True)
+            engine = Engine(model, self.config, profile=profile, tokenizer=self.load_tokenizer())
+        except BaseException:
+            if compiling is not None:
+                compiling.stop()
+            raise
+        refines = profile is not None and profile.is_coarse
+        if compiling is not None or refines:
+            engine.upkeep = Upkeep(
+                engine, model, self.config, compiling=compiling, refines=refines,
+                time_limit_s=self.profile_time_limit_s,
+            )  # fmt: skip
+        return engine
 
     def load_model(self, progress: Callable[[str], None]) -> PreTrainedModel:
         """Load the model alone.
@@ -104,7 +127,9 @@ class EngineLoader:
         """
         return load_tokenizer(self.model, self.config.execution.trust_remote_code)
 
-    def _find_profile(self, model: PreTrainedModel, progress: Callable[[str], None]) -> Profile | None:
+    def _find_profile(
+        self, model: PreTrainedModel, progress: Callable[[str], None], *, is_coarse: bool = False
+    ) -> Profile | None:
         from omniserve.sched import SCHEDULERS
 
         predicts = SCHEDULERS.get(self.config.scheduler).predicts
@@ -121,8 +146,9 @@ class EngineLoader:
                 told_at, told_s = min(spent, 1.0), now_s
                 progress(f"measuring latencies, {told_at:.0%} of the time limit: {what}")
 
+        limit_s = min(self.profile_start_s, self.profile_time_limit_s) if is_coarse else self.profile_time_limit_s
         return find_or_make_profile(
-            model, self.config, path=self.profile, time_limit_s=self.profile_time_limit_s, progress=tell
+            model, self.config, path=self.profile, time_limit_s=limit_s, progress=tell, is_coarse=is_coarse
         )
 
 

@@ -6,21 +6,19 @@ guards a layer that changes later goes unnoticed: layers are compared by ``struc
 added to a model before it is patched. Each layer is bound to the compiled code at its first call: later calls hand its
 own parameters to the kernels' wrapper, without the layers of Python around it.
 
-The first call of a half compiles it (10 to 15 s in all if nothing is cached). Compiled code is kept in
-``TORCHINDUCTOR_CACHE_DIR``; with it a new process needs 3 to 5 s (docs/performance.md), for it imports the compiler and
-traces the halves again.
+The first call of a half compiles it (10 to 15 s in all if nothing is cached), unless an earlier process did and kept
+it (``kept.py``). Compiled code is in ``TORCHINDUCTOR_CACHE_DIR``.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +27,10 @@ from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.output_code import CompiledFxGraph
 from torch.fx.experimental import _config as fx_config
 
+from omniserve.layers.bound import BoundHalf
+from omniserve.layers.kept import NUM_THREADS, Argument, KeptHalf, KeptHalves, kept_half
 from omniserve.ops.isa import instruction_sets
 
 logger = logging.getLogger(__name__)
@@ -121,11 +120,11 @@ class Recognised(CustomGraphPass):
         graph.owning_module._backend_id = self.uuid()  # type: ignore[union-attr]
 
     def uuid(self) -> Any:
-        return _source_digest()
+        return source_digest()
 
 
 @functools.cache
-def _source_digest() -> str:
+def source_digest() -> str:
     files = sorted(str(path) for folder in _SOURCES for path in (Path(__file__).parents[1] / folder).rglob("*.py"))
     with torch._inductor.config.patch("cpp.vec_isa_ok", _knows_instruction_sets()):
         return get_hash_for_files(tuple(files), extra=str(pick_vec_isa())).hex()
@@ -152,19 +151,64 @@ class ShareProducts(CustomGraphPass):
                     graph.erase_node(node)
 
     def uuid(self) -> Any:
-        return _source_digest()
+        return source_digest()
 
 
 class CompiledHalf:
     """One half, ``half(*layers, *tensors)``, compiled at its first call.
 
     Every tensor has the packed tokens as its first dimension, and the function checks with ``torch._check`` that their
-    numbers agree; None is passed on. ``name`` is for the log.
+    numbers agree; None is passed on. ``name`` is for the log, ``structure`` that of the layers, and ``kept`` has the
+    halves of earlier processes.
     """
 
-    def __init__(self, half: Half, name: str, tracing: Callable[[], AbstractContextManager[None]]) -> None:
-        self._half, self._name, self._tracing = half, name, tracing
+    def __init__(
+        self, half: Half, name: str, tracing: Callable[[], AbstractContextManager[None]], *,
+        structure: tuple[Any, ...] = (), kept: KeptHalves | None = None,
+    ) -> None:  # fmt: skip
+        self.uncompiled = half
+        self._name, self._tracing, self._structure = name, tracing, structure
+        self.kept = kept
         self._compiled: Half | None = None
+        self._key: str | None = None
+        self._found: tuple[KeptHalf, Half] | None = None
+
+    @property
+    def is_deferred(self) -> bool:
+        """It runs as it is for now: it was not found, and is not compiled yet."""
+        if self.kept is None or not self.kept.deferred or self._compiled is not None:
+            return False
+        self.kept.missing.add(self._name)
+        return True
+
+    def find(self, layers: Sequence[nn.Module], tensors: Sequence[Tensor | None]) -> tuple[KeptHalf, Half] | None:
+        """Return the half of an earlier process and its function, or None."""
+        if self.kept is None or self._compiled is not None or self._found is not None:
+            return self._found
+        if self._name in self.kept.missing:
+            return None  # looked for already
+        started_s = time.perf_counter()
+        if (found := self.kept.find(self._key_of(layers, tensors))) is not None:
+            with torch._inductor.config.patch("cpp.vec_isa_ok", _knows_instruction_sets()):
+                self._found = found, found.load()
+            logger.info("found %s compiled, loaded in %.2f s", self._name, time.perf_counter() - started_s)
+        return self._found
+
+    def keep(
+        self, layers: Sequence[nn.Module], tensors: Sequence[Tensor | None], source: str, call: Half,
+        arguments: Sequence[Argument], *, is_single: bool,
+    ) -> None:  # fmt: skip
+        """Keep it for other processes, if it can be."""
+        if self.kept is None or self._found is not None or not (key := self._key_of(layers, tensors)):
+            return
+        if (half := kept_half(source, call, arguments, is_single=is_single)) is not None:
+            self.kept.keep(key, half)
+
+    def _key_of(self, layers: Sequence[nn.Module], tensors: Sequence[Tensor | None]) -> str:
+        if self._key is None:
+            assert self.kept is not None
+            self._key = self.kept.key(self._name, self._structure, layers, tensors)
+        return self._key
 
     def __call__(self, *arguments: nn.Module | Tensor | None) -> Any:
         if self._compiled is None:
@@ -172,9 +216,10 @@ class CompiledHalf:
         return self._compiled(*arguments)
 
     def _compile(self, arguments: Sequence[nn.Module | Tensor | None]) -> Half:
-        started_s = time.perf_counter()
+        started_s, num_threads = time.perf_counter(), torch.get_num_threads()
         on_gpu = any(isinstance(each, Tensor) and each.device.type == "cuda" for each in arguments)
         is_backed = needs_example(on_gpu)
+        torch.set_num_threads(NUM_THREADS)
         try:
             compiled = self._compiled_for(arguments, on_gpu=on_gpu, is_backed=is_backed)
         except TorchDynamoException as error:
@@ -182,6 +227,8 @@ class CompiledHalf:
                 raise
             # The compiler asks something about the number of tokens, as for a batched product, and needs an example.
             compiled = self._compiled_for(arguments, on_gpu=on_gpu, is_backed=True)
+        finally:
+            torch.set_num_threads(num_threads)
         compiled.disable_guard_check()
         logger.info("compiled %s in %.1f s", self._name, time.perf_counter() - started_s)
         return compiled
@@ -218,96 +265,10 @@ class CompiledHalf:
             }
             if hasattr(torch._inductor.config, "pre_grad_pass_timing"):
                 options["pre_grad_pass_timing"] = "early"  # before the cache is asked; always so without this option
-            lazy: Any = torch.compile(self._half, fullgraph=True, options=options)
+            lazy: Any = torch.compile(self.uncompiled, fullgraph=True, options=options)
             # The graph must hold for 1 token, too, although the example has 512.
             with self._tracing(), fx_config.patch(backed_size_oblivious=is_backed):  # type: ignore[attr-defined]
                 return lazy.aot_compile((tuple(examples), {}))
-
-
-class _GraphCall(NamedTuple):
-    """A call of a compiled graph."""
-
-    graph: CompiledFxGraph
-    arguments: list[Any]
-    """Parameters, inputs and numbers of tokens, in the graph's order."""
-    outputs: tuple[Any, ...]
-
-
-@contextmanager
-def _graph_calls() -> Iterator[list[_GraphCall]]:
-    """Note the graphs that this thread calls."""
-    calls: list[_GraphCall] = []
-    thread, before = threading.get_ident(), CompiledFxGraph.__call__
-
-    def noted(graph: CompiledFxGraph, inputs: Sequence[Any]) -> Any:
-        arguments = list(inputs)  # the graph empties them
-        outputs = before(graph, inputs)
-        if threading.get_ident() == thread:
-            calls.append(_GraphCall(graph, arguments, tuple(outputs)))
-        return outputs
-
-    CompiledFxGraph.__call__ = noted  # type: ignore[assignment,method-assign]
-    try:
-        yield calls
-    finally:
-        CompiledFxGraph.__call__ = before  # type: ignore[method-assign]
-
-
-class BoundHalf:
-    """A compiled half of certain layers, called with its tensors alone."""
-
-    def __init__(self, half: CompiledHalf, layers: Sequence[nn.Module]) -> None:
-        self._half, self._layers = half, layers
-        self._call: Half | None = None
-        """Takes a list: parameters, inputs and numbers of tokens, in the graph's order."""
-        self._arguments: list[Any] = []
-        """That list, with the parameters alone."""
-        self._inputs: list[tuple[int, int]] = []
-        """(place in the list, number of the tensor)."""
-        self._counts: list[int] = []
-        """Places of numbers of tokens."""
-        self._is_single = False
-        """The half returns one tensor."""
-        self.is_direct: bool | None = None
-        """Calls go to the graph itself; None before the first."""
-
-    def __call__(self, *tensors: Tensor | None) -> Any:
-        if self._call is None:
-            return self._bind(tensors)
-        arguments = self._arguments.copy()
-        num_tokens = tensors[0].shape[0]  # type: ignore[union-attr]
-        for place in self._counts:
-            arguments[place] = num_tokens
-        for place, number in self._inputs:
-            arguments[place] = tensors[number]
-        outputs = self._call(arguments)
-        return outputs[0] if self._is_single else outputs
-
-    def _bind(self, tensors: Sequence[Tensor | None]) -> Any:
-        """Make a call through torch's own wrapper, and find out what it hands to the graph."""
-        if self.is_direct is False:
-            return self._half(*self._layers, *tensors)
-        views = [tensor if tensor is None else tensor.view_as(tensor) for tensor in tensors]  # none is there twice
-        with _graph_calls() as calls:
-            result = self._half(*self._layers, *views)
-        outputs = (result,) if isinstance(result, Tensor) else tuple(result)
-        # Otherwise the wrapper does something to the outputs (one of them is an input, for instance), or there are
-        # numbers beside that of the tokens.
-        self.is_direct = len(calls) == 1 and list(map(id, calls[0].outputs)) == list(map(id, outputs))
-        num_tokens = next(tensor.shape[0] for tensor in tensors if tensor is not None)
-        self.is_direct &= all(each == num_tokens for call in calls for each in call.arguments if isinstance(each, int))
-        if not self.is_direct:
-            return result
-        numbers = {id(view): number for number, view in enumerate(views) if view is not None}
-        for place, argument in enumerate(calls[0].arguments):
-            if isinstance(argument, int):
-                self._counts.append(place)
-            elif id(argument) in numbers:
-                self._inputs.append((place, numbers[id(argument)]))
-            self._arguments.append(argument if isinstance(argument, Tensor) and id(argument) not in numbers else None)
-        self._is_single = isinstance(result, Tensor)
-        self._call = calls[0].graph.current_callable
-        return result
 
 
 def compile_halves(
@@ -315,16 +276,19 @@ def compile_halves(
     entries: Sequence[tuple[nn.Module, ...]],
     name: str,
     tracing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    kept: KeptHalves | None = None,
 ) -> list[Half]:
     """Return one callable per entry, a layer or a pair of layers, that takes the half's tensors.
 
-    Entries of the same structure share one graph. ``tracing`` makes the context in which the halves are traced.
+    Entries of the same structure share one graph. ``tracing`` makes the context in which the halves are traced, and
+    ``kept`` has those of earlier processes.
     """
     by_structure: dict[tuple[Any, ...], CompiledHalf] = {}
     halves: list[Half] = []
     for layers in entries:
         key = tuple(map(structure, layers))
         if key not in by_structure:
-            by_structure[key] = CompiledHalf(half, f"{name} (structure {len(by_structure)})", tracing)
+            number = len(by_structure)
+            by_structure[key] = CompiledHalf(half, f"{name} (structure {number})", tracing, structure=key, kept=kept)
         halves.append(BoundHalf(by_structure[key], layers))
     return halves

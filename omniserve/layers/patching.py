@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from omniserve.layers.compiled import USUAL_TOKENS, compile_halves
+from omniserve.layers.compiled import USUAL_TOKENS, compile_halves, source_digest
 from omniserve.layers.groups import HeldForm, groups_of
+from omniserve.layers.kept import KeptHalves
 from omniserve.layers.loaded import IdleHooks, check_loaded, in_adapters, language_model
 from omniserve.layers.merged import merge, mergeable, unmerge
 from omniserve.layers.packed import pack, pack_tied, packable, tied_embedding, unpack
@@ -83,11 +84,12 @@ class PatchedModel:
 
         alone = [(layer,) for layer in family.layers]
         pairs = [*pairwise(family.layers)]
+        self._kept = KeptHalves(family.model, source_digest)
         if compile:
-            self._pre = compile_halves(pre, alone, "pre-attention", family.compiling)
-            self._post = compile_halves(post, alone, "post-attention", family.compiling)
+            self._pre = compile_halves(pre, alone, "pre-attention", family.compiling, self._kept)
+            self._post = compile_halves(post, alone, "post-attention", family.compiling, self._kept)
             self._post_pre = compile_halves(
-                post_pre, pairs, "post-attention with the next pre-attention", family.compiling
+                post_pre, pairs, "post-attention with the next pre-attention", family.compiling, self._kept
             )
         else:
             self._pre = [functools.partial(pre, *layers) for layers in alone]
@@ -153,6 +155,17 @@ class PatchedModel:
             attn_TD = attend(layer, hidden_TD, q_TNH, k_TKH, v_TKH)
             hidden_TD, q_TNH, k_TKH, v_TKH = self.post_pre(layer, attn_TD, hidden_TD, *next(tables))
         return self.post_attention(last, attend(last, hidden_TD, q_TNH, k_TKH, v_TKH), hidden_TD)
+
+    def find_compiled(self, *, else_compile: bool, fused: bool = False) -> bool:
+        """Take the halves that were compiled and kept before; return whether all are compiled now.
+
+        The others run as they are until the next call of this, or, with ``else_compile``, are compiled here. With
+        ``fused`` it looks for ``post_pre``, too.
+        """
+        self._kept.deferred = not else_compile
+        self._kept.missing.clear()
+        self.warm_up(fused=fused)
+        return not self._kept.missing
 
     def warm_up(self, *, fused: bool = False) -> None:
         """Run every half once, with ``fused`` also ``post_pre``, so that the first request need not wait for compiling.

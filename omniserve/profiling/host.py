@@ -48,8 +48,9 @@ class _HostBench:
     """A host tier for measurements alone, with a mailbox if an engine's has one."""
 
     def __init__(
-        self, model: PatchedModel, config: EngineConfig, threads: int, *, served: Served | None = None
-    ) -> None:
+        self, model: PatchedModel, config: EngineConfig, threads: int, *, pool_bytes: int = _MAX_POOL_BYTES,
+        served: Served | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.config = model, config
         self._served = served or Served(model, config)
         self.spec = model.spec
@@ -59,7 +60,7 @@ class _HostBench:
             dtype=model.dtype,
             device=model.device,
             num_threads=threads,
-            kv_bytes=min(config.host_kv_bytes, _MAX_POOL_BYTES),
+            kv_bytes=min(config.host_kv_bytes, pool_bytes),
             mailbox=self._served.mailbox,
         )
         self.tier.pool_LBK2SH.zero_()  # pages that were never written are all one page, in every cache
@@ -213,14 +214,20 @@ def measure_host(
     began = timer.spent
     for number, threads in enumerate(counts):
         end = began + (_HOST_END - 0.06 - began) * (number + 1) / len(counts)
+        timer.give_way()
         with timer.preparing():  # page-locks memory for a GPU
-            bench = _HostBench(model, config, threads)
+            bench = _HostBench(model, config, threads, pool_bytes=timer.most_pool_bytes(_MAX_POOL_BYTES))
         with closing(bench.tier):
             kind = f"host attention, {threads} threads"
             for _ in _rounds(timer, end):
+                seconds, load = 0.0, 1
                 for requests, context in bench.grid():
+                    if seconds * requests * context / load > timer.longest_s:
+                        break
                     progress("host attention", timer.spent)
-                    timer.add(kind, (requests, context), bench.attention(requests, context))
+                    timer.give_way()
+                    seconds, load = bench.attention(requests, context), requests * context
+                    timer.add(kind, (requests, context), seconds)
             attention += [(r, r * context, threads, t) for (r, context), t in timer.typicals(kind)]
             if threads == counts[-1]:
                 progress("piggyback rows", timer.spent)
@@ -248,6 +255,7 @@ def _measure_piggyback(bench: _HostBench, timer: Timer) -> None:
     for _ in _rounds(timer, _HOST_END, least=3, most=25):
         for seats in sorted({1, min(8, largest), largest}):
             for rows in sorted({0, 1, seats}):
+                timer.give_way()
                 timer.add("piggyback", (seats, rows), bench.piggyback(seats, rows, timer))
 
 
@@ -262,6 +270,7 @@ def _measure_moves(bench: _HostBench, timer: Timer) -> tuple[AlphaBeta, AlphaBet
     for _ in _rounds(timer, _HOST_END, least=2, most=7):
         for direction in MoveDirection:
             for blocks in sorted({1, max(1, num_blocks // 4), num_blocks}):
+                timer.give_way()
                 timer.add(f"move {direction}", (blocks, 0), bench.move(storage, blocks, direction))
 
     def fitted(direction: MoveDirection) -> AlphaBeta:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
+from omniserve.core.upkeep import Others
 from omniserve.engine.fingerprint import fingerprint_of, has_constant_steps
 from omniserve.latency.base import ModelShape
 from omniserve.latency.profile import Profile, default_folder, load_matching, path_in
@@ -20,6 +22,9 @@ from omniserve.profiling.timer import Progress, Surroundings, Timer
 
 logger = logging.getLogger(__name__)
 
+# Longest sample of a coarse profile, as a share of the time limit.
+_COARSE_SAMPLE = 0.04
+
 
 def profile_model(
     model: PreTrainedModel,
@@ -27,6 +32,9 @@ def profile_model(
     *,
     time_limit_s: float = 60.0,
     progress: Progress = lambda what, spent: None,
+    is_coarse: bool = False,
+    longest_s: float = math.inf,
+    others: Others | None = None,
 ) -> Profile:
     """Measure a model on its device.
 
@@ -36,6 +44,9 @@ def profile_model(
         time_limit_s: Measuring ends about so long after compiling. The smallest set of points is measured however
             long it takes. On a GPU first calls, which choose and compile kernels, capture of CUDA graphs and starts
             of engines do not count: they take minutes at times, and samples of a few milliseconds are to be had after.
+        is_coarse: Say in the profile that it is coarse, and take few samples of whole steps.
+        longest_s: Take no sample that is predicted to last longer; times of more rows and keys are then extrapolated.
+        others: Work that goes on between samples whenever there is any; its time does not count.
 
     Raises:
         UnsupportedModelError: No layer family fits the model.
@@ -51,7 +62,14 @@ def profile_model(
     on_cpu = patched.device.type == "cpu"  # on a GPU one thread waits for it
     most_threads = max(fingerprint.device_threads, fingerprint.shared_threads + fingerprint.host_threads)
     surroundings = Surroundings(most_threads if on_cpu else 1 + fingerprint.host_threads)
-    timer = Timer(patched.device, time_limit_s, counts_preparing=on_cpu, while_preparing=surroundings.left_out)
+    timer = Timer(
+        patched.device,
+        time_limit_s,
+        counts_preparing=on_cpu,
+        while_preparing=surroundings.left_out,
+        longest_s=longest_s,
+        others=others,
+    )
     threads_before = torch.get_num_threads()
     try:
         with torch.inference_mode():
@@ -59,7 +77,7 @@ def profile_model(
             host = measure_host(patched, config, fingerprint, timer, progress)
         rows, seconds = modules["dense"]["alone"][-1]
         row_s = patched.num_layers * seconds / rows
-        steps = measure_mixed_steps(model, config, timer, progress, row_s=row_s)
+        steps = measure_mixed_steps(model, config, timer, progress, row_s=row_s, is_coarse=is_coarse)
     finally:
         torch.set_num_threads(threads_before)
     return Profile(
@@ -68,6 +86,7 @@ def profile_model(
         seconds=timer.seconds,
         steps=steps,
         conditions=surroundings.conditions(timer.spread()),
+        is_coarse=is_coarse,
         **modules,
         **host,
     )
@@ -81,6 +100,7 @@ def find_or_make_profile(
     folder: Path | None = None,
     time_limit_s: float = 60.0,
     progress: Progress = lambda what, spent: None,
+    is_coarse: bool = False,
 ) -> Profile:
     """Return a profile that holds for this model, these settings and this machine, as ``profile_model`` would make.
 
@@ -89,6 +109,7 @@ def find_or_make_profile(
     Args:
         path: Read this file and nothing else; None looks into the folder, and measures if nothing there fits.
         folder: Where profiles are kept; None: ``default_folder()``.
+        is_coarse: If one must be measured, a coarse one will do, which is not kept.
 
     Raises:
         OSError: ``path`` cannot be read.
@@ -104,7 +125,22 @@ def find_or_make_profile(
     if found is not None:
         logger.info("latency profile %s", kept_at)
         return found
+    if is_coarse:
+        longest_s = _COARSE_SAMPLE * time_limit_s
+        return profile_model(
+            model, config, time_limit_s=time_limit_s, progress=progress, is_coarse=True, longest_s=longest_s
+        )
     profile = profile_model(model, config, time_limit_s=time_limit_s, progress=progress)
+    keep_profile(profile, folder)
+    return profile
+
+
+def keep_profile(profile: Profile, folder: Path | None = None) -> None:
+    """Write a profile to where ``find_or_make_profile`` finds it, unless others kept the machine busy; log which.
+
+    ``folder`` is where profiles are kept; None: ``default_folder()``.
+    """
+    kept_at = path_in(default_folder() if folder is None else folder, profile.fingerprint)
     if profile.disturbances:
         logger.warning(
             "the machine was busy while latencies were measured (%s), so predictions are too long when it is not: the "
@@ -112,7 +148,7 @@ def find_or_make_profile(
             "give a profile that was made with `python -m omniserve.profile --output FILE`",
             "; ".join(profile.disturbances),
         )
-        return profile
+        return
     try:
         profile.write(kept_at)
     except OSError as error:
@@ -124,4 +160,3 @@ def find_or_make_profile(
         )
     else:
         logger.info("measured in %.0f s: latency profile %s", profile.seconds, kept_at)
-    return profile

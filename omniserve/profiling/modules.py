@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any, TypedDict
@@ -20,6 +21,7 @@ _MAX_POOL_BYTES = 512 << 20
 _MAX_CONTEXT = 4096
 _FIRST_SAMPLES = 3
 _MUST_MEASURE = 4  # points of each grid, however slow the machine
+_GROWTH = 4  # of the rows, while it is not known how many a sample may have
 
 
 class ModuleTimes(TypedDict):
@@ -40,6 +42,7 @@ class _Sampler:
 
     def sample(self, state: str, module: str, point: Point) -> None:
         """Take one sample."""
+        self._timer.give_way()
         self._cores.apply(host_works=state == "shared")
         if (module, point) not in self._runs:
             with self._timer.preparing():
@@ -70,7 +73,8 @@ def measure_modules(
     model: PatchedModel, config: EngineConfig, fingerprint: Fingerprint, timer: Timer, progress: Progress
 ) -> ModuleTimes:
     """Measure what runs on the device tier, in both states of the cores."""
-    longest, total = _context_limits(model, config)
+    timer.give_way()
+    longest, total = _context_limits(model, config, timer.most_pool_bytes(_MAX_POOL_BYTES))
     cores = CoreSplit(
         device=model.device, device_threads=fingerprint.device_threads, host_threads=fingerprint.host_threads
     )
@@ -81,6 +85,8 @@ def measure_modules(
         "dense": config.max_num_batched_tokens + config.max_piggyback_seats,
         "head": min(config.max_num_seqs, config.max_num_batched_tokens),
     }
+    if timer.longest_s < math.inf:
+        most_rows = {module: _most_rows(sampler, module, most, timer.longest_s) for module, most in most_rows.items()}
     curves = [(state, module) for state in states for module in most_rows]
     for number, (state, module) in enumerate(curves):
         end = _CURVES_END * (number + 1) / len(curves)
@@ -91,14 +97,36 @@ def measure_modules(
     grids = {"prefill": _prefill_grid(longest, config), "decode": _decode_grid(longest, total, config)}
     grid_points = [(module, point, i) for module, grid in grids.items() for i, point in enumerate(grid)]
     grid_points.sort(key=lambda entry: entry[2])  # the smallest of both first: a slow machine leaves out the largest
+    slowest = dict.fromkeys(grids, 0.0)  # seconds of a key that a row sees
     for module, point, i in grid_points:
+        load = _load(module, point)
         if i >= _MUST_MEASURE and timer.spent > _MODULES_END:
+            continue
+        if slowest[module] * load > timer.longest_s:
             continue
         progress(f"{module} attention", timer.spent)
         for state in states:
             sampler.sample(state, module, point)
+        slowest[module] = timer.typical(f"{module}, {states[-1]}", point) / load
     _repeat(sampler, timer, progress)
     return _collect(timer, states, model.num_layers)
+
+
+def _most_rows(sampler: _Sampler, module: str, most: int, longest_s: float) -> int:
+    """Return the most rows of which a sample lasts no longer: time grows at most in proportion to rows."""
+    rows = 1
+    while rows < most:
+        largest = int(rows * longest_s / sampler.latency(STATES[0], module)(rows))
+        if largest <= rows:
+            break
+        rows = min(most, _GROWTH * rows, largest)
+    return rows
+
+
+def _load(module: str, point: Point) -> int:
+    """Return the keys that the rows of a point of a grid see, about."""
+    first, second = point
+    return first * (first + second) if module == "prefill" else first * second
 
 
 def _measure_powers_of_two(
@@ -146,10 +174,10 @@ def _collect(timer: Timer, states: tuple[str, ...], num_layers: int) -> ModuleTi
     )
 
 
-def _context_limits(model: PatchedModel, config: EngineConfig) -> tuple[int, int]:
+def _context_limits(model: PatchedModel, config: EngineConfig, pool_bytes: int) -> tuple[int, int]:
     """Return the longest context to measure, and how many tokens of KV there may be in all."""
     spec = model.spec
-    blocks = max(1, min(config.device_kv_bytes, _MAX_POOL_BYTES) // spec.kv_block_bytes(config.block_size))
+    blocks = max(1, min(config.device_kv_bytes, pool_bytes) // spec.kv_block_bytes(config.block_size))
     longest = min(config.max_model_len or spec.max_model_len, _MAX_CONTEXT, blocks * config.block_size)
     return longest, blocks * config.block_size
 
@@ -159,7 +187,7 @@ def _prefill_grid(longest: int, config: EngineConfig) -> list[Point]:
     most = min(config.max_num_batched_tokens, longest)
     chunks = sorted({max(2, most // part) for part in (32, 8, 2, 1)})
     grid = {(chunk, start) for chunk in chunks for start in (0, longest // 8, longest // 2) if chunk + start <= longest}
-    return sorted(grid, key=lambda point: point[0] * (point[0] + point[1]))
+    return sorted(grid, key=lambda point: _load("prefill", point))
 
 
 def _decode_grid(longest: int, total: int, config: EngineConfig) -> list[Point]:
@@ -167,4 +195,4 @@ def _decode_grid(longest: int, total: int, config: EngineConfig) -> list[Point]:
     requests = [r for r in (1, 4, 16, 64, 256) if r <= min(config.max_num_seqs, config.max_num_batched_tokens)]
     lengths = sorted({max(1, longest // part) for part in (64, 8, 2, 1)})
     fits = {(r, n) for r in requests for n in lengths if r * -(-n // config.block_size) * config.block_size <= total}
-    return sorted(fits, key=lambda point: point[0] * point[1])
+    return sorted(fits, key=lambda point: _load("decode", point))

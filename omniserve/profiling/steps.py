@@ -23,6 +23,8 @@ from omniserve.profiling.timer import Progress, Timer
 _IDLE_WAIT_S = 0.02
 _FIRST_STEPS, _FIRST_SEED = 40, 100  # of loads that are not measured, where first calls do not count
 _LEAST_SAMPLES = 16  # of either kind, however little time is left: no model can be fitted to none
+_LEAST_COARSE = 8  # the same for a coarse profile
+_LEAST_ROWS = 32  # of the largest step, however short it shall be
 _LEAST_WITH_HOST, _MOST_STEPS_FOR_IT = 8, 64  # of these; if the policy has no use for the host tier, not for ever
 _MAX_SAMPLES, _WANTED_SAMPLES = 200, 100  # of each of the two loads
 _LEAST_MAX_PROMPT, _MAX_PROMPT, _MAX_OUTPUT = 64, 1024, 64
@@ -88,6 +90,7 @@ def measure_steps(
     least: int = 0,
     least_with_host: int = 0,
     go_on: Callable[[], bool] = lambda: True,
+    give_way: Callable[[], bool] = lambda: False,
     on_sample: Callable[[], object] = lambda: None,
 ) -> list[StepSample]:
     """Drive an engine with a load and return a sample of each step, the first few (of cold caches) left out.
@@ -101,17 +104,20 @@ def measure_steps(
         least: So many are taken whatever ``go_on`` says.
         least_with_host: So many samples have the host tier at work, too, or a few times ``least`` are taken.
         go_on: Asked before each step; False ends the run.
+        give_way: Called before each step; True if it did other work, with which the step's time would be counted.
         on_sample: Called after each sample, for progress.
     """
     shape = ModelShape.of(engine.spec)
     samples: list[StepSample] = []
     num_steps = num_with_host = 0
+    was_interrupted = False
 
     def record(plan: StepPlan, host_works: bool, seconds: float) -> None:
-        nonlocal num_steps, num_with_host
+        nonlocal num_steps, num_with_host, was_interrupted
         num_steps += 1
         features = features_of(plan, shape, host_works=host_works)
-        if num_steps > 5:
+        was_interrupted, counts = False, not was_interrupted
+        if num_steps > 5 and counts:
             samples.append(StepSample(features=features, seconds=seconds))
             num_with_host += features.host_works
             on_sample()
@@ -131,6 +137,7 @@ def measure_steps(
                 step = max(step, waiting[-1].at_step)
             while waiting and waiting[-1].at_step <= step:
                 ids.append(engine.add(waiting.pop().request))
+            was_interrupted |= give_way()
             engine.step()
             if engine.last_plan_was_empty:
                 engine.wait(_IDLE_WAIT_S)
@@ -147,8 +154,9 @@ def measure_steps(
 
 
 def measure_mixed_steps(
-    model: PreTrainedModel, config: EngineConfig, timer: Timer, progress: Progress, *, row_s: float
-) -> tuple[StepSample, ...]:
+    model: PreTrainedModel, config: EngineConfig, timer: Timer, progress: Progress, *, row_s: float,
+    is_coarse: bool = False,
+) -> tuple[StepSample, ...]:  # fmt: skip
     """Measure whole steps of an engine in what is left of the time: first device only, then with the host tier.
 
     The pools are small, so that best-effort requests do move to the host. On a slow device prompts are short, so that
@@ -159,6 +167,7 @@ def measure_mixed_steps(
 
     Args:
         row_s: Seconds that a row of a large step takes.
+        is_coarse: Take few samples, and of one engine, with the host tier if there is one.
     """
     patched: PatchedModel = model.__dict__["omniserve"]
     spec = patched.spec
@@ -175,6 +184,8 @@ def measure_mixed_steps(
     host_bytes = min(config.host_kv_bytes, 2 * roomy)
     has_tier = has_host_tier(config) and host_bytes >= spec.host_block_bytes(config.block_size, config.host_kv_dtype)
     pools = [(roomy, 0), (tight, host_bytes)] if has_tier else [(roomy, 0)]
+    pools = pools[-1:] if is_coarse else pools
+    longest_step = max(_LEAST_ROWS, int(min(timer.longest_s / row_s, config.max_num_batched_tokens)))
     samples: list[StepSample] = []
     began = timer.spent
     device_threads = config.device_threads or available_cores()  # asked for, none is left to other processes
@@ -182,7 +193,8 @@ def measure_mixed_steps(
         end = began + (1.0 - began) * (number + 1) / len(pools)
         small = dataclasses.replace(
             config, device_kv_bytes=min(config.device_kv_bytes, pool_bytes(device_bytes, config, spec)),
-            host_kv_bytes=host_bytes, device_threads=device_threads,
+            host_kv_bytes=host_bytes, device_threads=device_threads, trace_steps=None,
+            max_num_batched_tokens=min(config.max_num_batched_tokens, longest_step),
         )  # fmt: skip
         if not host_bytes:  # a manager that keeps copies on the host cannot do without
             options = {name: value for name, value in config.scheduler_options.items() if name != "checkpoint_kv"}
@@ -196,13 +208,16 @@ def measure_mixed_steps(
             max_output=max_output,
         )
         progress("whole steps", timer.spent)
-        samples += _measure_engine(model, small, load, timer, progress, number=number, end=end)
+        samples += _measure_engine(
+            model, small, load, timer, progress, number=number, end=end,
+            least=_LEAST_COARSE if is_coarse else _LEAST_SAMPLES,
+        )  # fmt: skip
     return tuple(samples)
 
 
 def _measure_engine(
     model: PreTrainedModel, config: EngineConfig, load: Callable[[int], list[Arrival]], timer: Timer,
-    progress: Progress, *, number: int, end: float,
+    progress: Progress, *, number: int, end: float, least: int,
 ) -> list[StepSample]:  # fmt: skip
     """Measure steps of an engine of its own until a share of the time limit is over."""
     with timer.preparing():
@@ -215,8 +230,9 @@ def _measure_engine(
             engine,
             load(number),
             max_samples=_MAX_SAMPLES,
-            least=_LEAST_SAMPLES,
-            least_with_host=_LEAST_WITH_HOST if config.host_kv_bytes else 0,
+            least=least,
+            least_with_host=min(_LEAST_WITH_HOST, least // 2) if config.host_kv_bytes else 0,
             go_on=lambda: timer.spent < end,
+            give_way=timer.give_way,
             on_sample=lambda: progress("whole steps", timer.spent),
         )

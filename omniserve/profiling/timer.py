@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -10,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from omniserve.core.upkeep import Others
 from omniserve.host.cores import cores_allowed, lines_of, read_core_seconds
 from omniserve.latency.profile import Conditions
 from omniserve.ops.streams import drain
@@ -17,6 +19,7 @@ from omniserve.ops.streams import drain
 Progress = Callable[[str, float], None]
 """Told what is being measured, and the share of the time limit that has passed."""
 Point = tuple[int, int]
+_WRITTEN_BYTES_S = 5e8  # new pages are written so fast at least
 _LEAST_REPEATS = 3
 
 
@@ -28,6 +31,8 @@ class Timer:
         limit_s: The time limit of the whole measurement, which begins now.
         counts_preparing: What runs under ``preparing`` counts against the limit.
         while_preparing: Entered around what does not count.
+        longest_s: No sample is taken that is predicted to last longer, except the smallest of its kind.
+        others: What measuring gives way to; its time does not count.
     """
 
     def __init__(
@@ -37,7 +42,11 @@ class Timer:
         *,
         counts_preparing: bool = True,
         while_preparing: Callable[[], AbstractContextManager[object]] = nullcontext,
+        longest_s: float = math.inf,
+        others: Others | None = None,
     ) -> None:
+        self.longest_s = longest_s
+        self._others = others
         self._device = device
         self._limit_s = limit_s
         self.counts_preparing = counts_preparing
@@ -68,6 +77,25 @@ class Timer:
         if self.counts_preparing:
             yield
             return
+        with self._uncounted():
+            yield
+
+    def most_pool_bytes(self, most: int) -> int:
+        """Return how large a KV pool may be, at most ``most`` bytes: to write each of its pages takes a while, too."""
+        return most if math.isinf(self.longest_s) else min(most, int(self.longest_s * _WRITTEN_BYTES_S))
+
+    def give_way(self) -> bool:
+        """Let the others work, if they have to; return whether they did. To be called before each sample."""
+        if self._others is None or not self._others.are_waiting():
+            return False
+        threads = torch.get_num_threads()
+        with self._uncounted():
+            self._others.run()
+        torch.set_num_threads(threads)
+        return True
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
         self._paused_at_s = time.perf_counter()
         try:
             with self._while_preparing():

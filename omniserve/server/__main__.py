@@ -4,6 +4,10 @@
 if __name__ == "__main__":
     import sys
 
+    from omniserve.server.process import start_fork_server
+
+    start_fork_server()  # first, because what it imports takes longer than all that is imported here
+
     from omniserve.server.cli import parse_args
     from omniserve.server.serve import run
 

@@ -192,6 +192,8 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
         profile=None if args.profile in (None, "none") else Path(args.profile),
         profile_time_limit_s=options.limits.profile_time_limit_s,
         with_profile=args.profile != "none",
+        serves=True,
+        profile_start_s=options.limits.profile_start_s,
     )
     return options, loader
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import multiprocessing
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from omniserve.core.stats import EngineStats
 from omniserve.server import engine_process
 from omniserve.server.engine_process import EngineInfo, EngineMaker
 from omniserve.server.errors import ApiError
+from omniserve.server.process import engine_context, set_engine_environment
 from omniserve.server.process import request_id as http_request_id
-from omniserve.server.process import set_engine_environment
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ class EngineClient:
             self._commands = context.socket(zmq.PUSH)
             self._commands.setsockopt(zmq.SNDHWM, 0)
             self._commands.bind(f"ipc://{directory}/commands")
-            self._process = multiprocessing.get_context("spawn").Process(
+            self._process = engine_context().Process(
                 target=engine_process.run_engine_process,
                 args=(
                     self._make_engine,

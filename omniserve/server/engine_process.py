@@ -23,6 +23,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.errors import OmniServeError, RequestRejected
 from omniserve.core.request import SLO, ClassSpec, Request, RequestLimits, RequestOutput, SamplingParams
 from omniserve.core.stats import EngineStats
+from omniserve.core.upkeep import Upkeep
 from omniserve.server.process import GarbageCollector, set_up_logs
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,8 @@ decode_report = msgpack.Decoder[Report](Report).decode
 
 # How long to sleep when every request waits for the host tier. A command that arrives meanwhile waits as long.
 _HOST_WAIT_S = 0.001
+# Without requests: how long until it is quiet, and how often upkeep that waits for something is asked.
+_QUIET_S, _UPKEEP_S = 0.05, 0.2
 _WARM_UP_TOKENS = 16
 # Commands are taken between two steps for as long as this share of the last step took, and for so long in any case.
 _TAKING, _LEAST_TAKING_S = 0.5, 0.005
@@ -133,6 +136,7 @@ class EngineLike(Protocol):
     def last_plan_was_empty(self) -> bool: ...
 
     on_safepoint: Callable[[], None] | None
+    upkeep: Upkeep | None
 
     def add(self, request: Request, *, arrival_s: float | None = None) -> str: ...
     def arriving(self, request: Request, *, arrival_s: float | None = None) -> None: ...
@@ -191,6 +195,8 @@ def _run(make_engine: EngineMaker, command_address: str, output_address: str, na
             link.send(Failed(f"{type(error).__name__}: {error}"))
             return 1
         finally:
+            if engine.upkeep is not None:
+                engine.upkeep.close()
             engine.close()
     finally:
         context.destroy(linger=_LINGER_MS)
@@ -215,6 +221,10 @@ class _Link:
             return decode_command(self._commands.recv(0 if block else zmq.NOBLOCK))
         except zmq.Again:
             return None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a command at most so long; return whether there is one."""
+        return bool(self._early) or self._commands.poll(int(timeout_s * 1000)) != 0
 
     def look_ahead(self) -> list[Command]:
         """Return the commands that came since the last call; ``receive`` returns them, too."""
@@ -261,23 +271,41 @@ def _warm_up(engine: EngineLike) -> None:
             engine.wait(_HOST_WAIT_S)
 
 
-def _serve(engine: EngineLike, link: _Link, names: dict[str, str], collector: GarbageCollector) -> None:
-    engine.on_safepoint = functools.partial(_announce, engine, link)
-    step_s = 0.0
-    while True:
+class _Closed(Exception):
+    """The process was told to end."""
+
+
+class _Interrupted(BaseException):
+    """Ends what an engine's upkeep does; the cause says why. The upkeep must not take it for an error of its own."""
+
+
+class _Serving:
+    """Takes commands and steps; to the engine's upkeep it is what has to be given way to."""
+
+    def __init__(self, engine: EngineLike, link: _Link, names: dict[str, str], collector: GarbageCollector) -> None:
+        self._engine, self._link, self._names, self._collector = engine, link, names, collector
+        self._step_s = 0.0
+
+    def turn(self, *, block: bool) -> None:
+        """Take the commands that are there, and step; without requests wait for a command if ``block``.
+
+        Raises:
+            _Closed: There was a command to end.
+        """
+        engine, link, names = self._engine, self._link, self._names
         accepted: list[tuple[str, float | None]] = []
-        collector.collect(is_idle=not engine.has_unfinished)
-        command = link.receive(block=not engine.has_unfinished)
+        self._collector.collect(is_idle=not engine.has_unfinished)
+        command = link.receive(block=block and not engine.has_unfinished)
         # However many come, those that were taken get on.
-        until_s = time.monotonic() + max(_LEAST_TAKING_S, _TAKING * step_s)
+        until_s = time.monotonic() + max(_LEAST_TAKING_S, _TAKING * self._step_s)
         while command is not None:
             if isinstance(command, Close):
-                return
+                raise _Closed
             _obey(engine, link, command, accepted, names)
             command = link.receive(block=False) if time.monotonic() < until_s else None
         begun_s = time.monotonic()
         outputs = engine.step() if engine.has_unfinished else []
-        step_s = time.monotonic() - begun_s
+        self._step_s = time.monotonic() - begun_s
         if outputs or accepted:
             link.send(Step(accepted, outputs))
         for output in outputs:
@@ -286,6 +314,42 @@ def _serve(engine: EngineLike, link: _Link, names: dict[str, str], collector: Ga
                 names.pop(output.request_id, None)
         if engine.has_unfinished and engine.last_plan_was_empty:
             engine.wait(_HOST_WAIT_S)
+
+    def are_waiting(self, within_s: float = 0.0) -> bool:
+        """Tell whether there are requests or commands, or come within a time."""
+        return self._engine.has_unfinished or self._link.wait(within_s)
+
+    def run(self) -> None:
+        """Serve until no command has come for a moment: one client's requests often follow each other at once."""
+        try:
+            while self.are_waiting(_QUIET_S):
+                self.turn(block=False)
+        except Exception as error:
+            raise _Interrupted from error
+
+
+def _serve(engine: EngineLike, link: _Link, names: dict[str, str], collector: GarbageCollector) -> None:
+    engine.on_safepoint = functools.partial(_announce, engine, link)
+    serving = _Serving(engine, link, names, collector)
+    try:
+        while True:
+            if (upkeep := engine.upkeep) is None:
+                serving.turn(block=True)
+                continue
+            upkeep.poll()
+            if not serving.are_waiting(_QUIET_S if upkeep.is_due else _UPKEEP_S):
+                if upkeep.is_due:
+                    upkeep.run(serving)
+            else:
+                serving.turn(block=False)
+            if upkeep.is_done:
+                engine.upkeep = None
+    except _Closed:
+        return
+    except _Interrupted as interrupted:
+        if not isinstance(interrupted.__cause__, _Closed):
+            assert interrupted.__cause__ is not None
+            raise interrupted.__cause__ from None
 
 
 def _announce(engine: EngineLike, link: _Link) -> None:

@@ -51,7 +51,10 @@ class Limits:
     engine_restarts: int = 3
     """How often in a row an engine that died is started again; 0: its death ends the server."""
     profile_time_limit_s: float = 30.0
-    """Seconds that the start may measure if there is no latency profile yet."""
+    """Seconds of measuring if there is no latency profile yet."""
+    profile_start_s: float = 4.0
+    """Seconds of these before the port is opened, on a CPU; the others follow while there are no requests. 0: all, and
+    layers are compiled before, too."""
     batch_concurrency: int = 64
     """Most lines of batches that are in work at a time."""
     batch_max_lines: int = 50_000
@@ -62,7 +65,7 @@ class Limits:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            may_be_0 = field.name in ("shutdown_timeout_s", "engine_restarts")
+            may_be_0 = field.name in ("shutdown_timeout_s", "engine_restarts", "profile_start_s")
             if value is not None and not (math.isfinite(value) and (value > 0 or (may_be_0 and value == 0))):
                 raise ValueError(f"{field.name} must be a number {'>=' if may_be_0 else '>'} 0, got {value}")
 

@@ -173,6 +173,11 @@ class _EngineCollector(Collector):
         )
         yield _gauge("latency_error", "Mean |predicted - measured| / measured of steps", s.latency_error)
         yield _gauge("latency_drift", "Measured over predicted time of steps, uncorrected", s.latency_drift)
+        yield _gauge(
+            "latency_profile_coarse",
+            "1 while the latency profile is coarse and a margin is kept, until it is refined",
+            int(s.latency_profile_is_coarse),
+        )
         yield _counter("output_tokens", "Output tokens", s.output_tokens, by_class)
         yield _counter("prompt_tokens", "Prompt tokens", s.prompt_tokens, by_class)
         yield _counter("swaps", "Requests whose KV moved", {"out": s.swaps_out, "in": s.swaps_in}, ["direction"])

@@ -8,10 +8,13 @@ import datetime
 import gc
 import json
 import logging
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +106,29 @@ class GarbageCollector:
         self._due_s = ended_s + _LEAST_S
         self._overdue_s = ended_s + max(_LEAST_S, (ended_s - now_s) / _SHARE)
         return True
+
+
+_PRELOADED = "omniserve.launch.preload"
+_fork_server_started = False
+
+
+def start_fork_server() -> None:
+    """Start the process from which engine processes are forked.
+
+    It imports torch and transformers meanwhile, which takes seconds, so the engine begins as soon as its settings are
+    known, and another one after its death without importing anything. An environment that is set later reaches none.
+    """
+    global _fork_server_started
+    set_engine_environment()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_PRELOADED])
+    multiprocessing.forkserver.ensure_running()
+    _fork_server_started = True
+
+
+def engine_context() -> ForkServerContext | SpawnContext:
+    """Return how engine processes are made: forked, if ``start_fork_server`` was called, else spawned."""
+    return multiprocessing.get_context("forkserver") if _fork_server_started else multiprocessing.get_context("spawn")
 
 
 def set_engine_environment() -> None:

@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from omniserve import SLO, Engine, EngineConfig, ExecutionConfig, Request, RequestRejected, SamplingParams
+from omniserve.engine.engine import COARSE_MARGIN
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.latency import ModelShape, Profile, ProfileMismatch
 from omniserve.latency.trace import read_steps
@@ -107,3 +108,26 @@ def test_a_trace_has_a_line_for_each_step_and_an_outcome_for_each_request(
     assert len(trace.steps) == num_steps
     assert all(step.predicted_s is not None and step.predicted_s > 0 for step in trace.steps)
     assert {outcome.request_id for step in trace.steps for outcome in step.outcomes} == ids
+
+
+def test_a_margin_is_kept_until_a_coarse_profile_is_replaced(model: PreTrainedModel) -> None:
+    refined, now_s = profile_for(model, CONFIG), 100.0
+    coarse = dataclasses.replace(refined, is_coarse=True)
+
+    def predicted_s(engine: Engine) -> float:
+        request_id = engine.add(request())
+        seconds = engine.predicted_ttft_s(request_id)
+        engine.abort(request_id)
+        assert seconds is not None
+        return seconds
+
+    with Engine(model, CONFIG, profile=coarse, clock=lambda: now_s) as engine:
+        wide_s = predicted_s(engine)
+        assert engine.stats().latency_profile_is_coarse
+        engine.use_profile(refined)
+        assert not engine.stats().latency_profile_is_coarse
+        assert wide_s == pytest.approx(COARSE_MARGIN * predicted_s(engine))
+        other = dataclasses.replace(refined, fingerprint=dataclasses.replace(refined.fingerprint, block_size=99))
+        with pytest.raises(ProfileMismatch, match="block_size"):
+            engine.use_profile(other)
+    assert COARSE_MARGIN > 1

@@ -135,3 +135,16 @@ def test_its_terms_are_the_models_times_the_factors_and_the_pace() -> None:
 def test_bad_settings_are_refused(settings: dict[str, object], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         CorrectedModel(MODEL, **settings)  # type: ignore[arg-type]
+
+
+def test_a_margin_is_part_of_predictions_and_not_of_what_is_learned() -> None:
+    plain, wide = CorrectedModel(MODEL), CorrectedModel(MODEL, margin=1.5)
+    features = BatchFeatures(decode_requests=3, decode_context=60, decode_load=60.0, sampled_rows=3, dense_layers=4.0)
+    for _ in range(50):
+        seconds = 1.2 * MODEL.step_s(features)
+        plain.observe(features, seconds)
+        wide.observe(features, seconds)
+    assert wide.factors == plain.factors and wide.pace == plain.pace and wide.error == plain.error
+    assert wide.step_s(features) == pytest.approx(1.5 * plain.step_s(features))
+    wide.replace(MODEL)
+    assert wide.step_s(features) == MODEL.step_s(features) and wide.drift == 1.0 and wide.margin == 1.0

@@ -9,7 +9,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from omniserve.core.request import ServiceClass
 from omniserve.latency import LATENCY_MODELS, Profile, ProfileMismatch
 from omniserve.latency.profile import STATES, Conditions, path_in
 from omniserve.profiling import find_or_make_profile, fingerprint_of, measure_steps, mixed_load, profile_model
+from omniserve.profiling.bench import ModuleBench
+from omniserve.profiling.modules import _Sampler
 from omniserve.profiling.summary import summarise
 from omniserve.profiling.timer import Surroundings, Timer
 from tests.parity.models import tiny_model
@@ -281,3 +285,102 @@ def test_a_load_is_the_same_for_a_seed_and_has_both_classes() -> None:
     assert {arrival.request.service_class for arrival in first} == set(ServiceClass)
     assert [a.at_step for a in first] == sorted(a.at_step for a in first)
     assert all(len(a.request.prompt_token_ids) <= 40 and a.request.sampling.max_tokens <= 20 for a in first)
+
+
+class Visitors:
+    """Others that wait each time that they are asked, for a while, and note when they were let in."""
+
+    def __init__(self, *, each_takes_s: float = 0.0, most: int = 1_000_000) -> None:
+        self.num_asked = self.num_visits = 0
+        self._each_takes_s, self._most = each_takes_s, most
+
+    def are_waiting(self) -> bool:
+        self.num_asked += 1
+        return self.num_visits < self._most
+
+    def run(self) -> None:
+        self.num_visits += 1
+        torch.set_num_threads(1)
+        time.sleep(self._each_takes_s)
+
+
+def test_a_coarse_profile_says_so_and_is_not_kept(model: PreTrainedModel, config: EngineConfig, tmp_path: Path) -> None:
+    profile = find_or_make_profile(model, config, folder=tmp_path, time_limit_s=0.5, is_coarse=True)
+    assert profile.is_coarse
+    assert not list(tmp_path.iterdir())
+    for name in LATENCY_MODELS.names():
+        assert LATENCY_MODELS.get(name).from_profile(profile).step_s(profile.steps[0].features) > 0
+    assert any(step.features.host_works for step in profile.steps)
+
+
+def test_a_kept_profile_is_taken_where_a_coarse_one_would_do(
+    model: PreTrainedModel, config: EngineConfig, profile: Profile, tmp_path: Path
+) -> None:
+    profile.write(path_in(tmp_path, profile.fingerprint))
+    assert find_or_make_profile(model, config, folder=tmp_path, time_limit_s=0.5, is_coarse=True) == profile
+
+
+def test_long_samples_are_left_out(
+    model: PreTrainedModel, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock on which a row of a step takes 10 ms and all else nothing, none takes more than 50 ms."""
+    longest_s, seen = 0.05, list[int]()
+
+    def timed(timer: Timer, run: Callable[[], object]) -> float:
+        run()
+        return 1e-6
+
+    def dense(bench: ModuleBench, num_rows: int) -> Callable[[], object]:
+        seen.append(num_rows)
+        return lambda: None
+
+    def latency(sampler: _Sampler, state: str, module: str) -> Callable[[int], float]:
+        def seconds(rows: int) -> float:
+            sampler.sample(state, module, (rows, 0))
+            sampler._timer.add(f"{module}, {state}", (rows, 0), 0.01 * rows)
+            return 0.01 * rows
+
+        return seconds
+
+    monkeypatch.setattr(Timer, "time", timed)
+    monkeypatch.setattr(ModuleBench, "dense", dense)
+    monkeypatch.setattr(_Sampler, "latency", latency)
+    profile_model(model, config, time_limit_s=0.5, longest_s=longest_s)
+    assert 1 < max(seen) <= 5
+    seen.clear()
+    profile_model(model, config, time_limit_s=0.5)
+    assert max(seen) == config.max_num_batched_tokens + config.max_piggyback_seats
+
+
+def test_measuring_gives_way_before_each_sample_and_its_time_does_not_count(
+    model: PreTrainedModel, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_samples = 0
+    add = Timer.add
+
+    def counted(*arguments: Any) -> None:
+        nonlocal num_samples
+        num_samples += 1
+        add(*arguments)
+
+    monkeypatch.setattr(Timer, "add", counted)
+    visitors, threads = Visitors(each_takes_s=0.3, most=10), torch.get_num_threads()
+    began_s = time.perf_counter()
+    profile = profile_model(model, config, time_limit_s=0.5, others=visitors)
+    assert visitors.num_visits == 10
+    assert visitors.num_asked >= num_samples + len(profile.steps)
+    assert profile.seconds <= time.perf_counter() - began_s - 10 * 0.3
+    assert torch.get_num_threads() == threads
+
+
+def test_a_step_behind_other_work_is_no_sample(model: PreTrainedModel, config: EngineConfig) -> None:
+    """Its seconds would run from the end of the step before that work."""
+    load = mixed_load(0, num_steps=40, vocab_size=64, max_prompt=8, max_output=8)
+    ways = iter([True, False, False] * 1000)
+    with Engine(model, config) as engine:
+        numbers: list[int] = []
+        samples = measure_steps(
+            engine, load, max_samples=10, give_way=lambda: numbers.append(0) or next(ways), on_sample=lambda: None
+        )
+    assert len(samples) == 10
+    assert len(numbers) >= 5 + 10 * 3 // 2, "one step in three is left out, and the first five"

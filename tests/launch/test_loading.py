@@ -26,8 +26,8 @@ def load(monkeypatch):
     def load(scheduler="omniserve", **options):
         seen, told = {}, []
 
-        def find(model, config, *, path, time_limit_s, progress):
-            seen.update(model=model, config=config, path=path, time_limit_s=time_limit_s)
+        def find(model, config, *, path, time_limit_s, progress, is_coarse):
+            seen.update(model=model, config=config, path=path, time_limit_s=time_limit_s, is_coarse=is_coarse)
             for what, spent in (("dense", 0.0), ("dense", 0.09), ("head", 0.5), ("head", 1.2), ("head", 1.4)):
                 progress(what, spent)
             return "the profile"
@@ -69,6 +69,42 @@ def test_named_profile_is_used_whatever_the_scheduler(load):
 @pytest.mark.parametrize(("scheduler", "options"), [("fcfs", {}), ("omniserve", {"with_profile": False})])
 def test_nothing_is_measured_for_who_needs_no_profile(load, scheduler, options):
     assert load(scheduler, **options) == (None, {}, [])
+
+
+@pytest.mark.parametrize(
+    ("device", "start_s", "early"), [("cpu", 4.0, True), ("cpu", 0.0, False), ("cuda", 4.0, False)]
+)
+def test_a_server_on_a_cpu_begins_before_it_has_compiled_and_measured(monkeypatch, device, start_s, early):
+    """With a GPU, or if it is asked for, everything is done before, as it is for who does no upkeep."""
+    model = SimpleNamespace(device=torch.device(device))
+    child, asked = SimpleNamespace(stop=lambda: None), []
+
+    def find(model, config, *, path, time_limit_s, progress, is_coarse):
+        asked.append((time_limit_s, is_coarse))
+        return SimpleNamespace(is_coarse=is_coarse)
+
+    def engine(model, config, *, profile, tokenizer):
+        return SimpleNamespace(profile=profile, upkeep=None, model="patched")
+
+    monkeypatch.setattr(EngineLoader, "load_model", lambda self, progress: model)
+    monkeypatch.setattr(EngineLoader, "load_tokenizer", lambda self: "the tokenizer")
+    monkeypatch.setattr(omniserve.profiling, "find_or_make_profile", find)
+    monkeypatch.setattr(omniserve.engine.engine, "Engine", engine)
+    monkeypatch.setattr("omniserve.engine.compiling.compile_beside", lambda model, config: child)
+    options = {"profile_time_limit_s": 7.0, "profile_start_s": start_s, "serves": True}
+    made = EngineLoader(model="m", dtype="auto", device=device, config=EngineConfig(), **options)(lambda what: None)
+    assert asked == [(4.0, True) if early else (7.0, False)]
+    assert (made.upkeep is not None) == early
+    if early:
+        assert made.upkeep._compiling is child and not made.upkeep.is_done
+        monkeypatch.setattr("omniserve.engine.compiling.compile_beside", lambda model, config: None)
+        monkeypatch.setattr(
+            omniserve.profiling, "find_or_make_profile", lambda *_, **__: SimpleNamespace(is_coarse=False)
+        )
+        again = EngineLoader(model="m", dtype="auto", device=device, config=EngineConfig(), **options)(
+            lambda what: None
+        )
+        assert again.upkeep is None, "all is there"
 
 
 @pytest.fixture

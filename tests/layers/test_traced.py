@@ -253,9 +253,10 @@ def test_the_product_of_a_group_is_computed_once(monkeypatch: pytest.MonkeyPatch
 def test_compiled_halves_are_found_in_the_cache_until_an_operator_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in another process: the second model's graphs have other names than the first's."""
     outputs, found = [], []
+    monkeypatch.setattr("omniserve.layers.kept.KeptHalves.find", lambda *_: None)
     with fresh_cache(), torch.inference_mode():
         for digest in ("one", "one", "other"):
-            monkeypatch.setattr("omniserve.layers.compiled._source_digest", lambda digest=digest: digest)
+            monkeypatch.setattr("omniserve.layers.compiled.source_digest", lambda digest=digest: digest)
             counters.clear()
             model = tiny_model("gemma3")
             patched = patch(model).omniserve

@@ -66,6 +66,7 @@ class FakeEngine:
 
     last_plan_was_empty = False
     on_safepoint: Callable[[], None] | None = None
+    upkeep: Any = None
 
     def __init__(
         self,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 
+import pytest
 from fake_engine import FakeEngine
 
 from omniserve.core.config import EngineConfig
@@ -90,3 +92,115 @@ def test_every_command_is_obeyed_in_its_order() -> None:
     assert accepted == [f"r{i}" for i in range(3000)]
     assert len(collector.asked) == engine.num_steps + 1
     assert collector.asked[0] and collector.asked[-1] and not any(collector.asked[1:-1])
+
+
+class Script(Link):
+    """Commands that are put in as the test goes on, and an end."""
+
+    def __init__(self) -> None:
+        self.waiting: list[engine_process.Command] = []
+        self.sent: list[engine_process.Report] = []
+
+    def receive(self, *, block: bool):
+        assert self.waiting or not block, "it would wait for ever"
+        return self.waiting.pop(0) if self.waiting else None
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self.waiting)
+
+
+class Samples:
+    """Upkeep that takes samples, and puts a request in as the third one is taken."""
+
+    def __init__(self, engine: FakeEngine, link: Script, *, num_samples: int = 6) -> None:
+        self._engine, self._link, self._num_samples = engine, link, num_samples
+        self.taken: list[int] = []
+        """Outputs that requests had by then."""
+        self.is_done = False
+        self.is_due = True
+        self.num_polls = 0
+        self.closed = False
+        self.interrupting: engine_process.Command = add(0, 4)
+
+    def poll(self) -> None:
+        self.num_polls += 1
+
+    def run(self, others) -> None:
+        for number in range(self._num_samples):
+            if others.are_waiting():
+                others.run()
+            assert not self._engine.has_unfinished, "a sample was taken while a request waited"
+            self.taken.append(sum(isinstance(report, engine_process.Step) for report in self._link.sent))
+            if number == 2:
+                self._link.waiting.append(self.interrupting)
+        self.is_done = True
+        self._link.waiting.append(engine_process.Close())
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def at_rest(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeEngine, Script, Samples]:
+    engine, link = FakeEngine(64, 2, EngineConfig(device_kv_bytes=1 << 20)), Script()
+    engine.upkeep = upkeep = Samples(engine, link)
+    return engine, link, upkeep
+
+
+def test_upkeep_gives_way_to_a_request_until_it_has_ended(at_rest: tuple[FakeEngine, Script, Samples]) -> None:
+    engine, link, upkeep = at_rest
+    serve(engine, link)
+    before, after = upkeep.taken[:3], upkeep.taken[3:]
+    assert before == [0, 0, 0] and len(set(after)) == 1 and after[0] >= 4
+    assert engine.upkeep is None, "it is done"
+
+
+def test_upkeep_waits_for_the_requests_that_are_there(at_rest: tuple[FakeEngine, Script, Samples]) -> None:
+    engine, link, upkeep = at_rest
+    link.waiting.append(add(7, 5))
+    serve(engine, link)
+    assert upkeep.taken[0] >= 5
+    assert upkeep.num_polls >= 5, "it is polled between steps"
+
+
+def test_upkeep_without_anything_to_do_yet_is_polled_and_not_run(at_rest: tuple[FakeEngine, Script, Samples]) -> None:
+    engine, link, upkeep = at_rest
+    upkeep.is_due = False
+    original = upkeep.poll
+
+    def poll() -> None:
+        original()
+        if upkeep.num_polls == 5:
+            link.waiting.append(engine_process.Close())
+
+    upkeep.poll = poll  # type: ignore[method-assign]
+    serve(engine, link)
+    assert not upkeep.taken and upkeep.num_polls == 5
+
+
+def test_the_end_comes_in_the_middle_of_upkeep(at_rest: tuple[FakeEngine, Script, Samples]) -> None:
+    engine, link, upkeep = at_rest
+    upkeep.interrupting = engine_process.Close()
+    serve(engine, link)
+    assert len(upkeep.taken) == 3 and not upkeep.is_done
+
+
+def test_an_engine_that_fails_in_the_middle_of_upkeep_fails_as_ever(
+    at_rest: tuple[FakeEngine, Script, Samples], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upkeep takes RuntimeErrors for its own, and goes on."""
+    engine, link, upkeep = at_rest
+
+    def broken() -> list[RequestOutput]:
+        raise RuntimeError("the step failed")
+
+    monkeypatch.setattr(engine, "step", broken)
+    original = upkeep.run
+
+    def tolerant(others) -> None:
+        with contextlib.suppress(RuntimeError):
+            original(others)
+
+    upkeep.run = tolerant  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="the step failed"):
+        serve(engine, link)

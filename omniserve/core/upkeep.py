@@ -1,0 +1,43 @@
+"""Upkeep: the contract of what is done on an engine beside its requests, until it is done."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Others(Protocol):
+    """Work that upkeep gives way to, again and again."""
+
+    def are_waiting(self) -> bool:
+        """Tell whether there is any."""
+        ...
+
+    def run(self) -> None:
+        """Do it until there is none."""
+        ...
+
+
+class Upkeep(Protocol):
+    """Something that improves an engine while it serves."""
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing is left to do."""
+        ...
+
+    @property
+    def is_due(self) -> bool:
+        """There is something to do in a moment without requests."""
+        ...
+
+    def poll(self) -> None:
+        """Do what takes no time; to be called between steps."""
+        ...
+
+    def run(self, others: Others) -> None:
+        """Do what is due, giving way to ``others``."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is not done."""
+        ...
