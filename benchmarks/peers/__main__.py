@@ -55,6 +55,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -160,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found, settings, sizes=sizes, rounds=config["rounds"], seed=args.seed, in_turns=args.in_turns,
         folder=ROOT / ".cache" / "peers", save=save,
     )  # fmt: skip
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the servers end, too
     comparison.run([phase for phase in PHASES if phase in args.phases])
     report(comparison.results, args.plot if comparison.results["samples"] else None)
     print(f"record: {args.record}")
