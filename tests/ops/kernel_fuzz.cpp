@@ -1,4 +1,4 @@
-// Fuzzer of the attention kernels, to be built with a sanitizer: random shapes, layouts, block tables and cuts, against
+// Fuzzer of the attention and linear kernels, to be built with a sanitizer: random shapes, layouts, block tables and cuts, against
 // loops in double precision. The cache is allocated to the byte and holds NaN wherever a kernel must not look, and
 // pieces run on several threads at once. Usage: kernel_fuzz first_seed seconds
 #include <algorithm>
@@ -14,6 +14,7 @@
 
 #include "attention.h"
 #include "host_kv.h"
+#include "linear.h"
 
 using namespace omniserve;
 
@@ -287,6 +288,64 @@ void check_prefill(const Case& c, Rng& rng) {
   }
 }
 
+// A linear with memory to the byte; its panels are divided among two threads.
+void check_linear(Rng& rng) {
+  const DType weight_dtype = one_of(rng, {DType::f32, DType::bf16, DType::f16});
+  const DType dtype = weight_dtype == DType::bf16 && rng() % 2 ? DType::f32 : weight_dtype;
+  const int64_t rows = between(rng, 1, one_of<int64_t>(rng, {3, 13, 50}));
+  const int64_t num_in = between(rng, 0, one_of<int64_t>(rng, {5, 100, 2500}));
+  const int64_t num_out = between(rng, 1, one_of<int64_t>(rng, {5, 33, 100})), x_stride = num_in + between(rng, 0, 3);
+  const int64_t bytes = dtype_bytes(dtype), weight_bytes = dtype_bytes(weight_dtype);
+  std::vector<float> x(static_cast<size_t>(rows * num_in)), weight(static_cast<size_t>(num_out * num_in));
+  std::vector<float> bias(static_cast<size_t>(num_out));
+  std::vector<char> packed_bias(static_cast<size_t>(num_out * bytes)), dense(weight.size() * size_t(weight_bytes));
+  std::vector<char> laid(static_cast<size_t>((rows - 1) * x_stride + num_in) * size_t(bytes));
+  std::vector<char> out(static_cast<size_t>(rows * num_out * bytes));
+  for (size_t i = 0; i < weight.size(); ++i) put(&dense[i * size_t(weight_bytes)], weight_dtype, weight[i] = draw(rng));
+  for (size_t i = 0; i < bias.size(); ++i) put(&packed_bias[i * size_t(bytes)], dtype, bias[i] = draw(rng));
+  for (int64_t t = 0; t < rows; ++t)
+    for (int64_t i = 0; i < num_in; ++i)
+      put(laid.data() + (t * x_stride + i) * bytes, dtype, x[size_t(t * num_in + i)] = draw(rng));
+  const auto aligned = [](int64_t size) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 64, static_cast<size_t>(size)) != 0) std::abort();
+    return std::unique_ptr<void, void (*)(void*)>(memory, std::free);
+  };
+  const auto packed = aligned(num_panels(num_out) * panel_size(num_in, weight_dtype) * weight_bytes);
+  pack_panels(dense.data(), packed.get(), num_in, num_out, weight_dtype, 0, num_panels(num_out));
+  const bool has_bias = rng() % 2;
+  const LinearArgs args{laid.data(), packed.get(), has_bias ? packed_bias.data() : nullptr, out.data(),
+                        x_stride,    rows,         num_in,  num_out, dtype, weight_dtype};
+  const auto run = [&](int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    const int64_t room = (rows + kTileOfRows - 1) / kTileOfRows * kTileOfRows;
+    const auto copy = aligned(linear_rows_bytes(args, room));
+    const auto sums = aligned(room * (end - begin + kPanel - 1) / kPanel * kPanel * 4);
+    linear_pack_rows(args, copy.get(), 0, rows);
+    linear_features(args, copy.get(), static_cast<float*>(sums.get()), begin, end, begin, 0, rows);
+  };
+  const int64_t middle = between(rng, 0, num_panels(num_out) - 1) * kPanel;
+  std::thread other(run, 0, middle);
+  run(middle, num_out);
+  other.join();
+  std::vector<char> row(static_cast<size_t>(num_in * weight_bytes));
+  for (int64_t o = 0; o < num_out; ++o) {
+    unpack_feature(packed.get(), row.data(), num_in, weight_dtype, o);
+    const bool same = row.empty() || std::memcmp(row.data(), &dense[size_t(o * num_in * weight_bytes)], row.size()) == 0;
+    for (int64_t t = 0; t < rows; ++t) {
+      double exact = has_bias ? bias[size_t(o)] : 0.0;
+      for (int64_t i = 0; i < num_in; ++i) exact += double(x[size_t(t * num_in + i)]) * weight[size_t(o * num_in + i)];
+      const double got = get(out.data() + (t * num_out + o) * bytes, dtype);
+      const double allowed = 1e-4 + std::abs(exact) * (dtype == DType::f32 ? 1e-5 : dtype == DType::f16 ? 1e-3 : 4e-3);
+      if (same && std::abs(got - exact) <= allowed) continue;
+      std::fprintf(stderr, "%s: linear [%ld, %ld] x [%ld, %ld], dtypes %d and %d: row %ld, feature %ld is %g, not %g\n",
+                   isa_name(), long(rows), long(num_in), long(num_out), long(num_in), int(dtype), int(weight_dtype),
+                   long(t), long(o), got, exact);
+      std::exit(1);
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -299,6 +358,7 @@ int main(int argc, char** argv) {
     const Case c = make_case(rng);
     check_decode(c, rng);
     if (!c.host) check_prefill(c, rng);
+    check_linear(rng);
   }
   std::printf("%s: %ld cases agree\n", isa_name(), long(count));
 }

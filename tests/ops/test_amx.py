@@ -316,6 +316,22 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 
 @pytest.fixture(scope="session")
+def emulated_linear(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return Kernels(_linear_driver(tmp_path_factory, "-DOMNI_EMULATE_TILES"))
+
+
+@pytest.fixture(scope="session")
+def real_linear(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return Kernels(_linear_driver(tmp_path_factory))
+
+
+def _linear_driver(folders: pytest.TempPathFactory, *options: str) -> Path:
+    return compile_cpp(
+        HERE / "amx_linear_driver.cpp", folders.mktemp("linear") / "linear.so", "-O2", "-shared", *options
+    )
+
+
+@pytest.fixture(scope="session")
 def emulated(build: Build) -> Kernels:
     return Kernels(build("emulated.so", "-DOMNI_EMULATE_TILES"))
 
@@ -422,6 +438,61 @@ def test_under_sanitizers_nothing_but_the_sequences_rows_is_read(build: Build) -
     command = (sys.executable, "-m", "tests.ops.test_amx", str(library))
     done = subprocess.run(command, env=env, cwd=HERE.parents[1], capture_output=True, text=True)
     assert done.stdout.strip() == "clean", done.stderr[-4000:]
+
+
+def linear_cases() -> list[tuple[int, int, int, bool]]:
+    """Return (rows, inputs, outputs, whether there is a bias): tails of tiles, several pieces, several blocks."""
+    rng = np.random.default_rng(5)
+    drawn = [(int(rng.integers(1, 70)), int(rng.integers(1, 1300)), int(rng.integers(1, 100))) for _ in range(12)]
+    shapes = [(1, 32, 32), (1, 1, 1), (16, 31, 33), (17, 33, 64), (33, 512, 32), (32, 544, 70), (3, 0, 5), *drawn]
+    return [(*shape, bool(number % 2)) for number, shape in enumerate(shapes)]
+
+
+@needs_vectors
+@pytest.mark.parametrize(("rows", "num_in", "num_out", "has_bias"), linear_cases())
+def test_linear_on_emulated_tiles(
+    emulated_linear: Kernels, rows: int, num_in: int, num_out: int, has_bias: bool
+) -> None:
+    check_linear(emulated_linear, rows, num_in, num_out, has_bias)
+
+
+@pytest.mark.skipif("amx_bf16" not in CPU_FLAGS, reason="this CPU has no AMX")
+@pytest.mark.parametrize(("rows", "num_in", "num_out", "has_bias"), linear_cases())
+def test_linear_on_the_machines_tiles(
+    real_linear: Kernels, rows: int, num_in: int, num_out: int, has_bias: bool
+) -> None:
+    check_linear(real_linear, rows, num_in, num_out, has_bias)
+
+
+def check_linear(kernels: Kernels, rows: int, num_in: int, num_out: int, has_bias: bool) -> None:
+    rng = np.random.default_rng((rows, num_in, num_out))
+    x = np.full((rows, num_in + 3), NAN)
+    x[:, :num_in] = to_bf16(rng.standard_normal((rows, num_in)))
+    weight = to_bf16(rng.standard_normal((num_out, num_in)) / max(1, num_in) ** 0.5)
+    bias = to_bf16(rng.standard_normal(num_out)) if has_bias else None
+    panels, steps = -(-num_out // 32), -(-num_in // 2)
+    whole = np.zeros((panels * 32, steps * 2), np.uint16)
+    whole[:num_out, :num_in] = weight
+    packed = np.zeros(panels * steps * 64 + 32, np.uint16)
+    packed = packed[-packed.ctypes.data % 64 // 2 :][: panels * steps * 64]  # aligned to 64 bytes
+    packed[:] = whole.reshape(panels, 32, steps, 2).transpose(0, 2, 1, 3).reshape(-1)
+    before = kernels.products() if kernels.emulated else 0
+
+    def run(first: int, last: int) -> np.ndarray:
+        out = np.full((last - first, num_out), NAN)
+        middle = panels // 2 * 32
+        sizes = np.array([last - first, num_in, num_out, num_in + 3])
+        for begin, end in ((0, middle), (middle, num_out)):
+            if begin < end:
+                kernels("amx_linear", x[first:], packed, bias, out, sizes, begin, end)
+        return out
+
+    out = run(0, rows)
+    exact = to_float(x[:, :num_in]) @ to_float(weight).T + (0 if bias is None else to_float(bias))
+    np.testing.assert_allclose(to_float(out), exact, rtol=2**-8, atol=2e-5)
+    assert np.array_equal(run(rows // 2, rows), out[rows // 2 :]), "a row depends on those beside it"
+    if kernels.emulated and num_in:
+        assert kernels.products() > before
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The attention kernels under the sanitizers, on random cases; every instruction set that this machine has.
+"""The attention and linear kernels under the sanitizers, on random cases; every instruction set that this machine has.
 
 python -m tests.ops.test_sanitizers address 60 7    # a longer run: sanitizer, seconds per instruction set, first seed
 """
@@ -29,8 +29,9 @@ def build(sanitizer: str, folder: Path) -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     assert compiler is not None, "the project needs a C++ compiler: install g++ or set CXX"
     program = folder / "kernel_fuzz"
-    sources = [Path(__file__).with_name("kernel_fuzz.cpp"), CSRC / "host_kv.cpp", *CSRC.glob("attention*.cpp")]
-    sources = [source for source in sources if source.name != "attention_ops.cpp"]
+    sources = [Path(__file__).with_name("kernel_fuzz.cpp"), CSRC / "host_kv.cpp"]
+    sources += [*CSRC.glob("attention*.cpp"), *CSRC.glob("linear*.cpp")]
+    sources = [source for source in sources if not source.name.endswith("_ops.cpp")]
     flags = ["-std=c++17", "-O2", "-g1", "-pthread", "-Wno-unknown-pragmas", f"-I{CSRC}"]
     objects = [folder / f"{source.stem}.o" for source in sources]
     with ThreadPool(len(os.sched_getaffinity(0))) as pool:  # of compilers, which do the work

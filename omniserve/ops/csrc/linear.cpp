@@ -19,7 +19,7 @@ struct Choice {
 
 const Choice kChoices[] = {
 #if defined(__x86_64__)
-    {"amx_bf16", avx512_bf16_linear_kernels},
+    {"amx_bf16", amx_bf16_linear_kernels},
     {"avx512_bf16", avx512_bf16_linear_kernels},
     {"avx512", avx512_linear_kernels},
     {"avx2", avx2_linear_kernels},

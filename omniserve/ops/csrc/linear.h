@@ -18,7 +18,8 @@
 
 namespace omniserve {
 
-constexpr int64_t kPanel = 32;  // features; split work at multiples of it
+constexpr int64_t kPanel = 32;       // features; split work at multiples of it
+constexpr int64_t kTileOfRows = 16;
 
 struct LinearArgs {
   const void* x;       // [T, I], distance of rows x_stride elements
@@ -50,7 +51,8 @@ void linear_pack_rows(const LinearArgs& args, void* packed_x, int64_t begin, int
 // Output features [begin, end) of rows [first_row, last_row), of which packed_x is the copy; begin is a multiple of
 // kPanel. An output depends on its row of x, its row of the weight and its bias alone, to the bit. `following` is the
 // feature at which this thread goes on, if that can be guessed, or any: its panel is prefetched. `sums` has one float
-// for each of these rows and each feature of these panels; 64-byte aligned.
+// for each row and each feature of these panels, 64-byte aligned. It and packed_x have room for rows up to the next
+// multiple of kTileOfRows.
 void linear_features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
                      int64_t following, int64_t first_row, int64_t last_row);
 

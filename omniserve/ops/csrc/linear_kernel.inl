@@ -1,4 +1,4 @@
-// The linear kernels of one instruction set; macros as for attention_kernel.inl.
+// The linear kernels of one instruction set; macros as for attention_kernel.inl, and OMNI_TILES with AMX.
 //
 // A block is some rows of x by a panel or a part of one: their sums stay in registers while the inputs pass. Each vector
 // of weights is loaded once for all rows, each value of x once for all vectors.
@@ -275,6 +275,10 @@ static void features_of(const LinearArgs& args, const void* packed_x, float* sum
   }
 }
 
+#if OMNI_TILES
+#include "linear_amx.inl"
+#endif
+
 template <typename T>
 OMNI_INLINE void pack_row(const T* x, int64_t num_in, float* packed) {
   int64_t i = 0;
@@ -283,7 +287,7 @@ OMNI_INLINE void pack_row(const T* x, int64_t num_in, float* packed) {
 }
 #if OMNI_DPBF16
 OMNI_INLINE void pack_row(const BF16* x, int64_t num_in, BF16* packed) {
-  __builtin_memcpy(packed, x, static_cast<size_t>(num_in) * sizeof(BF16));
+  if (num_in > 0) __builtin_memcpy(packed, x, static_cast<size_t>(num_in) * sizeof(BF16));  // nothing may be nowhere
 }
 #endif
 
@@ -320,7 +324,10 @@ void features(const LinearArgs& args, const void* packed_x, float* sums, int64_t
   };
   if (args.weight_dtype == DType::f32) return typed(Product<float>());
   if (args.weight_dtype == DType::f16) return typed(Product<F16>());
-#if OMNI_DPBF16
+#if OMNI_TILES
+  if (args.dtype == DType::bf16)
+    return tile_features(args, packed_x, sums, begin, end, following, first_row, last_row);
+#elif OMNI_DPBF16
   if (args.dtype == DType::bf16) return typed(Products());
 #endif
   typed(Product<BF16>());

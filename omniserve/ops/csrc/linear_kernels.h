@@ -24,6 +24,7 @@ const LinearKernels& portable_linear_kernels();
 const LinearKernels& avx2_linear_kernels();
 const LinearKernels& avx512_linear_kernels();
 const LinearKernels& avx512_bf16_linear_kernels();
+const LinearKernels& amx_bf16_linear_kernels();
 #endif
 
 }  // namespace omniserve

@@ -127,7 +127,7 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
   const int64_t row_parts = (args.num_rows + kTaskRows - 1) / kTaskRows;
   const int64_t task_panels = std::clamp<int64_t>(panels * row_parts / wanted, 1, kTaskPanels);
   const int64_t panel_parts = (panels + task_panels - 1) / task_panels;
-  const int64_t part_rows = (args.num_rows + row_parts - 1) / row_parts;
+  const int64_t part_rows = ((args.num_rows + row_parts - 1) / row_parts + kTileOfRows - 1) / kTileOfRows * kTileOfRows;
   const int64_t sums_bytes = part_rows * task_panels * kPanel * 4, x_bytes = linear_rows_bytes(args, part_rows);
 #pragma omp parallel num_threads(static_cast<int>(num_threads)) if (parallel)
   {
