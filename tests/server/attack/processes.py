@@ -33,8 +33,15 @@ def engine_pid(server: Any) -> int:
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue  # it ended meanwhile
-    children = [pid for pid, parent in parents.items() if parent == server.process.pid]
-    engines = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    programs = {
+        pid: Path(f"/proc/{pid}/cmdline").read_bytes()
+        for pid, parent in parents.items()
+        if parent == server.process.pid
+    }
+    # A server forks engines from a child that has imported torch; one made for a test spawns them.
+    forkers = [pid for pid, program in programs.items() if b"forkserver" in program]
+    engines = [pid for pid, parent in parents.items() if parent in forkers]
+    engines += [pid for pid, program in programs.items() if b"spawn_main" in program]
     assert len(engines) == 1
     return engines[0]
 
