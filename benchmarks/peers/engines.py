@@ -82,8 +82,11 @@ def engines(peers: Sequence[tuple[str, Path]], settings: Settings) -> dict[str, 
 
 
 def contenders(found: Mapping[str, Engine], phase: str) -> list[Contender]:
-    """Return who takes part in a phase: in ``coserve`` OmniServe with each pair of objectives and vLLM with and
-    without its priorities, in others each engine once."""
+    """Return the rows of a phase's table, and how requests are sent for each.
+
+    That is one row for each engine. In ``coserve`` OmniServe has one for each pair of objectives, and vLLM one with
+    priorities and one without.
+    """
     plain = [
         Contender(
             label=name, engine=name, wire=engine.wire,

@@ -15,8 +15,9 @@ import zmq
 from omniserve.core.errors import EngineStopped
 from omniserve.core.request import Request, RequestOutput
 from omniserve.core.stats import EngineStats
-from omniserve.server import engine_process
-from omniserve.server.engine_process import EngineInfo, EngineMaker
+from omniserve.server import engine_messages
+from omniserve.server.engine_messages import EngineInfo
+from omniserve.server.engine_process import EngineMaker, run_engine_process
 from omniserve.server.errors import ApiError
 from omniserve.server.process import engine_context, set_engine_environment
 from omniserve.server.process import request_id as http_request_id
@@ -115,7 +116,7 @@ class EngineClient:
             self._commands.setsockopt(zmq.SNDHWM, 0)
             self._commands.bind(f"ipc://{directory}/commands")
             self._process = engine_context().Process(
-                target=engine_process.run_engine_process,
+                target=run_engine_process,
                 args=(
                     self._make_engine,
                     f"ipc://{directory}/commands",
@@ -144,7 +145,7 @@ class EngineClient:
             raise EngineStopped(self.failure or "the engine has stopped")
         assert request.request_id is not None
         self._listeners[request.request_id] = listener
-        num_bytes = self._send(engine_process.Add(request, arrival_s, http_request_id.get())) + _BYTES_BESIDE
+        num_bytes = self._send(engine_messages.Add(request, arrival_s, http_request_id.get())) + _BYTES_BESIDE
         self._untaken[request.request_id] = num_bytes
         self._num_untaken_bytes += num_bytes
 
@@ -164,7 +165,7 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         """End a request; nothing more is heard of it. Unknown and finished ones are ignored."""
         if self._listeners.pop(request_id, None) is not None and not self.stopped.is_set():
-            self._send(engine_process.Abort(request_id))
+            self._send(engine_messages.Abort(request_id))
 
     async def stats(self, timeout_s: float = 5.0) -> EngineStats:
         """Ask the engine for its statistics; it answers between two steps, and one answer goes to all callers.
@@ -177,7 +178,7 @@ class EngineClient:
             raise EngineStopped(self.failure or "the engine has stopped")
         if self._stats is None:  # in a long step another question would only make the queue longer
             self._stats = asyncio.get_running_loop().create_future()
-            self._send(engine_process.AskStats())
+            self._send(engine_messages.AskStats())
         # Not wait_for, which before Python 3.12 forgets that it was cancelled if the answer comes at the same time.
         async with asyncio.timeout(timeout_s):
             return await asyncio.shield(self._stats)
@@ -190,7 +191,7 @@ class EngineClient:
         if not self._ready:
             self._process.kill()  # it loads a model and hears nothing
         elif self._process.is_alive() and not self.stopped.is_set():
-            self._send(engine_process.Close())
+            self._send(engine_messages.Close())
         await asyncio.to_thread(self._process.join, _CLOSE_S)
         if self._process.is_alive():
             self._process.kill()
@@ -233,9 +234,9 @@ class EngineClient:
                 self.kill()
                 return
 
-    def _send(self, message: engine_process.Command) -> int:
+    def _send(self, message: engine_messages.Command) -> int:
         """Send a message; return its number of bytes."""
-        data = engine_process.encode(message)
+        data = engine_messages.encode(message)
         try:
             self._commands.send(data, zmq.NOBLOCK)
         except zmq.Again:
@@ -251,28 +252,28 @@ class EngineClient:
         """Handle every message that is there: the descriptor tells of new ones only once all were taken."""
         while True:
             try:
-                report = engine_process.decode_report(self._outputs.recv(zmq.NOBLOCK))
+                report = engine_messages.decode_report(self._outputs.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
             match report:
-                case engine_process.Step(accepted, outputs):
+                case engine_messages.Step(accepted, outputs):
                     for request_id, predicted_ttft_s in accepted:
                         self._taken(request_id)
                         self._deliver(request_id, Accepted(predicted_ttft_s))
                     for output in outputs:
                         self._deliver(output.request_id, output)
-                case engine_process.Refused(request_id):
+                case engine_messages.Refused(request_id):
                     self._taken(request_id)
                     self._deliver(request_id, report.error)
-                case engine_process.Stats(stats):
+                case engine_messages.Stats(stats):
                     assert self._stats is not None
                     self._stats.set_result(stats)
                     self._stats = None
-                case engine_process.Progress(text):
+                case engine_messages.Progress(text):
                     on_progress(text)
                 case EngineInfo():
                     ready.set_result(report)
-                case engine_process.Failed(reason):
+                case engine_messages.Failed(reason):
                     self._fail(reason)
 
     def _deliver(self, request_id: str, item: Accepted | RequestOutput | Exception) -> None:

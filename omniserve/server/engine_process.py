@@ -1,4 +1,4 @@
-"""The engine's process: it takes commands, steps, and reports what came out, in MessagePack and once a step.
+"""The engine's process: it takes commands, steps, and reports what came out, once a step.
 
 Nothing here imports torch: the engine's maker does, after the environment was set for it.
 """
@@ -17,101 +17,31 @@ from collections.abc import Callable
 from typing import Protocol
 
 import zmq
-from msgspec import Struct, msgpack
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import OmniServeError, RequestRejected
-from omniserve.core.request import SLO, ClassSpec, Request, RequestLimits, RequestOutput, SamplingParams
+from omniserve.core.request import SLO, Request, RequestLimits, RequestOutput, SamplingParams
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
+from omniserve.server.engine_messages import (
+    Abort,
+    Add,
+    AskStats,
+    Close,
+    Command,
+    EngineInfo,
+    Failed,
+    Progress,
+    Refused,
+    Report,
+    Stats,
+    Step,
+    decode_command,
+    encode,
+)
 from omniserve.server.process import GarbageCollector, set_up_logs
 
 logger = logging.getLogger(__name__)
-
-
-class Message(Struct, array_like=True, tag=str.lower):
-    """Base of all messages: the API process sends commands, the engine process reports."""
-
-
-class Add(Message):
-    """Take a request."""
-
-    request: Request
-    arrival_s: float
-    http_request_id: str | None
-    """``x-request-id`` of the call that it belongs to."""
-
-
-class Abort(Message):
-    """End a request."""
-
-    request_id: str
-
-
-class AskStats(Message):
-    """Answer with ``Stats``."""
-
-
-class Close(Message):
-    """End the process."""
-
-
-Command = Add | Abort | AskStats | Close
-
-
-class Progress(Message):
-    """Progress of the engine's start."""
-
-    text: str
-
-
-class EngineInfo(Message):
-    """The engine takes requests from now on, within these limits."""
-
-    limits: RequestLimits
-    classes: tuple[ClassSpec, ...]
-    """Highest priority first."""
-
-
-class Failed(Message):
-    """The engine could not start, or has to stop."""
-
-    reason: str
-
-
-class Step(Message):
-    """The outputs of a step."""
-
-    accepted: list[tuple[str, float | None]]
-    """Ids of requests that were taken before it, and the TTFT that was predicted for each."""
-    outputs: list[RequestOutput]
-
-
-class Refused(Message):
-    """A request was not taken."""
-
-    request_id: str
-    message: str
-    load: dict[str, float | None] | None
-    """The attributes of ``RequestRejected``; None if the request could not be taken at any load."""
-
-    @property
-    def error(self) -> ValueError | RequestRejected:
-        """The engine's error again."""
-        return ValueError(self.message) if self.load is None else RequestRejected(self.message, **self.load)
-
-
-class Stats(Message):
-    """The engine's state."""
-
-    stats: EngineStats
-
-
-Report = Progress | EngineInfo | Failed | Step | Refused | Stats
-
-encode = msgpack.Encoder(enc_hook=float).encode  # for the float64 of numpy, which predictions are made in
-decode_command = msgpack.Decoder[Command](Command).decode
-decode_report = msgpack.Decoder[Report](Report).decode
 
 # How long to sleep when every request waits for the host tier. A command that arrives meanwhile waits as long.
 _HOST_WAIT_S = 0.001

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from omniserve.core.request import SamplingParams
 from omniserve.server.engine_client import EngineClient
-from omniserve.server.engine_process import EngineInfo
+from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
 from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.metrics import ServerMetrics

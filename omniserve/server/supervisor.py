@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from omniserve.core.errors import EngineStopped
 from omniserve.server.engine_client import EngineClient
-from omniserve.server.engine_process import EngineInfo, EngineMaker
+from omniserve.server.engine_messages import EngineInfo
+from omniserve.server.engine_process import EngineMaker
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from fake_engine import FakeLoader
 from omniserve.core.request import Request, SamplingParams
 from omniserve.server import engine_client
 from omniserve.server.engine_client import EngineClient
-from omniserve.server.engine_process import AskStats
+from omniserve.server.engine_messages import AskStats
 from omniserve.server.errors import ApiError
 
 

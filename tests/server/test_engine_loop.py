@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import Request, RequestOutput, SamplingParams
-from omniserve.server import engine_process
+from omniserve.server import engine_messages, engine_process
 
 
 class Idle:
@@ -32,11 +32,11 @@ class Link:
         self._commands = iter(commands)
         self._done = done
         self.num_taken = 0
-        self.sent: list[engine_process.Report] = []
+        self.sent: list[engine_messages.Report] = []
 
     def receive(self, *, block: bool):
         if self._done():
-            return engine_process.Close()
+            return engine_messages.Close()
         assert self.num_taken < 2_000_000, "commands are taken and nothing else is done"
         command = next(self._commands, None)
         assert command is not None or not block, "it would wait for ever"
@@ -46,7 +46,7 @@ class Link:
     def look_ahead(self) -> list:
         return []
 
-    def send(self, report: engine_process.Report) -> None:
+    def send(self, report: engine_messages.Report) -> None:
         self.sent.append(report)
 
 
@@ -60,10 +60,10 @@ class Counting(FakeEngine):
         return super().step()
 
 
-def add(number: int, max_tokens: int = 3) -> engine_process.Add:
+def add(number: int, max_tokens: int = 3) -> engine_messages.Add:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     request = Request(request_id=f"r{number}", prompt_token_ids=[5, 6], sampling=sampling, service_class="LS")
-    return engine_process.Add(request, 0.0, None)
+    return engine_messages.Add(request, 0.0, None)
 
 
 def serve(engine: FakeEngine, link: Link) -> Idle:
@@ -76,10 +76,10 @@ def test_a_flood_of_commands_stops_no_step() -> None:
     """Regression: every command that was there was taken before the next step, and in a flood there is always one."""
     engine = Counting(64, 2, EngineConfig(device_kv_bytes=1 << 20))
     link = Link(
-        itertools.chain([add(0, 8)], itertools.repeat(engine_process.Abort("nobody"))), lambda: engine.num_steps >= 8
+        itertools.chain([add(0, 8)], itertools.repeat(engine_messages.Abort("nobody"))), lambda: engine.num_steps >= 8
     )
     serve(engine, link)
-    outputs = [output for report in link.sent if isinstance(report, engine_process.Step) for output in report.outputs]
+    outputs = [output for report in link.sent if isinstance(report, engine_messages.Step) for output in report.outputs]
     assert len(outputs) == 8
 
 
@@ -88,7 +88,7 @@ def test_every_command_is_obeyed_in_its_order() -> None:
     commands = [add(i) for i in range(3000)]
     link = Link(commands, lambda: link.num_taken == len(commands) and not engine.has_unfinished)
     collector = serve(engine, link)
-    accepted = [name for report in link.sent if isinstance(report, engine_process.Step) for name, _ in report.accepted]
+    accepted = [name for report in link.sent if isinstance(report, engine_messages.Step) for name, _ in report.accepted]
     assert accepted == [f"r{i}" for i in range(3000)]
     assert len(collector.asked) == engine.num_steps + 1
     assert collector.asked[0] and collector.asked[-1] and not any(collector.asked[1:-1])
@@ -98,8 +98,8 @@ class Script(Link):
     """Commands that are put in as the test goes on, and an end."""
 
     def __init__(self) -> None:
-        self.waiting: list[engine_process.Command] = []
-        self.sent: list[engine_process.Report] = []
+        self.waiting: list[engine_messages.Command] = []
+        self.sent: list[engine_messages.Report] = []
 
     def receive(self, *, block: bool):
         assert self.waiting or not block, "it would wait for ever"
@@ -120,7 +120,7 @@ class Samples:
         self.is_due = True
         self.num_polls = 0
         self.closed = False
-        self.interrupting: engine_process.Command = add(0, 4)
+        self.interrupting: engine_messages.Command = add(0, 4)
 
     def poll(self) -> None:
         self.num_polls += 1
@@ -130,11 +130,11 @@ class Samples:
             if others.are_waiting():
                 others.run()
             assert not self._engine.has_unfinished, "a sample was taken while a request waited"
-            self.taken.append(sum(isinstance(report, engine_process.Step) for report in self._link.sent))
+            self.taken.append(sum(isinstance(report, engine_messages.Step) for report in self._link.sent))
             if number == 2:
                 self._link.waiting.append(self.interrupting)
         self.is_done = True
-        self._link.waiting.append(engine_process.Close())
+        self._link.waiting.append(engine_messages.Close())
 
     def close(self) -> None:
         self.closed = True
@@ -171,7 +171,7 @@ def test_upkeep_without_anything_to_do_yet_is_polled_and_not_run(at_rest: tuple[
     def poll() -> None:
         original()
         if upkeep.num_polls == 5:
-            link.waiting.append(engine_process.Close())
+            link.waiting.append(engine_messages.Close())
 
     upkeep.poll = poll  # type: ignore[method-assign]
     serve(engine, link)
@@ -180,7 +180,7 @@ def test_upkeep_without_anything_to_do_yet_is_polled_and_not_run(at_rest: tuple[
 
 def test_the_end_comes_in_the_middle_of_upkeep(at_rest: tuple[FakeEngine, Script, Samples]) -> None:
     engine, link, upkeep = at_rest
-    upkeep.interrupting = engine_process.Close()
+    upkeep.interrupting = engine_messages.Close()
     serve(engine, link)
     assert len(upkeep.taken) == 3 and not upkeep.is_done
 

@@ -1,0 +1,94 @@
+"""What the API process and the engine's process tell each other, in MessagePack."""
+
+from __future__ import annotations
+
+from msgspec import Struct, msgpack
+
+from omniserve.core.errors import RequestRejected
+from omniserve.core.request import ClassSpec, Request, RequestLimits, RequestOutput
+from omniserve.core.stats import EngineStats
+
+
+class Message(Struct, array_like=True, tag=str.lower):
+    """Base of all messages: the API process sends commands, the engine process reports."""
+
+
+class Add(Message):
+    """Take a request."""
+
+    request: Request
+    arrival_s: float
+    http_request_id: str | None
+    """``x-request-id`` of the call that it belongs to."""
+
+
+class Abort(Message):
+    """End a request."""
+
+    request_id: str
+
+
+class AskStats(Message):
+    """Answer with ``Stats``."""
+
+
+class Close(Message):
+    """End the process."""
+
+
+Command = Add | Abort | AskStats | Close
+
+
+class Progress(Message):
+    """Progress of the engine's start."""
+
+    text: str
+
+
+class EngineInfo(Message):
+    """The engine takes requests from now on, within these limits."""
+
+    limits: RequestLimits
+    classes: tuple[ClassSpec, ...]
+    """Highest priority first."""
+
+
+class Failed(Message):
+    """The engine could not start, or has to stop."""
+
+    reason: str
+
+
+class Step(Message):
+    """The outputs of a step."""
+
+    accepted: list[tuple[str, float | None]]
+    """Ids of requests that were taken before it, and the TTFT that was predicted for each."""
+    outputs: list[RequestOutput]
+
+
+class Refused(Message):
+    """A request was not taken."""
+
+    request_id: str
+    message: str
+    load: dict[str, float | None] | None
+    """The attributes of ``RequestRejected``; None if the request could not be taken at any load."""
+
+    @property
+    def error(self) -> ValueError | RequestRejected:
+        """The engine's error again."""
+        return ValueError(self.message) if self.load is None else RequestRejected(self.message, **self.load)
+
+
+class Stats(Message):
+    """The engine's state."""
+
+    stats: EngineStats
+
+
+Report = Progress | EngineInfo | Failed | Step | Refused | Stats
+
+encode = msgpack.Encoder(enc_hook=float).encode  # for the float64 of numpy, which predictions are made in
+decode_command = msgpack.Decoder[Command](Command).decode
+decode_report = msgpack.Decoder[Report](Report).decode
