@@ -41,8 +41,13 @@ class PackedLinear(HeldLinear):
     def held_product(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         return torch.ops.omniserve.packed_linear, (self.group_weight, self.group_bias, self.group_rows)
 
+    @property
+    def dense_dtype(self) -> torch.dtype:
+        """The dtype of the dense weight."""
+        return cast(Tensor, self._parameters["weight"]).dtype
+
     def dense_group(self) -> Tensor:
-        return _dense(self.group_weight, self.in_features, self.group_rows, self._parameters["weight"].dtype)  # type: ignore[union-attr]
+        return _dense(self.group_weight, self.in_features, self.group_rows, self.dense_dtype)
 
 
 class PackedEmbedding(nn.Embedding):
@@ -149,15 +154,10 @@ def tied_embedding(model: nn.Module, head: nn.Module, embedding: nn.Module) -> n
 def holds_bfloat16(model: nn.Module) -> bool:
     """Tell whether a model in fp32 has linears that are held in bf16, or would get some if it were patched."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    for linear in linears:
-        if linear._parameters["weight"].dtype is not torch.float32:  # type: ignore[union-attr]
-            continue
-        if isinstance(linear, PackedLinear):
-            if linear.group_weight.dtype is torch.bfloat16:
-                return True
-        elif packable(model, [linear]) and _is_exact_in_bf16(linear.weight.detach()):
-            return True
-    return False
+    packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
+    if any(each.group_weight.dtype is not each.dense_dtype for each in packed):
+        return True
+    return any(_is_exact_in_bf16(linear.weight.detach()) for linear in packable(model, linears))
 
 
 _packed_classes: dict[type[nn.Embedding], type[PackedEmbedding]] = {nn.Embedding: PackedEmbedding}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
+from torch.nn.utils.parametrizations import weight_norm
 
 from omniserve.layers.compiled import ShareProducts, compile_halves, structure
 from omniserve.layers.groups import groups_of, is_group
@@ -438,6 +439,11 @@ def test_patch_packs_a_tied_head_and_unpatch_restores_it(name: str) -> None:
     unpatch(model)
     assert type(embedding) is kind and type(head) is nn.Linear
     assert embedding.weight is head.weight is weight and torch.equal(weight, before)
+
+
+def test_a_parametrised_linear_is_no_plain_one() -> None:
+    model = nn.ModuleList([weight_norm(_linear(form="fp32 of bf16"))])
+    assert packable(model, model.modules()) == [] and not holds_bfloat16(model)
 
 
 def test_fp32_linears_that_are_held_in_bf16_are_known_before_and_after() -> None:

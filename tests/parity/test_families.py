@@ -218,6 +218,7 @@ def test_three_graphs_serve_any_depth_and_token_count(
     # An example: as on a GPU with an older torch.
     monkeypatch.setattr("omniserve.layers.compiled.needs_example", lambda on_gpu: has_example)
     monkeypatch.setattr("omniserve.layers.patching._WARM_UP_ROWS", {"cpu": 40})
+    monkeypatch.setattr("omniserve.layers.kept.KeptHalves.find", lambda *_: None)
     for num_layers in (2, 24):
         model = tiny_model("llama", dtype, num_layers=num_layers)
         eager = _probe(patch(model, compile=False).omniserve)
@@ -264,7 +265,8 @@ def test_what_is_between_two_attentions_is_the_two_halves(name: str, merged: boo
             hidden = after
 
 
-def test_compiled_halves_serve_mixed_structures() -> None:
+def test_compiled_halves_serve_mixed_structures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omniserve.layers.kept.KeptHalves.find", lambda *_: None)
     model = tiny_model("qwen3_moe")
     expected = _hf_logits(model, _prompts())
     counters.clear()
