@@ -153,8 +153,8 @@ def host_threads(name: str = "omni-host") -> list[Path]:
         try:
             if (task / "comm").read_text().startswith(name):
                 threads.append(task)
-        except FileNotFoundError:
-            continue  # some other thread ended in between
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # some other thread ended in between, or while its name was read
     return threads
 
 
