@@ -54,7 +54,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import signal
 import subprocess
 import sys
@@ -70,7 +69,7 @@ from benchmarks.peers.engines import OBJECTIVES, VLLM, Settings, engines, parse_
 from benchmarks.peers.loads import PHASES, QUICK, Sizes
 from benchmarks.peers.model import SHAPES, SavedModel
 from benchmarks.peers.report import markdown, plot
-from omniserve.ops.isa import instruction_sets
+from omniserve.ops.isa import instruction_set_in_use
 from omniserve.simulate.report import require_matplotlib
 
 
@@ -143,11 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for folder in (folder for name, folder in args.peer if name == VLLM):
         print(f"preloaded for vLLM: {', '.join(vllm_preloads(folder)) or 'nothing, which makes it slower'}")
-    isa = os.environ.get("OMNISERVE_ISA") or next(each.name for each in instruction_sets() if each.supported)
     config = {
         "model": args.model, "shape": settings.model.config, "dtype": args.dtype, "threads": args.threads,
-        "instruction_set": isa, "rounds": 1 if args.quick else args.rounds, "sizes": sizes, "phases": args.phases,
-        "objectives": OBJECTIVES, "kv_gib": args.kv_gib, "slots": args.slots,
+        "instruction_set": instruction_set_in_use(), "rounds": 1 if args.quick else args.rounds, "sizes": sizes,
+        "phases": args.phases, "objectives": OBJECTIVES, "kv_gib": args.kv_gib, "slots": args.slots,
         "engines": {
             name: {"version": each.version, "arguments": each.arguments, "environment": _shown(each.environment)}
             for name, each in found.items()

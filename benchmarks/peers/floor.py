@@ -88,7 +88,7 @@ class SpeedMeter:
         repeats: Timings a sample, of which the best is taken: a floor is what the machine can do.
     """
 
-    def __init__(self, cpus: Sequence[int], *, arena_bytes: int = 1 << 29, seed: int = 0, repeats: int = 5) -> None:
+    def __init__(self, cpus: Sequence[int], *, arena_bytes: int = 1 << 30, seed: int = 0, repeats: int = 5) -> None:
         self._cpus, self._repeats = tuple(cpus), repeats
         torch.set_num_threads(len(self._cpus))
         self._read = ReadLimit(arena_bytes, self._cpus, repeats=3, seed=seed)

@@ -1,7 +1,8 @@
-"""The instruction sets of this CPU, independent of the one that OMNISERVE_ISA makes the kernels use."""
+"""The instruction sets of this CPU, and the one that the kernels use, which OMNISERVE_ISA may force."""
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -24,3 +25,8 @@ def instruction_sets() -> list[InstructionSet]:
     """Return the sets, best first."""
     names, linears, supported = torch.ops.omniserve_isa.table()
     return [InstructionSet(*row) for row in zip(names, linears, map(bool, supported), strict=True)]
+
+
+def instruction_set_in_use() -> str:
+    """Return the name of the set whose kernels run: the best supported one, or what OMNISERVE_ISA says."""
+    return os.environ.get("OMNISERVE_ISA") or next(each.name for each in instruction_sets() if each.supported)

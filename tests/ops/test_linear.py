@@ -88,5 +88,6 @@ def test_half_precision_is_not_further_from_float64_than_torchs_product(dtype: t
     x, weight, bias = linear_args(40, 1500, 96, CPU, dtype, dtype)
     exact = x.double() @ weight.double().T + bias.double()
     ours = packed_linear(x, packed_weight(weight), bias, 96).double() - exact
-    torchs = torch.nn.functional.linear(x, weight, bias).double() - exact
+    # A copy, for with AMX oneDNN multiplies what lies behind a row by zero, which is NaN here.
+    torchs = torch.nn.functional.linear(x.contiguous(), weight, bias).double() - exact
     assert ours.square().mean() <= torchs.square().mean() * 1.001

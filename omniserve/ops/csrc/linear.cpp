@@ -72,6 +72,8 @@ void unpack_row(const E* packed, char* dense, int64_t row_bytes, int64_t feature
 
 }  // namespace
 
+LinearRows linear_rows(const LinearArgs& args) { return kernels().rows(args); }
+
 int64_t linear_rows_bytes(const LinearArgs& args, int64_t num_rows) {
   return num_rows * kernels().row_bytes(args);
 }

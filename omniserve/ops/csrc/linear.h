@@ -41,6 +41,13 @@ inline int64_t panel_size(int64_t num_in, DType weight_dtype) {
   return kPanel * (weight_dtype == DType::bf16 ? (num_in + 1) / 2 * 2 : num_in);
 }
 
+// How a kernel wants many rows to be split.
+struct LinearRows {
+  int64_t block;  // rows that are computed at once; split at multiples of it
+  int64_t task;   // up to so many rows of a piece of x stay in L2
+};
+LinearRows linear_rows(const LinearArgs& args);
+
 // Bytes of a copy of so many rows of x, which must be aligned to 64 bytes.
 int64_t linear_rows_bytes(const LinearArgs& args, int64_t num_rows);
 

@@ -1,12 +1,16 @@
-// bf16 rows times a bf16 weight on AMX tiles; included by linear_kernel.inl. Speed is reasoned, not measured yet.
+// bf16 rows times a bf16 weight on AMX tiles; included by linear_kernel.inl.
 //
-// A panel's 16 rows of pairs are two tiles, of 16 features each, as they lie. A block is up to 32 rows of x, two tiles:
-// four loads and four products a step of 32 inputs. All row counts use tiles of 16 rows, so that sums are added in one
-// order: few rows are bound by memory, where rows that are not there cost nothing.
+// A panel's 16 rows of pairs are two tiles, of 16 features each, as they lie. Many rows are bound by arithmetic: a block
+// is 32 rows, two tiles, by a panel, which makes four products of four loads. Few rows are bound by memory: 16 rows by
+// two panels, for two streams are read faster than one. All row counts use tiles of 16 rows, so that sums are added in
+// one order; rows that are not there cost nothing where memory is the bound.
 
 constexpr int64_t kTileInputs = 32;
-constexpr int64_t kTilePieceSteps = 16;  // a piece of a panel stays in L1 while rows pass
-constexpr int64_t kTileAhead = 8192;     // bytes of the weight that a single block prefetches
+constexpr int64_t kTilePieceSteps = 8;  // at most: a piece of a panel stays in L1 while rows pass
+constexpr int64_t kTileTaskRows = 256;   // L2 is 2 MiB where AMX is
+constexpr int64_t kFewRows = 48;
+constexpr int64_t kTileAhead = 1024;     // bytes of the weight that a single block prefetches
+constexpr int64_t kPairAhead = 1536;     // and of each panel of a pair
 
 struct TilePiece {
   const BF16* x;
@@ -15,6 +19,8 @@ struct TilePiece {
   int64_t num_steps;
   const char* ahead;
   int64_t ahead_step;  // bytes
+  char* out;           // lines that will be written when the piece is done, or nullptr
+  int64_t out_bytes;   // from row to row
   float* sums;         // [rows, kPanel]
   bool goes_on;
 };
@@ -36,7 +42,10 @@ static void tile_block(const TilePiece& piece) {
   const char* x = reinterpret_cast<const char*>(piece.x);
   const char* panel = reinterpret_cast<const char*>(piece.panel);
   const char* ahead = piece.ahead;
+  const char* out = piece.out;
+  const int64_t claims = out == nullptr ? 0 : ((TWO ? 2 : 1) * kRows + piece.num_steps - 1) / max64(1, piece.num_steps);
   for (int64_t step = 0; step < piece.num_steps; ++step) {
+    for (int64_t i = 0; i < claims; ++i, out += piece.out_bytes) claim(out);
     tile_load<6>(panel, kPanelBytes);
     tile_load<4>(x, piece.x_bytes);
     tile_dpbf16<0, 4, 6>();
@@ -57,6 +66,100 @@ static void tile_block(const TilePiece& piece) {
   if (TWO) tile_store<2>(next_sums, kSumBytes), tile_store<3>(next_sums + 16, kSumBytes);
 }
 
+// Two panels, `apart` elements from each other, for up to 16 rows: memory is read faster as two streams. Sums of the
+// second panel follow those of the first. Tiles 0 and 1 are the first panel's sums, 2 and 3 the second's.
+static void tile_pair(const TilePiece& piece, int64_t apart) {
+  constexpr int64_t kSumBytes = kPanel * 4, kPanelBytes = kPanel * 4;
+  float* const next_sums = piece.sums + kTileRows * kPanel;
+  if (piece.goes_on) {
+    tile_load<0>(piece.sums, kSumBytes);
+    tile_load<1>(piece.sums + 16, kSumBytes);
+    tile_load<2>(next_sums, kSumBytes);
+    tile_load<3>(next_sums + 16, kSumBytes);
+  } else {
+    tile_zero<0>();
+    tile_zero<1>();
+    tile_zero<2>();
+    tile_zero<3>();
+  }
+  const char* x = reinterpret_cast<const char*>(piece.x);
+  const char* panel = reinterpret_cast<const char*>(piece.panel);
+  const char* other = reinterpret_cast<const char*>(piece.panel + apart);
+  for (int64_t step = 0; step < piece.num_steps; ++step) {
+    tile_load<4>(x, piece.x_bytes);
+    tile_load<5>(panel, kPanelBytes);
+    tile_dpbf16<0, 4, 5>();
+    tile_load<6>(panel + 64, kPanelBytes);
+    tile_dpbf16<1, 4, 6>();
+    tile_load<7>(other, kPanelBytes);
+    tile_dpbf16<2, 4, 7>();
+    tile_load<5>(other + 64, kPanelBytes);
+    tile_dpbf16<3, 4, 5>();
+    for (int64_t i = 0; i < piece.ahead_step; i += kLine) {
+      __builtin_prefetch(panel + kPairAhead + i, 0, 2);
+      __builtin_prefetch(other + kPairAhead + i, 0, 2);
+    }
+    x += kTileInputs * 2;
+    panel += kTileInputs / 2 * kPanelBytes;
+    other += kTileInputs / 2 * kPanelBytes;
+  }
+  tile_store<0>(piece.sums, kSumBytes);
+  tile_store<1>(piece.sums + 16, kSumBytes);
+  tile_store<2>(next_sums, kSumBytes);
+  tile_store<3>(next_sums + 16, kSumBytes);
+}
+
+// The inputs behind the last whole step of a panel, and zeros.
+OMNI_INLINE void tile_rest(const BF16* panel, int64_t whole, int64_t rest, BF16* tail) {
+  constexpr int64_t kStepElements = kTileInputs * kPanel;
+  __builtin_memset(tail, 0, kStepElements * sizeof(BF16));
+  __builtin_memcpy(tail, panel + whole * kStepElements, static_cast<size_t>((rest + 1) / 2 * 2 * kPanel) * 2);
+}
+
+// At most kFewRows rows: bound by memory. Panels in pairs, and a last one alone; 16 rows after the other have each piece.
+static void tile_few_rows(const LinearArgs& args, const BF16* x, float* sums, int64_t begin, int64_t end,
+                          int64_t first_row, int64_t num_rows) {
+  const int64_t whole = args.num_in / kTileInputs, rest = args.num_in % kTileInputs;
+  constexpr int64_t kStepElements = kTileInputs * kPanel, kSums = kTileRows * kPanel;
+  const int64_t size = panel_size(args.num_in, args.weight_dtype);
+  alignas(64) BF16 tail[2 * kStepElements];
+  for (int64_t feature = begin; feature < end; feature += 2 * kPanel) {
+    const bool paired = feature + kPanel < end;
+    const int64_t row_sums = (paired ? 2 : 1) * kSums;  // of 16 rows
+    const BF16* const panel = static_cast<const BF16*>(args.weight) + feature / kPanel * size;
+    TilePiece piece;
+    piece.x_bytes = packed_row_bytes(args.num_in, 2);
+    piece.out = nullptr;
+    const auto compute = [&](const BF16* weight, int64_t apart, int64_t first_step, int64_t num_steps) {
+      piece.num_steps = num_steps;
+      piece.panel = weight;
+      piece.ahead = reinterpret_cast<const char*>(weight) + kTileAhead;
+      piece.goes_on = first_step > 0;
+      for (int64_t row = 0; row < num_rows; row += kTileRows) {
+        piece.ahead_step = weight != tail ? kStepElements * 2 : 0;
+        piece.x = x + row * (piece.x_bytes / 2) + first_step * kTileInputs;
+        piece.sums = sums + row / kTileRows * row_sums;
+        paired ? tile_pair(piece, apart) : tile_block<false>(piece);
+      }
+    };
+    claim_rows(args, feature, first_row, num_rows);
+    const int64_t piece_steps = num_rows > kTileRows ? kTilePieceSteps : max64(1, whole);
+    for (int64_t step = 0; step == 0 || step < whole; step += piece_steps)
+      compute(panel + step * kStepElements, size, step, min64(piece_steps, whole - step));
+    if (rest > 0) {
+      tile_rest(panel, whole, rest, tail);
+      if (paired) tile_rest(panel + size, whole, rest, tail + kStepElements);
+      compute(tail, kStepElements, whole, 1);
+    }
+    for (int64_t row = 0; row < num_rows; row += kTileRows) {
+      const float* const from = sums + row / kTileRows * row_sums;
+      const int64_t rows = min64(kTileRows, num_rows - row);
+      write_rows<BF16>(args, from, feature, first_row + row, rows);
+      if (paired) write_rows<BF16>(args, from + kSums, feature + kPanel, first_row + row, rows);
+    }
+  }
+}
+
 static void tile_features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
                           int64_t following, int64_t first_row, int64_t last_row) {
   const int64_t num_rows = last_row - first_row, padded_rows = (num_rows + kTileRows - 1) / kTileRows * kTileRows;
@@ -70,21 +173,23 @@ static void tile_features(const LinearArgs& args, const void* packed_x, float* s
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) config.shape(tile, kTileRows, kTileRowBytes);
   tile_configure(config);
-  for (int64_t step = 0; step == 0 || step < whole; step += kTilePieceSteps) {
-    const int64_t num_steps = min64(kTilePieceSteps, whole - step);
-    const bool is_last = step + kTilePieceSteps >= whole;
+  if (num_rows <= kFewRows) {
+    tile_few_rows(args, x, sums, begin, end, first_row, num_rows);
+    return tile_release();
+  }
+  const int64_t num_pieces = max64(1, (whole + kTilePieceSteps - 1) / kTilePieceSteps);
+  for (int64_t p = 0; p < num_pieces; ++p) {
+    const int64_t step = whole * p / num_pieces, num_steps = whole * (p + 1) / num_pieces - step;
+    const bool is_last = p + 1 == num_pieces;
     for (int64_t feature = begin; feature < end; feature += kPanel) {
       const BF16* const panel = weight + feature / kPanel * size;
       const BF16* const next = feature + kPanel < end ? panel + size + step * kStepElements
-                               : !is_last ? weight + begin / kPanel * size + (step + kTilePieceSteps) * kStepElements
+                               : !is_last ? weight + begin / kPanel * size + (step + num_steps) * kStepElements
                                           : weight + following / kPanel * size;
       TilePiece piece;
       piece.x_bytes = packed_row_bytes(args.num_in, 2);
       piece.ahead_step = kStepElements * 2 / num_blocks / kLine * kLine;
-      if (is_last && rest > 0) {
-        __builtin_memset(tail, 0, sizeof(tail));
-        __builtin_memcpy(tail, panel + whole * kStepElements, static_cast<size_t>((rest + 1) / 2 * 2 * kPanel) * 2);
-      }
+      if (is_last && rest > 0) tile_rest(panel, whole, rest, tail);
       for (int64_t b = 0; b < num_blocks; ++b) {
         const int64_t row = b * 2 * kTileRows, rows = min64(2 * kTileRows, num_rows - row);
         const BF16* const x_row = x + row * (piece.x_bytes / 2);
@@ -95,7 +200,8 @@ static void tile_features(const LinearArgs& args, const void* packed_x, float* s
                                      : reinterpret_cast<const char*>(piece.panel) + kTileAhead;
         piece.sums = sums + (feature - begin) * padded_rows + row * kPanel;
         piece.goes_on = step > 0;
-        if (is_last) claim_rows(args, feature, first_row + row, rows);
+        piece.out = is_last ? static_cast<char*>(args.out) + ((first_row + row) * args.num_out + feature) * 2 : nullptr;
+        piece.out_bytes = args.num_out * 2;
         const auto compute = rows > kTileRows ? tile_block<true> : tile_block<false>;
         compute(piece);
         if (!is_last) continue;
@@ -104,6 +210,7 @@ static void tile_features(const LinearArgs& args, const void* packed_x, float* s
           piece.panel = tail;
           piece.num_steps = 1;
           piece.ahead_step = 0;
+          piece.out = nullptr;
           piece.goes_on = true;
           compute(piece);
           piece.ahead_step = kStepElements * 2 / num_blocks / kLine * kLine;

@@ -21,6 +21,7 @@ constexpr int kPartVectors = kVectors < 2 ? kVectors : 2;        // of the part 
 constexpr int kBlockRows = OMNI_LANES == 16 ? 12 : 6;
 constexpr int kWholeRows = OMNI_LANES == 16 ? 12 : OMNI_LANES == 8 ? 2 : 1;  // up to which a block has the whole panel
 
+constexpr int64_t kTaskRows = 120;
 constexpr int64_t kPieceBytes = 4096;  // of a row of packed x
 constexpr int64_t kAhead = 4096;       // bytes of the weight that a single block prefetches
 constexpr int64_t kLine = 64;
@@ -179,6 +180,18 @@ static void blocks_of(int64_t rows, Piece<P> piece) {
   }
 }
 
+// Round sums and write them.
+template <typename X>
+OMNI_INLINE void write(X* to, VF sum) {
+  store(to, sum);
+}
+#if OMNI_DPBF16
+OMNI_INLINE void write(BF16* to, VF sum) {  // one instruction for eight; as in the products, subnormals are zero
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)sum);
+  __builtin_memcpy(to, &rounded, sizeof(rounded));
+}
+#endif
+
 // Round the sums of some rows, add the bias, and write them.
 template <typename X>
 OMNI_INLINE void write_rows(const LinearArgs& args, const float* sums, int64_t feature, int64_t row,
@@ -194,9 +207,18 @@ OMNI_INLINE void write_rows(const LinearArgs& args, const float* sums, int64_t f
     X* const line = count == kPanel ? to : whole;
 #pragma GCC unroll 8
     for (int64_t f = 0; f < kPanel; f += W)
-      store(line + f, bias != nullptr ? load(sums + f) + load(added + f) : load(sums + f));
+      write(line + f, bias != nullptr ? load(sums + f) + load(added + f) : load(sums + f));
     if (line == whole) __builtin_memcpy(to, whole, static_cast<size_t>(count) * sizeof(X));
   }
+}
+
+// Have a line that will be written. Not __builtin_prefetch(.., 1, ..), which GCC makes a read without -mprfchw.
+OMNI_INLINE void claim(const void* line) {
+#if OMNI_LANES >= 8
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(line)));
+#else
+  __builtin_prefetch(line, 1, 3);
+#endif
 }
 
 // Have the lines that write_rows will write: the core that wrote them last may be another one.
@@ -204,7 +226,7 @@ OMNI_INLINE void claim_rows(const LinearArgs& args, int64_t feature, int64_t row
   const int64_t bytes = dtype_bytes(args.dtype);
   const char* to = static_cast<const char*>(args.out) + (row * args.num_out + feature) * bytes;
   for (int64_t t = 0; t < num_rows; ++t, to += args.num_out * bytes)
-    for (int64_t i = 0; i < kPanel * bytes; i += kLine) __builtin_prefetch(to + i, 1, 3);
+    for (int64_t i = 0; i < kPanel * bytes; i += kLine) claim(to + i);
 }
 
 // Features of a panel for all rows, or a piece of their inputs; `next` is computed after it.
@@ -301,6 +323,14 @@ static void pack_typed(const LinearArgs& args, void* packed_x, int64_t begin, in
   }
 }
 
+LinearRows rows(const LinearArgs& args) {
+#if OMNI_TILES
+  if (args.dtype == DType::bf16) return {2 * kTileRows, kTileTaskRows};
+#endif
+  (void)args;
+  return {kBlockRows, kTaskRows};
+}
+
 int64_t row_bytes(const LinearArgs& args) {
   return packed_row_bytes(args.num_in, OMNI_DPBF16 && args.dtype == DType::bf16 ? 2 : 4);
 }
@@ -337,7 +367,7 @@ void features(const LinearArgs& args, const void* packed_x, float* sums, int64_t
 
 #define OMNI_TEXT_OF(name) #name
 #define OMNI_TEXT(name) OMNI_TEXT_OF(name)
-const LinearKernels kLinearKernels = {OMNI_TEXT(OMNI_ISA), row_bytes, pack, features};
+const LinearKernels kLinearKernels = {OMNI_TEXT(OMNI_ISA), rows, row_bytes, pack, features};
 
 }  // namespace OMNI_ISA
 }  // namespace omniserve

@@ -13,6 +13,7 @@ inline int64_t packed_row_bytes(int64_t num_in, int64_t element_bytes) {
 
 struct LinearKernels {
   const char* name;
+  LinearRows (*rows)(const LinearArgs& args);  // as linear_rows
   int64_t (*row_bytes)(const LinearArgs& args);
   void (*pack)(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end);  // as linear_pack_rows
   void (*features)(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,

@@ -4,6 +4,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -18,8 +19,7 @@ namespace {
 constexpr int64_t kParallelMacs = int64_t{1} << 17;   // less is done before a thread has woken up
 constexpr int64_t kParallelBytes = int64_t{1} << 16;  // of rows that are looked up
 constexpr int64_t kTasksPerThread = 16;               // a thread that lost its core for a while leaves some to others
-constexpr int64_t kTaskRows = 120;                    // a piece of so many rows stays in L2
-constexpr int64_t kTaskPanels = 4;
+constexpr int64_t kMinTaskPanels = 2, kMaxTaskPanels = 4;
 
 // Memory of one thread that grows and stays: pages that are mapped anew at each call cost more than a small product.
 class Scratch {
@@ -40,6 +40,46 @@ class Scratch {
   };
   std::unique_ptr<void, Free> memory_;
   int64_t size_ = 0;
+};
+
+// Tasks of one call. Each thread has a share of neighbours, so that it reads one stretch of the weight, and rows that it
+// wrote itself the last time: lines that another core has written take longer. One that is done takes from the others.
+class Shares {
+  struct alignas(64) Share {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+
+ public:
+  Shares(int64_t num_threads, int64_t num_tasks) : shares_(static_cast<size_t>(num_threads)) {
+    for (int64_t t = 0; t < num_threads; ++t) {
+      shares_[static_cast<size_t>(t)].next = num_tasks * t / num_threads;
+      shares_[static_cast<size_t>(t)].end = num_tasks * (t + 1) / num_threads;
+    }
+  }
+
+  class Taker {
+   public:
+    Taker(Shares& shares, int64_t thread) : shares_(shares.shares_), first_(static_cast<size_t>(thread)) {}
+
+    // The next task of this thread, or nothing when all are taken.
+    std::optional<int64_t> take() {
+      for (; tried_ < shares_.size(); ++tried_) {
+        Share& share = shares_[(first_ + tried_) % shares_.size()];
+        const int64_t task = share.next.fetch_add(1, std::memory_order_relaxed);
+        if (task < share.end) return task;
+      }
+      return std::nullopt;
+    }
+
+   private:
+    std::vector<Share>& shares_;
+    const size_t first_;
+    size_t tried_ = 0;
+  };
+
+ private:
+  std::vector<Share> shares_;
 };
 
 Scratch& rows_scratch() {
@@ -124,25 +164,27 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
   const bool parallel = num_threads > 1 && args.num_in * num_out * args.num_rows > kParallelMacs;
   const int64_t panels = num_panels(num_out);
   const int64_t wanted = parallel ? num_threads * kTasksPerThread : 1;
-  const int64_t row_parts = (args.num_rows + kTaskRows - 1) / kTaskRows;
-  const int64_t task_panels = std::clamp<int64_t>(panels * row_parts / wanted, 1, kTaskPanels);
+  const LinearRows split = linear_rows(args);
+  const int64_t blocks = (args.num_rows + split.block - 1) / split.block, part_blocks = split.task / split.block;
+  const int64_t row_parts = (blocks + part_blocks - 1) / part_blocks;
+  const int64_t task_panels = std::clamp<int64_t>(panels * row_parts / wanted, kMinTaskPanels, kMaxTaskPanels);
   const int64_t panel_parts = (panels + task_panels - 1) / task_panels;
-  const int64_t part_rows = ((args.num_rows + row_parts - 1) / row_parts + kTileOfRows - 1) / kTileOfRows * kTileOfRows;
+  const int64_t part_rows = ((blocks + row_parts - 1) / row_parts * split.block + kTileOfRows - 1) / kTileOfRows * kTileOfRows;
   const int64_t sums_bytes = part_rows * task_panels * kPanel * 4, x_bytes = linear_rows_bytes(args, part_rows);
+  Shares shares(parallel ? num_threads : 1, row_parts * panel_parts);
 #pragma omp parallel num_threads(static_cast<int>(num_threads)) if (parallel)
   {
     float* const sums = static_cast<float*>(sums_scratch().of(sums_bytes));
     void* const packed_x = rows_scratch().of(x_bytes);
     int64_t packed_part = -1;
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t task = 0; task < row_parts * panel_parts; ++task) {
-      const int64_t part = task / panel_parts, begin = task % panel_parts * task_panels * kPanel;
-      const int64_t first_row = args.num_rows * part / row_parts, last_row = args.num_rows * (part + 1) / row_parts;
+    for (Shares::Taker taker(shares, omp_get_thread_num()); const std::optional<int64_t> task = taker.take();) {
+      const int64_t part = *task / panel_parts, begin = *task % panel_parts * task_panels * kPanel;
+      const int64_t end = std::min(begin + task_panels * kPanel, num_out);
+      const int64_t first_row = blocks * part / row_parts * split.block;
+      const int64_t last_row = std::min(blocks * (part + 1) / row_parts * split.block, args.num_rows);
       if (part != packed_part) linear_pack_rows(args, packed_x, first_row, last_row);
       packed_part = part;
-      const int64_t after = begin + num_threads * task_panels * kPanel;  // if all threads are as fast
-      linear_features(args, packed_x, sums, begin, std::min(begin + task_panels * kPanel, num_out),
-                      after < num_out ? after : begin, first_row, last_row);
+      linear_features(args, packed_x, sums, begin, end, end < num_out ? end : 0, first_row, last_row);
     }
   }
   return out;
