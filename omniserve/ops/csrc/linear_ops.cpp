@@ -42,8 +42,9 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// Tasks of one call. Each thread has a share of neighbours, so that it reads one stretch of the weight, and rows that it
-// wrote itself the last time: lines that another core has written take longer. One that is done takes from the others.
+// Panels of one call, those of all parts of the rows in a line. Each thread has a share of neighbours, so that it reads
+// one stretch of the weight, and rows that it wrote itself the last time: lines that another core has written take
+// longer. One that is done takes from the others, a few panels at a time.
 class Shares {
   struct alignas(64) Share {
     std::atomic<int64_t> next;
@@ -51,23 +52,29 @@ class Shares {
   };
 
  public:
-  Shares(int64_t num_threads, int64_t num_tasks) : shares_(static_cast<size_t>(num_threads)) {
+  Shares(int64_t num_threads, int64_t num_panels) : shares_(static_cast<size_t>(num_threads)) {
     for (int64_t t = 0; t < num_threads; ++t) {
-      shares_[static_cast<size_t>(t)].next = num_tasks * t / num_threads;
-      shares_[static_cast<size_t>(t)].end = num_tasks * (t + 1) / num_threads;
+      shares_[static_cast<size_t>(t)].next = num_panels * t / num_threads;
+      shares_[static_cast<size_t>(t)].end = num_panels * (t + 1) / num_threads;
     }
   }
 
+  struct Range {
+    int64_t begin;
+    int64_t end;
+  };
+
+  // What one thread takes.
   class Taker {
    public:
     Taker(Shares& shares, int64_t thread) : shares_(shares.shares_), first_(static_cast<size_t>(thread)) {}
 
-    // The next task of this thread, or nothing when all are taken.
-    std::optional<int64_t> take() {
+    // Up to `count` panels for this thread, or nothing when all are taken.
+    std::optional<Range> take(int64_t count) {
       for (; tried_ < shares_.size(); ++tried_) {
         Share& share = shares_[(first_ + tried_) % shares_.size()];
-        const int64_t task = share.next.fetch_add(1, std::memory_order_relaxed);
-        if (task < share.end) return task;
+        const int64_t begin = share.next.fetch_add(count, std::memory_order_relaxed);
+        if (begin < share.end) return Range{begin, std::min(begin + count, share.end)};
       }
       return std::nullopt;
     }
@@ -168,23 +175,26 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
   const int64_t blocks = (args.num_rows + split.block - 1) / split.block, part_blocks = split.task / split.block;
   const int64_t row_parts = (blocks + part_blocks - 1) / part_blocks;
   const int64_t task_panels = std::clamp<int64_t>(panels * row_parts / wanted, kMinTaskPanels, kMaxTaskPanels);
-  const int64_t panel_parts = (panels + task_panels - 1) / task_panels;
   const int64_t part_rows = ((blocks + row_parts - 1) / row_parts * split.block + kTileOfRows - 1) / kTileOfRows * kTileOfRows;
   const int64_t sums_bytes = part_rows * task_panels * kPanel * 4, x_bytes = linear_rows_bytes(args, part_rows);
-  Shares shares(parallel ? num_threads : 1, row_parts * panel_parts);
+  Shares shares(parallel ? num_threads : 1, row_parts * panels);
 #pragma omp parallel num_threads(static_cast<int>(num_threads)) if (parallel)
   {
     float* const sums = static_cast<float*>(sums_scratch().of(sums_bytes));
     void* const packed_x = rows_scratch().of(x_bytes);
     int64_t packed_part = -1;
-    for (Shares::Taker taker(shares, omp_get_thread_num()); const std::optional<int64_t> task = taker.take();) {
-      const int64_t part = *task / panel_parts, begin = *task % panel_parts * task_panels * kPanel;
-      const int64_t end = std::min(begin + task_panels * kPanel, num_out);
-      const int64_t first_row = blocks * part / row_parts * split.block;
-      const int64_t last_row = std::min(blocks * (part + 1) / row_parts * split.block, args.num_rows);
-      if (part != packed_part) linear_pack_rows(args, packed_x, first_row, last_row);
-      packed_part = part;
-      linear_features(args, packed_x, sums, begin, end, end < num_out ? end : 0, first_row, last_row);
+    Shares::Taker taker(shares, omp_get_thread_num());
+    while (const std::optional<Shares::Range> task = taker.take(task_panels)) {
+      for (int64_t panel = task->begin, end; panel < task->end; panel = end) {
+        const int64_t part = panel / panels, first = panel % panels;
+        end = std::min((part + 1) * panels, task->end);
+        const int64_t last = first + end - panel, first_row = blocks * part / row_parts * split.block;
+        const int64_t last_row = std::min(blocks * (part + 1) / row_parts * split.block, args.num_rows);
+        if (part != packed_part) linear_pack_rows(args, packed_x, first_row, last_row);
+        packed_part = part;
+        linear_features(args, packed_x, sums, first * kPanel, std::min(last * kPanel, num_out),
+                        last < panels ? last * kPanel : 0, first_row, last_row);
+      }
     }
   }
   return out;
