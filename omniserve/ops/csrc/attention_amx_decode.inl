@@ -180,19 +180,24 @@ struct Softmax {
     if (has_slopes)
       for (int64_t lane = 0; lane < W; ++lane)
         slopes[lane] = params.alibi_slopes[min64(head + lane % kColumns, params.num_heads - 1)];
+    const bool is_plain = !is_cut && kColumns > 1 && only_scaled(params);  // scores stay as they are
     const VF old_max = load(state.max);
     VF best = old_max;
-    for (int64_t i = 0; i < steps * 2 * kColumns; ++i) {
-      VF s = soften(load(scores + i * W), params);
-      if (has_slopes || is_cut) {
-        const int64_t row = i % kColumns * W;  // of the tile, in elements
-        const VI token = (kLane + static_cast<int32_t>(row)) / kColumns * 2 +
-                         static_cast<int32_t>(i / (2 * kColumns) * kStepTokens + i / kColumns % 2);
-        if (has_slopes) s += slopes * __builtin_convertvector(token + static_cast<int32_t>(unit.distance), VF);
-        s = token < static_cast<int32_t>(unit.low) || token >= static_cast<int32_t>(unit.high) ? splat(kNegInf) : s;
+    if (is_plain) {
+      best = vmax(best, max_of(scores, steps * 2 * kColumns) * splat(params.scale));
+    } else {
+      for (int64_t i = 0; i < steps * 2 * kColumns; ++i) {
+        VF s = soften(load(scores + i * W), params);
+        if (has_slopes || is_cut) {
+          const int64_t row = i % kColumns * W;  // of the tile, in elements
+          const VI token = (kLane + static_cast<int32_t>(row)) / kColumns * 2 +
+                           static_cast<int32_t>(i / (2 * kColumns) * kStepTokens + i / kColumns % 2);
+          if (has_slopes) s += slopes * __builtin_convertvector(token + static_cast<int32_t>(unit.distance), VF);
+          s = token < static_cast<int32_t>(unit.low) || token >= static_cast<int32_t>(unit.high) ? splat(kNegInf) : s;
+        }
+        store(scores + i * W, s);
+        best = vmax(best, s);
       }
-      store(scores + i * W, s);
-      best = vmax(best, s);
     }
     for (int32_t distance = kColumns; distance < W; distance *= 2)
       best = vmax(best, __builtin_shuffle(best, kLane ^ distance));
@@ -206,10 +211,12 @@ struct Softmax {
       sum *= rescale;
       store(state.max, best);
     }
+    const VF factor = splat(is_plain ? params.scale * kLog2E : kLog2E), offset = best * splat(kLog2E);
     for (int64_t step = 0; step < steps; ++step, scores += 2 * kColumns * W, weights += 2 * shape.heads * kTileRows) {
       VI hi[kColumns], lo[kColumns];
       for (int i = 0; i < kColumns; ++i) {
-        const VF even = vexp(load(scores + i * W) - best), odd = vexp(load(scores + (kColumns + i) * W) - best);
+        const VF even = vexp2(load(scores + i * W) * factor - offset);
+        const VF odd = vexp2(load(scores + (kColumns + i) * W) * factor - offset);
         sum += even + odd;
         split_pairs(even, odd, &hi[i], &lo[i]);
         prefetcher.next();

@@ -89,25 +89,32 @@ static void weigh_column(const PrefillTile& tile, int64_t column, int64_t first,
   const VF slopes = load(tile.slopes + column * W);
   const bool all_seen = first + count - 1 <= positions[0] && first >= first_keys[W - 1];
   const bool is_bounded = params.window > 0 || params.chunk > 0, has_slopes = params.alibi_slopes != nullptr;
+  const bool is_plain = all_seen && only_scaled(params);  // scores stay as they are
   const VF old_max = load(tile.max + column * W);
   VF best = old_max;
-  for (int64_t t = 0; t < count; ++t) {
-    const auto key = static_cast<int32_t>(first + t);
-    VF s = soften(load(scores + t * W), params);
-    if (has_slopes) s += slopes * __builtin_convertvector(key - position, VF);
-    if (!all_seen) {
-      s = position < key ? splat(kNegInf) : s;
-      if (is_bounded) s = lowest > key ? splat(kNegInf) : s;
+  if (is_plain) {
+    best = vmax(best, max_of(scores, count) * splat(params.scale));
+  } else {
+    for (int64_t t = 0; t < count; ++t) {
+      const auto key = static_cast<int32_t>(first + t);
+      VF s = soften(load(scores + t * W), params);
+      if (has_slopes) s += slopes * __builtin_convertvector(key - position, VF);
+      if (!all_seen) {
+        s = position < key ? splat(kNegInf) : s;
+        if (is_bounded) s = lowest > key ? splat(kNegInf) : s;
+      }
+      store(scores + t * W, s);
+      best = vmax(best, s);
     }
-    store(scores + t * W, s);
-    best = vmax(best, s);
   }
   const VF base = best == splat(kNegInf) ? splat(0.0f) : best;  // a row that has seen no key yet
-  VF total{};
+  const VF factor = splat(is_plain ? params.scale * kLog2E : kLog2E), offset = base * splat(kLog2E);
+  VF even_total{}, odd_total{};
   for (int64_t t = 0; t < count; t += 2) {
-    const VF even = vexp(load(scores + t * W) - base), odd = vexp(load(scores + (t + 1) * W) - base);
-    total += even;
-    total += odd;
+    const VF even = vexp2(load(scores + t * W) * factor - offset);
+    const VF odd = vexp2(load(scores + (t + 1) * W) * factor - offset);
+    even_total += even;
+    odd_total += odd;
     VI hi, lo;
     split_pairs(even, odd, &hi, &lo);
     float* const row = weights + t / kStepTokens * 2 * kTileFloats + t % kStepTokens / 2 * W;
@@ -122,7 +129,7 @@ static void weigh_column(const PrefillTile& tile, int64_t column, int64_t first,
     sum *= rescale;
     store(tile.max + column * W, best);
   }
-  store(tile.sum + column * W, sum + total);
+  store(tile.sum + column * W, sum + (even_total + odd_total));
 }
 
 // Rows of K and V of the keys [first, first + kPrefillTile), of which the chunk sees [low, high).
