@@ -56,7 +56,7 @@ OMNI_INLINE VF soften(VF scores, const AttentionParams& params) {
 constexpr float kLog2E = 1.44269504f;
 
 // 2^x to 1e-7 relative; 0 below the smallest normal result (a subnormal one takes a hundred cycles), so -inf gives 0. NaN
-// stays NaN. It takes seven instructions less than vexp, and the factor from e to 2 goes into that of the scores.
+// stays NaN. It takes four instructions less than vexp, and the factor from e to 2 goes into that of the scores.
 OMNI_INLINE VF vexp2(VF x) {
   const __m512 lowest = _mm512_set1_ps(-126.0f);
   constexpr __mmask16 kAll = 0xffff;  // GCC 12 warns of the unmasked forms
