@@ -22,7 +22,8 @@ llama.cpp, a build folder; the source distribution of llama-cpp-python has its s
 Phases (--phases), each of --rounds rounds; in a round the contenders take turns, and each begins with another one:
 
     start     seconds from the start of the process to the first token: with empty caches, and again with what that
-              left. Files may be in the kernel's page cache; llama.cpp's GGUF was written before
+              left when it had nothing more to do. Files may be in the kernel's page cache; llama.cpp's GGUF was
+              written before
     decode    1, 8 and 32 requests at once, 16 tokens in, 128 out: tokens/s from the first one's first token
     prefill   TTFT of prompts of 128 and 512 tokens that are alone, one token out
     ls        LS requests alone: Poisson arrivals at --ls-rate, 128 in, 32 out
