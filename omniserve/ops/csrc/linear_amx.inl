@@ -7,10 +7,10 @@
 
 constexpr int64_t kTileInputs = 32;
 constexpr int64_t kTilePieceSteps = 8;  // at most: a piece of a panel stays in L1 while rows pass
-constexpr int64_t kTileTaskRows = 256;   // L2 is 2 MiB where AMX is
-constexpr int64_t kFewRows = 48;
-constexpr int64_t kTileAhead = 1024;     // bytes of the weight that a single block prefetches
-constexpr int64_t kPairAhead = 1536;     // and of each panel of a pair
+constexpr int64_t kTileTaskRows = 256;  // L2 is 2 MiB where AMX is
+constexpr int64_t kFewRows = 48;        // up to which a product is bound by memory
+constexpr int64_t kTileAhead = 1024;    // bytes of the weight that a single block prefetches
+constexpr int64_t kPairAhead = 1536;    // and of each panel of a pair
 
 struct TilePiece {
   const BF16* x;

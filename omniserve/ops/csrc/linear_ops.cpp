@@ -19,7 +19,8 @@ namespace {
 constexpr int64_t kParallelMacs = int64_t{1} << 17;   // less is done before a thread has woken up
 constexpr int64_t kParallelBytes = int64_t{1} << 16;  // of rows that are looked up
 constexpr int64_t kTasksPerThread = 16;               // a thread that lost its core for a while leaves some to others
-constexpr int64_t kMinTaskPanels = 2, kMaxTaskPanels = 4;
+constexpr int64_t kMinTaskPanels = 2;                 // two panels are read faster than one after the other
+constexpr int64_t kMaxTaskPanels = 4;
 
 // Memory of one thread that grows and stays: pages that are mapped anew at each call cost more than a small product.
 class Scratch {
@@ -175,7 +176,8 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
   const int64_t blocks = (args.num_rows + split.block - 1) / split.block, part_blocks = split.task / split.block;
   const int64_t row_parts = (blocks + part_blocks - 1) / part_blocks;
   const int64_t task_panels = std::clamp<int64_t>(panels * row_parts / wanted, kMinTaskPanels, kMaxTaskPanels);
-  const int64_t part_rows = ((blocks + row_parts - 1) / row_parts * split.block + kTileOfRows - 1) / kTileOfRows * kTileOfRows;
+  const int64_t most_rows = (blocks + row_parts - 1) / row_parts * split.block;  // of a part
+  const int64_t part_rows = (most_rows + kTileOfRows - 1) / kTileOfRows * kTileOfRows;
   const int64_t sums_bytes = part_rows * task_panels * kPanel * 4, x_bytes = linear_rows_bytes(args, part_rows);
   Shares shares(parallel ? num_threads : 1, row_parts * panels);
 #pragma omp parallel num_threads(static_cast<int>(num_threads)) if (parallel)
