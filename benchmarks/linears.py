@@ -4,9 +4,9 @@
     OMNISERVE_ISA=avx2 python -m benchmarks.linears --shapes 576x3072 --dtypes bfloat16 float32
 
 A shape is inputs x outputs. Contenders take turns; a sample is the mean of some calls, each with a weight that no cache
-holds any more, in huge pages for all; cells are medians, in microseconds, and in brackets how many times the floor that
-is. The floor is the larger of reading the weight at the speed at which all threads read memory and its arithmetic at
-the rate of the fastest matrix product that torch has here, in any dtype; both are measured again with each shape.
+holds any more, in huge pages for all. Cells are medians, in microseconds, and in brackets how many times the floor that
+is: the larger of reading the weight at the speed at which all threads read memory, and of its arithmetic at the rate of
+the fastest matrix product that torch has here, in any dtype. Both are measured again with each number of rows.
 `pairs` is the median of the ratios of neighbouring samples, here by oneDNN: below 1, packed here is faster.
 
 Give the machine nothing else to do; OMNISERVE_ISA forces an instruction set on the kernels here, not on the others.
@@ -15,11 +15,14 @@ Give the machine nothing else to do; OMNISERVE_ISA forces an instruction set on 
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from benchmarks.attention.bandwidth import Arena, allowed_cpus
@@ -27,8 +30,7 @@ from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table
 from benchmarks.common.timing import OtherLoad, in_turn, median_ratio, seconds
 from benchmarks.peers.floor import MachineSpeed, SpeedMeter, available_products
-from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
-from omniserve.layers.packed import PANEL
+from omniserve.layers.packed import PackedLinear, pack
 from omniserve.ops.isa import instruction_set_in_use
 
 OURS, ONEDNN, TORCH = "packed here", "oneDNN packed", "torch"
@@ -36,19 +38,14 @@ SAMPLE_S = 0.02
 Product = Callable[[torch.Tensor, torch.Tensor], object]
 
 
-def packed_size(num_in: int, num_out: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return the shape of a weight as ``pack_linear`` writes it."""
-    pairs = 2 if dtype == torch.bfloat16 else 1
-    return -(-num_out // PANEL), -(-num_in // pairs), PANEL * pairs
-
-
 def weights_of(num_in: int, num_out: int, dtype: torch.dtype, cold_bytes: int) -> dict[str, list[torch.Tensor]]:
     """Return, by contender, copies of one random weight that together are larger than ``cold_bytes``."""
     dense = torch.randn(num_out, num_in).to(dtype) / num_in**0.5
-    packed = torch.empty(packed_size(num_in, num_out, dtype), dtype=dtype)
-    torch.ops.omniserve.pack_linear(dense, packed)
+    linear = nn.Linear(num_in, num_out, bias=False, dtype=dtype)
+    linear.weight.data = dense
+    pack(linear)
     count = -(-cold_bytes // dense.nbytes)
-    weights = {OURS: _copies(packed, count), TORCH: _copies(dense, count)}
+    weights = {OURS: _copies(cast(PackedLinear, linear).group_weight, count), TORCH: _copies(dense, count)}
     if dtype == torch.float32 or "bf16 packed" in available_products():
         weights[ONEDNN] = [torch.ops.mkldnn._reorder_linear_weight(dense, None) for _ in range(count)]
     return weights
@@ -154,8 +151,14 @@ def main() -> None:
             flush=True,
         )
     config = vars(args) | {"cpus": cpus, "instruction_set": instruction_set_in_use()}
+    config |= {name: os.environ.get(name) for name in ENVIRONMENT}
     write_record(args.record, name="linears", config=config, seed=0, results=results)
 
 
+ENVIRONMENT = {"GOMP_SPINCOUNT": "10000", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""What libgomp and malloc read when they are loaded: as in the Makefile, and huge pages for oneDNN's weights."""
+
 if __name__ == "__main__":
+    if missing := {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}:
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.linears", *sys.argv[1:]], os.environ | missing)
     main()

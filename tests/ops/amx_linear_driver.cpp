@@ -29,7 +29,7 @@ void amx_linear(const void* x, const void* packed, const void* bias, void* out, 
   void* const packed_x = filled(room * kernels.row_bytes(args));
   void* const sums = filled(room * (end - begin + kPanel - 1) / kPanel * kPanel * 4);
   kernels.pack(args, packed_x, 0, rows);
-  kernels.features(args, packed_x, static_cast<float*>(sums), begin, end, begin, 0, rows);
+  kernels.features(args, packed_x, static_cast<float*>(sums), begin, end, 0, rows);
   std::free(packed_x);
   std::free(sums);
 }

@@ -322,7 +322,7 @@ void check_linear(Rng& rng) {
     const auto copy = aligned(linear_rows_bytes(args, room));
     const auto sums = aligned(room * (end - begin + kPanel - 1) / kPanel * kPanel * 4);
     linear_pack_rows(args, copy.get(), 0, rows);
-    linear_features(args, copy.get(), static_cast<float*>(sums.get()), begin, end, begin, 0, rows);
+    linear_features(args, copy.get(), static_cast<float*>(sums.get()), begin, end, 0, rows);
   };
   const int64_t middle = between(rng, 0, num_panels(num_out) - 1) * kPanel;
   std::thread other(run, 0, middle);

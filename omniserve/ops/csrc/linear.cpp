@@ -83,8 +83,8 @@ void linear_pack_rows(const LinearArgs& args, void* packed_x, int64_t begin, int
 }
 
 void linear_features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
-                     int64_t following, int64_t first_row, int64_t last_row) {
-  kernels().features(args, packed_x, sums, begin, end, following, first_row, last_row);
+                     int64_t first_row, int64_t last_row) {
+  kernels().features(args, packed_x, sums, begin, end, first_row, last_row);
 }
 
 const char* linear_kernels_name(const char* isa) { return choose(isa).name; }

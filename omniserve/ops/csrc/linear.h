@@ -56,12 +56,11 @@ int64_t linear_rows_bytes(const LinearArgs& args, int64_t num_rows);
 void linear_pack_rows(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end);
 
 // Output features [begin, end) of rows [first_row, last_row), of which packed_x is the copy; begin is a multiple of
-// kPanel. An output depends on its row of x, its row of the weight and its bias alone, to the bit. `following` is the
-// feature at which this thread goes on, if that can be guessed, or any: its panel is prefetched. `sums` has one float
-// for each row and each feature of these panels, 64-byte aligned. It and packed_x have room for rows up to the next
-// multiple of kTileOfRows.
+// kPanel. An output depends on its row of x, its row of the weight and its bias alone, to the bit. What
+// follows these panels is prefetched: the thread most likely goes on there. `sums` has one float for each row and each
+// feature of these panels, 64-byte aligned. It and packed_x have room for rows up to the next multiple of kTileOfRows.
 void linear_features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
-                     int64_t following, int64_t first_row, int64_t last_row);
+                     int64_t first_row, int64_t last_row);
 
 // Pack panels [begin, end) of a dense weight [O, I], row-major. Bits are copied.
 void pack_panels(const void* dense, void* packed, int64_t num_in, int64_t num_out, DType dtype, int64_t begin,

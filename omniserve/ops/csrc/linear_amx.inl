@@ -9,7 +9,7 @@ constexpr int64_t kTileInputs = 32;
 constexpr int64_t kTilePieceSteps = 8;  // at most: a piece of a panel stays in L1 while rows pass
 constexpr int64_t kTileTaskRows = 256;  // L2 is 2 MiB where AMX is
 constexpr int64_t kFewRows = 48;        // up to which a product is bound by memory
-constexpr int64_t kTileAhead = 1024;    // bytes of the weight that a single block prefetches
+constexpr int64_t kTileAhead = 1024;    // bytes of the weight that a panel without a pair prefetches
 constexpr int64_t kPairAhead = 1536;    // and of each panel of a pair
 
 struct TilePiece {
@@ -19,8 +19,6 @@ struct TilePiece {
   int64_t num_steps;
   const char* ahead;
   int64_t ahead_step;  // bytes
-  char* out;           // lines that will be written when the piece is done, or nullptr
-  int64_t out_bytes;   // from row to row
   float* sums;         // [rows, kPanel]
   bool goes_on;
 };
@@ -42,10 +40,7 @@ static void tile_block(const TilePiece& piece) {
   const char* x = reinterpret_cast<const char*>(piece.x);
   const char* panel = reinterpret_cast<const char*>(piece.panel);
   const char* ahead = piece.ahead;
-  const char* out = piece.out;
-  const int64_t claims = out == nullptr ? 0 : ((TWO ? 2 : 1) * kRows + piece.num_steps - 1) / max64(1, piece.num_steps);
   for (int64_t step = 0; step < piece.num_steps; ++step) {
-    for (int64_t i = 0; i < claims; ++i, out += piece.out_bytes) claim(out);
     tile_load<6>(panel, kPanelBytes);
     tile_load<4>(x, piece.x_bytes);
     tile_dpbf16<0, 4, 6>();
@@ -129,7 +124,6 @@ static void tile_few_rows(const LinearArgs& args, const BF16* x, float* sums, in
     const BF16* const panel = static_cast<const BF16*>(args.weight) + feature / kPanel * size;
     TilePiece piece;
     piece.x_bytes = packed_row_bytes(args.num_in, 2);
-    piece.out = nullptr;
     const auto compute = [&](const BF16* weight, int64_t apart, int64_t first_step, int64_t num_steps) {
       piece.num_steps = num_steps;
       piece.panel = weight;
@@ -142,7 +136,7 @@ static void tile_few_rows(const LinearArgs& args, const BF16* x, float* sums, in
         paired ? tile_pair(piece, apart) : tile_block<false>(piece);
       }
     };
-    claim_rows(args, feature, first_row, num_rows);
+    claim_rows(args, feature, first_row, num_rows);  // of the second panel brings nothing
     const int64_t piece_steps = num_rows > kTileRows ? kTilePieceSteps : max64(1, whole);
     for (int64_t step = 0; step == 0 || step < whole; step += piece_steps)
       compute(panel + step * kStepElements, size, step, min64(piece_steps, whole - step));
@@ -161,7 +155,7 @@ static void tile_few_rows(const LinearArgs& args, const BF16* x, float* sums, in
 }
 
 static void tile_features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
-                          int64_t following, int64_t first_row, int64_t last_row) {
+                          int64_t first_row, int64_t last_row) {
   const int64_t num_rows = last_row - first_row, padded_rows = (num_rows + kTileRows - 1) / kTileRows * kTileRows;
   const int64_t num_blocks = (num_rows + 2 * kTileRows - 1) / (2 * kTileRows);
   const int64_t size = panel_size(args.num_in, args.weight_dtype);
@@ -185,7 +179,7 @@ static void tile_features(const LinearArgs& args, const void* packed_x, float* s
       const BF16* const panel = weight + feature / kPanel * size;
       const BF16* const next = feature + kPanel < end ? panel + size + step * kStepElements
                                : !is_last ? weight + begin / kPanel * size + (step + num_steps) * kStepElements
-                                          : weight + following / kPanel * size;
+                                          : weight + (end < args.num_out ? end / kPanel * size : 0);
       TilePiece piece;
       piece.x_bytes = packed_row_bytes(args.num_in, 2);
       piece.ahead_step = kStepElements * 2 / num_blocks / kLine * kLine;
@@ -196,12 +190,9 @@ static void tile_features(const LinearArgs& args, const void* packed_x, float* s
         piece.x = x_row + step * kTileInputs;
         piece.panel = panel + step * kStepElements;
         piece.num_steps = num_steps;
-        piece.ahead = num_blocks > 1 ? reinterpret_cast<const char*>(next) + num_steps * piece.ahead_step * b
-                                     : reinterpret_cast<const char*>(piece.panel) + kTileAhead;
+        piece.ahead = reinterpret_cast<const char*>(next) + num_steps * piece.ahead_step * b;
         piece.sums = sums + (feature - begin) * padded_rows + row * kPanel;
         piece.goes_on = step > 0;
-        piece.out = is_last ? static_cast<char*>(args.out) + ((first_row + row) * args.num_out + feature) * 2 : nullptr;
-        piece.out_bytes = args.num_out * 2;
         const auto compute = rows > kTileRows ? tile_block<true> : tile_block<false>;
         compute(piece);
         if (!is_last) continue;
@@ -210,7 +201,6 @@ static void tile_features(const LinearArgs& args, const void* packed_x, float* s
           piece.panel = tail;
           piece.num_steps = 1;
           piece.ahead_step = 0;
-          piece.out = nullptr;
           piece.goes_on = true;
           compute(piece);
           piece.ahead_step = kStepElements * 2 / num_blocks / kLine * kLine;

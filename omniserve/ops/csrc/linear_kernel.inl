@@ -267,7 +267,7 @@ static void rows_of(const LinearArgs& args, const Panel<P>& panel) {
 
 template <typename P>
 static void features_of(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
-                        int64_t following, int64_t first_row, int64_t last_row) {
+                        int64_t first_row, int64_t last_row) {
   typedef typename P::Packed Packed;
   const int64_t num_steps = (args.num_in + P::kStep - 1) / P::kStep, num_rows = last_row - first_row;
   const int64_t piece_steps =
@@ -290,7 +290,7 @@ static void features_of(const LinearArgs& args, const void* packed_x, float* sum
       else if (!panel.is_last)
         panel.next = weight + begin / kPanel * size + (step + piece_steps) * P::kStep * kPanel;
       else
-        panel.next = weight + following / kPanel * size;
+        panel.next = weight + (end < args.num_out ? end / kPanel * size : 0);
       panel.piece.sums = sums + (panel.feature - begin) * num_rows;
       rows_of<P>(args, panel);
     }
@@ -347,16 +347,16 @@ void pack(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end) {
   }
 }
 
-void features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end, int64_t following,
+void features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
               int64_t first_row, int64_t last_row) {
   const auto typed = [&](auto product) {
-    features_of<decltype(product)>(args, packed_x, sums, begin, end, following, first_row, last_row);
+    features_of<decltype(product)>(args, packed_x, sums, begin, end, first_row, last_row);
   };
   if (args.weight_dtype == DType::f32) return typed(Product<float>());
   if (args.weight_dtype == DType::f16) return typed(Product<F16>());
 #if OMNI_TILES
   if (args.dtype == DType::bf16)
-    return tile_features(args, packed_x, sums, begin, end, following, first_row, last_row);
+    return tile_features(args, packed_x, sums, begin, end, first_row, last_row);
 #elif OMNI_DPBF16
   if (args.dtype == DType::bf16) return typed(Products());
 #endif

@@ -17,7 +17,7 @@ struct LinearKernels {
   int64_t (*row_bytes)(const LinearArgs& args);
   void (*pack)(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end);  // as linear_pack_rows
   void (*features)(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
-                   int64_t following, int64_t first_row, int64_t last_row);  // as linear_features
+                   int64_t first_row, int64_t last_row);  // as linear_features
 };
 
 const LinearKernels& portable_linear_kernels();

@@ -195,7 +195,7 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
         if (part != packed_part) linear_pack_rows(args, packed_x, first_row, last_row);
         packed_part = part;
         linear_features(args, packed_x, sums, first * kPanel, std::min(last * kPanel, num_out),
-                        last < panels ? last * kPanel : 0, first_row, last_row);
+                        first_row, last_row);
       }
     }
   }
