@@ -12,7 +12,7 @@ import openai
 from openai.types import Batch
 
 FINAL = ("completed", "failed", "expired", "cancelled")
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 def prompt_of(batch: int, line: int) -> list[int]:

@@ -614,6 +614,38 @@ def test_owner_that_is_frozen_within_a_transaction_does_not_hold_up_the_others(p
     other.close()
 
 
+def test_owner_that_is_frozen_while_it_sends_a_statement_does_not_hold_up_the_others(postgres, monkeypatch):
+    monkeypatch.setattr("omniserve.server.batches.database._PG_IDLE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("omniserve.server.batches.database._BUSY_TIMEOUT_S", 0.3)
+    frozen, other = opened_empty(make_url(postgres)), Database(make_url(postgres))
+    held = Held(frozen)
+    num_refused = 0
+    with pytest.raises(StorageError, match="the database failed"), held.owner.write() as connection:
+        half_sent = connection.connection.driver_connection.pgconn
+        half_sent.enter_pipeline_mode()
+        half_sent.send_query_params(b"select $1::int", [b"1"])  # without the message that ends a statement
+        half_sent.send_flush_request()
+        half_sent.flush()
+        held.lock.release()
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                now = Held(other)
+                break
+            except StorageError as error:
+                assert error.code == "storage_busy" and time.monotonic() < deadline
+                num_refused += 1
+        half_sent.exit_pipeline_mode()
+        connection.exec_driver_sql("select 1")
+    assert num_refused > 1, "a transaction is not ended at once"
+    make_batch(now.owner, 1)
+    with pytest.raises(NotOwner):
+        held.owner.put_off("batch", "late")
+    now.lock.release()
+    frozen.close()
+    other.close()
+
+
 def test_there_is_no_new_owner_while_the_former_one_writes(url, database):
     former = Held(database)
     batch = make_batch(former.owner, 1)

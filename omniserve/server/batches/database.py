@@ -20,10 +20,19 @@ from omniserve.server.errors import ApiError
 
 # How long a transaction waits for another one before it gives up.
 _BUSY_TIMEOUT_S = 10.0
+_PG_LOCK_NOT_AVAILABLE = "55P03"
 # lock_not_available, deadlock_detected, serialization_failure
-_PG_BUSY = ("55P03", "40P01", "40001")
+_PG_BUSY = (_PG_LOCK_NOT_AVAILABLE, "40P01", "40001")
 # A server that is frozen must not hold up the others for longer.
 _PG_IDLE_TIMEOUT_S = 20.0
+_PG_NAME = "omniserve"
+# PostgreSQL has no timeout for a transaction whose client was frozen while it sent a statement: to the server the
+# statement still comes. No statement of this module takes so long to be sent.
+_PG_END_FROZEN = sa.text(
+    "select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database() "
+    "and application_name = :name and state = 'active' and wait_event = 'ClientRead' and xact_start is not null "
+    "and state_change < clock_timestamp() - make_interval(secs => :seconds)"
+)
 _PG_CONNECT_TIMEOUT_S = 10
 # Any number will do, if it is the same in all servers: the lock that one of them holds while it makes the tables.
 _SCHEMA_LOCK = 0x6F6D6E69
@@ -186,8 +195,14 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
         """Open a transaction that changes something: all of it is kept, or nothing."""
-        with self.storage_errors(), self._engine.begin() as connection:
-            yield connection
+        with self.storage_errors():
+            try:
+                with self._engine.begin() as connection:
+                    yield connection
+            except exc.DBAPIError as error:
+                if getattr(error.orig, "sqlstate", None) == _PG_LOCK_NOT_AVAILABLE:
+                    self._end_frozen()
+                raise
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
@@ -220,6 +235,11 @@ class Database:
         except exc.SQLAlchemyError as error:
             cause = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
             raise _translated(cause, f"{self._shown}: {' '.join(str(cause).split())}") from error
+
+    def _end_frozen(self) -> None:
+        """End the transactions, and so free the locks, of servers that were frozen while they sent a statement."""
+        with self._engine.begin() as connection:
+            connection.execute(_PG_END_FROZEN, {"name": _PG_NAME, "seconds": _PG_IDLE_TIMEOUT_S})
 
     def _make_tables(self, connection: sa.Connection) -> None:
         if self.file is None:
@@ -271,7 +291,7 @@ def _engine(url: sa.URL) -> sa.Engine:
             url.set(drivername="postgresql+psycopg"),
             pool_pre_ping=True,
             isolation_level="READ COMMITTED",
-            connect_args={"connect_timeout": _PG_CONNECT_TIMEOUT_S, **gone},
+            connect_args={"connect_timeout": _PG_CONNECT_TIMEOUT_S, "application_name": _PG_NAME, **gone},
         )
         event.listen(engine, "connect", _set_up_postgres)
         return engine
