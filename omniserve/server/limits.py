@@ -40,6 +40,9 @@ class Limits:
     """Most requests of a class that wait for their first token; more get 429."""
     max_unread_tokens: int = 8192
     """A stream ends with an error if its reader leaves more tokens of a choice unread."""
+    best_effort_stream_interval_s: float = 0.2
+    """The new text of a best-effort stream is sent at most once in so many seconds, its first and its last at once. 0:
+    after each step. Every message takes time of a core from steps and from LS requests."""
     stall_timeout_s: float = 60.0
     """A stream ends if its reader takes nothing for so many seconds. A body, or the head of a request on an open
     connection, has so long to arrive."""
@@ -65,7 +68,9 @@ class Limits:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            may_be_0 = field.name in ("shutdown_timeout_s", "engine_restarts", "profile_start_s")
+            may_be_0 = field.name in (
+                "shutdown_timeout_s", "engine_restarts", "profile_start_s", "best_effort_stream_interval_s",
+            )  # fmt: skip
             if value is not None and not (math.isfinite(value) and (value > 0 or (may_be_0 and value == 0))):
                 raise ValueError(f"{field.name} must be a number {'>=' if may_be_0 else '>'} 0, got {value}")
 

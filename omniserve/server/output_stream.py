@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -205,6 +206,8 @@ class Job:
     """Tool calls are told from the text."""
     max_unread_tokens: int | None = None
     """Per choice, on average: a stream whose reader leaves more than these unread ends; None: no limit."""
+    interval_s: float = 0.0
+    """Seconds between two reads, but for the first text and the end, which are read at once."""
 
 
 @dataclass(slots=True)
@@ -246,6 +249,10 @@ class OutputStream:
         self._last_unread: dict[int, list[Delta]] = {}  # by choice
         self._num_unread_tokens = 0
         self._news = asyncio.Event()
+        self._read_s = -math.inf
+        """Of the event loop's clock: when text was read last."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Wakes the reader when the job's interval is over."""
         self._choices: dict[str, Choice] = {}
         for i, prompt in enumerate(job.prompts):
             for sampling in job.samplings:
@@ -307,6 +314,7 @@ class OutputStream:
                 unread, self._unread = self._unread, []
                 self._last_unread.clear()
                 self._num_unread_tokens = 0
+                self._read_s = asyncio.get_running_loop().time()
                 yield [merge(deltas) for deltas in unread]
             elif self.error is not None:
                 raise from_engine(self.error)
@@ -349,7 +357,7 @@ class OutputStream:
             self._choices[request_id].predicted_ttft_s = item.predicted_ttft_s
         elif not self._advance(request_id, item):
             return  # to wake the reader costs more than all else that is done for a token
-        self._news.set()
+        self._tell()
 
     def fail(self, error: ApiError) -> None:
         """End everything that still runs with an error."""
@@ -357,6 +365,7 @@ class OutputStream:
 
     def close(self) -> None:
         """Abort what has not finished. Calling it again does nothing."""
+        self._stop_timer()
         for request_id, choice in self._choices.items():
             self._leave_backlog(request_id)
             if choice.finish_reason is None:
@@ -364,6 +373,24 @@ class OutputStream:
                 self._client.abort(request_id)
                 if not self._num_unaccepted:
                     self._metrics.finished(choice)
+
+    def _tell(self) -> None:
+        """Wake the reader now or, as long as outputs go on, when the job's interval is over."""
+        due_s = self._read_s + self.job.interval_s
+        if not self._num_running or self.error is not None or asyncio.get_running_loop().time() >= due_s:
+            self._stop_timer()
+            self._news.set()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_at(due_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._news.set()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _count_if_load(self, refusal: ApiError) -> None:
         if refusal.status == 429:
@@ -412,7 +439,7 @@ class OutputStream:
     def _keep(self, delta: Delta) -> None:
         """Add a delta to the unread ones."""
         last = self._last_unread.get(delta.index)
-        if last is not None and len(self._unread) >= _MAX_UNREAD_DELTAS:
+        if last is not None and (self.job.interval_s or len(self._unread) >= _MAX_UNREAD_DELTAS):
             last.append(delta)
         else:
             self._unread.append([delta])

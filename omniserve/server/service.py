@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Collection, Sequence
 
-from omniserve.core.request import SamplingParams
+from omniserve.core.request import SamplingParams, ServiceClass
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
@@ -123,6 +123,8 @@ class Service:
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
         echoes = await self._echoes(request, prompts) if request.echoes else None
         self.check_open()  # again: encoding a long prompt takes a while
+        slo = request.slo_or_none or spec.slo
+        is_urgent = spec.kind is ServiceClass.LS or slo.tpot_s is not None or not request.stream
         outputs = OutputStream(
             Job(
                 call_id=call_id,
@@ -131,12 +133,13 @@ class Service:
                 samplings=_samplings(request, max_tokens),
                 stop=request.stop_strings,
                 service_class=spec.name,
-                slo=request.slo_or_none or spec.slo,
+                slo=slo,
                 echoes=echoes,
                 num_kept=request.n,
                 at_once=not request.stream,
                 calls_tools=bool(request.offered_tools),
                 max_unread_tokens=self.limits.max_unread_tokens if request.stream else None,
+                interval_s=0.0 if is_urgent else self.limits.best_effort_stream_interval_s,
             ),
             client=self.client,
             codec=self.codec,

@@ -47,7 +47,7 @@ class RecordingClient:
         self.aborted.append(request_id)
 
 
-def started(num_choices=1, *, max_unread_tokens=None, stop=(), calls_tools=False, at_once=False):
+def started(num_choices=1, *, max_unread_tokens=None, stop=(), calls_tools=False, at_once=False, interval_s=0.0):
     """Return a stream of outputs, its client and its backlog."""
     client, backlog = RecordingClient(), Backlog(["LS"], 100)
     job = Job(
@@ -61,6 +61,7 @@ def started(num_choices=1, *, max_unread_tokens=None, stop=(), calls_tools=False
         calls_tools=calls_tools,
         at_once=at_once,
         max_unread_tokens=max_unread_tokens,
+        interval_s=interval_s,
     )
     outputs = OutputStream(
         job, client=client, codec=TextCodec(byte_level_tokenizer()), metrics=ServerMetrics(["LS"]), backlog=backlog
@@ -98,6 +99,62 @@ def test_what_is_unread_is_coalesced_and_not_lost():
         mine = [delta for delta in deltas if delta.index == index]
         assert "".join(delta.text for delta in mine) == letter * 400 + "a"
         assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + ["length"]
+
+
+def test_between_two_reads_of_a_stream_that_can_wait_is_its_interval():
+    async def scenario(interval_s, pause_s):
+        outputs, _, _ = started(num_choices=2, interval_s=interval_s)
+        await outputs.start()
+        reads = []
+
+        async def reader():
+            async for deltas in outputs.deltas():
+                reads.append([(delta.index, delta.text) for delta in deltas])
+
+        reading = asyncio.ensure_future(reader())
+        for _ in range(20):
+            for index in range(2):
+                put(outputs, ABC[index], index=index)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(pause_s)
+        num_before_end = len(reads)
+        for index in range(2):
+            put(outputs, ABC[2], index=index, finish_reason=FinishReason.LENGTH)
+        await reading
+        assert outputs._timer is None
+        return reads, num_before_end
+
+    reads, num_before_end = asyncio.run(scenario(3600.0, 0.1))
+    assert reads == [[(0, "a"), (1, "b")], [(0, "a" * 19 + "c"), (1, "b" * 19 + "c")]]
+    assert num_before_end == 1
+    reads, num_before_end = asyncio.run(scenario(0.05, 0.3))
+    assert 2 <= num_before_end == len(reads) - 1 <= 20, (
+        "what is there is read after the interval, if nothing follows, too"
+    )
+    assert reads[0] == [(0, "a"), (1, "b")] and reads[-1] == [(0, "c"), (1, "c")]
+    for index, letter in enumerate("ab"):
+        assert "".join(text for read in reads for i, text in read if i == index) == letter * 20 + "c"
+
+
+@pytest.mark.parametrize("ends", ["error", "closed"])
+def test_stream_that_can_wait_ends_at_once(ends):
+    async def scenario():
+        outputs, client, _ = started(interval_s=3600.0)
+        await outputs.start()
+        put(outputs, ABC[0])
+        deltas = outputs.deltas()
+        assert [delta.text for delta in await anext(deltas)] == ["a"]
+        put(outputs, ABC[1])
+        if ends == "error":
+            outputs.fail(ApiError("gone", status=503))
+            assert [delta.text for delta in await anext(deltas)] == ["b"]
+            with pytest.raises(ApiError, match="gone"):
+                await anext(deltas)
+        else:
+            outputs.close()
+        assert outputs._timer is None and client.aborted == ["c-0"]
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 class CountedNews(asyncio.Event):
