@@ -70,12 +70,13 @@ def summarize_co_serving(
     be_end_s = math.inf
     if be:
         finished = all(record.finished for record in be)
+        per_chunk = _tokens_per_chunk([record for record in be if record.finished])
         be_end_s = max(record.last_token_s or 0.0 for record in be) if finished else end_s
-        tokens = sum(_tokens_until(record, end_s) for record in be)
+        tokens = sum(_tokens_until(record, end_s, per_chunk) for record in be)
         result |= {"be_tokens_per_s": tokens / be_end_s, "be_end_s": be_end_s, "be_finished": finished}
         if stream_s is not None:
             window_s = min(stream_s, be_end_s)
-            beside = sum(_tokens_until(record, window_s) for record in be)
+            beside = sum(_tokens_until(record, window_s, per_chunk) for record in be)
             result["be_tokens_per_s_beside_ls"] = beside / window_s
     ls = [record for record in records if record.service_tier == LS_TIER and record.send_at_s < be_end_s]
     if not ls or slo is None:
@@ -139,14 +140,19 @@ def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _tokens_until(record: RequestRecord, at_s: float) -> float:
+def _tokens_until(record: RequestRecord, at_s: float, others_per_chunk: float) -> float:
     """Return the prompt and output tokens that a request had brought by then.
 
     A chunk may carry several tokens: the usage of a finished request is spread evenly over its chunks. One that did not
-    finish has no usage: a token a chunk.
+    finish has no usage: its chunks have as many as those of the ones that did, or one.
     """
     if record.first_token_s is None or record.first_token_s > at_s:
         return 0.0
     chunks = sum(time_s <= at_s for time_s in record.token_times_s)
-    per_chunk = record.num_output_tokens / len(record.token_times_s) if record.finished else 1.0
+    per_chunk = _tokens_per_chunk([record]) if record.finished else others_per_chunk
     return record.num_prompt_tokens + chunks * per_chunk
+
+
+def _tokens_per_chunk(finished: Sequence[RequestRecord]) -> float:
+    chunks = sum(len(record.token_times_s) for record in finished)
+    return sum(record.num_output_tokens for record in finished) / chunks if chunks else 1.0

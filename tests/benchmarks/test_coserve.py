@@ -121,12 +121,14 @@ def test_attainment_counts_admitted_requests_beside_best_effort_work() -> None:
 
 
 def test_best_effort_tokens_count_when_they_come() -> None:
-    # 90 + 10 over four chunks by 4 s; 90 + a token a chunk of one that was cut off; one that never began.
+    # 90 + 10 over four chunks by 4 s; 90 + as many a chunk of one that was cut off; one that never began.
     records = [be(1.0, 2.0, 3.0, 4.0), be(2.0, 6.0, finished=False), be(finished=False), ls(0.0, 0.1, 0.2)]
     result = summarize_co_serving(records, (1.0, 1.0), end_s=10.0, stream_s=2.5)
     assert result["be_finished"] is False and result["be_end_s"] == 10.0
-    assert result["be_tokens_per_s"] == pytest.approx((100 + 92) / 10)
-    assert result["be_tokens_per_s_beside_ls"] == pytest.approx((90 + 2 * 2.5 + 90 + 1) / 2.5)
+    assert result["be_tokens_per_s"] == pytest.approx((100 + 95) / 10)
+    assert result["be_tokens_per_s_beside_ls"] == pytest.approx((90 + 2 * 2.5 + 90 + 2.5) / 2.5)
+    result = summarize_co_serving([be(2.0, 6.0, finished=False)], None, end_s=10.0)
+    assert result["be_tokens_per_s"] == pytest.approx((90 + 2) / 10), "a token a chunk, if nothing tells more"
     # BE work that ends first: the window ends with it.
     result = summarize_co_serving([be(1.0, 2.0)], None, end_s=10.0, stream_s=8.0)
     assert result["be_tokens_per_s_beside_ls"] == result["be_tokens_per_s"] == pytest.approx(100 / 2)
