@@ -29,13 +29,13 @@ from typing import Any
 import torch
 
 from benchmarks.attention import report
-from benchmarks.attention.bandwidth import ReadLimit, allowed_cpus
 from benchmarks.attention.busy_tiers import measure_busy
 from benchmarks.attention.decode_attention import find_peer
 from benchmarks.attention.decode_rows import measure_shares, parse_row
 from benchmarks.attention.engine_share import measure_engine
 from benchmarks.attention.prefill_attention import measure_prefill
 from benchmarks.attention.sizes import FULL, TINY, Size
+from benchmarks.common.bandwidth import ReadLimit, allowed_cpus
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser
 from omniserve.simulate.report import require_matplotlib

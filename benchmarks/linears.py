@@ -25,11 +25,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.attention.bandwidth import Arena, allowed_cpus
+from benchmarks.common.bandwidth import Arena, allowed_cpus
+from benchmarks.common.machine_speed import MachineSpeed, SpeedMeter, available_products
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table
 from benchmarks.common.timing import OtherLoad, in_turn, median_ratio, seconds
-from benchmarks.peers.floor import MachineSpeed, SpeedMeter, available_products
 from omniserve.layers.packed import PackedLinear, pack
 from omniserve.ops.isa import instruction_set_in_use
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.attention.bandwidth import ReadLimit, Sample, fill, normal_tile
 from benchmarks.attention.sizes import Size
+from benchmarks.common.bandwidth import ReadLimit, Sample, fill, normal_tile
 from benchmarks.common.models import SMOLLM_135M
 from benchmarks.common.timing import OtherLoad
 from omniserve.core.plan import HostEventKind

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import omniserve.ops  # noqa: F401  loads torch.ops.omniserve
-from benchmarks.attention.bandwidth import Arena
+from benchmarks.common.bandwidth import Arena
 from benchmarks.common.record import ROOT
 
 BLOCK_SIZE, PEER_BLOCK_SIZE = 64, 128

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.attention.bandwidth import ReadLimit, Sample
 from benchmarks.attention.decode_attention import (
     PEER_BLOCK_SIZE,
     VLLM,
@@ -22,6 +21,7 @@ from benchmarks.attention.decode_attention import (
     check,
 )
 from benchmarks.attention.sizes import Size
+from benchmarks.common.bandwidth import ReadLimit, Sample
 from benchmarks.common.timing import OtherLoad
 
 # Query heads, KV heads and head size: of Llama 3 8B, Yi 34B, Llama 2 7B and SmolLM 135M.

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.attention.bandwidth import ReadLimit
 from benchmarks.attention.sizes import Size
+from benchmarks.common.bandwidth import ReadLimit
 from benchmarks.common.engine_run import request
 from benchmarks.common.models import random_llama
 from benchmarks.common.timing import OtherLoad

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.attention.bandwidth import ReadLimit
 from benchmarks.attention.decode_attention import BLOCK_SIZE, reference, rms_error
 from benchmarks.attention.decode_rows import HEADS
 from benchmarks.attention.sizes import Size
+from benchmarks.common.bandwidth import ReadLimit
 from benchmarks.common.timing import OtherLoad, median_ratio
 from omniserve.ops.attention.base import gather_keys
 

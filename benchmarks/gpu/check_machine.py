@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.attention.bandwidth import available_bytes
+from benchmarks.common.bandwidth import available_bytes
 from benchmarks.common.record import environment
 from benchmarks.gpu.script import NotHere, Script
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.attention.bandwidth import Arena, allowed_cpus, fill, normal_tile, pin_team, sequential_readings
+from benchmarks.common.bandwidth import Arena, allowed_cpus, fill, normal_tile, pin_team, sequential_readings
 from benchmarks.common.timing import median_seconds
 from benchmarks.gpu.engines import graph_of
 from benchmarks.gpu.script import Script

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from benchmarks.attention.bandwidth import available_bytes
+from benchmarks.common.bandwidth import available_bytes
 from benchmarks.common.engine_run import request
 from benchmarks.gpu.engines import (
     LLAMA_8B,

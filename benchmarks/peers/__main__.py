@@ -62,7 +62,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.attention.bandwidth import allowed_cpus
+from benchmarks.common.bandwidth import allowed_cpus
 from benchmarks.common.record import ROOT, portable, read_record, stale_reason, write_record
 from benchmarks.common.terminal import argument_parser
 from benchmarks.peers.comparison import Comparison

@@ -13,11 +13,12 @@ from typing import Any
 
 import httpx
 
-from benchmarks.attention.bandwidth import available_bytes
+from benchmarks.common.bandwidth import available_bytes
+from benchmarks.common.machine_speed import SpeedMeter
 from benchmarks.common.server import ServerFailed
 from benchmarks.common.timing import OtherLoad
 from benchmarks.peers.engines import OMNISERVE, Contender, Settings, contenders
-from benchmarks.peers.floor import ModelCost, SpeedMeter
+from benchmarks.peers.floor import ModelCost
 from benchmarks.peers.loads import Case, Sizes, cases, warm_up
 from benchmarks.peers.processes import Engine, Pool, cpu_seconds, start_times
 from benchmarks.peers.report import line

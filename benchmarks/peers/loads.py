@@ -19,10 +19,11 @@ from benchmarks.common.client import (
     poisson_stream,
     random_tokens,
 )
+from benchmarks.common.machine_speed import MachineSpeed
 from benchmarks.common.server import Server
 from benchmarks.common.summary import summarize, summarize_co_serving
 from benchmarks.peers.engines import OBJECTIVES, Contender
-from benchmarks.peers.floor import MachineSpeed, ModelCost
+from benchmarks.peers.floor import ModelCost
 from omniserve.simulate.load import fixed_lengths
 from omniserve.simulate.load import requests as requests_of
 

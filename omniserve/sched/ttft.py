@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from omniserve.core.errors import RequestRejected
 from omniserve.core.request import ServiceClass
@@ -115,7 +115,8 @@ class LSQueue:
     """Free, or to be taken from BE requests."""
 
 
-_RECENT = 64  # LS requests that say what the next one may be like
+# The LS requests that say what the next one may be like: the last 8, and of the last 64 those of the last minute.
+_FEW_RECENT, _MANY_RECENT, _RECENT_S = 8, 64, 60.0
 _NEWCOMER_FLOOR = 0.25  # share of the TTFT objective that a step without LS work may always take
 _OUTPUT_WEIGHT = 0.05  # of a request that ended, in the mean of how much of its max_tokens they put out
 _LOOK_AT = 8  # deadlines of so many unfinished prompts are looked at, of those first in line
@@ -154,6 +155,14 @@ class TTFTPrediction:
         )
 
 
+class _Arrival(NamedTuple):
+    """An LS request that came: when, how long its prompt is, and its objective."""
+
+    arrival_s: float
+    num_prompt_tokens: int
+    ttft_s: float | None
+
+
 class TTFTEstimator:
     """Predicts times to first token; ``slack`` is that of ``CoServingOptions``."""
 
@@ -161,7 +170,7 @@ class TTFTEstimator:
         self._forecast = forecast
         self._limits = limits
         self._slack = slack
-        self._recent: deque[tuple[int, float | None]] = deque(maxlen=_RECENT)
+        self._recent: deque[_Arrival] = deque(maxlen=_MANY_RECENT)
         self._output_share = 1.0
         """Running mean: how much of its ``max_tokens`` an LS request puts out."""
         objectives = [
@@ -173,7 +182,9 @@ class TTFTEstimator:
 
     def note(self, state: RequestState) -> None:
         """Remember what an LS request was like that has come."""
-        self._recent.append((state.num_prompt_tokens, state.slo.ttft_s))
+        self._recent.append(_Arrival(state.arrival_s, state.num_prompt_tokens, state.slo.ttft_s))
+        while len(self._recent) > _FEW_RECENT and self._recent[0].arrival_s < state.arrival_s - _RECENT_S:
+            self._recent.popleft()
 
     def note_end(self, state: RequestState) -> None:
         """Remember how long an LS request's output was."""
@@ -236,7 +247,8 @@ class TTFTEstimator:
         expected to take half of the classes' shortest TTFT. ``bound_s`` is S_d, ``margin`` the share of its TTFT that
         admission leaves, and the step in flight still takes ``busy_s``.
         """
-        ttft_s = min((t for _, t in self._recent if t is not None), default=self._default_ttft_s)
+        objectives = (arrival.ttft_s for arrival in self._recent)
+        ttft_s = min((ttft_s for ttft_s in objectives if ttft_s is not None), default=self._default_ttft_s)
         if ttft_s == math.inf:
             return math.inf
         ttft_s *= 1 - max(TTFT_HEADROOM, margin)
@@ -245,7 +257,10 @@ class TTFTEstimator:
 
     def _newcomer_prefill_s(self, decoding: Sequence[RequestState], bound_s: float) -> float:
         """Return the estimate of a newcomer's prefill; each step asks, so it is made again only for other inputs."""
-        num_tokens, log2_pace = max(count for count, _ in self._recent), math.log2(self._forecast.predictor.pace)
+        num_tokens, log2_pace = (
+            max(arrival.num_prompt_tokens for arrival in self._recent),
+            math.log2(self._forecast.predictor.pace),
+        )
         inputs = (num_tokens, len(decoding), round(bound_s, 3), round(log2_pace, 1))
         if self._newcomer[0] != inputs:
             prompts, max_tokens = [Prefill(0, num_tokens)], self._max_prompt_tokens(decoding)

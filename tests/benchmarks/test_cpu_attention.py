@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.attention import report
-from benchmarks.attention.bandwidth import available_bytes
 from benchmarks.attention.decode_rows import parse_row
+from benchmarks.common.bandwidth import available_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,13 +19,14 @@ from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common.client import RequestRecord, Wire
+from benchmarks.common.machine_speed import MachineSpeed, SpeedMeter
 from benchmarks.common.models import random_llama
 from benchmarks.common.record import ROOT, portable
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import comparison, processes
 from benchmarks.peers.comparison import Comparison, interleaved
 from benchmarks.peers.engines import LLAMA_CPP, OMNISERVE, VLLM, Settings, contenders, parse_peer
-from benchmarks.peers.floor import MachineSpeed, ModelCost, SpeedMeter
+from benchmarks.peers.floor import ModelCost
 from benchmarks.peers.gguf import write_gguf
 from benchmarks.peers.loads import QUICK, decode_rate
 from benchmarks.peers.model import SHAPES, SavedModel

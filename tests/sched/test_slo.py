@@ -97,6 +97,33 @@ def test_without_ls_work_a_step_leaves_room_for_a_newcomer() -> None:
     assert plan.decision.bound_s == pytest.approx(0.32 - 1.5 * 0.155, abs=0.005)
 
 
+def test_a_newcomer_is_like_those_of_the_last_minute() -> None:
+    bench = Clock()
+
+    def bound_after(*, num: int, ttft: float) -> float:
+        """Return how long a step without LS work may be after so many LS requests of an objective."""
+        for _ in range(num):
+            name = f"ls{len(bench.finished)}"
+            bench.add(name, prompt=20, output=1, ttft=ttft)
+            bench.run_until(lambda name=name: name in bench.finished)  # type: ignore[misc]
+        name = f"be{len(bench.finished)}"
+        bench.add(name, prompt=100, output=1)
+        decision = bench.step().decision
+        assert decision is not None and decision.bound_by == "ttft of a new request"
+        bench.run_until(lambda: name in bench.finished)
+        return decision.bound_s
+
+    tight = bound_after(num=20, ttft=0.4)
+    assert tight < 0.4
+    assert bound_after(num=20, ttft=4.0) == pytest.approx(tight), "they came a moment ago"
+    bench.now_s += 61
+    assert bound_after(num=1, ttft=4.0) > 2, "the tight ones are forgotten"
+    assert bound_after(num=1, ttft=0.4) == pytest.approx(tight)
+    bench.now_s += 61
+    assert bound_after(num=7, ttft=4.0) == pytest.approx(tight), "the last eight count however long ago they came"
+    assert bound_after(num=1, ttft=4.0) > 2
+
+
 def test_an_idle_machine_works_whatever_the_bound() -> None:
     tight = (ClassSpec(name="LS", kind=LS, slo=SLO(ttft_s=0.001)), ClassSpec(name="BE", kind=BE))
     bench = Clock(classes=tight, host_blocks=100)
