@@ -257,10 +257,8 @@ class TTFTEstimator:
 
     def _newcomer_prefill_s(self, decoding: Sequence[RequestState], bound_s: float) -> float:
         """Return the estimate of a newcomer's prefill; each step asks, so it is made again only for other inputs."""
-        num_tokens, log2_pace = (
-            max(arrival.num_prompt_tokens for arrival in self._recent),
-            math.log2(self._forecast.predictor.pace),
-        )
+        num_tokens = max(arrival.num_prompt_tokens for arrival in self._recent)
+        log2_pace = math.log2(self._forecast.predictor.pace)
         inputs = (num_tokens, len(decoding), round(bound_s, 3), round(log2_pace, 1))
         if self._newcomer[0] != inputs:
             prompts, max_tokens = [Prefill(0, num_tokens)], self._max_prompt_tokens(decoding)

@@ -26,12 +26,12 @@ _PG_BUSY = (_PG_LOCK_NOT_AVAILABLE, "40P01", "40001")
 # A server that is frozen must not hold up the others for longer.
 _PG_IDLE_TIMEOUT_S = 20.0
 _PG_NAME = "omniserve"
-# PostgreSQL has no timeout for a transaction whose client was frozen while it sent a statement: to the server the
-# statement still comes. No statement of this module takes so long to be sent.
+# PostgreSQL has no timeout for a transaction whose client was frozen while it sent a statement or took its result: to
+# the database the statement goes on. With a server that is well none takes so long.
 _PG_END_FROZEN = sa.text(
     "select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database() "
-    "and application_name = :name and state = 'active' and wait_event = 'ClientRead' and xact_start is not null "
-    "and state_change < clock_timestamp() - make_interval(secs => :seconds)"
+    "and application_name = :name and state = 'active' and wait_event in ('ClientRead', 'ClientWrite') "
+    "and xact_start is not null and state_change < clock_timestamp() - make_interval(secs => :seconds)"
 )
 _PG_CONNECT_TIMEOUT_S = 10
 # Any number will do, if it is the same in all servers: the lock that one of them holds while it makes the tables.
@@ -237,7 +237,7 @@ class Database:
             raise _translated(cause, f"{self._shown}: {' '.join(str(cause).split())}") from error
 
     def _end_frozen(self) -> None:
-        """End the transactions, and so free the locks, of servers that were frozen while they sent a statement."""
+        """End the transactions, and so free the locks, of servers that were frozen in the middle of a statement."""
         with self._engine.begin() as connection:
             connection.execute(_PG_END_FROZEN, {"name": _PG_NAME, "seconds": _PG_IDLE_TIMEOUT_S})
 

@@ -129,8 +129,8 @@ class Owner:
                 return False
             for i in range(0, len(lines), _ROWS_PER_INSERT):
                 rows = [line._asdict() | {"batch_id": batch_id} for line in lines[i : i + _ROWS_PER_INSERT]]
-                # With RETURNING it is one statement. Many small ones psycopg would send in a pipeline, whose end
-                # PostgreSQL awaits for ever if this process is frozen.
+                # With RETURNING it is one statement. Many small ones psycopg would send in a pipeline: one more place
+                # where a server that is frozen holds its locks until another one ends them.
                 connection.execute(insert(LINES).returning(LINES.c.number), rows)
             values = {"status": "in_progress", "total": len(lines), "problem": None}
             set_batch(connection, batch_id, values | {"in_progress_at": self._database.now(connection)})
