@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -678,6 +679,18 @@ def test_opening_at_once_makes_the_tables_once(url):
     assert len(opened) == 4
     for database in opened:
         database.close()
+
+
+def test_opening_waits_for_who_makes_the_database(tmp_path):
+    path = tmp_path / "db.sqlite3"
+    # As a server does before it has changed to a write-ahead log; SQLite's own timeout does not count here.
+    first = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    first.execute("BEGIN IMMEDIATE")
+    timer = threading.Timer(0.5, first.close)
+    timer.start()
+    Database(make_url(f"sqlite:///{path}")).close()
+    assert timer.finished.is_set()
+    timer.join()
 
 
 def test_database_of_another_version_is_refused(tmp_path):
