@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omniserve.core.request import TokenLogprob
-from omniserve.server.output_stream import Delta
+from omniserve.server.choice import Delta
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.service import Service
 from omniserve.server.tool_calls import ParsedCall

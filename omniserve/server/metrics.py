@@ -15,7 +15,7 @@ from omniserve.core.stats import EngineStats
 from omniserve.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from omniserve.server.output_stream import Choice
+    from omniserve.server.choice import Choice
 
 F = TypeVar("F", bound=GaugeMetricFamily | CounterMetricFamily)
 

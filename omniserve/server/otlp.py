@@ -26,8 +26,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import omniserve
 from omniserve.core.request import FinishReason
+from omniserve.server.choice import Choice
 from omniserve.server.errors import ApiError
-from omniserve.server.output_stream import Choice, OutputStream
+from omniserve.server.output_stream import OutputStream
 from omniserve.server.traces import TRACED_PATHS, FinishedCall
 
 logger = logging.getLogger(__name__)

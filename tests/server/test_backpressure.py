@@ -18,12 +18,13 @@ from tokenizers_for_tests import byte_level_tokenizer
 
 from omniserve.core.request import SLO, FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from omniserve.server.answers import CompletionShape
+from omniserve.server.choice import Delta, merge
 from omniserve.server.engine_client import Accepted
 from omniserve.server.errors import ApiError
 from omniserve.server.generate import EventStream
 from omniserve.server.limits import Backlog, BodyReader
 from omniserve.server.metrics import ServerMetrics
-from omniserve.server.output_stream import Delta, Job, OutputStream, merge
+from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.protocol import CompletionRequest
 from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ParsedCall

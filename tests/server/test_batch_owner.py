@@ -686,10 +686,17 @@ def test_opening_waits_for_who_makes_the_database(tmp_path):
     # As a server does before it has changed to a write-ahead log; SQLite's own timeout does not count here.
     first = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     first.execute("BEGIN IMMEDIATE")
-    timer = threading.Timer(0.5, first.close)
+    order: list[str] = []
+
+    def end() -> None:
+        order.append("made")
+        first.close()
+
+    timer = threading.Timer(0.5, end)
     timer.start()
     Database(make_url(f"sqlite:///{path}")).close()
-    assert timer.finished.is_set()
+    order.append("opened")
+    assert order == ["made", "opened"]
     timer.join()
 
 

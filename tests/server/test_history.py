@@ -10,10 +10,10 @@ import pytest
 
 from omniserve.core.request import SLO, ClassSpec, FinishReason
 from omniserve.core.stats import EngineStats
+from omniserve.server.choice import Times
 from omniserve.server.dashboard.history import History
 from omniserve.server.dashboard.series import Reading, chart_values, quantile, read
 from omniserve.server.metrics import ServerMetrics
-from omniserve.server.output_stream import Times
 
 LS_SLO = SLO(ttft_s=0.33, tpot_s=0.055)
 CLASSES = (ClassSpec(name="LS", kind="LS", slo=LS_SLO), ClassSpec(name="BE", kind="BE"))

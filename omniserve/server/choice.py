@@ -1,0 +1,165 @@
+"""One choice of an answer: what the engine's outputs of one request become, in text, with their times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omniserve.core.request import FinishReason, Request, RequestOutput, RequestTimes, Stay, TokenLogprob, add_stay
+from omniserve.server.text import TextCodec
+from omniserve.server.tool_calls import ParsedCall, ToolCallParser
+
+# Tokens of an answer that is read as a whole become text in such parts: each decoding keeps other requests waiting.
+_TOKENS_PER_PART = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt, as the answer repeats it."""
+
+    text: str
+    first_token_id: int
+    logprobs: tuple[TokenLogprob, ...]
+    """Log-probabilities of the tokens after the first; empty if none were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text of one choice."""
+
+    index: int
+    text: str
+    logprobs: Sequence[TokenLogprob]
+    """Log-probabilities of the tokens since the last delta; empty if none were asked for."""
+    finish_reason: str | None
+    echo: Echo | None = None
+    """The prompt's part, in the first delta only, of an answer that begins with the prompt."""
+    tool_calls: Sequence[ParsedCall] = ()
+
+
+def merge(deltas: Sequence[Delta]) -> Delta:
+    """Return deltas of one choice, which follow one another, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        deltas[0].index,
+        "".join([delta.text for delta in deltas]),
+        [entry for delta in deltas for entry in delta.logprobs],
+        deltas[-1].finish_reason,
+        deltas[0].echo,
+        [call for delta in deltas for call in delta.tool_calls],
+    )
+
+
+@dataclass(slots=True)
+class Times:
+    """When a request's tokens passed through the API process; monotonic seconds."""
+
+    arrival_s: float
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token; None: there is none yet."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None: there are none yet."""
+        if self.first_token_s is None or self.last_token_s is None or self.num_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1)
+
+    def add(self, num_tokens: int) -> None:
+        """Note tokens that came now."""
+        self.last_token_s = time.monotonic()
+        if self.first_token_s is None:
+            self.first_token_s = self.last_token_s
+        self.num_tokens += num_tokens
+
+
+class Choice:
+    """Follows one engine request.
+
+    Args:
+        request: The request as the engine gets it, so without stop strings.
+        arrival_s: Arrival of the call in monotonic seconds.
+        stop: Strings that end the output; they are not part of the text.
+        at_once: The answer is read when it is complete.
+        calls_tools: Tool calls are told from the text.
+        echo: Text of the prompt, which the answer begins with; None: it does not.
+    """
+
+    def __init__(
+        self, index: int, request: Request, codec: TextCodec, *, arrival_s: float, stop: Sequence[str], at_once: bool,
+        calls_tools: bool, echo: str | None,
+    ) -> None:  # fmt: skip
+        self.index = index
+        self.request = request
+        self.times = Times(arrival_s)
+        self.finish_reason: str | None = None
+        self.predicted_ttft_s: float | None = None
+        """The TTFT that the engine predicted when it accepted the request, in seconds from its arrival."""
+        self.engine_times: RequestTimes | None = None
+        """The times of the request as of its last output; None before its first one."""
+        self.host_stays: list[Stay] = []
+        """Stays on the host tier that are over; see ``add_stay``."""
+        self.num_host_tokens = 0
+        """Number of output tokens with attention computed on the host tier."""
+        self._detokenizer = codec.detokenizer(stop)
+        self._logprobs: list[TokenLogprob] = []
+        self._echo = echo
+        self._parser = ToolCallParser() if calls_tools else None
+        self._total_logprob, self._num_logprobs = 0.0, 0
+        # A stop string has to be found when it is there.
+        self._in_large_parts = at_once and not stop
+        self._token_ids: list[int] = []
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the tokens so far, a stop token included; 0 if none were asked for."""
+        return self._total_logprob / max(1, self._num_logprobs)
+
+    def advance(self, output: RequestOutput) -> Delta | None:
+        """Take what a step produced; return the text that is certain by now, if any or if the choice is complete."""
+        token_ids, logprobs = output.new_token_ids, output.new_logprobs
+        self.engine_times, self.num_host_tokens = output.times, output.num_host_tokens
+        for stay in output.host_stays:
+            add_stay(self.host_stays, stay)
+        if token_ids or self.request.sampling.max_tokens == 0:
+            self.times.add(len(token_ids))
+        if logprobs:
+            self._total_logprob += sum(entry.logprob for entry in logprobs)
+            self._num_logprobs += len(logprobs)
+        if output.finish_reason is FinishReason.STOP:
+            # The engine ends a request so at a stop token only, and that is no part of the text.
+            token_ids, logprobs = token_ids[:-1], logprobs[: len(token_ids) - 1]
+        if logprobs:
+            self._logprobs += logprobs
+        if self._in_large_parts:
+            self._token_ids += token_ids
+            if output.finish_reason is None and self._echo is None and len(self._token_ids) < _TOKENS_PER_PART:
+                return None
+            token_ids = tuple(self._token_ids)
+            self._token_ids.clear()
+        text, finish_reason = self._detokenizer.advance(token_ids, output.finish_reason)
+        calls: Sequence[ParsedCall] = ()
+        if self._parser is not None:
+            text, calls = self._parser.push(text)
+            if finish_reason is not None:
+                rest, last_calls = self._parser.flush()
+                text, calls = text + rest, calls + last_calls
+        echo = None
+        if self._echo is not None:
+            echo = Echo(self._echo, self.request.prompt_token_ids[0], output.prompt_logprobs)
+            self._echo = None
+        elif not text and not calls and finish_reason is None:
+            return None
+        new_logprobs, self._logprobs = self._logprobs, []
+        reason = self.finish_reason = None if finish_reason is None else str(finish_reason)
+        if self._parser is not None and self._parser.num_calls and finish_reason is FinishReason.STOP:
+            reason = "tool_calls"
+        return Delta(self.index, text, new_logprobs, reason, echo, calls)
