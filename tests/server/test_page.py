@@ -79,8 +79,9 @@ def test_history_is_there_at_load(server, open_page):
     news = httpx.get(f"{server.url}/dashboard/data", params={"since": data["last"] - 2, "run": data["run"]}).json()
     assert news["times"][:2] == data["times"][-2:]
     page = live(open_page(server.url))
-    first = page.evaluate("async () => (await (await fetch('/dashboard/data?since=-1')).json()).times[0]")
-    assert first == data["times"][0]
+    times = page.evaluate("async () => (await (await fetch('/dashboard/data?since=-1')).json()).times")
+    # A server that other tests have used for longer than the history has dropped its oldest samples meanwhile.
+    assert len(times) >= len(data["times"]) and data["times"][-1] in times
 
 
 @pytest.mark.parametrize(("service_class", "api"), [("LS", "chat"), ("BE", "completion")])
@@ -106,7 +107,8 @@ def test_prompt_box_streams(server, open_page, service_class, api):
     if service_class == "LS":
         expect(result).to_contain_text("predicted")
     assert sent[0].post_data_json["service_tier"] == service_class
-    assert len(page.evaluate("growths")) > 5
+    # Tokens of an LS request are written as they come; those of a BE request are collected, but for its first text.
+    assert len(page.evaluate("growths")) > (5 if service_class == "LS" else 1)
     # The fake engine repeats the prompt.
     expect(page.locator("#prompt-output")).to_contain_text("<script>document.title=")
     assert page.locator("#prompt-output *").count() == 0
