@@ -69,7 +69,9 @@ def make_machine(spec: MachineSpec) -> Machine:
     if host is not None and spec.network_gb_per_s is not None:
         host = dataclasses.replace(host, network_bytes_per_s=spec.network_gb_per_s * GB)
     hosts = (host,) * num_hosts if host is not None else ()
-    return analytic_machine(model, device, count, hosts=hosts, host_share=spec.host_share or HOST_SHARE)
+    return analytic_machine(
+        model, device, count, hosts=hosts, host_share=spec.host_share or HOST_SHARE, late_joins=True
+    )
 
 
 def run_case(

@@ -83,7 +83,8 @@ def figures_of(result: Result, slo: SLO) -> Figures:
         "be_prompt_per_s": be.prompt_tokens_per_s,
         "be_tokens_per_s": be.output_tokens_per_s + be.prompt_tokens_per_s,
         "be_finished_per_s": be.num_finished / result.duration_s,
-        "host_share": result.host_share, "host_busy": result.host_tier_busy, "preemptions": result.preemptions,
+        "host_share": result.host_share, "host_busy": result.host_tier_busy,
+        "host_steps_per_layer": result.host_steps_per_layer, "preemptions": result.preemptions,
         "swaps_out": result.swaps_out, "too_long": result.num_too_long, "steps": result.num_steps,
         "wall_s": result.wall_s,
     }  # fmt: skip

@@ -5,8 +5,9 @@ A step runs the batch ``[device rows | P piggyback seats]`` through all layers (
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from omniserve.core.request import TokenLogprob
@@ -71,7 +72,7 @@ class PiggybackEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PiggybackJoin:
-    """A BE token that joins this step at ``layer``, where its attention came back from the host tier."""
+    """A BE token that joins this step at ``layer``, where its attention comes back from the host tier."""
 
     request_id: str
     position: int
@@ -80,6 +81,9 @@ class PiggybackJoin:
     layer: int
     state_slot: int = -1
     """As in ``DeviceChunk``."""
+    is_ready: bool = True
+    """False: a late join. Its result is expected by the time the step reaches the layer; if it is not there then, the
+    seat stays empty and the token stays away (``StepOutput.missed``)."""
 
 
 class MoveDirection(enum.StrEnum):
@@ -165,6 +169,8 @@ class StepPlan:
     entries: tuple[PiggybackEntry, ...] = ()
     joins: tuple[PiggybackJoin, ...] = ()
     """Rows that join, at most ``num_piggyback_seats`` a layer."""
+    joins_as_one: bool = False
+    """A late join that misses its layer keeps all others of that layer away, too (apex 3.3: one cohort)."""
     num_piggyback_seats: int = 0
     """P: seats for piggyback rows, one of a small set of buckets; 0 is plain continuous batching."""
     relocations: tuple[SlotCopy, ...] = ()
@@ -214,6 +220,15 @@ class StepOutput:
     computed is dropped."""
     lost: frozenset[str] = frozenset()
     """Requests of ``pipelined`` that must be recomputed, as their host attention failed."""
+    missed: frozenset[str] = frozenset()
+    """Requests of ``joins`` that did not join: the results of late ones were not there in time."""
+
+
+def without_missed(plan: StepPlan, missed: Set[str]) -> StepPlan:
+    """Return a plan with only the joins that joined; ``missed`` as in StepOutput."""
+    if not missed:
+        return plan
+    return dataclasses.replace(plan, joins=tuple(join for join in plan.joins if join.request_id not in missed))
 
 
 def is_whole(plan: StepPlan, halted: Mapping[str, int]) -> bool:

@@ -28,6 +28,8 @@ class SchedulerStats:
     prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     host_output_tokens: int = 0
     """Counter: output tokens whose attention was computed on the host tier."""
+    host_token_steps: int = 0
+    """Counter: steps that such tokens took to pass all layers; over tokens and layers: the steps a layer, 1 at best."""
     preemptions: int = 0
     """Counter: requests whose memory was taken back, to be resumed: what was not kept of their KV is recomputed."""
     preempted_tokens: int = 0

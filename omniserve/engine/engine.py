@@ -121,7 +121,11 @@ class Engine:
             profile.require(fingerprint_of(model, config))
             self._latency = CorrectedModel(self._latency_model.from_profile(profile), margin=_margin_of(profile))
             forecast = Forecast.of_profile(profile, self._latency)
-        limits = SchedulerLimits.of(config, options, self.spec, self.kv, max_model_len=self.max_model_len)
+        limits = SchedulerLimits.of(
+            config, options, self.spec, self.kv, max_model_len=self.max_model_len,
+            # A device with a mailbox is given all layers of a step before it has run the first one.
+            late_joins=self.host_tier is not None and self.host_tier.mailbox_SW is None,
+        )  # fmt: skip
         if limits.num_state_slots:
             num_bytes = limits.num_state_slots * self.spec.state_bytes
             logger.info("recurrent states of %d requests take %d bytes", limits.num_state_slots, num_bytes)

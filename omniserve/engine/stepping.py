@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from omniserve.core.plan import HostEvent, StepOutput, StepPlan, is_whole
+from omniserve.core.plan import HostEvent, StepOutput, StepPlan, is_whole, without_missed
 from omniserve.core.request import SLO, RequestOutput
 from omniserve.engine.outputs import OutputCollector
 from omniserve.latency import CorrectedModel, ModelShape, features_of
@@ -226,16 +226,17 @@ class StepLog:
         self.num_steps += 1
         self.seconds += step.seconds
         self.num_device_tokens += step.plan.num_device_tokens
-        self.num_piggyback_rows += len(step.plan.joins)
+        plan = without_missed(step.plan, step.result.missed)  # what was computed
+        self.num_piggyback_rows += len(plan.joins)
         if self._tracer is None and self._latency is None:
             return
-        features = features_of(step.plan, self._shape, host_works=step.host_works)
+        features = features_of(plan, self._shape, host_works=step.host_works)
         if self._tracer is not None:
             terms: dict[str, float] = {}
             if self._latency is not None:
                 terms = dict(zip(self._latency.term_names, self._latency.terms(features), strict=True))
             self._tracer.record(
-                step.plan, started_s=step.started_s, seconds=step.seconds, features=dataclasses.asdict(features),
+                plan, started_s=step.started_s, seconds=step.seconds, features=dataclasses.asdict(features),
                 terms=terms, halted=step.result.halted, outputs=step.outputs,
                 slos={name: entry.slo for name, entry in step.requests.items()},
                 classes={name: entry.service_class for name, entry in step.requests.items()},

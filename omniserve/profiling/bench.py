@@ -120,7 +120,7 @@ class ModuleBench:
         chunks = [_chunk_with_state(slot, start=1, count=1) for slot in range(decodes)]
         if num_rows > decodes:
             chunks.append(_chunk_with_state(0, start=0, count=num_rows - decodes))
-        between = self._states.of_plan(StepPlan(step_id=0, chunks=tuple(chunks)))
+        between = self._states.of_plan(StepPlan(step_id=0, chunks=tuple(chunks)), frozenset())
 
         def run() -> Tensor:
             return self.model.run_layers(

@@ -30,6 +30,7 @@ from omniserve.ops.attention import DeviceAttention, resolve_attention
 from omniserve.ops.attention.native import attend_triton
 from omniserve.ops.streams import StreamEvent
 from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner, wants_graphs
+from omniserve.runner.late_results import LateResults
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.pipelining import SecondBatch
 from omniserve.runner.safepoint import HaltedRows, Safepoints
@@ -37,8 +38,10 @@ from omniserve.runner.states import StepStates
 from omniserve.runner.step_inputs import (
     LayersOutput,
     PendingTokens,
+    SeatRows,
     StepInputs,
     make_step_inputs,
+    sampled_rows,
     stops_between_layers,
 )
 from omniserve.runner.warm_up import warm_up_attention
@@ -84,7 +87,7 @@ class ModelRunner:
         self.host_works = False
         """The host tier attended, or was given a task, when the last step began. Moves do not count: a copy takes a
         small part of a step, and the step would have half of the cores for all of its time."""
-        self._early_events: list[HostEvent] = []
+        self._late_results = LateResults(tier)
         self._host_was_healthy = True
         self.halted = HaltedRows(keep=keep_halted)
         """Rows that left a step between two layers."""
@@ -103,8 +106,8 @@ class ModelRunner:
                 has_host_tier=tier is not None, is_directed=is_directed,
             )  # fmt: skip
         self.loop = LayerLoop(
-            model=model, storage=storage, attend=attend, rows=rows, halted=self.halted, pending=self._pending,
-            states=self.states, safepoint=safepoint,
+            model=model, storage=storage, attend=attend, rows=rows, late_results=self._late_results,
+            halted=self.halted, pending=self._pending, states=self.states, safepoint=safepoint,
         )  # fmt: skip
         """Runs the other steps."""
         if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape
@@ -164,7 +167,9 @@ class ModelRunner:
         if second is not None:
             second_TD, second_ids, lost = second.result()
             hidden_TD, request_ids = torch.cat([hidden_TD, second_TD]), request_ids + second_ids
-        output = StepOutput(prompt_logprobs=scores, failed=failed, halted=layers.halted, lost=lost)
+        output = StepOutput(
+            prompt_logprobs=scores, failed=failed, halted=layers.halted, lost=lost, missed=layers.missed
+        )
         if not request_ids:
             return LaunchedStep(output, None, end=StreamEvent(self._model.device))
         sample = self._sampler.launch(self._model.logits(hidden_TD), request_ids)
@@ -182,8 +187,7 @@ class ModelRunner:
         """Return the host tier's events, those first that came while a step waited for other ones; once, its death."""
         if self._tier is None:
             return []
-        events = self._early_events + self._tier.poll()
-        self._early_events.clear()
+        events = self._late_results.take_events() + self._tier.poll()
         if self._host_was_healthy and not self._tier.healthy:
             self._host_was_healthy = False
             events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
@@ -199,7 +203,7 @@ class ModelRunner:
         assert self._tier is not None
         return SecondBatch(
             plan.pipelined, model=self._model, tier=self._tier, residuals_SD=self._rows.residuals_SD,
-            between=self.states.of_decodes(plan.pipelined), keep=self._early_events.append,
+            between=self.states.of_decodes(plan.pipelined), keep=self._late_results.keep,
         )  # fmt: skip
 
     def _hand_over(self, plan: StepPlan) -> None:
@@ -223,6 +227,7 @@ class LayerLoop:
     storage: DeviceKVStorage
     attend: DeviceAttention
     rows: PiggybackRows
+    late_results: LateResults
     halted: HaltedRows
     """Holds the rows that leave a step between two layers until a later step goes on with them."""
     pending: PendingTokens
@@ -233,9 +238,9 @@ class LayerLoop:
     def run(self, plan: StepPlan) -> LayersOutput:
         """Run the layers of a step whose rows are the same in all of them."""
         inputs, rotary, hidden_TD = self._begin(plan)
-        between = self.states.of_plan(plan)
-        hidden_TD = self._run_layers(range(self.model.num_layers), inputs, rotary, between, hidden_TD)
-        return LayersOutput(hidden_TD, inputs.sampled)
+        between = self.states.of_plan(plan, inputs.missed)
+        hidden_TD = self._run_layers(range(self.model.num_layers), plan, inputs, rotary, between, hidden_TD)
+        return self._output(plan, inputs, hidden_TD)
 
     def run_one_by_one(self, plan: StepPlan, second: SecondBatch | None) -> LayersOutput:
         """Run a step's layers, stopping at each of them.
@@ -246,20 +251,34 @@ class LayerLoop:
         safepoints = Safepoints(plan, halted=self.halted, must_leave=self.safepoint, device=self.model.device)
         present = safepoints.present
         inputs, rotary, hidden_TD = self._begin(present)
-        between = self.states.of_plan(present)
+        between = self.states.of_plan(present, inputs.missed)
         for layer in range(self.model.num_layers):
             hidden_TD = safepoints.before_layer(layer, hidden_TD)
             if safepoints.present is not present:
-                present = safepoints.present
+                present, before = safepoints.present, inputs
                 inputs = self._inputs(present)
                 rotary = islice(self._rotary(inputs), layer, None)
-                between = self.states.of_plan(present)
+                for settled in [each for each, seats in inputs.joining.items() if each < layer and seats.late]:
+                    joins = inputs.joining[settled].late
+                    inputs.settle(settled, [join.request_id not in before.missed for join in joins])
+                between = self.states.of_plan(present, inputs.missed)
             if second is not None:
                 second.begin_layer(layer)
-            hidden_TD = self._run_layers(range(layer, layer + 1), inputs, rotary, between, hidden_TD)
+            hidden_TD = self._run_layers(range(layer, layer + 1), present, inputs, rotary, between, hidden_TD)
             if second is not None:
                 second.end_layer(layer)
-        return LayersOutput(hidden_TD, inputs.sampled, safepoints.left)
+        return self._output(present, inputs, hidden_TD, safepoints.left)
+
+    def _output(
+        self, plan: StepPlan, inputs: StepInputs, hidden_TD: Tensor, halted: Mapping[str, int] | None = None
+    ) -> LayersOutput:
+        sampled, missed = inputs.sampled, frozenset(inputs.missed)
+        if missed:
+            sampled = sampled_rows(
+                plan, num_layers=self.model.num_layers, first_seat=inputs.num_device_rows, device=self.model.device,
+                missed=missed,
+            )  # fmt: skip
+        return LayersOutput(hidden_TD, sampled, halted or {}, missed)
 
     def _begin(self, plan: StepPlan) -> tuple[StepInputs, Iterator[Rotary], Tensor]:
         """Return the inputs of a plan, the rotary tables of its layers, and what the first layer is given."""
@@ -279,12 +298,12 @@ class LayerLoop:
         return repeat(self.model.rotary(inputs.positions_T) or (None, None), self.model.num_layers)
 
     def _run_layers(
-        self, layers: range, inputs: StepInputs, rotary: Iterator[Rotary], between: BetweenHook | None,
+        self, layers: range, plan: StepPlan, inputs: StepInputs, rotary: Iterator[Rotary], between: BetweenHook | None,
         hidden_TD: Tensor,
     ) -> Tensor:  # fmt: skip
         if not inputs.num_device_rows:
-            return self._run_seats(layers, inputs, rotary, between, hidden_TD)
-        attend = self._attend_with_seats if inputs.num_seats else self._attend_device
+            return self._run_seats(layers, plan, inputs, rotary, between, hidden_TD)
+        attend = partial(self._attend_with_seats, plan) if inputs.num_seats else self._attend_device
         return self.model.run_layers(layers, hidden_TD, rotary, partial(attend, inputs), between=between)
 
     def _attend_device(
@@ -296,18 +315,27 @@ class LayerLoop:
         return out_TNH.view(inputs.num_device_rows, -1)
 
     def _attend_with_seats(
-        self, inputs: StepInputs, layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor
-    ) -> Tensor:
+        self, plan: StepPlan, inputs: StepInputs, layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor,
+        v_TKH: Tensor,
+    ) -> Tensor:  # fmt: skip
         if (leaving := inputs.leaving(layer)) is not None:
             self.rows.leave(layer, leaving, hidden_TD, q_TNH, k_TKH, v_TKH)
         n = inputs.num_device_rows
         attn_TD = self._attend_device(inputs, layer, hidden_TD, q_TNH[:n], k_TKH[:n], v_TKH[:n])
-        joining = inputs.joining.get(layer)
+        joining = self._joining(plan, inputs, layer)
         slots_P = joining.slots_P if joining is not None else self.rows.empty_seats(inputs.num_seats)
         return self.rows.join(slots_P, attn_TD, hidden_TD)
 
+    def _joining(self, plan: StepPlan, inputs: StepInputs, layer: int) -> SeatRows | None:
+        """Return the seats into which results come at a layer; None if all stay empty. Late joins are settled here."""
+        seats = inputs.joining.get(layer)
+        if seats is not None and seats.late:
+            inputs.settle(layer, self.late_results.settle(seats.late, as_one=plan.joins_as_one))
+            seats = inputs.joining.get(layer)
+        return seats
+
     def _run_seats(
-        self, layers: range, inputs: StepInputs, rotary: Iterator[Rotary], between: BetweenHook | None,
+        self, layers: range, plan: StepPlan, inputs: StepInputs, rotary: Iterator[Rotary], between: BetweenHook | None,
         hidden_TD: Tensor,
     ) -> Tensor:  # fmt: skip
         """Run only the halves that rows in seats need, in a step without device rows."""
@@ -317,7 +345,7 @@ class LayerLoop:
                     hidden_TD = between(layer, hidden_TD)
                 q_TNH, k_TKH, v_TKH = self.model.pre_attention(layer, hidden_TD, cos, sin)
                 self.rows.leave(layer, leaving, hidden_TD, q_TNH, k_TKH, v_TKH)
-            if (joining := inputs.joining.get(layer)) is not None:
+            if (joining := self._joining(plan, inputs, layer)) is not None:
                 attn_TD = self.rows.join(joining.slots_P, self.rows.no_results, hidden_TD)
                 hidden_TD = self.model.post_attention(layer, attn_TD, hidden_TD)
         if between is not None and layers.stop - 1 in inputs.joining and layers.stop == self.model.num_layers:

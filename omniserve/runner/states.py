@@ -7,7 +7,7 @@ host tier wait with it. Legend: T rows of a step, D hidden, n chunks of a group,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 
 import torch
@@ -30,8 +30,11 @@ class StepStates:
         self._model = model
         self.pool = StatePool(model.family.state_forms, num_slots=num_slots, device=model.device)
 
-    def of_plan(self, plan: StepPlan) -> BetweenHook | None:
-        """Return what runs the layers before each attention of a step; None: the model has no such layers."""
+    def of_plan(self, plan: StepPlan, missed: Set[str]) -> BetweenHook | None:
+        """Return what runs the layers before each attention of a step; None: the model has no such layers.
+
+        ``missed`` are the requests whose joins did not join, as far as that is known when a layer is run.
+        """
         if not self._model.has_between:
             return None
         chunks = _by_length(plan.chunks)
@@ -41,7 +44,10 @@ class StepStates:
 
         def between(layer: int, hidden_TD: Tensor) -> Tensor:
             seats: Sequence[PiggybackEntry | PiggybackJoin] = joining.get(layer - 1, ()) if layer else plan.entries
-            groups = self._groups(_with_decodes(chunks, seats, first_seat)) if seats else alone
+            rows = {
+                seat: each.state_slot for seat, each in enumerate(seats, first_seat) if each.request_id not in missed
+            }
+            groups = self._groups(_with_decodes(chunks, rows)) if rows else alone
             return self._model.run_between(layer, hidden_TD, groups, self.pool)
 
         return between
@@ -52,7 +58,8 @@ class StepStates:
             return None
 
         def between(layer: int, hidden_TD: Tensor) -> Tensor:
-            groups = self._groups(_with_decodes({}, rows[: len(hidden_TD)], 0))
+            slots = dict(enumerate(row.state_slot for row in rows[: len(hidden_TD)]))
+            groups = self._groups(_with_decodes({}, slots))
             return self._model.run_between(layer, hidden_TD, groups, self.pool)
 
         return between
@@ -76,6 +83,6 @@ def _by_length(chunks: Iterable[DeviceChunk]) -> _Chunks:
     return found
 
 
-def _with_decodes(chunks: _Chunks, rows: Sequence[PiggybackEntry | PiggybackJoin], first_row: int) -> _Chunks:
-    decodes = [(row, each.state_slot) for row, each in enumerate(rows, first_row)]
-    return {**chunks, (1, False): [*chunks.get((1, False), ()), *decodes]}
+def _with_decodes(chunks: _Chunks, slots: Mapping[int, int]) -> _Chunks:
+    """Return the chunks with more of one token each: row -> state slot."""
+    return {**chunks, (1, False): [*chunks.get((1, False), ()), *slots.items()]}

@@ -7,7 +7,7 @@ D hidden.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -29,7 +29,9 @@ class SeatRows:
     host_slots_P: Tensor
     """The same on the CPU."""
     positions: tuple[int, ...]
-    """Positions of the occupied seats, which are the first ones."""
+    """Positions of the seats that were planned, which are the first ones."""
+    late: tuple[PiggybackJoin, ...] = ()
+    """All joins of the layer, by seat, if some are late and it is not settled yet which of them join."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class LayersOutput:
     sampled: SampledRows
     halted: Mapping[str, int] = field(default_factory=dict)
     """Request -> the layer before which its chunk left the step."""
+    missed: frozenset[str] = frozenset()
+    """Requests whose joins did not join."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,12 +107,26 @@ class StepInputs:
     entering: SeatRows | None
     """The seats at layer 0; None if no token enters."""
     joining: dict[int, SeatRows]
-    """Layer -> the seats into which results of the host tier come there."""
+    """Layer -> the seats into which results of the host tier come there; changed as late joins are settled."""
     sampled: SampledRows
+    """If no late join misses the last layer."""
+    missed: set[str] = field(default_factory=set)
+    """Requests whose joins did not join, as far as that is settled."""
 
     def leaving(self, layer: int) -> SeatRows | None:
         """Return the seats whose rows go to the host tier at a layer; None if all are empty."""
         return self.joining.get(layer - 1) if layer else self.entering
+
+    def settle(self, layer: int, joined: Sequence[bool]) -> None:
+        """Empty the seats of a layer with late joins that did not join; ``joined`` is by seat."""
+        seats = self.joining.pop(layer)
+        self.missed.update(join.request_id for join, here in zip(seats.late, joined, strict=True) if not here)
+        if any(joined):
+            is_empty = torch.ones(self.num_seats, dtype=torch.bool)
+            is_empty[: len(joined)] = ~torch.tensor(joined)
+            host_slots_P = seats.host_slots_P.masked_fill(is_empty, -1)
+            slots_P = upload(host_slots_P, seats.slots_P.device)
+            self.joining[layer] = SeatRows(slots_P=slots_P, host_slots_P=host_slots_P, positions=seats.positions)
 
 
 def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
@@ -156,8 +174,13 @@ def joins_by_layer(plan: StepPlan) -> Mapping[int, Sequence[PiggybackJoin]]:
     return joining
 
 
-def sampled_rows(plan: StepPlan, *, num_layers: int, first_seat: int, device: torch.device) -> SampledRows:
-    """Return the rows of a plan that become logits; ``first_seat`` is the row of the first seat."""
+def sampled_rows(
+    plan: StepPlan, *, num_layers: int, first_seat: int, device: torch.device, missed: Set[str] = frozenset()
+) -> SampledRows:
+    """Return the rows of a plan that become logits; ``first_seat`` is the row of the first seat.
+
+    ``missed`` are the requests whose joins did not join; their seats are empty.
+    """
     sampling: list[tuple[int, str]] = []
     scores: list[tuple[str, int, PromptScores]] = []
     first_row = 0
@@ -168,7 +191,9 @@ def sampled_rows(plan: StepPlan, *, num_layers: int, first_seat: int, device: to
         if chunk.samples:
             sampling.append((first_row - 1, chunk.request_id))
     at_last_layer = (join for join in plan.joins if join.layer == num_layers - 1)
-    sampling += ((first_seat + seat, join.request_id) for seat, join in enumerate(at_last_layer))
+    sampling += (
+        (first_seat + seat, join.request_id) for seat, join in enumerate(at_last_layer) if join.request_id not in missed
+    )
     rows = upload(torch.tensor([row for row, _ in sampling], dtype=torch.int64), device)
     return SampledRows(rows, tuple(request_id for _, request_id in sampling), tuple(scores))
 
@@ -252,10 +277,12 @@ def _seat_rows(
 ) -> SeatRows:
     slots = np.full(num_seats, -1, np.int64)
     slots[: len(rows)] = [row.slot for row in rows]
+    joins = tuple(row for row in rows if isinstance(row, PiggybackJoin))
     return SeatRows(
         slots_P=_on(device, slots),
         host_slots_P=torch.from_numpy(slots),
         positions=tuple(row.position for row in rows),
+        late=() if all(join.is_ready for join in joins) else joins,
     )
 
 

@@ -50,8 +50,9 @@ class APEXPolicy(OmniServePolicy):
     """Device first; what memory cannot hold decodes on the host, by one of two strategies each step (Algorithm 1).
 
     Asynchronous overlap moves all host requests as one cohort: they enter together, and their results join together
-    once all are there, one layer a step (the paper's "all requests for a single layer within one iteration"). The
-    host's speed is watched while it works, and corrects N_C (section 6, online profiling).
+    once all are there, one layer a step (the paper's "all requests for a single layer within one iteration"; whether
+    they are is asked as the step reaches the layer, and again in the next step: 3.4). The host's speed is watched while
+    it works, and corrects N_C (section 6, online profiling).
 
     What differs from the paper: LS before BE, under the latency control of ``omniserve``; a cohort may be smaller than
     8 times the device's requests if there are no more residents (the paper's overhead is its Python thread's; here
@@ -77,7 +78,7 @@ class APEXPolicy(OmniServePolicy):
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
         return self._second.reserve_s(batch, bound_s)
 
-    def host_rows(self, batch: Batch, bound_s: float, *, num_be_tokens: int) -> HostRows:
+    def host_rows(self, batch: Batch, bound_s: float) -> HostRows:
         if not self.requests.host_is_up:
             return HostRows()
         states = self._second.candidates()
@@ -121,10 +122,13 @@ class APEXPolicy(OmniServePolicy):
         residents = self.requests.residents
         away = [state for state in residents.queue if state.away is not None]
         seats = self.limits.config.max_piggyback_seats
-        if any(state.away is not None and not state.away.ready for state in away):
+        expected = residents.expected(has_device_rows=True) if batch.chunks else None
+        late = [state for state in away if state.away is not None and not state.away.ready]
+        if len(late) > (sum(map(len, expected)) if expected is not None else 0):
             return HostRows()
         if away:
-            rows = HostRows(joins=residents.plan_joins(self._max_rows, seats))
+            joins = residents.plan_joins(self._max_rows, seats, expected)
+            rows = HostRows(joins=joins, joins_as_one=True)
         else:
             wanted = min(
                 residents.num_at_token_boundary,

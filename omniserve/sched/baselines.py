@@ -214,7 +214,10 @@ class LlumnixPolicy(Policy):
         seats, max_rows = self.limits.config.max_piggyback_seats, self._max_rows
         max_entries = min(seats, max_rows) if requests.host_is_up else 0
         entries = requests.residents.plan_entries(requests.host_blocks_for, max_entries)
-        joins = requests.residents.plan_joins(max_rows - len(entries), seats)
+        # No step is begun for results that may not come.
+        may_wait = bool(batch.chunks or entries or any(requests.residents.num_ready))
+        expected = requests.residents.expected(has_device_rows=bool(batch.chunks)) if may_wait else None
+        joins = requests.residents.plan_joins(max_rows - len(entries), seats, expected)
         return batch.plan(host_rows=HostRows(entries=entries, joins=joins))
 
     def _admit_ls(self, batch: Batch) -> None:

@@ -31,6 +31,7 @@ class HostRows:
 
     entries: Sequence[PiggybackEntry] = ()
     joins: Sequence[PiggybackJoin] = ()
+    joins_as_one: bool = False
     pipelined: Sequence[PiggybackEntry | PiggybackJoin] = ()
     left_out: tuple[LeftOut, ...] = ()
     """Rows of this kind that could have been in the step and are not."""
@@ -309,6 +310,7 @@ class Batch:
             chunks=self.chunks,
             entries=tuple(host_rows.entries),
             joins=tuple(host_rows.joins),
+            joins_as_one=host_rows.joins_as_one,
             num_piggyback_seats=seat_bucket(most, self._limits.config.max_piggyback_seats),
             relocations=requests.take_relocations(),
             moves=(*self.moves, *self._restores, *copies),

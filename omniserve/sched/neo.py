@@ -120,7 +120,7 @@ class NEOPolicy(OmniServePolicy):
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
         return self._second.reserve_s(batch, bound_s)
 
-    def host_rows(self, batch: Batch, bound_s: float, *, num_be_tokens: int) -> HostRows:
+    def host_rows(self, batch: Batch, bound_s: float) -> HostRows:
         states = self._second.candidates()
         count = len(states)
         if batch.cost is not None and states:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from omniserve.core.plan import Bound, LeftOut, StepPlan
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch, HostRows
+from omniserve.sched.best_effort_mix import BestEffortMix
 from omniserve.sched.options import CoServingOptions
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.state import BE, LS, Phase, RequestState
@@ -61,11 +62,14 @@ class OmniServePolicy(Policy):
         self._margin = AdmissionMargin()
         self._moves = TierMoves(self.requests, self.options, forecast)
         self._max_rows = self.options.most_rows(self.limits)
+        self._mix = BestEffortMix()
         self._without_memory: RequestState | None = None
         """The BE prompt for which the last step had time, but no memory."""
 
     def on_arrival(self, state: RequestState, now_s: float) -> float | None:
         """Predict the time to first token of an LS request (3.3.3), and reject it if that is too long."""
+        if state.kind is BE:
+            self._mix.note_arrival(state)
         if self._ttft is None or state.kind is not LS:
             return None
         self._ttft.note(state)
@@ -91,6 +95,8 @@ class OmniServePolicy(Policy):
             )
 
     def on_end(self, state: RequestState) -> None:
+        if state.kind is BE:
+            self._mix.note_end(state)
         if self._ttft is not None and state.kind is LS:
             self._ttft.note_end(state)
 
@@ -100,12 +106,12 @@ class OmniServePolicy(Policy):
         decoding = self._decode_ls(batch)
         s_d, s_be = (tpot_bound(decoding, begin_s, self.options.slack, share) for share in (LS_HEADROOM, BE_HEADROOM))
         unfinished, kept_out = self._prefill_ls(batch, s_d, begin_s)
-        ls_s, tokens_left = cost.seconds() if cost is not None else None, batch.tokens_left
+        ls_s = cost.seconds() if cost is not None else None
         bound = self._best_effort_bound(batch, s_be, decoding, unfinished, begin_s)
         device_bound_s = max(0.0, bound.seconds - self.reserve_for_host_rows(batch, bound.seconds))
         kept_out += self._run_be(batch, device_bound_s)
         self._moves.swap_back(batch, device_bound_s, nothing_left_out=not kept_out)
-        rows = self.host_rows(batch, bound.seconds, num_be_tokens=tokens_left - batch.tokens_left)
+        rows = self.host_rows(batch, bound.seconds)
         return batch.plan(host_rows=rows, decision=decision_of(cost, ls_s, bound, kept_out + rows.left_out))
 
     # -- latency-sensitive ---------------------------------------------------------------------------------------
@@ -197,13 +203,13 @@ class OmniServePolicy(Policy):
 
         Paper: OmniServe 3.3.4. Its text gives the stricter bound to steps *without* results; it means the others.
         """
-        ready = self.requests.residents.num_ready
-        if batch.cost is None or not any(ready):
+        joinable = self.requests.residents.num_joinable(has_device_rows=True)
+        if batch.cost is None or not any(joinable):
             return 0.0
         entries = self._num_entries()
-        seats = seat_bucket(max(entries, *ready), self.limits.config.max_piggyback_seats)
+        seats = seat_bucket(max(entries, *joinable), self.limits.config.max_piggyback_seats)
         with_rows_s = batch.cost.seconds_after(
-            lambda step: fill(step, entries, ready, seats=seats, max_rows=self._max_rows)
+            lambda step: fill(step, entries, joinable, seats=seats, max_rows=self._max_rows)
         )
         return with_rows_s - batch.cost.seconds()
 
@@ -300,34 +306,44 @@ class OmniServePolicy(Policy):
         """Return how many host residents have a token that may enter."""
         return self.requests.residents.num_at_token_boundary if self.requests.host_is_up else 0
 
-    def host_rows(self, batch: Batch, bound_s: float, *, num_be_tokens: int) -> HostRows:
-        """Choose entries and joins: as many seats and rows as pay beside the BE tokens, lowest layer first (3.3.6)."""
+    def _be_work(self, batch: Batch) -> float:
+        """Return the BE work of the step's chunks in output tokens: a decode is one, a prompt token its value."""
+        states = self.requests.states
+        chunks = [chunk for chunk in batch.chunks if states[chunk.request_id].kind is BE]
+        decodes = sum(states[chunk.request_id].decodes for chunk in chunks)
+        prompt_tokens = sum(len(chunk.token_ids) for chunk in chunks if not states[chunk.request_id].decodes)
+        return decodes + self._mix.prompt_token_value * prompt_tokens
+
+    def host_rows(self, batch: Batch, bound_s: float) -> HostRows:
+        """Choose entries and joins: as many seats and rows as pay beside other BE work, lowest layer first (3.3.6)."""
         residents, most_rows = self.requests.residents, self._max_rows
-        ready, num_entries, most_seats = (
-            residents.num_ready,
-            self._num_entries(),
-            self.limits.config.max_piggyback_seats,
-        )
-        if not num_entries and not any(ready):
+        num_entries, most_seats = self._num_entries(), self.limits.config.max_piggyback_seats
+        if not (num_entries or any(residents.num_ready) or batch.chunks):
+            return HostRows()  # no step is begun for results that may not come
+        expected = residents.expected(has_device_rows=bool(batch.chunks))
+        joinable = [ready + len(states) for ready, states in zip(residents.num_ready, expected, strict=True)]
+        if not num_entries and not any(joinable):
             return HostRows()
         if batch.cost is None:
             chosen = PiggybackPlan(most_seats, most_rows)
         else:
             if not batch.chunks:
-                one_row_s = batch.cost.seconds_after(lambda step: fill(step, num_entries, ready, seats=1, max_rows=1))
+                one_row_s = batch.cost.seconds_after(
+                    lambda step: fill(step, num_entries, joinable, seats=1, max_rows=1)
+                )
                 bound_s = max(bound_s, one_row_s)
             chosen = choose(
-                batch.cost, num_entries, ready,
-                bound_s=bound_s, max_seats=most_seats, max_rows=most_rows, num_be_tokens=num_be_tokens,
+                batch.cost, num_entries, joinable,
+                bound_s=bound_s, max_seats=most_seats, max_rows=most_rows, be_work=self._be_work(batch),
             )  # fmt: skip
         allowed = min(num_entries, chosen.seats, chosen.rows)
         entries = residents.plan_entries(self.requests.host_blocks_for, allowed) if allowed else []
-        joins = residents.plan_joins(chosen.rows - len(entries), chosen.seats) if chosen.seats else []
-        bound = Bound.TIME if chosen.rows < min(most_rows, sum(ready) + num_entries) else Bound.SEATS
+        joins = residents.plan_joins(chosen.rows - len(entries), chosen.seats, expected) if chosen.seats else []
+        bound = Bound.TIME if chosen.rows < min(most_rows, sum(joinable) + num_entries) else Bound.SEATS
         # Those at a token boundary were asked in turn until the seats were taken: fewer entries lack host blocks.
         entry_bound = Bound.HOST_MEMORY if len(entries) < allowed else bound
         kept_out = left_out("piggyback entry", num_entries - len(entries), entry_bound)
-        kept_out += left_out("piggyback join", sum(ready) - len(joins), bound)
+        kept_out += left_out("piggyback join", sum(joinable) - len(joins), bound)
         rows = HostRows(entries=entries, joins=joins, left_out=kept_out)
         if batch.cost is not None:
             self.put_piggyback(batch.cost, rows)

@@ -47,6 +47,8 @@ class HostTierOptions(PolicyOptions):
     """Seconds that load must have been light before BE KV moves back to the device. Paper: omniserve 3.2.4."""
     min_residence_s: float = 5.0
     """Seconds that a BE request's KV stays where it is after a move, unless an LS request needs the memory."""
+    late_joins: bool = True
+    """A step looks for host results as it reaches their layer, if the device is a CPU; False: only before it begins."""
 
     def most_rows(self, limits: SchedulerLimits) -> int:
         """Return the most piggyback rows of a step, over all layers."""
@@ -103,12 +105,15 @@ class SchedulerLimits:
     """Most blocks of BE requests to checkpoint a step; 0: none."""
     num_state_slots: int = 0
     """Most requests with recurrent states; 0: the model has none."""
+    late_joins: bool = False
+    """A step looks for host results as it reaches their layer, not only before it begins."""
 
     @classmethod
     def of(
-        cls, config: EngineConfig, options: PolicyOptions, spec: ModelSpec, kv: KVManager, *, max_model_len: int
-    ) -> Self:
-        """Return the limits of an engine; ``options`` are its policy's."""
+        cls, config: EngineConfig, options: PolicyOptions, spec: ModelSpec, kv: KVManager, *, max_model_len: int,
+        late_joins: bool,
+    ) -> Self:  # fmt: skip
+        """Return the limits of an engine; ``options`` are its policy's, ``late_joins`` says whether its device can."""
         has_checkpoints = options.checkpoint_kv or isinstance(kv, CanEvict)
         return cls(
             config=config,
@@ -119,4 +124,5 @@ class SchedulerLimits:
             ls_reserve_blocks=int(options.ls_reserve_fraction * kv.num_device_blocks),
             checkpoint_blocks=-(-config.max_num_batched_tokens // config.block_size) if has_checkpoints else 0,
             num_state_slots=num_state_slots(config, spec, has_host_tier=kv.num_host_blocks > 0),
+            late_joins=late_joins and isinstance(options, HostTierOptions) and options.late_joins,
         )

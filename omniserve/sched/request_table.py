@@ -33,7 +33,9 @@ class RequestTable:
         self.states: dict[str, RequestState] = {}
         self.waiting = {c: RequestQueue() for c in ServiceClass}
         self.device = {c: RequestQueue() for c in ServiceClass}
-        self.residents = HostResidents(num_slots=limits.num_host_slots, num_layers=limits.num_layers)
+        self.residents = HostResidents(
+            num_slots=limits.num_host_slots, num_layers=limits.num_layers, late_joins=limits.late_joins
+        )
         self.moving: dict[int, tuple[RequestState, KVMove]] = {}
         self.abandoned_moves: set[int] = set()
         self.host_is_up = limits.num_host_slots > 0

@@ -1,22 +1,33 @@
 """HostResidents: which requests decode on the host tier, and where each one's token is.
 
 A token enters at layer 0, is away while host threads attend, and joins a later step at the layer it left; it advances
-one layer a step. Paper: omniserve 3.2.2, 3.3.6.
+at most one layer a step. Paper: omniserve 3.2.2, 3.2.3, 3.3.6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, PiggybackJoin
+from omniserve.sched.late_joins import ResultOdds
 from omniserve.sched.state import AwayToken, RequestQueue, RequestState
 
 
 class HostResidents:
-    """Slots of the host tier and the tokens that are away."""
+    """Slots of the host tier and the tokens that are away.
 
-    def __init__(self, *, num_slots: int, num_layers: int) -> None:
+    With ``late_joins`` a step looks for results as it reaches their layer, so rows whose result is only expected may be
+    planned, too.
+    """
+
+    def __init__(self, *, num_slots: int, num_layers: int, late_joins: bool) -> None:
         self.num_layers = num_layers
+        self._late_joins = late_joins
+        self._odds = ResultOdds()
+        self._num_steps = 0
+        self.num_token_steps = 0
+        """Counter: steps that the tokens which passed all layers took for it, from their entry on."""
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._epochs = [0] * num_slots
         self._by_slot: dict[int, RequestState] = {}
@@ -64,9 +75,15 @@ class HostResidents:
         if (state.away.layer, state.away.position) != (event.layer, event.position):
             return None
         if event.kind is HostEventKind.ATTENTION_DONE:
-            state.away.ready = True
-            self._ready[event.layer].add(state)
+            self._set_ready(state, state.away)
         return state
+
+    def _set_ready(self, state: RequestState, away: AwayToken) -> None:
+        away.ready = True
+        self._ready[away.layer].add(state)
+        if away.was_passed_over:
+            # It came in the course of a step with device rows: a seat would have been of use, if not surely so.
+            self._odds.note(self._num_steps - away.sent, has_device_rows=True, in_time=True)
 
     @property
     def is_busy(self) -> bool:
@@ -78,26 +95,50 @@ class HostResidents:
         """Results that wait to join, by layer."""
         return [len(queue) for queue in self._ready]
 
+    def num_joinable(self, *, has_device_rows: bool) -> list[int]:
+        """Return how many results wait to join or are expected in time, by layer."""
+        expected = self.expected(has_device_rows=has_device_rows)
+        return [ready + len(states) for ready, states in zip(self.num_ready, expected, strict=True)]
+
     @property
     def num_at_token_boundary(self) -> int:
         """Residents of which the next token may enter."""
         return sum(state.away is None for state in self.queue)
 
-    def plan_joins(self, max_rows: int, seats: int) -> list[PiggybackJoin]:
-        """Pick waiting results for this step, lowest layer first (3.3.6), oldest request first inside a layer."""
+    def expected(self, *, has_device_rows: bool) -> list[list[RequestState]]:
+        """Return, by layer, the residents whose result is not there but is expected in time; the first sent first."""
+        expected: list[list[RequestState]] = [[] for _ in range(self.num_layers)]
+        if not self._late_joins:
+            return expected
+        for state in self.queue:
+            away = state.away
+            if away is None or away.ready:
+                continue
+            if self._odds.are_good(self._num_steps + 1 - away.sent, has_device_rows=has_device_rows):
+                expected[away.layer].append(state)
+        for states in expected:
+            states.sort(key=_sent)
+        return expected
+
+    def plan_joins(
+        self, max_rows: int, seats: int, expected: Sequence[Sequence[RequestState]] | None = None
+    ) -> list[PiggybackJoin]:
+        """Pick results for this step, lowest layer first (3.3.6).
+
+        Inside a layer those that wait come first, the oldest request first, then those that are ``expected``.
+        """
         joins: list[PiggybackJoin] = []
-        for queue in self._ready:
-            for seat, state in enumerate(queue):
-                if seat == seats:
-                    break
+        for layer, queue in enumerate(self._ready):
+            states = itertools.chain(queue, expected[layer] if expected is not None else ())
+            for state in itertools.islice(states, seats):
                 if len(joins) >= max_rows:
                     return joins
                 joins.append(self.join_of(state))
         return joins
 
     def join_of(self, state: RequestState) -> PiggybackJoin:
-        """Return the join of a token that has its result."""
-        assert state.away is not None and state.away.ready
+        """Return the join of a token that is away."""
+        assert state.away is not None
         return PiggybackJoin(
             request_id=state.request_id,
             position=state.away.position,
@@ -105,6 +146,7 @@ class HostResidents:
             epoch=state.epoch,
             layer=state.away.layer,
             state_slot=state.state_slot,
+            is_ready=state.away.ready,
         )
 
     def plan_entries(
@@ -136,9 +178,23 @@ class HostResidents:
             )
         return entries
 
+    def count_step(self, joins: Sequence[PiggybackJoin], *, has_device_rows: bool) -> None:
+        """Count a step that computes something, and its joins; what is booked from here on belongs to it."""
+        self._num_steps += 1
+        if not (self._late_joins and has_device_rows):
+            return
+        joining = {join.request_id for join in joins}
+        for state in self.queue:
+            away = state.away
+            if away is None or away.ready or state.request_id in joining:
+                continue
+            if away.was_passed_over:
+                self._odds.note(self._num_steps - 1 - away.sent, has_device_rows=True, in_time=False)
+            away.was_passed_over = True
+
     def enter(self, state: RequestState, position: int) -> None:
         """Book that a token went away at layer 0."""
-        state.away = AwayToken(position=position, layer=0)
+        state.away = AwayToken(position=position, layer=0, entered=self._num_steps, sent=self._num_steps)
 
     def arrive(self, state: RequestState) -> None:
         """Book that a pipelined token passed all its layers in one step, or was lost on the way."""
@@ -146,14 +202,31 @@ class HostResidents:
             self._ready[state.away.layer].remove(state)
             state.away = None
 
-    def advance(self, state: RequestState) -> bool:
+    def advance(self, state: RequestState, *, has_device_rows: bool) -> bool:
         """Book that a token joined at its layer; return True if that was the last one."""
         away = state.away
-        assert away is not None and away.ready
-        self._ready[away.layer].remove(state)
+        assert away is not None
+        if away.ready:
+            self._ready[away.layer].remove(state)
+        else:
+            self._odds.note(self._num_steps - away.sent, has_device_rows=has_device_rows, in_time=True)
         if away.layer == self.num_layers - 1:
+            self.num_token_steps += self._num_steps - away.entered
             state.away = None
             return True
         away.layer += 1
-        away.ready = False
+        away.ready = away.was_passed_over = False
+        away.sent = self._num_steps
         return False
+
+    def miss(self, state: RequestState, *, has_device_rows: bool) -> None:
+        """Book that a token did not join at its layer: it stays away."""
+        away = state.away
+        assert away is not None
+        if not away.ready:
+            self._odds.note(self._num_steps - away.sent, has_device_rows=has_device_rows, in_time=False)
+
+
+def _sent(state: RequestState) -> int:
+    assert state.away is not None
+    return state.away.sent

@@ -133,7 +133,7 @@ class Scheduler:
 
     def is_certain(self, plan: StepPlan) -> bool:
         """Return whether all that ``advance`` books of a plan is known before it has run."""
-        if plan.preemptible or plan.pipelined:
+        if plan.preemptible or plan.pipelined or not all(join.is_ready for join in plan.joins):
             return False
         if any(chunk.from_layer or chunk.scores is not None for chunk in plan.chunks):
             return False
@@ -148,6 +148,9 @@ class Scheduler:
         If there is no ``output`` yet, the plan is certain.
         """
         output, requests = output or StepOutput(), self.requests
+        residents, has_device_rows = requests.residents, bool(plan.chunks)
+        if not plan.is_empty:
+            residents.count_step(plan.joins, has_device_rows=has_device_rows)
         rows: list[tuple[RequestState, DeviceChunk | None]] = []
         for chunk in plan.chunks:
             state = requests.states[chunk.request_id]
@@ -163,15 +166,17 @@ class Scheduler:
             if chunk.samples or chunk.scores is not None:
                 rows.append((state, chunk))
         for entry in plan.entries:
-            requests.residents.enter(requests.states[entry.request_id], entry.position)
+            residents.enter(requests.states[entry.request_id], entry.position)
         for join in plan.joins:
             state = requests.states[join.request_id]
-            if requests.residents.advance(state):
+            if join.request_id in output.missed:
+                residents.miss(state, has_device_rows=has_device_rows)
+            elif residents.advance(state, has_device_rows=has_device_rows):
                 self._expect_token(state, from_host=True)
                 rows.append((state, None))
         for row in plan.pipelined:
             state = requests.states[row.request_id]
-            requests.residents.arrive(state)
+            residents.arrive(state)
             if row.request_id in output.lost:
                 requests.preempt(state)
             else:
@@ -289,6 +294,7 @@ class Scheduler:
             device_blocks_by_class=blocks[Tier.DEVICE],
             host_blocks_by_class=blocks[Tier.HOST],
             host_requests=len(self.requests.residents.queue),
+            host_token_steps=self.requests.residents.num_token_steps,
             output_tokens=dict(self._output_tokens),
             prompt_tokens=dict(self._prompt_tokens),
             state_slots_used=self.requests.state_slots.num_used,

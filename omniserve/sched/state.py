@@ -46,6 +46,12 @@ class AwayToken:
     layer: int
     """Its attention at this layer is being computed, or is done and waits to join."""
     ready: bool = False
+    entered: int = 0
+    """The step in which it went away at layer 0, by their number since the start."""
+    sent: int = 0
+    """The step in which its row was sent to this layer's attention."""
+    was_passed_over: bool = False
+    """The last step had no seat for it, as its result was not expected in time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,13 +218,13 @@ def fill(cost: StepCost, num_entries: int, ready: Sequence[int], *, seats: int, 
 
 def choose(
     cost: StepCost, num_entries: int, ready: Sequence[int], *, bound_s: float, max_seats: int, max_rows: int,
-    num_be_tokens: int,
+    be_work: float,
 ) -> PiggybackPlan:  # fmt: skip
     """Return the piggyback rows that bring most best-effort work a second within the bound.
 
     Every seat costs a row of the dense halves in each layer, taken or not, so as many seats as the fullest layer wants
     are not always best. With the seats chosen, rows are taken from the lowest layer up until the bound is reached.
-    ``num_be_tokens`` are among the step's device rows; the other parameters are those of ``fill``.
+    ``be_work`` is what the step's device rows bring, in output tokens; the other parameters are those of ``fill``.
     """
     most = seat_bucket(min(max(num_entries, max(ready, default=0)), max_rows), max_seats)
     best, best_rate = PiggybackPlan(), -1.0
@@ -233,7 +233,7 @@ def choose(
         rows, seconds = _within(cost, num_entries, ready, seats, max_rows, bound_s)
         if rows:
             # A row passes one layer: so many of them are a token.
-            rate = (num_be_tokens + rows / (len(ready) + 1)) / seconds
+            rate = (be_work + rows / (len(ready) + 1)) / seconds
             if rate > best_rate:
                 best, best_rate = PiggybackPlan(seats, rows), rate
         seats = 1 << (seats - 1).bit_length() - 1 if seats > 1 else 0

@@ -178,7 +178,7 @@ class AnalyticDevice(Predictor):
 
 def analytic_machine(
     model: ModelDims, device: DeviceSpec, count: int = 1, *, hosts: tuple[HostSpec, ...] = (),
-    host_share: float = HOST_SHARE,
+    host_share: float = HOST_SHARE, late_joins: bool = False,
 ) -> Machine:  # fmt: skip
     """Return a machine of data sheets.
 
@@ -188,6 +188,7 @@ def analytic_machine(
         count: How many, tensor parallel.
         hosts: Hosts that attend for best-effort requests: the device's own first, then remote ones. None: no host tier.
         host_share: See HOST_SHARE.
+        late_joins: As in ``Machine``: steps are those of the paper, and not those of the engine on a GPU.
 
     Raises:
         ValueError: The model does not fit the devices.
@@ -208,6 +209,7 @@ def analytic_machine(
         forecast=predictor,
         hosts=nodes,
         copies=Copies(to_host=link, to_device=link),
+        late_joins=late_joins,
         device_kv_bytes=int(free_bytes),
         host_kv_bytes=int(sum(0.8 * host.memory_bytes for host in hosts)),
     )

@@ -94,6 +94,9 @@ class SimulatedHostTier:
         self._link = _Server()
         self._servers = [*self._hosts, self._link]
         self._events: list[tuple[float, int, HostEvent]] = []
+        self._results: dict[int, tuple[float, int, HostEvent]] = {}
+        """Slot -> its attention event among these; one that a late join has used is no event any more."""
+        self._used: set[int] = set()
         self._order = itertools.count()
         self._node_of: dict[str, int] = {}
         self._residents = [0] * len(nodes)
@@ -118,11 +121,24 @@ class SimulatedHostTier:
             queue = self._hosts[node].urgent if self._copies.by_host_threads else self._link.queue
             queue.append((now_s, seconds, seconds, event))
 
+    def has_result(self, join: PiggybackJoin, at_s: float) -> bool:
+        """Return whether the result of a late join is there at a time."""
+        for server in self._servers:
+            self._serve(server, at_s)
+        done_s, _, event = self._results.get(join.slot, (math.inf, -1, None))
+        if event is None or done_s > at_s:
+            return False
+        return (event.epoch, event.layer, event.position) == (join.epoch, join.layer, join.position)
+
+    def use_result(self, join: PiggybackJoin) -> None:
+        """Let a late join have its result: no event tells of it any more."""
+        self._used.add(self._results.pop(join.slot)[1])
+
     def submit(self, plan: StepPlan, start_s: float, step_s: float, *, during_step: bool) -> None:
         """Take the rows that a step sends: its entries at layer 0, its joins at the layer after theirs.
 
         Args:
-            plan: The step.
+            plan: The step, with only the joins that joined.
             start_s: When it began.
             step_s: Seconds that it takes.
             during_step: Rows are sent layer by layer as the step runs; else all of them at its end (a GPU).
@@ -147,10 +163,17 @@ class SimulatedHostTier:
             self._serve(server, now_s)
         done = []
         events = self._events
+        num_used = 0
         while events and events[0][0] <= now_s:
-            done.append(heapq.heappop(events)[2])
-        self._in_hand -= len(done)
-        self._tasks_in_hand -= sum(event.slot >= 0 for event in done)
+            _, order, event = heapq.heappop(events)
+            if order in self._used:
+                self._used.remove(order)
+                num_used += 1
+                continue
+            self._results.pop(event.slot, None)
+            done.append(event)
+        self._in_hand -= len(done) + num_used
+        self._tasks_in_hand -= sum(event.slot >= 0 for event in done) + num_used
         return done
 
     def next_event_s(self) -> float | None:
@@ -185,7 +208,10 @@ class SimulatedHostTier:
             begin_s, queue = upcoming
             _, seconds, least_s, event = queue.popleft()
             server.free_s = begin_s + seconds
-            heapq.heappush(self._events, (begin_s + least_s, next(self._order), event))
+            entry = begin_s + least_s, next(self._order), event
+            heapq.heappush(self._events, entry)
+            if event.slot >= 0:
+                self._results[event.slot] = entry
 
     def _settle(self, request_id: str) -> None:
         """Choose the host of a request that leaves the device: the one with fewest requests for its speed."""

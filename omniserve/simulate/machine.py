@@ -28,8 +28,10 @@ class Machine:
     """Hosts of the host tier; empty without one."""
     copies: Copies
     host_has_own_cores: bool = True
-    """A host tier at work takes nothing from the device tier, a GPU, which sends rows to it at a step's end. Else both
-    are one CPU, and rows are sent while the step runs."""
+    """A host tier at work takes nothing from the device tier, a GPU. Else both are one CPU."""
+    late_joins: bool = False
+    """A step sends rows layer by layer as it runs, and looks for results as it reaches their layer (omniserve 3.2.3).
+    False: it sends all at its end, and only results that are there before it begins join it."""
     device_kv_bytes: int | None = None
     """Memory for KV, all devices together; None: not known, the engine's settings say it."""
     host_kv_bytes: int | None = None
@@ -89,4 +91,5 @@ def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str 
             to_host=profile.copy_to_host, to_device=profile.copy_to_device, by_host_threads=not own_cores
         ),
         host_has_own_cores=own_cores,
+        late_joins=not own_cores,  # the engine on a GPU has none yet
     )  # fmt: skip

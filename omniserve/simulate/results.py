@@ -85,6 +85,8 @@ class Result:
     """Share of the best-effort output tokens with attention on the host tier."""
     host_tier_busy: float
     """Share of the time that the hosts attended, their mean; 0 without a host tier."""
+    host_steps_per_layer: float
+    """Steps that a token of the host tier took for a layer, 1 at best; 0 if there was none."""
     preemptions: int
     """Preemptions of the whole run; the moves are counted over it, too."""
     swaps_out: int

@@ -119,7 +119,9 @@ class _Run:
         kv = KV_MANAGERS.get(settings.kv)(
             num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=settings.block_size
         )
-        limits = SchedulerLimits.of(settings, options, spec, kv, max_model_len=max_model_len(settings, spec))
+        limits = SchedulerLimits.of(
+            settings, options, spec, kv, max_model_len=max_model_len(settings, spec), late_joins=machine.late_joins
+        )
         # With perfect predictions there is nothing to correct, and correcting costs as much as predicting.
         is_exact = config.noise == 0 and machine.spread is None and machine.forecast is machine.device
         self._corrected = None if is_exact else CorrectedModel(machine.forecast)
@@ -304,6 +306,7 @@ class _Run:
         best_effort = classes[self._be.name].output_tokens_per_s * duration_s
         num_hosts = len(self._config.machine.hosts)
         stats = self._scheduler.stats()
+        host_layers = (after.host_output_tokens - before.host_output_tokens) * self._config.machine.spec.num_layers
         return Result(
             duration_s=duration_s,
             end_s=self._runner.now_s,
@@ -311,6 +314,9 @@ class _Run:
             classes=classes,
             host_share=(after.host_output_tokens - before.host_output_tokens) / best_effort if best_effort else 0.0,
             host_tier_busy=(busy_after_s - busy_before_s) / (duration_s * num_hosts) if num_hosts else 0.0,
+            host_steps_per_layer=(after.host_token_steps - before.host_token_steps) / host_layers
+            if host_layers
+            else 0.0,
             preemptions=stats.preemptions,
             swaps_out=stats.swaps_out,
             swaps_in=stats.swaps_in,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
-from omniserve.core.plan import HostEvent, SampledToken, StepOutput, StepPlan
+from omniserve.core.plan import HostEvent, SampledToken, StepOutput, StepPlan, without_missed
 from omniserve.latency import BatchFeatures, features_of
 from omniserve.simulate.host_tier import SimulatedHostTier
 from omniserve.simulate.machine import Machine
@@ -23,6 +25,9 @@ class StepRecord:
     plan: StepPlan
     start_s: float
     seconds: float
+
+
+_layer = attrgetter("layer")
 
 
 class SimulatedRunner:
@@ -73,14 +78,36 @@ class SimulatedRunner:
         self.host_works = has_host_rows or (self._tier is not None and self._tier.attends)
         self.features = features_of(plan, self._shape, host_works=self.host_works)
         self.seconds, halted = self._take(plan)
+        missed = self._missed(plan)
+        plan = without_missed(plan, missed)
+        if missed and not plan.chunks:  # only the layers where rows join were run
+            self.features = features_of(plan, self._shape, host_works=self.host_works)
+            self.seconds, halted = self._take(plan)
         if self._tier is not None:
-            self._tier.submit(plan, start_s, self.seconds, during_step=not self._machine.host_has_own_cores)
+            self._tier.submit(plan, start_s, self.seconds, during_step=self._machine.late_joins)
         self.now_s = start_s + self.seconds
         last_layer = self._machine.spec.num_layers - 1
         tokens = {c.request_id: _TOKEN for c in plan.chunks if c.samples and c.request_id not in halted}
         tokens.update((join.request_id, _TOKEN) for join in plan.joins if join.layer == last_layer)
         tokens.update((row.request_id, _TOKEN) for row in plan.pipelined)
-        return StepOutput(tokens=tokens, halted=halted)
+        return StepOutput(tokens=tokens, halted=halted, missed=missed)
+
+    def _missed(self, plan: StepPlan) -> frozenset[str]:
+        """Return the requests of joins whose results are not there when the step reaches their layer."""
+        layer_s = self.seconds / self._machine.spec.num_layers
+        missed: set[str] = set()
+        for layer, joins in itertools.groupby(sorted(plan.joins, key=_layer), key=_layer):
+            at_s = self.now_s + layer * layer_s
+            here = list(joins)
+            late = [join for join in here if not join.is_ready]
+            assert self._tier is not None
+            absent = [join for join in late if not self._tier.has_result(join, at_s)]
+            away = here if plan.joins_as_one and absent else absent
+            missed.update(join.request_id for join in away)
+            for join in late:
+                if join not in away:
+                    self._tier.use_result(join)
+        return frozenset(missed)
 
     def collect(self, step: StepOutput) -> StepOutput:
         """Return the output of a launched step."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from omniserve import (
     SamplingParams,
     TokenLogprob,
 )
+from omniserve.core.plan import HostEvent, PiggybackJoin
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.kv import BidirectionalKVManager, Tier
 from omniserve.latency import ModelShape, Profile
@@ -121,6 +123,8 @@ class Tally:
 
     host_tokens: int = 0
     piggyback_rows: int = 0
+    late_joins: int = 0
+    missed_joins: int = 0
     preemptions: int = 0
     swaps_out: int = 0
     swaps_in: int = 0
@@ -214,6 +218,32 @@ def poison(engine: Engine) -> None:
                 pool[:, block, :, empty] = torch.nan
 
 
+def watch_late_joins(engine: Engine, tally: Tally, rng: random.Random) -> None:
+    """Count late joins by whether they join.
+
+    Some steps dwell at a layer, so that results come meanwhile; some look a moment before the newest results come.
+    """
+    late_results, tier = engine.runner._late_results, engine.host_tier
+    settle = late_results.settle
+
+    class NothingNew:
+        @staticmethod
+        def poll() -> list[HostEvent]:
+            return []
+
+    def watched(joins: Sequence[PiggybackJoin], *, as_one: bool) -> list[bool]:
+        assert tier is not None
+        if (is_early := rng.random() < 0.4) is False:
+            tier.wait(0.002)
+        late_results._tier = NothingNew() if is_early else tier  # type: ignore[assignment]
+        joined = settle(joins, as_one=as_one)
+        tally.late_joins += sum(here and not join.is_ready for join, here in zip(joins, joined, strict=True))
+        tally.missed_joins += joined.count(False)
+        return joined
+
+    late_results.settle = watched  # type: ignore[method-assign]
+
+
 def run_history(
     model: PreTrainedModel,
     reference: Reference,
@@ -248,6 +278,7 @@ def run_history(
         engine.on_safepoint = lambda: engine.arriving(arriving) if rng.random() < halt_rate else None
         if faults and tier is not None:
             tier.inject(delay_s=rng.choice([0.0, 0.0005, 0.003]), shuffle_seed=rng.choice([None, seed]))
+        watch_late_joins(engine, tally, random.Random(-2 - seed))
         deaths_left = engine.config.host_threads if deaths else 0
         arrivals = [rng.randrange(len(reference.prompts)) for _ in range(rng.randint(4, 16))]
         burst = rng.choice([0.1, 0.5, 1.0])

@@ -38,6 +38,17 @@ def test_piggybacked_tokens_equal_hugging_face(family: str, device: str) -> None
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("scheduler", ["omniserve", "apex", "llumnix"])
+@pytest.mark.parametrize("faults", [False, True])
+def test_results_that_join_late_or_miss_their_layer_change_no_token(scheduler: str, faults: bool) -> None:
+    model, reference = model_and_reference("llama", "cpu")
+    run_histories(
+        model, reference, range(300, 302), reach=("late_joins", "missed_joins"), scheduler=scheduler, kv="tiered",
+        faults=faults, device_kv_bytes=9 * model.omniserve.spec.kv_block_bytes(8), host_kv_bytes=1 << 20,
+        max_host_requests=16,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scheduler", slow_except(_HOST_TIER_USERS, SCHEDULERS.names()))
 def test_every_scheduler_with_every_kv_manager_over_random_histories(scheduler: str, device: str) -> None:

@@ -39,6 +39,14 @@ def test_piggybacked_tokens_equal_hugging_face(model_type: str, device: str) -> 
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("model_type", slow_except(("nemotron_h",), STRUCTURES))
+def test_states_of_rows_that_miss_their_layer_stand_still(model_type: str) -> None:
+    model, reference = model_and_reference(model_type, "cpu")
+    run_histories(
+        model, reference, range(300, 302), reach=("late_joins", "missed_joins"), scheduler="omniserve", kv="tiered",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scheduler", slow_except(("omniserve", "neo", "conserve"), SCHEDULERS.names()))
 def test_every_scheduler_with_every_kv_manager(scheduler: str, device: str) -> None:

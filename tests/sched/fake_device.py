@@ -82,6 +82,10 @@ class FakeDevice:
         self.num_pending = 0
         """Tokens that a plan waited for."""
         self.num_joins = 0
+        self.num_late_joins = 0
+        """Of these, joins whose result came in the course of their step."""
+        self.num_missed = 0
+        """Joins that did not join."""
         self.num_pipelined = 0
         self.num_restored = 0
         """Blocks that were copied to the device."""
@@ -135,6 +139,32 @@ class FakeDevice:
         )
         return dataclasses.replace(plan, chunks=chunks, entries=entries)
 
+    def _settle_late_joins(self, plan: StepPlan) -> set[str]:
+        """Let some of the results that late joins wait for come now; return the requests whose joins miss the step."""
+        missed: set[str] = set()
+        for layer in {join.layer for join in plan.joins}:
+            here = [join for join in plan.joins if join.layer == layer]
+            came: list[HostEvent] = []
+            absent: set[str] = set()
+            for join in here:
+                if join.is_ready:
+                    continue
+                event = next(event for event in self.running if event.slot == join.slot)
+                assert (event.epoch, event.layer, event.position) == (join.epoch, layer, join.position)
+                if self.rng.random() < 0.6 and self.rng.random() >= self.failure_rate and not self.is_down:
+                    came.append(event)
+                else:
+                    absent.add(join.request_id)
+            if plan.joins_as_one and absent:
+                absent, came = {join.request_id for join in here}, []
+            missed |= absent
+            for event in came:  # nobody is told of it
+                self.running.remove(event)
+                self._finish(event)
+                self.num_late_joins += 1
+        self.num_missed += len(missed)
+        return missed
+
     def execute(self, plan: StepPlan) -> StepOutput:
         plan = self._with_pending_tokens(plan)
         assert all(PENDING_TOKEN not in chunk.token_ids for chunk in plan.chunks)
@@ -182,7 +212,10 @@ class FakeDevice:
                 context = self._context("device", chunk.block_ids, length, is_reversed=chunk.is_reversed)
                 self.states.check(chunk.state_slot, context)
                 tokens[chunk.request_id] = SampledToken(token_id=next_token(context))
+        missed = self._settle_late_joins(plan)
         for join in plan.joins:
+            if join.request_id in missed:
+                continue
             assert join.slot in self.done and self.away[join.slot] == join.layer, "a join of what is not ready"
             entry = self.bound[join.slot]
             assert (entry.request_id, entry.epoch, entry.position) == (join.request_id, join.epoch, join.position)
@@ -204,7 +237,7 @@ class FakeDevice:
         if tokens:
             self.sampled = tokens
         lost = frozenset(row.request_id for row in plan.pipelined if not self._run_through(row, busy["host"], tokens))
-        return StepOutput(tokens=tokens, halted=halted, lost=lost)
+        return StepOutput(missed=frozenset(missed), tokens=tokens, halted=halted, lost=lost)
 
     def _run_through(
         self, row: PiggybackEntry | PiggybackJoin, busy: set[int], tokens: dict[str, SampledToken]
@@ -247,6 +280,11 @@ class FakeDevice:
             )
         )
 
+    def _finish(self, event: HostEvent) -> None:
+        entry = self.bound[event.slot]
+        self.kv["host", self._slot(entry.block_ids, entry.position)] = entry.token_id
+        self.done.add(event.slot)
+
     def poll(self, chance: float) -> list[HostEvent]:
         """Let each running task and move end with this chance; return the events in any order."""
         events: list[HostEvent] = []
@@ -255,9 +293,7 @@ class FakeDevice:
                 self.running.remove(event)
                 failed = self.is_down or self.rng.random() < self.failure_rate
                 if not failed:
-                    entry = self.bound[event.slot]
-                    self.kv["host", self._slot(entry.block_ids, entry.position)] = entry.token_id
-                    self.done.add(event.slot)
+                    self._finish(event)
                 kind = HostEventKind.ATTENTION_FAILED if failed else HostEventKind.ATTENTION_DONE
                 events.append(
                     HostEvent(kind=kind, slot=event.slot, epoch=event.epoch, layer=event.layer, position=event.position)

@@ -30,10 +30,10 @@ from tests.sched.stepping import OverlappingStepping, Stepping
 
 # What the policies that use the host tier must have come to, or their histories say nothing.
 REACHED = {
-    "omniserve": ("joins", "swaps_out", "swaps_in", "checkpoints"),
+    "omniserve": ("joins", "late_joins", "missed", "swaps_out", "swaps_in", "checkpoints"),
     "neo": ("pipelined", "swaps_out", "swaps_in"),
-    "apex": ("joins", "swaps_out", "swaps_in"),
-    "llumnix": ("joins", "swaps_out", "checkpoints"),
+    "apex": ("joins", "late_joins", "missed", "swaps_out", "swaps_in"),
+    "llumnix": ("joins", "late_joins", "missed", "swaps_out", "checkpoints"),
     "conserve": ("swaps_out", "swaps_in", "checkpoints"),
     "bros": ("swaps_out", "swaps_in", "checkpoints"),
 }
@@ -63,6 +63,7 @@ def make(
         "swap_in_delay_s": rng.choice([0.0, 0.02]),
         "offload_for_time": rng.random() < 0.5,
         "min_residence_s": rng.choice([0.0, 0.1]),
+        "late_joins": num_device_blocks % 4 > 1,
     }
     if has_states:
         drawn["num_state_slots"] = 2 * drawn["max_num_seqs"] + drawn["num_host_slots"]
@@ -206,7 +207,8 @@ def run_history(
     shared_blocks = getattr(sched.requests.kv, "_device", None)
     return {"overtaken": getattr(stepping, "num_overtaken", 0), "pending": device.num_pending,
             "stopped": Counter(reasons.values())[FinishReason.STOP], "failed": num_failed, "reused": num_reused,
-            "halts": device.num_halts, "joins": device.num_joins, "pipelined": device.num_pipelined,
+            "halts": device.num_halts, "joins": device.num_joins, "late_joins": device.num_late_joins,
+            "missed": device.num_missed, "pipelined": device.num_pipelined,
             "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
             "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,
             "bounded": num_bounded, "resumed": stats.resumed_tokens, "restored": device.num_restored,

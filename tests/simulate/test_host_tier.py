@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from omniserve.core.plan import HostEventKind, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
@@ -116,3 +118,18 @@ def test_a_request_that_ended_leaves_its_host_to_others() -> None:
 def test_a_tier_needs_a_host() -> None:
     with pytest.raises(ValueError, match="at least one host"):
         SimulatedHostTier((), Copies(to_host=AlphaBeta(), to_device=AlphaBeta()), DIMS.spec, 16)
+
+
+def test_a_late_join_takes_its_result_once_it_is_there() -> None:
+    host = tier()
+    arrived(host, "a", "b")
+    host.submit(StepPlan(step_id=1, entries=(entry("a", 3, 99), entry("b", 4, 49))), 0.0, 1.0, during_step=True)
+    join = PiggybackJoin(request_id="a", position=99, slot=3, epoch=7, layer=0, is_ready=False)
+    assert not host.has_result(join, 0.2219)
+    assert host.has_result(join, 0.2221)
+    other = dataclasses.replace(join, epoch=8)
+    assert not host.has_result(other, 0.2221), "it is somebody else's"
+    host.use_result(join)
+    assert not host.has_result(join, 0.2221)
+    assert [event.slot for event in host.poll(1.0)] == [4], "nobody is told of what has joined"
+    assert not host.attends and host.next_event_s() is None

@@ -121,6 +121,18 @@ def test_best_effort_requests_decode_on_the_host_tier_when_memory_is_short() -> 
     assert without.host_share == 0.0 and without.swaps_out == 0
 
 
+def test_a_host_token_takes_one_step_a_layer_with_late_joins_and_two_without() -> None:
+    config = SimulationConfig(
+        machine=machine(hosts=(HOST,), copy_s=0.001, base=2.0, row=0.05, key=0.0),
+        engine=engine(scheduler="llumnix", blocks=30, host_blocks=200, max_piggyback_seats=64),
+        load=mixed_load(3, backlog=20),
+    )  # fmt: skip
+    before = simulate(config)
+    late = simulate(dataclasses.replace(config, machine=dataclasses.replace(config.machine, late_joins=True)))
+    assert 1.0 <= late.host_steps_per_layer < 1.06
+    assert before.host_steps_per_layer > 1.9
+
+
 def test_a_backlog_is_kept_full_until_the_load_ends() -> None:
     pile = [TraceRequest(0.0, 20, 5)] * 50
     load = Load(best_effort=pile, backlog=6, duration_s=2.0)

@@ -1,0 +1,48 @@
+"""LateResults: results of the host tier that come while a step runs, and which rows of it they let join.
+
+Paper: omniserve 3.2.3; apex 3.4 (the device asks before a layer's post-attention whether the results are there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omniserve.core.plan import HostEvent, HostEventKind, PiggybackJoin
+from omniserve.host.tier import HostTier
+
+
+class LateResults:
+    """Keeps the host events that a step comes upon before the scheduler asks for them."""
+
+    def __init__(self, tier: HostTier | None) -> None:
+        self._tier = tier
+        self._events: list[HostEvent] = []
+
+    def keep(self, event: HostEvent) -> None:
+        """Keep an event for the scheduler."""
+        self._events.append(event)
+
+    def take_events(self) -> list[HostEvent]:
+        """Return, once, the events that were kept, in their order, but for those of results that joined late."""
+        events, self._events = self._events, []
+        return events
+
+    def settle(self, joins: Sequence[PiggybackJoin], *, as_one: bool) -> list[bool]:
+        """Return which of a layer's joins have their result by now; those that were late have joined then.
+
+        With ``as_one`` all or none have.
+        """
+        assert self._tier is not None
+        self._events += self._tier.poll()
+        done = {
+            (event.slot, event.epoch, event.layer, event.position): event
+            for event in self._events
+            if event.kind is HostEventKind.ATTENTION_DONE
+        }
+        results = [done.get((join.slot, join.epoch, join.layer, join.position)) for join in joins]
+        came = [join.is_ready or result is not None for join, result in zip(joins, results, strict=True)]
+        if as_one and not all(came):
+            return [False] * len(joins)
+        used = {id(result) for result in results if result is not None}
+        self._events = [event for event in self._events if id(event) not in used]
+        return came

@@ -1,0 +1,35 @@
+"""ResultOdds: whether a result of the host tier will be there by the time a step reaches its layer, as seen lately.
+
+A seat is planned for a row before its result is there. A seat that stays empty costs a row of the dense halves; a
+result without a seat waits for a whole step. Paper: omniserve 3.2.3 (results join when the device reaches the layer).
+"""
+
+from __future__ import annotations
+
+_OLDEST = 8
+"""Rows that were sent so many steps ago, or more, are one group."""
+_RATE = 0.1
+"""Of what each new case weighs."""
+_LIKELY = 0.5
+"""The share of results in time from which on a seat is planned."""
+
+
+class ResultOdds:
+    """The share of results that came in time, by the number of steps since their row was sent.
+
+    The host tier takes tasks in their order, so the age of a row says how far it has got in the queue. No speed has to
+    be known: a host that keeps up with the steps has results in time at age 1, one that has n steps of work in its
+    queue at age n. Steps without device rows are short, and are counted apart.
+    """
+
+    def __init__(self) -> None:
+        self._shares = {has_device_rows: [1.0] * (_OLDEST + 1) for has_device_rows in (False, True)}
+
+    def are_good(self, age: int, *, has_device_rows: bool) -> bool:
+        """Return whether a result is expected in time in a step that runs ``age`` >= 1 steps after its row was sent."""
+        return self._shares[has_device_rows][min(age, _OLDEST)] >= _LIKELY
+
+    def note(self, age: int, *, has_device_rows: bool, in_time: bool) -> None:
+        """Take note of one case."""
+        shares, group = self._shares[has_device_rows], min(age, _OLDEST)
+        shares[group] += _RATE * (in_time - shares[group])
