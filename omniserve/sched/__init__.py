@@ -1,6 +1,6 @@
 """The scheduler and its policies. None of them reads a clock or touches a tensor."""
 
-from omniserve.sched import apex, baselines, bros, conserve, neo, omniserve
+from omniserve.sched import apex, baselines, bros, conserve, neo, omniserve, omniserve_paper
 from omniserve.sched.batch import Batch
 from omniserve.sched.options import PolicyOptions, SchedulerLimits
 from omniserve.sched.policy import SCHEDULERS, Policy, policy_of
@@ -21,5 +21,6 @@ __all__ = [
     "conserve",
     "neo",
     "omniserve",
+    "omniserve_paper",
     "policy_of",
 ]

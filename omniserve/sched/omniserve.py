@@ -10,12 +10,13 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 from omniserve.core.plan import Bound, LeftOut, StepPlan
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.best_effort_mix import BestEffortMix
-from omniserve.sched.options import CoServingOptions
+from omniserve.sched.options import CoServingOptions, HostTierOptions
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.step_cost import (
@@ -52,9 +53,10 @@ class OmniServePolicy(Policy):
     """
 
     predicts = True
-    options_type = CoServingOptions
+    options_type: ClassVar[type[HostTierOptions]] = CoServingOptions
     options: CoServingOptions
     offloads = True
+    ls_headroom, be_headroom = LS_HEADROOM, BE_HEADROOM
 
     def set_up(self) -> None:
         forecast, slack = self.forecast, self.options.slack
@@ -104,7 +106,9 @@ class OmniServePolicy(Policy):
         cost = self.forecast.step(host_works=self.requests.residents.is_busy) if self.forecast is not None else None
         batch, begin_s = Batch(self.requests, now_s, cost=cost), self.begin_s(now_s)
         decoding = self._decode_ls(batch)
-        s_d, s_be = (tpot_bound(decoding, begin_s, self.options.slack, share) for share in (LS_HEADROOM, BE_HEADROOM))
+        s_d, s_be = (
+            tpot_bound(decoding, begin_s, self.options.slack, share) for share in (self.ls_headroom, self.be_headroom)
+        )
         unfinished, kept_out = self._prefill_ls(batch, s_d, begin_s)
         ls_s = cost.seconds() if cost is not None else None
         bound = self._best_effort_bound(batch, s_be, decoding, unfinished, begin_s)
@@ -280,9 +284,13 @@ class OmniServePolicy(Policy):
             refused_by = self._moves.run_or_offload(batch, state)
             if refused_by is not None and state.phase is Phase.DEVICE:
                 kept_out += left_out("BE decode", 1, refused_by, state.request_id)
-        if self.options.offload_for_time:
-            self._moves.offload_for_time(batch, out_of_time)
+        self._offload_for_time(batch, out_of_time)
         return kept_out
+
+    def _offload_for_time(self, batch: Batch, kept_out: Sequence[RequestState]) -> None:
+        """Offload decodes that the bound keeps out of this step (3.3.5)."""
+        if self.options.offload_for_time:
+            self._moves.offload_for_time(batch, kept_out)
 
     def _num_within(self, batch: Batch, decodes: Sequence[RequestState], bound_s: float) -> int:
         """Return how many decodes, from the first on, the bound lets in (3.3.5); one at least if nothing else runs."""
@@ -332,10 +340,7 @@ class OmniServePolicy(Policy):
                     lambda step: fill(step, num_entries, joinable, seats=1, max_rows=1)
                 )
                 bound_s = max(bound_s, one_row_s)
-            chosen = choose(
-                batch.cost, num_entries, joinable,
-                bound_s=bound_s, max_seats=most_seats, max_rows=most_rows, be_work=self._be_work(batch),
-            )  # fmt: skip
+            chosen = self._choose_rows(batch, num_entries, joinable, bound_s)
         allowed = min(num_entries, chosen.seats, chosen.rows)
         entries = residents.plan_entries(self.requests.host_blocks_for, allowed) if allowed else []
         joins = residents.plan_joins(chosen.rows - len(entries), chosen.seats, expected) if chosen.seats else []
@@ -348,6 +353,15 @@ class OmniServePolicy(Policy):
         if batch.cost is not None:
             self.put_piggyback(batch.cost, rows)
         return rows
+
+    def _choose_rows(self, batch: Batch, num_entries: int, joinable: Sequence[int], bound_s: float) -> PiggybackPlan:
+        """Return how many rows a step takes within the bound, and in how many seats."""
+        assert batch.cost is not None
+        return choose(
+            batch.cost, num_entries, joinable,
+            bound_s=bound_s, max_seats=self.limits.config.max_piggyback_seats, max_rows=self._max_rows,
+            be_work=self._be_work(batch),
+        )  # fmt: skip
 
     def put_piggyback(self, cost: StepCost, rows: HostRows) -> None:
         """Add the rows that were really taken: an entry without host blocks stays out."""

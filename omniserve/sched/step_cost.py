@@ -230,7 +230,7 @@ def choose(
     best, best_rate = PiggybackPlan(), -1.0
     seats = most
     while seats:
-        rows, seconds = _within(cost, num_entries, ready, seats, max_rows, bound_s)
+        rows, seconds = rows_within(cost, num_entries, ready, seats, max_rows, bound_s)
         if rows:
             # A row passes one layer: so many of them are a token.
             rate = (be_work + rows / (len(ready) + 1)) / seconds
@@ -240,7 +240,7 @@ def choose(
     return best
 
 
-def _within(
+def rows_within(
     cost: StepCost, num_entries: int, ready: Sequence[int], seats: int, max_rows: int, bound_s: float
 ) -> tuple[int, float]:
     """Return the most rows within the bound, and the step's seconds with them."""

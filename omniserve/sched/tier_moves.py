@@ -122,13 +122,17 @@ class TierMoves:
         shortage = requests.blocks_for(state) + requests.reserve_for_ls(state) - self._kv.num_free(Tier.DEVICE)
         self.offload_until(batch, shortage - requests.blocks_moving_out)
 
+    @property
+    def can_offload_for_time(self) -> bool:
+        """The host tier is up and has cores of its own, so that a decode there takes no time of the device."""
+        return self._host_has_own_cores and self._requests.host_is_up
+
     def offload_for_time(self, batch: Batch, kept_out: Sequence[RequestState]) -> None:
         """Offload a decode that the time bound has kept out for a while, if the host tier has cores of its own (3.3.5).
 
         ``kept_out`` are the decodes that the bound keeps out of this step.
         """
-        can_offload = self._host_has_own_cores and self._requests.host_is_up
-        if not (can_offload and kept_out):
+        if not (self.can_offload_for_time and kept_out):
             self._tight_since_s = None
             return
         if self._tight_since_s is None:
