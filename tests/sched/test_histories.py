@@ -31,13 +31,14 @@ from tests.sched.stepping import OverlappingStepping, Stepping
 # What the policies that use the host tier must have come to, or their histories say nothing.
 REACHED = {
     "omniserve": ("joins", "late_joins", "missed", "swaps_out", "swaps_in", "checkpoints"),
+    "omniserve-paper": ("joins", "swaps_out", "swaps_in", "checkpoints"),
     "neo": ("pipelined", "swaps_out", "swaps_in"),
     "apex": ("joins", "late_joins", "missed", "swaps_out", "swaps_in"),
     "llumnix": ("joins", "late_joins", "missed", "swaps_out", "checkpoints"),
     "conserve": ("swaps_out", "swaps_in", "checkpoints"),
     "bros": ("swaps_out", "swaps_in", "checkpoints"),
 }
-WITH_ADMISSION = ("omniserve", "neo", "apex")
+WITH_ADMISSION = ("omniserve", "omniserve-paper", "neo", "apex")
 
 
 def make(

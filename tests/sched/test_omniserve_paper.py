@@ -24,7 +24,7 @@ def test_best_effort_prompts_come_before_decodes_and_fill_the_step_up_to_the_obj
         assert plan.decision.bound_s == 0.040, "none of it is kept back, or lent by tokens that came early"
         assert 0.98 * 0.040 <= (plan.decision.predicted_s or 0.0) <= 0.040
         assert [chunk.request_id for chunk in plan.chunks][:2] == ["ls", "be-new"]
-        assert bench.tokens(plan)["BE"] > 20
+        assert bench.tokens(plan)["BE"] > 10
 
 
 def test_no_time_is_kept_for_a_request_that_may_come() -> None:
