@@ -22,7 +22,7 @@ def test_best_effort_prompts_come_before_decodes_and_fill_the_step_up_to_the_obj
         plan = bench.step()
         assert plan.decision is not None and plan.decision.bound_by == "tpot of ls"
         assert plan.decision.bound_s == 0.040, "none of it is kept back, or lent by tokens that came early"
-        assert 0.98 * 0.040 <= (plan.decision.predicted_s or 0.0) <= 0.040
+        assert 0.95 * 0.040 <= (plan.decision.predicted_s or 0.0) <= 0.040
         assert [chunk.request_id for chunk in plan.chunks][:2] == ["ls", "be-new"]
         assert bench.tokens(plan)["BE"] > 10
 
