@@ -77,6 +77,22 @@ class CoServingOptions(HostTierOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class APEXOptions(CoServingOptions):
+    """Options of ``apex``."""
+
+    min_host_per_device: int = 8
+    """Requests on the host for each request of a step on the device from which on their attention is handed over
+    without waiting for it, or as many as there are seats; 0: any number. Paper: apex 4.2."""
+    max_cohort_wait_s: float = 1.0
+    """Seconds for which fewer of them wait for more; then they are handed over all the same."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_host_per_device < 0:
+            raise ValueError(f"min_host_per_device must be >= 0, got {self.min_host_per_device}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerPreemptionOptions(PolicyOptions):
     """Options of policies with BE rows that may leave a step between two layers. Paper: conserve 4.3."""
 
