@@ -60,6 +60,20 @@ class HostTierOptions(PolicyOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LlumnixOptions(HostTierOptions):
+    """Options of ``llumnix``."""
+
+    headroom_fraction: float = 0.0
+    """Share of the device blocks that only LS requests may hold, in [0, 1); 0: BE requests may hold all but the
+    ``ls_reserve_fraction`` that they leave free. Paper: omniserve 2.3 keeps 0.8 (Fig. 2a)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.headroom_fraction >= 1:
+            raise ValueError(f"headroom_fraction must be in [0, 1), got {self.headroom_fraction}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CoServingOptions(HostTierOptions):
     """Options of policies that fill steps with BE work up to the tightest objective."""
 
