@@ -16,7 +16,7 @@ LLAMA = MachineSpec(model="llama-2-70b", device="4xA100-80GB-PCIe", max_model_le
 SLO_OF = {YI: SLO(ttft_s=2.0, tpot_s=0.2), LLAMA: SLO(ttft_s=3.0, tpot_s=0.25)}
 HEADROOM_FRACTION = 0.8
 """Of the KV memory that Llumnix keeps for LS requests where the paper motivates its own design (2.3, Fig. 2a)."""
-HEADROOM = f"{HEADROOM_FRACTION:.0%} headroom"
+HEADROOM = f"{100 * HEADROOM_FRACTION:g} % headroom"
 OFFLOADING = "offloading for time"
 SHORT = {YI: "yi", LLAMA: "llama"}
 BE_RATE = 182.6 / 60
