@@ -228,6 +228,7 @@ def _node(model: ModelDims, host: HostSpec, share: float, link: AlphaBeta, *, is
         task_s=_THREAD_TASK_S / threads,
         latency_s=latency_s,
         move_byte_s=slower,
+        memory=host.memory_bytes,
     )
 
 
