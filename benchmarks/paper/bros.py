@@ -24,7 +24,9 @@ def _gpus(machine: MachineSpec) -> str:
 
 
 def _case(machine: MachineSpec, system: str, rate: float, lengths: str, backlog: int) -> Case:
-    settings = (("max_num_batched_tokens", 1024), ("block_size", 16), ("checkpoint_kv", system == "bros"))
+    settings: tuple[tuple[str, object], ...] = (("max_num_batched_tokens", 1024), ("block_size", 16))
+    if system == "bros":
+        settings += (("kv", "bidirectional"),)  # its own manager (5)
     return Case(
         x=f"{rate:g}", system=system, machine=machine, slo=BROS_SLO, settings=(*COMMON, *settings),
         load=LoadSpec(ls_rate=rate, ls_lengths=lengths, backlog=backlog, be_lengths="bros-be"),
@@ -66,7 +68,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         says="OPT-30B at 10/s: TTFT and TPOT attainment 1.23 and 1.63 times as high with them", x_name="model, LS/s",
         cell="hybrid",
         cases=tuple(
-            with_settings(case, kv, kv=kv, checkpoint_kv=False)
+            with_settings(case, kv, kv=kv)
             for case in _CACHE for kv in ("paged", "incremental", "bidirectional")
         ),
     ),

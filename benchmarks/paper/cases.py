@@ -81,9 +81,9 @@ class Experiment:
 
 
 COMMON: tuple[tuple[str, object], ...] = (
-    ("max_host_requests", 1024), ("max_num_seqs", 512), ("max_piggyback_seats", 128), ("admission", False),
+    ("max_num_seqs", 512), ("max_piggyback_seats", 128), ("admission", False),
 )  # fmt: skip
-"""Settings of every system."""
+"""Settings of every system. How many requests the host tier has is limited by its memory alone."""
 
 
 def budget(system: str, fixed: int = FIXED_BUDGET, most: int = MOST_TOKENS) -> tuple[tuple[str, object], ...]:

@@ -28,7 +28,9 @@ class NoSafepoints(ConServePolicy):
 
 
 def _case(machine: MachineSpec, x: str, system: str, load: LoadSpec, slo_scale: float = 1.0) -> Case:
-    settings = (("max_num_batched_tokens", 8192), ("checkpoint_kv", system == "conserve"))
+    settings: tuple[tuple[str, object], ...] = (("max_num_batched_tokens", 8192),)
+    if system == "conserve":
+        settings += (("kv", "incremental"),)  # its own manager (4.4), which always makes checkpoints
     return Case(
         x=x, system=system, machine=machine, slo_scale=slo_scale, settings=(*COMMON, *settings),
         load=replace(load, backlog=0 if system == "online-only" else BACKLOG),
@@ -62,6 +64,9 @@ def _real(name: str, figure: str, says: str, machine: MachineSpec, rate: float, 
 
 _SCALES = {f"scale {scale:g}": scale for scale in (1.0, 1.25, 1.5, 2.0)}
 _ALONE, _FULL, _SARATHI, _ = (_case(LLAMA_8B, "2/s", system, SYNTHETIC) for system in SYSTEMS)
+# Without its own KV manager: a preempted request is parked on the host if it has checkpoints, else recomputed.
+_PARKED = with_settings(_FULL, "", kv="tiered", checkpoint_kv=True)
+_RECOMPUTED = with_settings(_FULL, "", kv="tiered", checkpoint_kv=False)
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     _experiment("conserve-6-8b", "ConServe Fig. 6a: llama-3.1-8b on an H100",
@@ -97,10 +102,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         slo_from="online-only",
         cases=(
             _ALONE, _SARATHI,
-            with_settings(replace(_FULL, system=NO_SAFEPOINTS), "no checkpoints", checkpoint_kv=False),
-            with_settings(_FULL, "no checkpoints, halted rows begin anew", checkpoint_kv=False, keep_halted=False),
-            with_settings(_FULL, "halted rows begin anew", keep_halted=False), _FULL,
-            with_settings(_FULL, "incremental", kv="incremental"),
+            with_settings(replace(_RECOMPUTED, system=NO_SAFEPOINTS), "no checkpoints"),
+            with_settings(_RECOMPUTED, "no checkpoints, halted rows begin anew", keep_halted=False),
+            with_settings(_PARKED, "halted rows begin anew", keep_halted=False), _PARKED,
+            replace(_FULL, variant="incremental"),  # plain ``conserve`` in the other figures
         ),
     ),
 )  # fmt: skip

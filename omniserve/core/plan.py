@@ -130,6 +130,7 @@ class Bound(enum.StrEnum):
     MEMORY = "memory"  # no device blocks
     HOST_MEMORY = "host memory"  # no host blocks
     SEATS = "seats"  # max_piggyback_seats or max_piggyback_rows
+    COHORT = "cohort"  # too few host requests for those on the device: they wait for more (apex)
     ORDER = "order"  # a request before it was kept out, which it must not overtake
 
 

@@ -10,12 +10,11 @@ from omniserve.latency import BatchFeatures, HostSpeed
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.neo import SecondBatch
 from omniserve.sched.omniserve import OmniServePolicy
+from omniserve.sched.options import APEXOptions
 from omniserve.sched.policy import SCHEDULERS
 from omniserve.sched.state import RequestState
-from omniserve.sched.step_cost import left_out
+from omniserve.sched.step_cost import left_out, rows_within
 
-MIN_HOST_PER_DEVICE = 8
-"""Host requests for each device request before a hand-over pays its overhead (apex 4.2)."""
 _RATE = 0.05  # of learning the host's speed
 _BOUNDS = (0.25, 4.0)
 
@@ -51,19 +50,26 @@ class APEXPolicy(OmniServePolicy):
 
     Asynchronous overlap moves all host requests as one cohort: they enter together, and their results join together
     once all are there, one layer a step (the paper's "all requests for a single layer within one iteration"; whether
-    they are is asked as the step reaches the layer, and again in the next step: 3.4). The host's speed is watched while
-    it works, and corrects N_C (section 6, online profiling).
+    they are is asked as the step reaches the layer, and again in the next step: 3.4). A cohort begins if it has at least
+    ``min_host_per_device`` requests for each request of the step on the device (4.2: eight times as many). It also
+    begins if it takes every seat, and if there is no device request. A smaller one waits for more requests, at most
+    ``max_cohort_wait_s``. If the step's bound has no time for all its rows, a cohort splits. The host's speed is watched
+    while it works, and corrects N_C (section 6, online profiling).
 
-    What differs from the paper: LS before BE, under the latency control of ``omniserve``; a cohort may be smaller than
-    8 times the device's requests if there are no more residents (the paper's overhead is its Python thread's; here
-    no request must wait for others that never come). Without a latency model it overlaps always.
+    What differs from the paper: LS before BE, under the latency control of ``omniserve``; the paper has no limit on the
+    wait of a small cohort. Without a latency model it overlaps always.
     """
+
+    options_type = APEXOptions
+    options: APEXOptions
 
     def set_up(self) -> None:
         super().set_up()
         self._second = SecondBatch(self.requests)
         host_speed = self.forecast.host if self.forecast is not None else None
         self._host = HostWatch(host_speed) if host_speed is not None else None
+        self._small_since_s: float | None = None
+        """When residents began to wait for a larger cohort."""
 
     def on_host_events(self, events: Sequence[HostEvent]) -> None:
         if self._host is not None:
@@ -121,30 +127,46 @@ class APEXPolicy(OmniServePolicy):
         """Asynchronous overlap: the cohort joins when all of it is there; the next enters when none is away."""
         residents = self.requests.residents
         away = [state for state in residents.queue if state.away is not None]
-        seats = self.limits.config.max_piggyback_seats
         expected = residents.expected(has_device_rows=True) if batch.chunks else None
-        late = [state for state in away if state.away is not None and not state.away.ready]
-        if len(late) > (sum(map(len, expected)) if expected is not None else 0):
+        num_late = sum(state.away is not None and not state.away.ready for state in away)
+        if num_late > (sum(map(len, expected)) if expected is not None else 0):
             return HostRows()
+        seats = self.limits.config.max_piggyback_seats
+        entering = 0 if away else residents.num_at_token_boundary
+        joinable = residents.num_joinable(has_device_rows=True) if batch.chunks else residents.num_ready
+        most = min(self._max_rows, min(entering, seats) + sum(min(count, seats) for count in joinable))
+        within = most
+        if batch.cost is not None and batch.chunks:
+            within, _ = rows_within(batch.cost, entering, joinable, seats=seats, max_rows=most, bound_s=bound_s)
         if away:
-            joins = residents.plan_joins(self._max_rows, seats, expected)
-            rows = HostRows(joins=joins, joins_as_one=True)
+            work, wanted, limit = "piggyback join", sum(joinable), Bound.TIME if within < most else Bound.SEATS
+            rows = HostRows(joins=residents.plan_joins(within, seats, expected))
         else:
-            wanted = min(
-                residents.num_at_token_boundary,
-                seats,
-                self._max_rows,
-                MIN_HOST_PER_DEVICE * max(1, len(batch.chunks)),
-            )
-            rows = HostRows(entries=residents.plan_entries(self.requests.host_blocks_for, wanted))
-        if batch.cost is None or not (rows.entries or rows.joins):
-            return rows
-        seconds = batch.cost.seconds_after(lambda step: self.put_piggyback(step, rows))
-        if seconds > bound_s and batch.chunks:
-            work = "piggyback join" if rows.joins else "piggyback entry"
-            return HostRows(left_out=left_out(work, len(rows.joins) or len(rows.entries), Bound.TIME))
-        self.put_piggyback(batch.cost, rows)
-        return rows
+            work, wanted, limit = "piggyback entry", entering, Bound.TIME if within < most else Bound.SEATS
+            if self._may_begin(batch, within):
+                rows = HostRows(entries=residents.plan_entries(self.requests.host_blocks_for, within))
+                limit = Bound.HOST_MEMORY if len(rows.entries) < within else limit
+            else:
+                rows, limit = HostRows(), Bound.COHORT if within else limit
+        if batch.cost is not None and (rows.entries or rows.joins):
+            self.put_piggyback(batch.cost, rows)
+        kept_out = left_out(work, wanted - len(rows.joins) - len(rows.entries), limit)
+        return HostRows(entries=rows.entries, joins=rows.joins, joins_as_one=True, left_out=kept_out)
+
+    def _may_begin(self, batch: Batch, size: int) -> bool:
+        """Return whether a cohort of this size enters now: it is large enough, or has waited long enough (apex 4.2)."""
+        if size == 0:
+            if self.requests.residents.num_at_token_boundary == 0:
+                self._small_since_s = None
+            return False
+        seats = min(self.limits.config.max_piggyback_seats, self._max_rows)
+        if size < min(self.options.min_host_per_device * len(batch.chunks), seats):
+            if self._small_since_s is None:
+                self._small_since_s = batch.now_s
+            if batch.now_s - self._small_since_s < self.options.max_cohort_wait_s:
+                return False
+        self._small_since_s = None
+        return True
 
 
 class HostWatch:

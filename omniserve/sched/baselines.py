@@ -10,8 +10,9 @@ import itertools
 
 from omniserve.core.plan import Bound, StepPlan
 from omniserve.core.request import ServiceClass
+from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch, HostRows
-from omniserve.sched.options import HostTierOptions
+from omniserve.sched.options import LlumnixOptions
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
 from omniserve.sched.tier_moves import TierMoves
@@ -186,27 +187,39 @@ class LlumnixPolicy(Policy):
 
     Paper: omniserve 2.1 and 5.1.3, baseline A: Llumnix on the GPU, a vLLM on the CPUs for the BE requests that it
     cannot accommodate. Performance is isolated by memory alone: BE requests leave ``ls_reserve_blocks`` free, LS ones
-    take them and then the memory of BE requests.
+    take them and then the memory of BE requests. With ``headroom_fraction`` BE requests hold at most the rest of the
+    device blocks, however many LS ones use (2.3: the KV cache usage of BE services is limited). A BE request without
+    another one beside it may go beyond that, as one that is larger would never run.
 
     Departures: this engine has no dense modules on the CPU, so an overflowed request is prefilled on the device and
     only its decode attention is on the host tier; its rows join the device's steps, as many as find a seat, lowest
-    layer first. A BE prompt that finds no memory therefore has the youngest BE decodes move out. A request that moved
-    stays there to its end, as one that was sent to the other vLLM does. Llumnix's migration between instances has no
-    place on one device. Without a host tier BE requests wait, or are recomputed.
+    layer first. A BE prompt that found no memory therefore has the youngest BE decodes move out in the next step. A
+    request that moved stays there to its end, as one that was sent to the other vLLM does. Llumnix's migration between
+    instances has no place on one device. Without a host tier BE requests wait, or are recomputed.
     """
 
-    options_type = HostTierOptions
-    options: HostTierOptions
+    options_type = LlumnixOptions
+    options: LlumnixOptions
     offloads = True
 
     def set_up(self) -> None:
-        self._moves = TierMoves(self.requests, self.options, self.forecast)
+        self._moves = TierMoves(self.requests, self.options, self.forecast, reserve=self._reserve)
         self._max_rows = self.options.most_rows(self.limits)
+        self._headroom = int(self.options.headroom_fraction * self.kv.num_device_blocks)
+        self._headroom_left = 0
+        """Device blocks of the headroom that LS requests do not hold in this step."""
+        self._without_memory: RequestState | None = None
+        """The BE prompt for which the last step had no memory."""
 
     def schedule(self, now_s: float) -> StepPlan:
         batch, requests = Batch(self.requests, now_s), self.requests
         batch.run_admitted(LS, victims=(BE, LS))
         self._admit_ls(batch)
+        held = sum(self.kv.num_held(state.request_id, Tier.DEVICE) for state in requests.device[LS])
+        self._headroom_left = max(0, self._headroom - held)
+        lacking, self._without_memory = self._without_memory, None
+        if lacking is not None and lacking.phase is Phase.WAITING and not requests.waiting[LS]:
+            self._moves.make_room_for_be(batch, lacking)
         for state in batch.runnable(BE):
             self._moves.run_or_offload(batch, state)
         if not requests.waiting[LS]:  # a BE prompt must not take the memory that an LS one waits for
@@ -231,8 +244,13 @@ class LlumnixPolicy(Policy):
 
     def _admit_be(self, batch: Batch) -> None:
         for state in self.requests.waiting[BE]:
-            refused_by = batch.admit(state, reserve_blocks=self.requests.reserve_for_ls(state))
-            if refused_by is Bound.MEMORY:
-                self._moves.make_room_for_be(batch, state)
+            refused_by = batch.admit(state, reserve_blocks=self._reserve(state))
             if refused_by is not None:
+                self._without_memory = state if refused_by is Bound.MEMORY else None
                 return
+
+    def _reserve(self, state: RequestState) -> int:
+        """Return the device blocks that a BE request leaves free: the LS reserve, and the headroom that is unused."""
+        reserve = self.requests.reserve_for_ls(state)
+        has_others = bool(self.requests.moving) or any(other is not state for other in self.requests.device[BE])
+        return max(reserve, self._headroom_left) if has_others else reserve

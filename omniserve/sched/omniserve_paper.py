@@ -98,5 +98,5 @@ class OmniServePaperPolicy(OmniServePolicy):
         most, max_rows = self.limits.config.max_piggyback_seats, self._max_rows
         seats = seat_bucket(min(max(num_entries, *joinable), max_rows), most)
         assert batch.cost is not None
-        rows, _ = rows_within(batch.cost, num_entries, joinable, seats, max_rows, bound_s)
+        rows, _ = rows_within(batch.cost, num_entries, joinable, seats=seats, max_rows=max_rows, bound_s=bound_s)
         return PiggybackPlan(seats, rows) if rows else PiggybackPlan()

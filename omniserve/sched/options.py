@@ -62,6 +62,20 @@ class HostTierOptions(PolicyOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LlumnixOptions(HostTierOptions):
+    """Options of ``llumnix``."""
+
+    headroom_fraction: float = 0.0
+    """Share of the device blocks that only LS requests may hold, in [0, 1); 0: BE requests may hold all but the
+    ``ls_reserve_fraction`` that they leave free. Paper: omniserve 2.3 keeps 0.8 (Fig. 2a)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.headroom_fraction >= 1:
+            raise ValueError(f"headroom_fraction must be in [0, 1), got {self.headroom_fraction}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CoServingOptions(HostTierOptions):
     """Options of policies that fill steps with BE work up to the tightest objective."""
 
@@ -76,6 +90,22 @@ class CoServingOptions(HostTierOptions):
     slack: Literal["step", "deadline"] = "deadline"
     """``step``: no step is longer than the shortest TPOT in it. ``deadline``: a request that is ahead of its schedule
     lends its lead to the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class APEXOptions(CoServingOptions):
+    """Options of ``apex``."""
+
+    min_host_per_device: int = 8
+    """Requests on the host for each request of a step on the device from which on their attention is handed over
+    without waiting for it, or as many as there are seats; 0: any number. Paper: apex 4.2."""
+    max_cohort_wait_s: float = 1.0
+    """Seconds for which fewer of them wait for more; then they are handed over all the same."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_host_per_device < 0:
+            raise ValueError(f"min_host_per_device must be >= 0, got {self.min_host_per_device}")
 
 
 @dataclass(frozen=True, kw_only=True)

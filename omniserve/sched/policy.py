@@ -12,7 +12,7 @@ from omniserve.core.options import Value, make_options
 from omniserve.core.plan import HostEvent, StepPlan
 from omniserve.core.registry import Registry
 from omniserve.core.request import SLO, Request
-from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions, PolicyOptions
+from omniserve.sched.options import PolicyOptions
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import Forecast
@@ -102,7 +102,7 @@ def known_options(scheduler: str, values: Mapping[str, Value]) -> dict[str, Valu
         ValueError: There is no such policy, or neither it nor any built-in one has such an option.
     """
     own = {field.name for field in dataclasses.fields(SCHEDULERS.get(scheduler).options_type)}
-    kinds = (CoServingOptions, LayerPreemptionOptions)
+    kinds = {SCHEDULERS.get(name).options_type for name in SCHEDULERS.names()}
     others = {field.name for kind in kinds for field in dataclasses.fields(kind)} - own
     if unknown := values.keys() - own - others:
         raise ValueError(f"no policy has the options {', '.join(sorted(unknown))}; there are {', '.join(own | others)}")

@@ -230,7 +230,7 @@ def choose(
     best, best_rate = PiggybackPlan(), -1.0
     seats = most
     while seats:
-        rows, seconds = rows_within(cost, num_entries, ready, seats, max_rows, bound_s)
+        rows, seconds = rows_within(cost, num_entries, ready, seats=seats, max_rows=max_rows, bound_s=bound_s)
         if rows:
             # A row passes one layer: so many of them are a token.
             rate = (be_work + rows / (len(ready) + 1)) / seconds
@@ -241,9 +241,9 @@ def choose(
 
 
 def rows_within(
-    cost: StepCost, num_entries: int, ready: Sequence[int], seats: int, max_rows: int, bound_s: float
+    cost: StepCost, num_entries: int, ready: Sequence[int], *, seats: int, max_rows: int, bound_s: float
 ) -> tuple[int, float]:
-    """Return the most rows within the bound, and the step's seconds with them."""
+    """Return the most rows within the bound, and the step's seconds with them; the parameters are those of ``fill``."""
 
     def seconds(rows: int) -> float:
         return cost.seconds_after(lambda step: fill(step, num_entries, ready, seats=seats, max_rows=rows))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from omniserve.core.plan import Bound, MoveDirection
 from omniserve.core.request import ServiceClass
@@ -46,10 +46,17 @@ LS_PATIENCE_S = 0.02
 
 
 class TierMoves:
-    """Starts moves of BE requests, and remembers what is needed to choose them."""
+    """Starts moves of BE requests, and remembers what is needed to choose them.
 
-    def __init__(self, requests: RequestTable, options: HostTierOptions, forecast: Forecast | None) -> None:
+    ``reserve`` returns the device blocks that a BE request leaves free; None: ``RequestTable.reserve_for_ls``.
+    """
+
+    def __init__(
+        self, requests: RequestTable, options: HostTierOptions, forecast: Forecast | None, *,
+        reserve: Callable[[RequestState], int] | None = None,
+    ) -> None:  # fmt: skip
         self._requests = requests
+        self._reserve = reserve if reserve is not None else requests.reserve_for_ls
         self._options = options
         self._limits = requests.limits
         self._kv = requests.kv
@@ -79,13 +86,13 @@ class TierMoves:
         return shortage
 
     def run_or_offload(self, batch: Batch, state: RequestState) -> Bound | None:
-        """Schedule a BE request, or move it to the host tier if it finds no block beside the LS reserve (3.3.5).
+        """Schedule a BE request, or move it to the host tier if it finds no block beside its reserve (3.3.5).
 
         Returns:
             What keeps it out of the step, or None. It moves then, or nothing was left to take from those behind it.
         """
         requests = self._requests
-        while (refused_by := batch.add(state, reserve_blocks=requests.reserve_for_ls(state))) is Bound.MEMORY:
+        while (refused_by := batch.add(state, reserve_blocks=self._reserve(state))) is Bound.MEMORY:
             if self.offload(batch, state):
                 break
             # The host tier is full or absent: the youngest gives way, until it is this one's turn to wait.
@@ -119,7 +126,7 @@ class TierMoves:
     def make_room_for_be(self, batch: Batch, state: RequestState) -> None:
         """Offload decodes for a BE prompt that a step has time but no memory for (3.3.5)."""
         requests = self._requests
-        shortage = requests.blocks_for(state) + requests.reserve_for_ls(state) - self._kv.num_free(Tier.DEVICE)
+        shortage = requests.blocks_for(state) + self._reserve(state) - self._kv.num_free(Tier.DEVICE)
         self.offload_until(batch, shortage - requests.blocks_moving_out)
 
     @property

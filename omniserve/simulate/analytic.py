@@ -6,6 +6,7 @@ their own peaks, which is an extrapolation: their figures are estimates.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -229,11 +230,15 @@ def _node(model: ModelDims, host: HostSpec, share: float, link: AlphaBeta, *, is
         task_s=_THREAD_TASK_S / threads,
         latency_s=latency_s,
         move_byte_s=slower,
+        memory=host.memory_bytes,
     )
 
 
 def engine_config_for(machine: Machine, **settings: Any) -> EngineConfig:
     """Return engine settings with the machine's own KV pools, other settings as given.
+
+    If they do not say how many requests the host tier may have, its memory alone limits them: each has a block at
+    least. With recurrent states, of which each takes device memory, EngineConfig's own number stays.
 
     Raises:
         ValueError: A setting is out of range, or the machine does not say its pools and they are not given.
@@ -242,4 +247,8 @@ def engine_config_for(machine: Machine, **settings: Any) -> EngineConfig:
     values: dict[str, Any] = {name: size for name, size in pools.items() if size is not None} | settings
     if "device_kv_bytes" not in values:
         raise ValueError(f"{machine.name} does not say how much KV it holds: give device_kv_bytes")
-    return EngineConfig(**values)
+    config = EngineConfig(**values)
+    if "max_host_requests" in values or machine.spec.state_bytes:
+        return config
+    num_blocks = config.host_kv_bytes // machine.spec.host_block_bytes(config.block_size, config.host_kv_dtype)
+    return dataclasses.replace(config, max_host_requests=max(1, num_blocks))

@@ -12,12 +12,13 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.core.spec import ModelSpec
 from omniserve.latency.base import AlphaBeta
+from omniserve.simulate.placement import Place, Placement, split_blocks
 
 _PIECE_KEYS = 256
 """About how many keys a piece of the real tier has; a task is on as many threads as it has pieces."""
@@ -36,6 +37,8 @@ class HostNode:
     """Seconds from the step to a thread and back, with the network's for a remote host."""
     move_byte_s: float = 0.0
     """Seconds that a moved byte takes beyond those of the device's own link, over a slower network."""
+    memory: float = 1.0
+    """Its part of the host pool, in proportion to the other hosts'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,18 +74,25 @@ class SimulatedHostTier:
 
     A cancelled task (its request has ended) is worked on all the same; its event comes when it is done.
 
+    Each host has its part of the memory, and a request is on one host (``Placement``). One that outgrows it goes to
+    another one, over the network, before it attends there.
+
     Args:
-        nodes: The hosts; a request's KV is on one of them. Their block ids are one pool: that a request fits on a host
-            is not checked host by host.
+        nodes: The hosts, the device's own first.
         copies: Moves.
         spec: The model's sizes.
         block_size: Tokens per block.
+        num_blocks: Blocks of the pool, all hosts together.
+        held: Returns how many of them a request holds.
 
     Raises:
         ValueError: There is no host.
     """
 
-    def __init__(self, nodes: Sequence[HostNode], copies: Copies, spec: ModelSpec, block_size: int) -> None:
+    def __init__(
+        self, nodes: Sequence[HostNode], copies: Copies, spec: ModelSpec, block_size: int, *, num_blocks: int,
+        held: Callable[[str], int],
+    ) -> None:  # fmt: skip
         if not nodes:
             raise ValueError("a host tier needs at least one host")
         self._nodes = tuple(nodes)
@@ -98,8 +108,7 @@ class SimulatedHostTier:
         """Slot -> its attention event among these; one that a late join has used is no event any more."""
         self._used: set[int] = set()
         self._order = itertools.count()
-        self._node_of: dict[str, int] = {}
-        self._residents = [0] * len(nodes)
+        self._placement = Placement(split_blocks(num_blocks, [node.memory for node in nodes]), held)
         self._in_hand = self._tasks_in_hand = 0
         self.busy_s = 0.0
         """Counter: seconds that hosts spent attending, summed over hosts."""
@@ -113,12 +122,13 @@ class SimulatedHostTier:
         """Begin the plan's moves, at the start of its step."""
         for move in plan.moves:
             if move.direction is MoveDirection.TO_HOST:
-                self._settle(move.request_id)
-            node = self._node_of.get(move.request_id, 0)
-            seconds = self._move_s(move, node)
+                place = self._placement.arrive(move.request_id, len(move.dst_block_ids))
+            else:
+                place = Place(self._placement.host_of(move.request_id))
+            seconds = self._move_s(move, place.host) + self._relocate_s(place)
             event = HostEvent(kind=HostEventKind.MOVE_DONE, move_id=move.move_id)
             self._in_hand += 1
-            queue = self._hosts[node].urgent if self._copies.by_host_threads else self._link.queue
+            queue = self._hosts[place.host].urgent if self._copies.by_host_threads else self._link.queue
             queue.append((now_s, seconds, seconds, event))
 
     def has_result(self, join: PiggybackJoin, at_s: float) -> bool:
@@ -148,12 +158,13 @@ class SimulatedHostTier:
         sent += [(join, join.layer + 1) for join in plan.joins if join.layer < self._last_layer]
         for row, layer in sent:
             self._submit(row, layer, start_s + (layer * layer_s if during_step else step_s))
+        for row in plan.pipelined:  # the step's time has their attention
+            if isinstance(row, PiggybackEntry):
+                self._placement.grow(row.request_id)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended, so that its host counts one fewer."""
-        node = self._node_of.pop(request_id, None)
-        if node is not None:
-            self._residents[node] -= 1
+        """Forget a request that has ended, so that its host has room for others."""
+        self._placement.forget(request_id)
 
     def poll(self, now_s: float) -> list[HostEvent]:
         """Return what is done by now."""
@@ -189,15 +200,17 @@ class SimulatedHostTier:
         return self._events[0][0]
 
     def _submit(self, row: PiggybackEntry | PiggybackJoin, layer: int, at_s: float) -> None:
-        index = self._node_of[row.request_id]
-        node = self._nodes[index]
+        is_new = isinstance(row, PiggybackEntry)  # and may have taken a block
+        place = self._placement.grow(row.request_id) if is_new else Place(self._placement.host_of(row.request_id))
+        node = self._nodes[place.host]
         keys = row.position + 1 - self._attention[layer].first_key(row.position)
         seconds = node.key_s * keys + node.task_s
         threads = min(node.num_threads, keys // _PIECE_KEYS + 1)
         event = HostEvent(
             kind=HostEventKind.ATTENTION_DONE, slot=row.slot, epoch=row.epoch, layer=layer, position=row.position
         )
-        self._hosts[index].queue.append((at_s, seconds, seconds * node.num_threads / threads + node.latency_s, event))
+        least_s = seconds * node.num_threads / threads + node.latency_s + self._relocate_s(place)
+        self._hosts[place.host].queue.append((at_s, seconds, least_s, event))
         self._in_hand += 1
         self._tasks_in_hand += 1
         self.busy_s += seconds
@@ -213,15 +226,15 @@ class SimulatedHostTier:
             if event.slot >= 0:
                 self._results[event.slot] = entry
 
-    def _settle(self, request_id: str) -> None:
-        """Choose the host of a request that leaves the device: the one with fewest requests for its speed."""
-        self.forget(request_id)
-        loads = [(count + 1) * node.key_s for count, node in zip(self._residents, self._nodes, strict=True)]
-        node = loads.index(min(loads))
-        self._node_of[request_id] = node
-        self._residents[node] += 1
-
     def _move_s(self, move: KVMove, node: int) -> float:
         num_bytes = len(move.src_block_ids) * self._block_bytes
         link = self._copies.to_host if move.direction is MoveDirection.TO_HOST else self._copies.to_device
         return link(num_bytes) + self._nodes[node].move_byte_s * num_bytes
+
+    def _relocate_s(self, place: Place) -> float:
+        """Return the seconds for what a request had on another host."""
+        if not place.num_relocated:
+            return 0.0
+        num_bytes = place.num_relocated * self._block_bytes
+        byte_s = max(self._nodes[host].move_byte_s for host in (place.source, place.host))
+        return self._copies.to_host(num_bytes) + byte_s * num_bytes

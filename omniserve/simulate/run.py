@@ -20,7 +20,7 @@ from omniserve.core.stats import SchedulerStats
 from omniserve.engine.capacity import max_model_len, num_blocks
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
-from omniserve.kv import KV_MANAGERS
+from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.latency import CorrectedModel
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.options import LayerPreemptionOptions
@@ -113,12 +113,15 @@ class _Run:
         self._classes = {each.name: each for each in (self._ls, self._be)}
         policy, options = policy_of(settings)
         num_device_blocks, num_host_blocks = num_blocks(settings, spec, has_hosts=bool(machine.hosts))
-        self._tier: SimulatedHostTier | None = None
-        if num_host_blocks:
-            self._tier = SimulatedHostTier(machine.hosts, machine.copies, spec, settings.block_size)
         kv = KV_MANAGERS.get(settings.kv)(
             num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=settings.block_size
         )
+        self._tier: SimulatedHostTier | None = None
+        if num_host_blocks:
+            self._tier = SimulatedHostTier(
+                machine.hosts, machine.copies, spec, settings.block_size, num_blocks=num_host_blocks,
+                held=lambda request_id: kv.num_held(request_id, Tier.HOST),
+            )  # fmt: skip
         limits = SchedulerLimits.of(
             settings, options, spec, kv, max_model_len=max_model_len(settings, spec), late_joins=machine.late_joins
         )

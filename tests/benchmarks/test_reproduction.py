@@ -108,6 +108,30 @@ def test_every_experiment_names_what_exists_and_fits_its_machine() -> None:
             )
 
 
+def test_a_papers_own_system_runs_with_its_own_kv_manager() -> None:
+    managers = {"conserve": "incremental", "bros": "bidirectional"}
+    ablations = ("conserve-65", "bros-13")
+    seen = set()
+    for name, experiment in EXPERIMENTS.items():
+        for case in experiment.cases:
+            if case.system in managers and name not in ablations:
+                assert dict(case.settings)["kv"] == managers[case.system] and not case.variant
+                seen.add(case.system)
+    assert seen == managers.keys()
+    for name in ablations:
+        kinds = {dict(case.settings).get("kv") for case in EXPERIMENTS[name].cases if case.system in managers}
+        assert managers[name.partition("-")[0]] in kinds and len(kinds) > 1
+
+
+def test_llumnix_has_both_headrooms_wherever_it_runs() -> None:
+    found: dict[tuple[str, str], list[object]] = {}
+    for name, experiment in EXPERIMENTS.items():
+        for case in experiment.cases:
+            if case.system == "llumnix":
+                found.setdefault((name, case.x), []).append(dict(case.settings).get("headroom_fraction"))
+    assert len(found) > 10 and all(fractions == [None, 0.8] for fractions in found.values())
+
+
 def test_memory_and_context_of_a_machine_can_differ_from_the_data_sheet() -> None:
     usual = reproduction.make_machine(MachineSpec(model="opt-13b", device="2xA100-80GB"))
     small = reproduction.make_machine(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from omniserve.kv.base import Tier
 from omniserve.sched import SCHEDULERS
 from tests.sched.benches import Bench, names
 
@@ -213,3 +214,55 @@ def test_llumnix_best_effort_requests_that_overflow_end_on_the_host_tier() -> No
     assert moved and not on_device_after, "who moved stays"
     assert bench.requests.num_preemptions == 0
     assert bench.scheduler.stats().host_output_tokens > 0
+
+
+def test_llumnix_best_effort_requests_hold_no_more_than_the_headroom_leaves() -> None:
+    bench = Bench("llumnix", device_blocks=40, host_blocks=100, headroom_fraction=0.8)
+    for i in range(8):
+        bench.add(f"be{i}", prompt=9, output=12)
+    shared = beside_ls = 0
+    for number, _ in enumerate(bench.steps_until(lambda: {f"be{i}" for i in range(8)} <= bench.finished)):
+        if number % 10 == 0:
+            bench.add(f"ls{number}", prompt=30, output=10)
+        on_device = [s.request_id for s in bench.requests.device["BE"]]
+        moving = [state.request_id for state, _ in bench.requests.moving.values()]
+        held = sum(bench.kv.num_held(request_id, Tier.DEVICE) for request_id in (*on_device, *moving))
+        assert held <= 8 or len(on_device) <= 1
+        shared += len(on_device) > 1
+        beside_ls += bool(on_device) and len(bench.requests.device["LS"]) > 0
+    assert shared > 3 and beside_ls > 3
+    assert bench.scheduler.stats().host_output_tokens > 0 and bench.requests.num_preemptions == 0
+
+
+def test_llumnix_the_headroom_is_used_up_by_ls_requests_and_what_it_leaves_is_not() -> None:
+    """A reserve is to stay free, so LS requests that hold much of the memory keep BE ones out; a headroom is not."""
+    admitted = {}
+    for name, options in {"reserve": {"ls_reserve_blocks": 10}, "headroom": {"headroom_fraction": 0.5}}.items():
+        bench = Bench("llumnix", device_blocks=20, **options)
+        bench.add("ls", prompt=35)  # nine blocks
+        bench.step()
+        for i in range(4):
+            bench.add(f"be{i}", prompt=11)  # three blocks
+        admitted[name] = names(bench.step()[0])
+    assert admitted == {"reserve": ["ls"], "headroom": ["ls", "be0", "be1", "be2"]}
+
+
+def test_llumnix_a_best_effort_request_that_is_larger_than_its_share_runs_when_it_has_no_other_beside_it() -> None:
+    bench = Bench("llumnix", device_blocks=40, host_blocks=100, headroom_fraction=0.8)
+    bench.add("ls", output=80)
+    bench.add("be0", prompt=9, output=100)
+    bench.add("be1", prompt=60, output=5)
+    bench.run_until(lambda: "be1" in bench.finished)
+    assert bench.finished == {"be1"} and bench.requests.num_preemptions == 0
+
+
+def test_llumnix_decodes_make_room_for_a_best_effort_prompt_on_the_host_the_youngest_first() -> None:
+    bench = Bench("llumnix", device_blocks=16, host_blocks=64, ls_reserve_blocks=2)
+    for i in range(3):
+        bench.add(f"be{i}", prompt=11, output=200)
+    for _ in range(3):
+        bench.step()
+    assert sorted(bench.requests.states) == sorted(names(bench.step()[0])), "memory is not short"
+    bench.add("be3", prompt=11, output=200)
+    moved = [move.request_id for _ in range(4) for move in bench.step()[0].moves]
+    assert moved[0] == "be2" and "be3" in {s.request_id for s in bench.requests.device["BE"]}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -14,11 +16,10 @@ from tests.latency.samples import LAYERS, make_profile
 from tests.sched.benches import Bench, Clock
 
 
-def overfull(scheduler: str, **settings: object) -> Clock:
+def overfull(scheduler: str, **settings: Any) -> Clock:
     """A device that holds three of six BE requests; the others decode on the host tier."""
-    bench = Clock(
-        policy=scheduler, device_blocks=33, host_blocks=100, max_piggyback_seats=4, be_order="prefill", **settings
-    )
+    settings = {"max_piggyback_seats": 4} | settings
+    bench = Clock(policy=scheduler, device_blocks=33, host_blocks=100, be_order="prefill", **settings)
     for i in range(6):
         bench.add(f"be{i}", prompt=40, output=60)
     for _ in range(12):
@@ -103,7 +104,7 @@ def test_inequality_6(host_per_device: float, linear_over_attention: float, pays
 
 
 def test_apex_chooses_by_the_hosts_speed() -> None:
-    fast, slow = (overfull("apex", predict={"host_key": key}) for key in (1e-5, 1.0))
+    fast, slow = (overfull("apex", predict={"host_key": key}, min_host_per_device=0) for key in (1e-5, 1.0))
     assert fast.step().pipelined
     plans = [slow.step() for _ in range(8)]
     assert not any(plan.pipelined for plan in plans)
@@ -111,7 +112,7 @@ def test_apex_chooses_by_the_hosts_speed() -> None:
 
 
 def test_asynchronous_overlap_moves_one_cohort_layer_by_layer() -> None:
-    bench = overfull("apex", predict={"host_key": 1.0})
+    bench = overfull("apex", predict={"host_key": 1.0}, min_host_per_device=0)
     steps = [(len(plan.entries), {join.layer for join in plan.joins}, len(plan.joins)) for plan in
              (bench.step() for _ in range(9))]  # fmt: skip
     for entries, layers, _ in steps:
@@ -120,8 +121,77 @@ def test_asynchronous_overlap_moves_one_cohort_layer_by_layer() -> None:
     assert max(joins for _, _, joins in steps) == max(entries for entries, _, _ in steps) > 1
 
 
+def cohorts(bench: Clock, *, steps: int) -> list[tuple[float, int, int]]:
+    """Return (when, entries, device requests) of the steps with entries beside device requests."""
+    found = []
+    for _ in range(steps):
+        began_s, plan = bench.now_s, bench.step()
+        if plan.entries and plan.chunks:
+            found.append((began_s, len(plan.entries), len(plan.chunks)))
+    return found
+
+
+def test_a_cohort_of_too_few_requests_waits_for_more_but_not_for_ever() -> None:
+    many_seats = {"predict": {"host_key": 1.0}, "max_piggyback_seats": 64}
+    bench = overfull("apex", max_cohort_wait_s=0.05, **many_seats)
+    for _ in range(10):
+        num_residents, plan = bench.requests.residents.num_at_token_boundary, bench.step()
+        assert plan.decision is not None
+        kept_out = [out.num_requests for out in plan.decision.left_out if out.bound is Bound.COHORT]
+        if kept_out:
+            break
+    assert kept_out == [num_residents] and num_residents < 8 * len(plan.chunks) and not plan.entries
+    began = [began_s for began_s, *_ in cohorts(bench, steps=60)]
+    assert len(began) > 1
+    assert all(later - earlier >= 0.05 for earlier, later in itertools.pairwise(began))
+    impatient = overfull("apex", max_cohort_wait_s=0.0, **many_seats)
+    assert len(cohorts(impatient, steps=60)) > 2 * len(began)
+
+
+@pytest.mark.parametrize(("per_device", "waits"), [(0, False), (1, False), (8, True)])
+def test_a_cohort_begins_at_once_if_it_has_so_many_requests_for_each_on_the_device(
+    per_device: int, waits: bool
+) -> None:
+    bench = overfull(
+        "apex", predict={"host_key": 1.0}, max_cohort_wait_s=1e9, min_host_per_device=per_device,
+        max_piggyback_seats=64,
+    )  # fmt: skip
+    begun = cohorts(bench, steps=12)
+    assert bool(begun) is not waits
+    assert all(size >= per_device * num_device for _, size, num_device in begun)
+
+
+def test_a_cohort_that_takes_every_seat_does_not_wait() -> None:
+    bench = overfull("apex", predict={"host_key": 1.0}, max_cohort_wait_s=1e9, max_piggyback_seats=2)
+    assert {size for _, size, _ in cohorts(bench, steps=12)} == {2}
+
+
+def test_a_cohort_does_not_wait_for_a_device_that_has_nothing_to_do() -> None:
+    bench = overfull("apex", predict={"host_key": 1.0}, max_cohort_wait_s=1e9, max_piggyback_seats=64)
+    assert not cohorts(bench, steps=10)
+    residents = [state.request_id for state in bench.requests.residents.queue]
+    for request_id in bench.requests.states.keys() - residents:
+        bench.scheduler.abort(request_id, bench.now_s)
+    assert len(residents) > 2 and len(bench.step().entries) == len(residents)
+
+
+def test_a_cohort_for_whose_rows_a_step_has_no_time_splits() -> None:
+    bench = overfull("apex", predict={"host_key": 1.0}, min_host_per_device=0, swap_in_delay_s=1e9)
+    assert bench.limits.config.max_piggyback_seats == 4
+    bench.run_until(lambda: not any(state.away for state in bench.requests.residents.queue))
+    bench.add("ls", prompt=4, output=300, tpot=0.012)
+    sizes = set()
+    for _ in range(60):
+        plan = bench.step()
+        assert plan.decision is not None
+        if plan.decision.bound_s is not None and (plan.entries or plan.joins):
+            assert (plan.decision.predicted_s or 0) <= plan.decision.bound_s + 1e-9
+            sizes.add(len(plan.entries) or len(plan.joins))
+    assert sizes and min(sizes) < 3
+
+
 def test_a_partially_advanced_token_goes_on_from_its_layer() -> None:
-    bench = overfull("apex", predict={"host_key": 1.0})
+    bench = overfull("apex", predict={"host_key": 1.0}, min_host_per_device=0)
     next(plan for plan in bench.steps_until(lambda: False) if plan.entries)
     # The host became fast: what is under way comes first, from where it is.
     assert bench.scheduler.policy._host is not None  # type: ignore[attr-defined]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
 
 import pytest
 
+from omniserve.core.config import EngineConfig
 from omniserve.latency import BatchFeatures
 from omniserve.simulate.analytic import AnalyticDevice, analytic_machine, engine_config_for
 from omniserve.simulate.hardware import DEVICES, HOSTS, find_devices, find_hosts
@@ -85,6 +87,17 @@ def test_a_machine_has_the_memory_that_weights_leave() -> None:
     assert local.key_s == remote.key_s and remote.move_byte_s > 0
     config = engine_config_for(machine, max_num_batched_tokens=128)
     assert (config.device_kv_bytes, config.max_num_batched_tokens) == (machine.device_kv_bytes, 128)
+
+
+def test_host_memory_alone_limits_the_requests_on_the_host_unless_their_number_is_given() -> None:
+    machine = analytic_machine(find_model("yi-34b-200k"), A100, 2, hosts=(HOST,) * 5)
+    config = engine_config_for(machine, block_size=32)
+    assert machine.host_kv_bytes is not None
+    assert config.max_host_requests == machine.host_kv_bytes // machine.spec.kv_block_bytes(32) > 3_000
+    assert engine_config_for(machine, max_host_requests=7).max_host_requests == 7
+    assert engine_config_for(machine, host_kv_bytes=0).max_host_requests == 1
+    with_states = dataclasses.replace(machine, spec=dataclasses.replace(machine.spec, state_bytes=1))
+    assert engine_config_for(with_states).max_host_requests == EngineConfig.max_host_requests
 
 
 def test_the_gap_between_host_and_device_attention_is_the_papers() -> None:

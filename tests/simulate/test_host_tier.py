@@ -14,10 +14,16 @@ from tests.simulate.machines import DIMS
 NODE = HostNode(num_threads=2, key_s=1e-3, task_s=0.01, latency_s=0.002)
 
 
-def tier(*nodes: HostNode, copies: Copies | None = None) -> SimulatedHostTier:
+def tier(
+    *nodes: HostNode, copies: Copies | None = None, num_blocks: int = 100, held: dict[str, int] | None = None
+) -> SimulatedHostTier:
+    """Return a tier; requests hold a block if ``held`` does not say otherwise."""
     if copies is None:
         copies = Copies(to_host=AlphaBeta(0.5, 0.0), to_device=AlphaBeta(0.25, 0.0))
-    return SimulatedHostTier(nodes or (NODE,), copies, DIMS.spec, block_size=16)
+    return SimulatedHostTier(
+        nodes or (NODE,), copies, DIMS.spec, block_size=16, num_blocks=num_blocks,
+        held=lambda request_id: (held or {}).get(request_id, 1),
+    )  # fmt: skip
 
 
 def move(request_id: str, move_id: int, direction: MoveDirection = MoveDirection.TO_HOST) -> KVMove:
@@ -74,6 +80,7 @@ def test_joins_are_sent_a_layer_on_or_at_the_end_of_the_step(during_step: bool, 
 
 def test_moves_of_both_directions_share_the_link() -> None:
     host = tier()
+    arrived(host, "c")
     moves = (move("a", 0), move("b", 1), move("c", 2, MoveDirection.TO_DEVICE))
     host.start_moves(StepPlan(step_id=0, moves=moves), 0.0)
     assert len(host.poll(1.24)) == 2
@@ -91,33 +98,54 @@ def test_copies_by_host_threads_go_before_attention() -> None:
     assert host.next_event_s() == pytest.approx(10.0 + 2 * 0.02 + 0.002)
 
 
-def test_requests_are_spread_over_hosts_by_their_speed() -> None:
-    slow = HostNode(num_threads=1, key_s=2e-3, task_s=0.0)
-    host = tier(NODE, slow)
-    arrived(host, *"abc")  # two on the fast host, one on the slow one
-    host.submit(
-        StepPlan(step_id=1, entries=tuple(entry(r, i, 511) for i, r in enumerate("abc"))), 0.0, 1.0, during_step=True
-    )
+def ends_of(host: SimulatedHostTier, *entries: PiggybackEntry, start_s: float = 0.0) -> dict[int, float]:
+    """Hand entries over; return by slot when their event comes."""
+    host.submit(StepPlan(step_id=1, entries=entries), start_s, 1.0, during_step=True)
     ends = {}
     while (at_s := host.next_event_s()) is not None:
         ends.update((event.slot, at_s) for event in host.poll(at_s))
-    # On the fast host 522 ms each, one after the other; on the slow one 1,024.
-    assert ends == {0: pytest.approx(0.524), 1: pytest.approx(1.046), 2: pytest.approx(1.024)}
+    return ends
+
+
+def test_requests_go_to_the_first_host_while_it_has_room_and_then_to_the_others() -> None:
+    slow = HostNode(num_threads=1, key_s=2e-3, task_s=0.0)
+    host = tier(NODE, slow, num_blocks=4)
+    arrived(host, *"abc")  # two on the first host, one on the slow one
+    # On the first host 522 ms each, one after the other; on the slow one 1,024.
+    assert ends_of(host, *(entry(r, i, 511) for i, r in enumerate("abc"))) == {
+        0: pytest.approx(0.524), 1: pytest.approx(1.046), 2: pytest.approx(1.024),
+    }  # fmt: skip
 
 
 def test_a_request_that_ended_leaves_its_host_to_others() -> None:
-    host = tier(NODE, NODE)
+    host = tier(NODE, NODE, num_blocks=2)
     arrived(host, "a", "b")
     host.forget("b")
     host.forget("never came")
     arrived(host, "c")
-    host.submit(StepPlan(step_id=1, entries=(entry("a", 0, 9), entry("c", 1, 9))), 0.0, 1.0, during_step=True)
-    assert len(host.poll(0.045)) == 2  # each on a host of its own
+    ends = ends_of(host, entry("a", 0, 9), entry("c", 1, 9))
+    assert list(ends.values()) == pytest.approx([0.042, 0.042]), "each has a host of its own"
+
+
+def test_a_request_that_outgrows_its_host_goes_to_another_one_and_attends_when_it_is_there() -> None:
+    held = {"a": 2, "b": 1}
+    far = HostNode(num_threads=2, key_s=1e-3, task_s=0.01, latency_s=0.002, move_byte_s=1e-6)
+    host = tier(NODE, far, num_blocks=6, held=held)
+    arrived(host, "a", "b")
+    held["b"] = 2
+    block_bytes = DIMS.spec.kv_block_bytes(16)
+    assert ends_of(host, entry("a", 0, 9), entry("b", 1, 9)) == {
+        0: pytest.approx(0.042),
+        1: pytest.approx(0.042 + 0.5 + 1e-6 * block_bytes),  # of one block: what it had before
+    }
+    assert ends_of(host, entry("b", 1, 9), start_s=2.0) == {1: pytest.approx(2.042)}, "it is there now"
 
 
 def test_a_tier_needs_a_host() -> None:
     with pytest.raises(ValueError, match="at least one host"):
-        SimulatedHostTier((), Copies(to_host=AlphaBeta(), to_device=AlphaBeta()), DIMS.spec, 16)
+        SimulatedHostTier(
+            (), Copies(to_host=AlphaBeta(), to_device=AlphaBeta()), DIMS.spec, 16, num_blocks=1, held=lambda _: 1
+        )
 
 
 def test_a_late_join_takes_its_result_once_it_is_there() -> None:

@@ -80,7 +80,7 @@ def test_rates_and_attainment_are_of_the_load() -> None:
 def test_random_histories_end_with_exactly_their_tokens(name: str, seed: int) -> None:
     config = SimulationConfig(
         machine=machine(
-            hosts=(HOST,) * (1 + seed % 2), copy_s=0.003, by_host_threads=seed % 2 == 0, base=5.0, row=0.2, key=0.001
+            hosts=(HOST,) * (1 + seed % 3), copy_s=0.003, by_host_threads=seed % 2 == 0, base=5.0, row=0.2, key=0.001
         ),
         engine=engine(
             scheduler=name, blocks=40, host_blocks=60, swap_in_delay_s=0.05, min_residence_s=0.1,
