@@ -12,7 +12,7 @@ FIXED_BUDGET = 512
 """Tokens of a step of the systems that bound no step's time: what keeps Yi-34B within its TPOT."""
 MOST_TOKENS = 2048
 """The same for those that do: the bound decides."""
-BOUNDED = ("omniserve", "neo", "apex", "conserve")
+BOUNDED = ("omniserve", "omniserve-paper", "neo", "apex", "conserve")
 PAPER_ORDER = "paper's order"
 """Variant that prefills best-effort prompts before it decodes (omniserve 3.3.2; apex, Algorithm 1)."""
 

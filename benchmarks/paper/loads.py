@@ -115,6 +115,8 @@ class LoadSpec:
     """Of the gaps between arrivals (gamma); 1 is Poisson."""
     ls_rates: tuple[float, float, float] | None = None
     """(low, high, seconds): rates drawn anew, instead of ``ls_rate``."""
+    ls_after: float = 0.0
+    """Share of the run after which LS requests come."""
     be_rate: float = 0.0
     """Best-effort arrivals a second; 0: see ``backlog``."""
     backlog: int = 0
@@ -128,7 +130,8 @@ class LoadSpec:
             low, high, interval_s = self.ls_rates
             times = random_rates(low, high, interval_s, duration_s, rng)
         else:
-            times = gamma(self.ls_rate, self.ls_cv, duration_s, rng)
+            after_s = self.ls_after * duration_s
+            times = [after_s + time_s for time_s in gamma(self.ls_rate, self.ls_cv, duration_s - after_s, rng)]
         ls = requests(times, lengths_named(self.ls_lengths, trace_dir), rng) if times else []
         rng = random.Random(f"{seed} BE")
         be: list[TraceRequest] = []

@@ -82,6 +82,8 @@ def figures_of(result: Result, slo: SLO) -> Figures:
         "be_output_per_s": be.output_tokens_per_s,
         "be_prompt_per_s": be.prompt_tokens_per_s,
         "be_tokens_per_s": be.output_tokens_per_s + be.prompt_tokens_per_s,
+        "be_output_before": result.warm_up_output_tokens,
+        "be_output": be.output_tokens_per_s * result.duration_s + result.warm_up_output_tokens,
         "be_finished_per_s": be.num_finished / result.duration_s,
         "host_share": result.host_share, "host_busy": result.host_tier_busy,
         "host_steps_per_layer": result.host_steps_per_layer, "preemptions": result.preemptions,
@@ -114,6 +116,11 @@ CELLS: dict[str, tuple[str, str]] = {
         "LS in SLO; TPOT p50, largest, ms; BE tokens/s out; of those with host attention; hosts busy",
         "{attainment:share}; {tpot_p50_s:ms}, {tpot_max_s:ms}; {be_output_per_s:n0}; {host_share:%0} %, "
         "{host_busy:share}",
+    ),
+    "stock": (
+        "LS in SLO; BE tokens out beside LS; of those with host attention; before LS came; in all; steps a layer",
+        "{attainment:share}; {be_output_per_s:n1}/s; {host_share:%0} %; {be_output_before:n0}; {be_output:n0}; "
+        "{host_steps_per_layer:n2}",
     ),
     "admission": (
         "TTFT attained by the admitted; SLO by all that came; rejected; LS tokens/s",

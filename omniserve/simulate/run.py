@@ -317,6 +317,7 @@ class _Run:
             classes=classes,
             host_share=(after.host_output_tokens - before.host_output_tokens) / best_effort if best_effort else 0.0,
             host_tier_busy=(busy_after_s - busy_before_s) / (duration_s * num_hosts) if num_hosts else 0.0,
+            warm_up_output_tokens=before.output_tokens.get(self._be.name, 0),
             host_steps_per_layer=(after.host_token_steps - before.host_token_steps) / host_layers
             if host_layers
             else 0.0,
