@@ -51,9 +51,10 @@ class APEXPolicy(OmniServePolicy):
     Asynchronous overlap moves all host requests as one cohort: they enter together, and their results join together
     once all are there, one layer a step (the paper's "all requests for a single layer within one iteration"). Whether
     they are is asked as the step reaches the layer, and again in the next step (3.4). A cohort begins if it has at
-    least ``min_host_per_device`` requests for each request of the step on the device (4.2: eight times). It also begins if it takes every seat, and if there is no device request. A smaller one waits for more requests, at most
-    ``max_cohort_wait_s``. If the step's bound has no time for all its rows, a cohort splits. The host's speed is
-    watched while it works, and corrects N_C (section 6, online profiling).
+    least ``min_host_per_device`` requests for each request of the step on the device (4.2: eight times), if it takes
+    every seat, or if there is no device request. A smaller one waits for more requests, at most ``max_cohort_wait_s``.
+    If the step's bound has no time for all its rows, a cohort splits. The host's speed is watched while it works, and
+    corrects N_C (section 6, online profiling).
 
     What differs from the paper: LS before BE, under the latency control of ``omniserve``; the paper has no limit on the
     wait of a small cohort. Without a latency model it overlaps always.
