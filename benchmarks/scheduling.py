@@ -53,7 +53,7 @@ def measure(scheduler: str, profile: Profile, num_requests: int, num_steps: int,
         began_s = time.perf_counter()
         plan = policy.schedule(now_s)
         scheduled_s = time.perf_counter()
-        tokens = {chunk.request_id: SampledToken(token_id=1) for chunk in plan.chunks if chunk.samples}
+        tokens = {chunk.request_id: (SampledToken(token_id=1),) for chunk in plan.chunks if chunk.samples}
         planned_s = time.perf_counter()
         now_s += 0.01
         policy.update(plan, StepOutput(tokens=tokens), now_s)

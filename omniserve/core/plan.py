@@ -41,7 +41,10 @@ class DeviceChunk:
     block_ids: tuple[int, ...]
     """Device blocks that cover ``[0, start + len(token_ids))``, in order."""
     samples: bool
-    """The last row is the request's newest known token, so a new token is sampled from it."""
+    """The newest known token is among the rows, so a new token is sampled from its row."""
+    num_drafts: int = 0
+    """So many of the last tokens are drafts: guesses at the tokens that follow the newest known one. A token is sampled
+    from their rows, too, and what a draft's row gives counts if the row before it has given the draft."""
     is_reversed: bool = False
     """The blocks run from the right: offset i of a block is its slot ``block_size - 1 - i``."""
     from_layer: int = 0
@@ -50,6 +53,16 @@ class DeviceChunk:
     """None unless the request asked for log-probabilities of its prompt and these rows are the first to tell them."""
     state_slot: int = -1
     """Where the request's recurrent states are, if the model has such; a chunk that starts at 0 begins with none."""
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """The drafts among its tokens, in order."""
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
+
+    @property
+    def num_sampled_rows(self) -> int:
+        """Rows that a token is sampled from."""
+        return self.samples * (1 + self.num_drafts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,12 +223,15 @@ class SampledToken:
 class StepOutput:
     """The result of a plan that the runner has run."""
 
-    tokens: Mapping[str, SampledToken] = field(default_factory=dict)
-    """Request id -> new token, for every sampling chunk, every join at the last layer and all of ``pipelined``."""
+    tokens: Mapping[str, tuple[SampledToken, ...]] = field(default_factory=dict)
+    """Request id -> new tokens, for every sampling chunk, every join at the last layer and all of ``pipelined``: one,
+    and one more for each draft that the rows before it have confirmed."""
     prompt_logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     """Request id -> what its chunk's ``scores`` asked for, unless it was halted or has failed."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Request id -> message, for requests that cannot go on (non-finite logits, say)."""
+    unverified: frozenset[str] = frozenset()
+    """Requests with drafts that got non-finite logits, maybe because of a draft: nothing of their chunks counts."""
     halted: Mapping[str, int] = field(default_factory=dict)
     """Request id -> layer, for chunks that were asked to leave: the first layer that was not computed; 0: what was
     computed is dropped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -54,6 +55,8 @@ class ClassSpec:
     """The kind of its requests, a ``ServiceClass``; a string is converted."""
     slo: SLO = field(default_factory=SLO)
     """Objectives of its requests that bring none of their own."""
+    speculation: bool = False
+    """Its requests that do not say otherwise are decoded speculatively."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -140,7 +143,7 @@ class Request:
     """A prompt to be continued.
 
     Raises:
-        ValueError: The prompt is empty or holds something else than non-negative ints.
+        ValueError: The prompt is empty, or it or the prediction holds something else than non-negative ints.
     """
 
     prompt_token_ids: Sequence[int]
@@ -151,14 +154,21 @@ class Request:
     """The objectives; None takes those of the class from the engine's config."""
     request_id: str | None = None
     """Unique among unfinished requests; None lets the engine choose."""
+    speculation: bool | None = None
+    """Guess the next tokens from the text, and check several in one step; the output is the same. None: as the class
+    has it, but yes if there is a prediction."""
+    predicted_token_ids: Sequence[int] = ()
+    """What the output will be, about: the next tokens are guessed from it, too."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))
+        object.__setattr__(self, "predicted_token_ids", tuple(self.predicted_token_ids))
         if not self.prompt_token_ids:
             raise ValueError("the prompt is empty: prompt_token_ids needs at least one token id")
-        for token_id in self.prompt_token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-                raise ValueError(f"prompt_token_ids must be non-negative ints, got {token_id!r}")
+        for name in ("prompt_token_ids", "predicted_token_ids"):
+            for token_id in getattr(self, name):
+                if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                    raise ValueError(f"{name} must be non-negative ints, got {token_id!r}")
         if not isinstance(self.service_class, str) or not self.service_class:
             raise ValueError(f"service_class must be the name of a class, such as 'LS', got {self.service_class!r}")
 
@@ -230,10 +240,29 @@ class RequestOutput:
     times: RequestTimes | None = None
     host_stays: tuple[Stay, ...] = ()
     """Stays on the host tier that ended since the last output."""
+    num_accepted_drafts: int = 0
+    """The first so many of ``new_token_ids`` were guessed right; see ``Request.speculation``."""
+    num_rejected_drafts: int = 0
+    """Guesses that the step computed for the request and that are not among ``new_token_ids``."""
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def without_last(self, count: int) -> RequestOutput:
+        """Return it without its last tokens: they came in the same step as the end of the output, but behind it."""
+        if count == 0:
+            return self
+        num_left = len(self.new_token_ids) - count
+        num_rejected = max(0, self.num_accepted_drafts - num_left)
+        return dataclasses.replace(
+            self,
+            new_token_ids=self.new_token_ids[:num_left],
+            new_logprobs=self.new_logprobs[:num_left],
+            num_output_tokens=self.num_output_tokens - count,
+            num_accepted_drafts=self.num_accepted_drafts - num_rejected,
+            num_rejected_drafts=self.num_rejected_drafts + num_rejected,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,6 +281,10 @@ class Completion:
     num_prompt_tokens: int
     num_host_tokens: int
     times: RequestTimes
+    num_accepted_drafts: int = 0
+    """Output tokens that were guessed right; see ``Request.speculation``."""
+    num_rejected_drafts: int = 0
+    """Guesses that were computed and are not in the output."""
 
 
 def _check_int(name: str, value: object, low: int, high: int | None) -> None:
@@ -298,7 +331,12 @@ class RequestLimits:
         """
         num_prompt, sampling = len(request.prompt_token_ids), request.sampling
         biased = [token_id for token_id, _ in sampling.logit_bias]
-        for name, token_ids in (("prompt", request.prompt_token_ids), ("logit_bias's", biased)):
+        given = (
+            ("prompt", request.prompt_token_ids),
+            ("predicted", request.predicted_token_ids),
+            ("logit_bias's", biased),
+        )
+        for name, token_ids in given:
             if (unknown := self.unknown_token(token_ids)) is not None:
                 raise ValueError(f"{name} token {unknown} is outside the vocabulary of {self.vocab_size} tokens")
         total = num_prompt + sampling.max_tokens

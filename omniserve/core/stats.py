@@ -42,6 +42,10 @@ class SchedulerStats:
     """Counter: copies of full BE blocks to the host tier, ahead of need."""
     resumed_tokens: int = 0
     """Counter: tokens of preempted requests whose KV was kept, so that they were not recomputed."""
+    accepted_drafts: int = 0
+    """Counter: output tokens that were guessed right (``Request.speculation``)."""
+    rejected_drafts: int = 0
+    """Counter: guesses that were computed and are not in an output."""
     rejected: Mapping[str, int] = field(default_factory=dict)
     """Counter: requests refused by admission control, by class."""
 

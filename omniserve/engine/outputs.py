@@ -21,6 +21,8 @@ class _Open:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     text: list[str] = field(default_factory=list)
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
 
 
 class OutputCollector:
@@ -51,8 +53,9 @@ class OutputCollector:
         """Take a step's output; return it, finished if a stop string was completed."""
         entry = self._open[output.request_id]
         if entry.detokenizer is not None:
-            text, finish_reason = entry.detokenizer.advance(output.new_token_ids, output.finish_reason)
+            text, finish_reason, num_tokens = entry.detokenizer.advance(output.new_token_ids, output.finish_reason)
             if entry.detokenizer.stopped is not None:
+                output = output.without_last(len(output.new_token_ids) - num_tokens)
                 times, stays = output.times, output.host_stays
                 if times is not None:
                     if times.host_since_s is not None:
@@ -71,6 +74,8 @@ class OutputCollector:
             entry.token_ids += output.new_token_ids
             entry.logprobs += output.new_logprobs
             entry.prompt_logprobs += output.prompt_logprobs
+            entry.num_accepted_drafts += output.num_accepted_drafts
+            entry.num_rejected_drafts += output.num_rejected_drafts
         if output.finished:
             self.close(output.request_id)
             if entry.kept:
@@ -96,5 +101,7 @@ class OutputCollector:
             prompt_logprobs=entry.prompt_logprobs,
             num_prompt_tokens=output.num_prompt_tokens,
             num_host_tokens=output.num_host_tokens,
+            num_accepted_drafts=entry.num_accepted_drafts,
+            num_rejected_drafts=entry.num_rejected_drafts,
             times=output.times,
         )

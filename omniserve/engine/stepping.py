@@ -133,14 +133,18 @@ class Stepper:
     def step(self) -> list[RequestOutput]:
         """Run one step, or launch it and collect the one before; see `Engine.step`."""
         scheduler = self._scheduler
+        outputs: list[RequestOutput] = []
+        before, self._in_flight = self._in_flight, None
+        was_in_flight = before is not None
+        if before is not None and scheduler.awaits_tokens:
+            outputs += self._collect(before)
+            before, scheduler.policy.busy_until_s = None, -math.inf
         scheduled_s = self._clock()
         scheduler.notify(self._runner.poll_host())
         plan = scheduler.schedule(scheduled_s)
-        before, self._in_flight = self._in_flight, None
-        self.last_plan_was_empty = plan.is_empty and before is None
+        self.last_plan_was_empty = plan.is_empty and not was_in_flight
         overlaps = self._overlaps and not plan.is_empty and scheduler.is_certain(plan)
         requests = dict(self.requests) if self._overlaps and self._keeps_names else self.requests
-        outputs: list[RequestOutput] = []
         if before is not None and not overlaps:
             outputs += self._collect(before)
             before, plan = None, scheduler.refresh(plan)
@@ -202,11 +206,12 @@ class Stepper:
 
     def _finish(self, output: RequestOutput, now_s: float) -> RequestOutput:
         """Look for stop strings, and forget a request that ended."""
-        output = self._outputs.push(output, now_s)
-        if output.finished:
-            self._runner.forget(output.request_id)
-            self._scheduler.abort(output.request_id, now_s)  # no-op unless a stop string ended it
-        return output
+        left = self._outputs.push(output, now_s)
+        if left.finished:
+            self._runner.forget(left.request_id)
+            self._scheduler.discount(output, left)
+            self._scheduler.abort(left.request_id, now_s)  # no-op unless a stop string ended it
+        return left
 
 
 class StepLog:

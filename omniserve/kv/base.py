@@ -77,6 +77,20 @@ class KVManager(ABC):
         """
 
     @abstractmethod
+    def stretch(self, request_id: str, num_tokens: int) -> tuple[int, ...] | None:
+        """Grow the table of a request at rest on the device at nobody's cost, for tokens that may not be kept.
+
+        Only blocks that hold no KV are taken: nothing is evicted, reclaimed or copied.
+
+        Returns:
+            The whole table, or None (and nothing has changed) if that is not enough for ``num_tokens``.
+        """
+
+    @abstractmethod
+    def trim(self, request_id: str, num_tokens: int) -> None:
+        """Give back the blocks of a request at rest on the device that its first ``num_tokens`` do not need."""
+
+    @abstractmethod
     def free(self, request_id: str) -> None:
         """Give back all blocks of a request, its checkpoint's and what an eviction kept too; none is no error.
 

@@ -26,6 +26,14 @@ class PagedKVManager(KVManager):
             table += taken
         return tuple(table)
 
+    def stretch(self, request_id: str, num_tokens: int) -> tuple[int, ...] | None:
+        return self.allocate(request_id, num_tokens)
+
+    def trim(self, request_id: str, num_tokens: int) -> None:
+        table, num_needed = self._tables[request_id], -(-num_tokens // self.block_size)
+        self._pool.give_back(reversed(table[num_needed:]))
+        del table[num_needed:]
+
     def free(self, request_id: str) -> None:
         self._pool.give_back(reversed(self._tables.pop(request_id, [])))
 

@@ -63,6 +63,17 @@ class TieredKVManager(KVManager):
         self._tables[request_id] = table
         return tuple(table.blocks)
 
+    def stretch(self, request_id: str, num_tokens: int) -> tuple[int, ...] | None:
+        missing = -(-num_tokens // self.block_size) - len(self._on_device(request_id).blocks)
+        if missing > self._pools[Tier.DEVICE].num_free:
+            return None
+        return self.allocate(request_id, num_tokens)
+
+    def trim(self, request_id: str, num_tokens: int) -> None:
+        table, num_needed = self._on_device(request_id), -(-num_tokens // self.block_size)
+        self._pools[Tier.DEVICE].give_back(reversed(table.blocks[num_needed:]))
+        del table.blocks[num_needed:]
+
     def free(self, request_id: str) -> None:
         table = self._tables.get(request_id)
         if table is None:
@@ -288,6 +299,12 @@ class TieredKVManager(KVManager):
             owned[Tier.HOST] += move.dst_block_ids
         owned[Tier.HOST] += self._checkpoints.owned_blocks()
         return owned
+
+    def _on_device(self, request_id: str) -> Table:
+        table = self._tables[request_id]
+        self._require_still(request_id, table)
+        assert table.tier is Tier.DEVICE, f"the KV of {request_id} is not on the device"
+        return table
 
     @staticmethod
     def _require_still(request_id: str, table: Table) -> None:

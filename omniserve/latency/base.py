@@ -155,6 +155,15 @@ class StepRows:
         features.sampled_rows += samples
         features.dense_layers = float(self.shape.num_layers)
 
+    def add_drafts(self, start: int, count: int) -> None:
+        """Add ``count`` draft rows behind a decode at ``start`` that the step has; they become logits, too."""
+        features = self.features
+        features.decode_requests -= 1
+        features.decode_context -= start
+        features.decode_load -= self.shape.keys_seen(start, 1)
+        features.sampled_rows -= 1
+        self.add_chunk(start, 1 + count, samples=1 + count)
+
     def add_piggyback(self, seats: int, num_entries: int, joins: Sequence[int]) -> None:
         """Add the step's piggyback rows, once: tokens that enter at layer 0, and how many join at each layer."""
         features = self.features
@@ -185,7 +194,7 @@ def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False) 
     step = StepRows(shape, BatchFeatures(host_works=host_works))
     for chunk in plan.chunks:
         num_scored = len(chunk.scores.token_ids) if chunk.scores is not None else 0
-        step.add_chunk(chunk.start, len(chunk.token_ids), samples=chunk.samples + num_scored)
+        step.add_chunk(chunk.start, len(chunk.token_ids), samples=chunk.num_sampled_rows + num_scored)
     joins = [0] * shape.num_layers
     for join in plan.joins:
         joins[join.layer] += 1

@@ -59,6 +59,9 @@ FORMER_FLAGS = {
 """Flags that are gone, and what to give instead."""
 
 
+_SPECULATE = ":speculate"
+
+
 def device(text: str) -> str:
     """Read the name of a device; an argparse type."""
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", text) is None:
@@ -67,13 +70,14 @@ def device(text: str) -> str:
 
 
 def _class(text: str) -> ClassSpec:
-    """Read ``NAME:KIND`` or ``NAME:KIND:TTFT:TPOT``; an objective left empty is none."""
-    name, *rest = text.split(":")
+    """Read ``NAME:KIND`` or ``NAME:KIND:TTFT:TPOT``, either with ``:speculate``; an objective left empty is none."""
+    name, *rest = text.removesuffix(_SPECULATE).split(":")
     if len(rest) not in (1, 3):
         raise argparse.ArgumentTypeError(f"must be NAME:KIND or NAME:KIND:TTFT:TPOT, got {text!r}")
     try:
         objectives = [float(seconds) if seconds else None for seconds in rest[1:]] or [None, None]
-        return ClassSpec(name=name, kind=rest[0], slo=SLO(ttft_s=objectives[0], tpot_s=objectives[1]))
+        slo = SLO(ttft_s=objectives[0], tpot_s=objectives[1])
+        return ClassSpec(name=name, kind=rest[0], slo=slo, speculation=text.endswith(_SPECULATE))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error} in {text!r}") from None
 
@@ -101,9 +105,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         dest="classes",
         action="append",
         type=_class,
-        metavar="NAME:KIND[:TTFT:TPOT]",
-        help="a class of requests, kind LS or BE, objectives in seconds or empty; repeat it, highest priority first, "
-        f"LS kinds before BE kinds (default: {classes})",
+        metavar=f"NAME:KIND[:TTFT:TPOT][{_SPECULATE}]",
+        help="a class of requests, kind LS or BE, objectives in seconds or empty; with speculate, their next tokens "
+        "are guessed from the text and checked, several in a step; repeat it, highest priority first, LS kinds before "
+        f"BE kinds (default: {classes})",
     )
     for flag, dest, text in (("--ls-ttft-slo", "ttft_s", "to first token"), ("--ls-tpot-slo", "tpot_s", "per token")):
         parser.add_argument(flag, dest=dest, type=number, help=f"objective of the class LS: time {text}, seconds")
@@ -157,7 +162,8 @@ def _with_ls_objectives(
 
 def _class_text(spec: ClassSpec) -> str:
     objectives = [f"{value:g}" if value is not None else "" for value in (spec.slo.ttft_s, spec.slo.tpot_s)]
-    return ":".join([spec.name, spec.kind, *(objectives if any(objectives) else ())])
+    text = ":".join([spec.name, spec.kind, *(objectives if any(objectives) else ())])
+    return text + _SPECULATE * spec.speculation
 
 
 def _with_flag_names(message: str) -> str:

@@ -135,8 +135,14 @@ class ModelRunner:
             step.end.wait("a step")
         if step.sample is None:
             return step.output
-        tokens, failed = step.sample.result()
-        return dataclasses.replace(step.output, tokens=tokens, failed={**step.output.failed, **failed})
+        sampled, failed = step.sample.result()
+        tokens = {request_id: some for request_id, some in sampled.items() if some}
+        return dataclasses.replace(
+            step.output,
+            tokens=tokens,
+            failed={**step.output.failed, **failed},
+            unverified=frozenset(sampled.keys() - tokens.keys()),
+        )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -172,7 +178,8 @@ class ModelRunner:
         )
         if not request_ids:
             return LaunchedStep(output, None, end=StreamEvent(self._model.device))
-        sample = self._sampler.launch(self._model.logits(hidden_TD), request_ids)
+        drafts = {chunk.request_id: chunk.drafts for chunk in plan.chunks if chunk.num_drafts}
+        sample = self._sampler.launch(self._model.logits(hidden_TD), request_ids, drafts)
         self._pending.note(request_ids, sample.tokens_R)
         return LaunchedStep(output, sample)
 

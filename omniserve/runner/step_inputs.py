@@ -41,7 +41,7 @@ class SampledRows:
     rows: Tensor
     """Rows that sample a token, int64 on the device: device rows, then seats."""
     request_ids: tuple[str, ...]
-    """The request of each of these rows."""
+    """The request of each of these rows; one with drafts has several, which follow one another."""
     scores: tuple[tuple[str, int, PromptScores], ...]
     """Chunks of which log-probabilities of the prompt are wanted: request, first row, and which."""
 
@@ -188,8 +188,8 @@ def sampled_rows(
         if chunk.scores is not None:
             scores.append((chunk.request_id, first_row + chunk.scores.first_row, chunk.scores))
         first_row += len(chunk.token_ids)
-        if chunk.samples:
-            sampling.append((first_row - 1, chunk.request_id))
+        first_sampled = first_row - chunk.num_sampled_rows
+        sampling += ((row, chunk.request_id) for row in range(first_sampled, first_row))
     at_last_layer = (join for join in plan.joins if join.layer == num_layers - 1)
     sampling += (
         (first_seat + seat, join.request_id) for seat, join in enumerate(at_last_layer) if join.request_id not in missed

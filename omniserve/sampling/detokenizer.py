@@ -43,16 +43,23 @@ class Detokenizer:
         return None if self._stop is None else self._stop.found
 
     def advance(
-        self, token_ids: Iterable[int], finish_reason: FinishReason | None
-    ) -> tuple[str, FinishReason | None]:  # fmt: skip
-        """Add a step's tokens; return the new text that is certain, and why it ends: ``STOP`` at a stop string.
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None
+    ) -> tuple[str, FinishReason | None, int]:  # fmt: skip
+        """Add a step's tokens; return the new text that is certain, why it ends, and after how many of them.
 
-        A ``finish_reason`` means that no token follows.
+        It ends for ``STOP`` at a stop string, of which the tokens up to the one that completes it are counted. A
+        ``finish_reason`` means that no token follows.
         """
-        text = self.push(token_ids)
+        if self._stop is None or len(token_ids) < 2:
+            text, count = self.push(token_ids), len(token_ids)
+        else:
+            text, count = "", 0
+            while count < len(token_ids) and self.stopped is None:
+                text += self.push(token_ids[count : count + 1])
+                count += 1
         if finish_reason is not None:
             text += self.flush()
-        return text, finish_reason if self.stopped is None else FinishReason.STOP
+        return text, finish_reason if self.stopped is None else FinishReason.STOP, count
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Add tokens; return the new text that is certain."""

@@ -8,9 +8,11 @@ Legend: R rows of a step that sample, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -122,6 +124,7 @@ def _min_p(probs_RV: Tensor, min_p_R1: Tensor) -> Tensor:
     return probs_RV.masked_fill(probs_RV < min_p_R1.float() * probs_RV.amax(dim=-1, keepdim=True), 0.0)
 
 
+_NO_DRAFTS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 _DRAW_BITS = 52
 # The most rows whose changed logits (by bias, penalties or a grammar) are held at a time, in float32.
 _MOST_CHANGED = 32
@@ -141,11 +144,39 @@ class _RequestSampling:
     """Greedy, with unchanged logits and no log-probabilities: the argmax is enough."""
     changes_logits: bool
     """A bias, penalties or a grammar change the logits."""
+    numbers: deque[float] = field(default_factory=deque)
+    """Numbers that were drawn and not used up."""
 
-    def next_number(self) -> float:
-        """Return the next number of a request with a temperature, in [0, 1 - 2^-52]."""
+    def number(self, index: int) -> float:
+        """Return the number, in [0, 1 - 2^-52], for the token ``index`` tokens after the next; there is a temperature.
+
+        It stays the same until numbers are used up.
+        """
         assert self.random is not None
-        return self.random.getrandbits(_DRAW_BITS) / (1 << _DRAW_BITS)
+        while len(self.numbers) <= index:
+            self.numbers.append(self.random.getrandbits(_DRAW_BITS) / (1 << _DRAW_BITS))
+        return self.numbers[index]
+
+    def use_up(self, token_ids_R: Tensor) -> None:
+        """Count new tokens, int64 on the device, for penalties, and use up their numbers."""
+        if self.random is not None:
+            for _ in range(len(token_ids_R)):
+                self.numbers.popleft()
+        if self.penalised is not None:
+            counts_V, _ = self.penalised
+            counts_V.index_add_(0, token_ids_R, torch.ones(len(token_ids_R), device=counts_V.device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of logits, and what is known of the tokens that its request gets before its own."""
+
+    row: int
+    request: _RequestSampling
+    drafts: tuple[int, ...] = ()
+    """Drafts that come between the request's newest known token and the row's."""
+    is_certain: bool = True
+    """The row's token counts, whatever it is: it is the request's only one in the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +186,8 @@ class PendingSample:
     request_ids: Sequence[str]
     tokens_R: Tensor
     """int64, on the device; any token in a row that fails."""
+    drafted: Mapping[str, tuple[tuple[int, ...], _RequestSampling]]
+    """Drafts by request: it has a row more than drafts, and its rows follow one another."""
     grammars: Mapping[int, GrammarState]
     failed: Mapping[int, str]
     """Messages by row."""
@@ -163,10 +196,12 @@ class PendingSample:
     copy: AsyncHostCopy
     """Tokens, the largest logit of each row, and the three tensors of ``logprobs_of`` for each of ``scored_rows``."""
 
-    def result(self) -> tuple[dict[str, SampledToken], dict[str, str]]:
+    def result(self) -> tuple[dict[str, tuple[SampledToken, ...]], dict[str, str]]:
         """Wait for the tokens, once; return them and error messages by request.
 
-        A row fails if its maximum is not finite or if no token fits its grammar.
+        Of a request with drafts, a row's token counts if those before it are the drafts. A request fails if the maximum
+        of its row is not finite or if no token fits its grammar. One with drafts never fails: it has the tokens of the
+        rows before such a row, maybe none.
         """
         tokens_R, top_R, *told = self.copy.wait()
         token_ids, top = tokens_R.tolist(), top_R.tolist()
@@ -174,23 +209,50 @@ class PendingSample:
         for number, rows in enumerate(self.scored_rows):
             entries = told_logprobs([token_ids[row] for row in rows], *told[3 * number : 3 * number + 3])
             logprobs.update(zip(rows, entries, strict=True))
-        tokens: dict[str, SampledToken] = {}
+        sampled = [SampledToken(token_id=token_id, logprob=logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+        tokens: dict[str, tuple[SampledToken, ...]] = {}
         failed: dict[str, str] = {}
-        for row, request_id in enumerate(self.request_ids):
+        row = 0
+        while row < len(sampled):
+            request_id = self.request_ids[row]
+            if request_id in self.drafted:
+                drafts, request = self.drafted[request_id]
+                own = slice(row, row + len(drafts) + 1)
+                count = _num_that_count(token_ids[own], top[own], drafts)
+                tokens[request_id] = tuple(sampled[row : row + count])
+                request.use_up(self.tokens_R[row : row + count])
+                row = own.stop
+                continue
             # max() returns nan if any logit is nan.
             if not math.isfinite(top[row]):
                 failed[request_id] = f"the model returned non-finite logits (maximum {top[row]})"
-                continue
-            try:
-                if row in self.failed:
-                    raise GrammarFailed(self.failed[row])
-                if row in self.grammars:
-                    self.grammars[row].accept(token_ids[row])
-            except GrammarFailed as error:
-                failed[request_id] = str(error)
             else:
-                tokens[request_id] = SampledToken(token_id=token_ids[row], logprob=logprobs.get(row))
+                try:
+                    if row in self.failed:
+                        raise GrammarFailed(self.failed[row])
+                    if row in self.grammars:
+                        self.grammars[row].accept(token_ids[row])
+                except GrammarFailed as error:
+                    failed[request_id] = str(error)
+                else:
+                    tokens[request_id] = (sampled[row],)
+            row += 1
         return tokens, failed
+
+
+def _num_that_count(token_ids: Sequence[int], top: Sequence[float], drafts: Sequence[int]) -> int:
+    """Return how many first rows of a request count: up to the first that contradicts a draft or is not finite.
+
+    ``top`` is the largest logit of each row.
+    """
+    count = 0
+    for token_id, largest, draft in zip(token_ids, top, (*drafts, None), strict=True):
+        if not math.isfinite(largest):
+            break
+        count += 1
+        if token_id != draft:
+            break
+    return count
 
 
 class Sampler:
@@ -203,7 +265,6 @@ class Sampler:
         self._vocab_size, self._device = vocab_size, device
         self._requests: dict[str, _RequestSampling] = {}
         self._seeds = Random(seed)
-        self._one = torch.ones(1, device=device)
         self._shifts = torch.arange(8, dtype=torch.uint8, device=device)
 
     def add(
@@ -235,63 +296,84 @@ class Sampler:
         self._requests.pop(request_id, None)
 
     def sample(self, logits_RV: Tensor, request_ids: Sequence[str]) -> tuple[dict[str, SampledToken], dict[str, str]]:
-        """Pick a token for each row, and wait for it; see ``launch``."""
-        return self.launch(logits_RV, request_ids).result()
+        """Pick a token for each row, each of another request, and wait for it; see ``launch``."""
+        tokens, failed = self.launch(logits_RV, request_ids).result()
+        return {request_id: token for request_id, (token,) in tokens.items()}, failed
 
-    def launch(self, logits_RV: Tensor, request_ids: Sequence[str]) -> PendingSample:
+    def launch(
+        self, logits_RV: Tensor, request_ids: Sequence[str], drafts: Mapping[str, tuple[int, ...]] = _NO_DRAFTS
+    ) -> PendingSample:
         """Pick a token for each row, which belongs to the request in its place; the host waits for nothing.
 
         A request with a grammar may be in the next launch only after a call of this one's ``result``, because the
-        tokens that may come next depend on its token.
+        tokens that may come next depend on its token. So may one with ``drafts``.
+
+        Args:
+            drafts: By request: it has one row more than drafts, and each row's token is picked as if the drafts up to
+                it were the request's tokens. It has no grammar.
         """
         top_R, tokens_R = logits_RV.max(dim=-1)
-        requests = self._requests
-        others = [(row, requests[name]) for row, name in enumerate(request_ids) if not requests[name].is_plain]
+        others = self._rows_of_others(request_ids, drafts)
         told = [top_R]
         failed: dict[int, str] = {}
         scored: dict[int, list[int]] = {}
         if others:
             failed = self._sample_others(logits_RV, tokens_R, others)
-            for row, request in others:
-                if request.params.logprobs is not None:
-                    scored.setdefault(request.params.logprobs, []).append(row)
+            for each in others:
+                if each.request.params.logprobs is not None:
+                    scored.setdefault(each.request.params.logprobs, []).append(each.row)
             for num_top, rows in scored.items():
                 rows_R = upload(torch.tensor(rows), self._device)
                 told += logprobs_of(logits_RV[rows_R], tokens_R[rows_R], num_top)
         return PendingSample(
             request_ids=request_ids,
             tokens_R=tokens_R,
-            grammars={row: request.grammar for row, request in others if request.grammar is not None},
+            drafted={request_id: (guesses, self._requests[request_id]) for request_id, guesses in drafts.items()},
+            grammars={each.row: each.request.grammar for each in others if each.request.grammar is not None},
             failed=failed,
             scored_rows=list(scored.values()),
             copy=AsyncHostCopy([tokens_R, *told]),
         )
 
-    def _sample_others(
-        self, logits_RV: Tensor, tokens_R: Tensor, others: Sequence[tuple[int, _RequestSampling]]
-    ) -> dict[int, str]:
+    def _rows_of_others(self, request_ids: Sequence[str], drafts: Mapping[str, tuple[int, ...]]) -> list[_Row]:
+        """Return the rows of requests for which the likeliest token is not enough."""
+        rows: list[_Row] = []
+        num_seen = dict.fromkeys(drafts, 0)
+        for row, request_id in enumerate(request_ids):
+            request = self._requests[request_id]
+            if request.is_plain:
+                continue
+            if request_id not in drafts:
+                rows.append(_Row(row, request))
+                continue
+            assert request.grammar is None, f"{request_id} has drafts and a grammar, which they do not follow"
+            rows.append(_Row(row, request, drafts[request_id][: num_seen[request_id]], is_certain=False))
+            num_seen[request_id] += 1
+        return rows
+
+    def _sample_others(self, logits_RV: Tensor, tokens_R: Tensor, others: Sequence[_Row]) -> dict[int, str]:
         """Replace the likeliest tokens in the rows of requests with parameters; return error messages by row."""
         failed: dict[int, str] = {}
         picked: list[tuple[list[int], Tensor]] = []
-        unchanged = [(row, request) for row, request in others if request.random and not request.changes_logits]
+        unchanged = [each for each in others if each.request.random and not each.request.changes_logits]
         if unchanged:
             is_all = len(unchanged) == len(logits_RV)
-            index = slice(None) if is_all else upload(torch.tensor([row for row, _ in unchanged]), self._device)
+            index = slice(None) if is_all else upload(torch.tensor([each.row for each in unchanged]), self._device)
             picked.append(_draw_next(logits_RV[index], unchanged))
-        changed: list[tuple[int, _RequestSampling]] = []
+        changed: list[_Row] = []
         changed_logits: list[Tensor] = []
-        for row, request in others:
-            if not request.changes_logits:
+        for each in others:
+            if not each.request.changes_logits:
                 continue
             try:
-                adjusted_V = self._adjusted(logits_RV[row].float(), request)
+                adjusted_V = self._adjusted(logits_RV[each.row].float(), each)
             except GrammarFailed as error:
-                failed[row] = str(error)
+                failed[each.row] = str(error)
                 continue
-            if request.random is None:
-                picked.append(([row], adjusted_V.argmax()[None]))
+            if each.request.random is None:
+                picked.append(([each.row], adjusted_V.argmax()[None]))
                 continue
-            changed.append((row, request))
+            changed.append(each)
             changed_logits.append(adjusted_V)
             if len(changed) == _MOST_CHANGED:
                 picked.append(_draw_next(torch.stack(changed_logits), changed))
@@ -301,18 +383,21 @@ class Sampler:
         if picked:
             rows = [row for some, _ in picked for row in some]
             tokens_R.index_copy_(0, upload(torch.tensor(rows), self._device), torch.cat([some for _, some in picked]))
-        for row, request in others:
-            if request.penalised is not None:
-                request.penalised[0].index_add_(0, tokens_R[row : row + 1], self._one)
+        for each in others:
+            if each.is_certain and each.row not in failed:
+                each.request.use_up(tokens_R[each.row : each.row + 1])
         return failed
 
-    def _adjusted(self, logits_V: Tensor, request: _RequestSampling) -> Tensor:
+    def _adjusted(self, logits_V: Tensor, each: _Row) -> Tensor:
         """Apply the bias, then the penalties (Hugging Face's order), then the grammar."""
-        params = request.params
+        request, params = each.request, each.request.params
         if request.bias is not None:
             logits_V = logits_V.index_add(0, *request.bias)
         if request.penalised is not None:
             counts_V, in_prompt_V = request.penalised
+            if each.drafts:
+                drafts = upload(torch.tensor(each.drafts), self._device)
+                counts_V = counts_V.index_add(0, drafts, torch.ones(len(each.drafts), device=self._device))
             penalty, seen_V = params.repetition_penalty, counts_V > 0
             scaled_V = torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
             logits_V = torch.where(seen_V | in_prompt_V, scaled_V, logits_V)
@@ -324,7 +409,10 @@ class Sampler:
         return logits_V
 
 
-def _draw_next(logits_DV: Tensor, drawn: Sequence[tuple[int, _RequestSampling]]) -> tuple[list[int], Tensor]:
+def _draw_next(logits_DV: Tensor, drawn: Sequence[_Row]) -> tuple[list[int], Tensor]:
     """Return the rows of requests with a temperature, and a token drawn for each, int64."""
-    params, numbers = [request.params for _, request in drawn], [request.next_number() for _, request in drawn]
-    return [row for row, _ in drawn], draw(logits_DV, params, numbers)
+    params, numbers = [], []
+    for each in drawn:
+        params.append(each.request.params)
+        numbers.append(each.request.number(len(each.drafts)))
+    return [each.row for each in drawn], draw(logits_DV, params, numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from omniserve.core.plan import (
 )
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import Tier
+from omniserve.sched.draft_rows import with_drafts
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
 from omniserve.sched.step_cost import StepCost, seat_bucket
@@ -279,6 +281,20 @@ class Batch:
         # Each device request may need one more block soon.
         self._restore(first, self._limits.ls_reserve_blocks + sum(map(len, requests.device.values())))
 
+    def _add_drafts(self, preemptible: frozenset[str], decision: Decision | None) -> Decision | None:
+        """Let decodes carry drafts, in the memory and time that are left; return the decision with their time."""
+        states = [self._requests.states[request_id] for request_id in self._chunks]
+        if all(state.speculation is None for state in states):
+            return decision
+        bound_s = decision.bound_s if decision is not None and decision.bound_s is not None else math.inf
+        self._chunks |= with_drafts(
+            self.chunks, states, self._kv, cost=self.cost, bound_s=bound_s, tokens_left=self.tokens_left,
+            max_model_len=self._limits.max_model_len, without=preemptible,
+        )  # fmt: skip
+        if self.cost is not None and decision is not None and decision.predicted_s is not None:
+            decision = dataclasses.replace(decision, predicted_s=self.cost.seconds())
+        return decision
+
     # -- the plan ------------------------------------------------------------------------------------------------
 
     def plan(
@@ -290,7 +306,7 @@ class Batch:
     ) -> StepPlan:
         """Close the batch, with the smallest bucket of seats that holds its piggyback rows.
 
-        Restores and checkpoints are added to the moves.
+        Restores and checkpoints are added to the moves, and drafts to decodes, within the decision's bound.
         """
         requests = self._requests
         for chunk in self.chunks:
@@ -305,6 +321,7 @@ class Batch:
         copies: list[KVMove] = []
         if requests.host_is_up:
             copies = requests.checkpoints.plan(requests.device[BE], reserve_blocks=requests.host_headroom)
+        decision = self._add_drafts(preemptible, decision)
         return StepPlan(
             step_id=next(requests.step_ids),
             chunks=self.chunks,

@@ -59,10 +59,11 @@ class ConServePolicy(Policy):
         bound = tpot_bound(online, now_s, "step", headroom=0.0) if cost is not None else TimeBound()
         self._serve_be(batch, bound.seconds)
         self._parking.bring_back(batch, requests.residents.queue)
-        decision = decision_of(cost, ls_s, bound)
-        self._step_ends_s = self.begin_s(now_s) + (decision.predicted_s or 0.0)
         offline = frozenset(c.request_id for c in batch.chunks if requests.states[c.request_id].kind is BE)
-        return batch.plan(preemptible=offline, decision=decision)
+        plan = batch.plan(preemptible=offline, decision=decision_of(cost, ls_s, bound))
+        predicted_s = plan.decision.predicted_s if plan.decision is not None else None
+        self._step_ends_s = self.begin_s(now_s) + (predicted_s or 0.0)
+        return plan
 
     def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
         if self.forecast is None or slo.ttft_s is None:

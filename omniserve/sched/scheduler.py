@@ -21,16 +21,17 @@ from omniserve.core.plan import (
     DeviceChunk,
     HostEvent,
     PiggybackEntry,
-    SampledToken,
     StepOutput,
     StepPlan,
 )
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
 from omniserve.core.stats import SchedulerStats
 from omniserve.kv.base import KVManager, Tier
+from omniserve.sched.drafter import PromptLookup
 from omniserve.sched.options import PolicyOptions, SchedulerLimits
 from omniserve.sched.policy import Policy
 from omniserve.sched.request_table import RequestTable
+from omniserve.sched.speculation import Speculation
 from omniserve.sched.state import HaltedChunk, Phase, RequestState
 from omniserve.sched.step_cost import Forecast
 
@@ -96,6 +97,7 @@ class Scheduler:
             arrival_s=now_s if arrival_s is None else arrival_s,
             token_ids=list(request.prompt_token_ids),
         )
+        state.speculation = self._speculation(request)
         self.requests.add(state)
         try:
             state.predicted_ttft_s = self.policy.on_arrival(state, now_s)
@@ -104,6 +106,19 @@ class Scheduler:
             self.requests.end(state)
             raise
         return state.predicted_ttft_s
+
+    def _speculation(self, request: Request) -> Speculation | None:
+        """Return what makes a request's drafts; None if it wants none or can have none.
+
+        What a grammar allows is not known behind a draft, and recurrent states cannot go back to the last right one.
+        """
+        is_wanted = request.speculation
+        if is_wanted is None:
+            spec = self._limits.config.class_named(request.service_class)
+            is_wanted = spec.speculation or bool(request.predicted_token_ids)
+        if not is_wanted or request.sampling.grammar is not None or self._limits.num_state_slots:
+            return None
+        return Speculation(PromptLookup(len(request.prompt_token_ids), request.predicted_token_ids))
 
     def abort(self, request_id: str, now_s: float) -> RequestOutput | None:
         """End a request now; None if it is unknown or has finished. Its KV is freed as soon as nothing reads it."""
@@ -131,11 +146,25 @@ class Scheduler:
         self.advance(plan, output)
         return self.settle(plan, output, now_s)
 
+    @property
+    def awaits_tokens(self) -> bool:
+        """Return whether the next plan is worth waiting for the tokens of the step in flight.
+
+        So it is if a request could then have drafts: its drafter knows what the token in flight is, and what follows.
+        """
+        return any(
+            state.speculation is not None
+            and state.num_pending_tokens == 1
+            and state.speculation.knows_next(state.token_ids, state.num_tokens - 1)
+            for queue in self.requests.device.values()
+            for state in queue
+        )
+
     def is_certain(self, plan: StepPlan) -> bool:
         """Return whether all that ``advance`` books of a plan is known before it has run."""
         if plan.preemptible or plan.pipelined or not all(join.is_ready for join in plan.joins):
             return False
-        if any(chunk.from_layer or chunk.scores is not None for chunk in plan.chunks):
+        if any(chunk.from_layer or chunk.scores is not None or chunk.num_drafts for chunk in plan.chunks):
             return False
         # What a grammar allows next depends on the token before.
         ids = itertools.chain((chunk.request_id for chunk in plan.chunks), (join.request_id for join in plan.joins))
@@ -160,9 +189,19 @@ class Scheduler:
                 if layer > 0:
                     state.halted = HaltedChunk(layer, chunk.start, len(chunk.token_ids))
                 continue
-            state.num_computed_tokens = chunk.start + len(chunk.token_ids)
+            if chunk.request_id in output.unverified:
+                state.speculation = None  # the next step tells whether it was the drafts
+                self._kv.trim(state.request_id, state.num_tokens)
+                continue
+            # Without drafts one token is certain; with them the output is there. One that has failed has none.
+            num_new = max(1, len(output.tokens.get(chunk.request_id, ())))
+            num_rejected = chunk.num_drafts - (num_new - 1)
+            state.num_computed_tokens = chunk.start + len(chunk.token_ids) - num_rejected
             if chunk.samples:
-                self._expect_token(state)
+                for _ in range(num_new):
+                    self._expect_token(state)
+            if num_rejected and state.phase is Phase.DEVICE:
+                self._kv.trim(state.request_id, state.num_computed_tokens)
             if chunk.samples or chunk.scores is not None:
                 rows.append((state, chunk))
         for entry in plan.entries:
@@ -207,7 +246,7 @@ class Scheduler:
                 state.prompt_logprobs += output.prompt_logprobs[request_id]
                 state.num_scored_rows = chunk.start + chunk.scores.first_row + len(chunk.scores.token_ids)
             if chunk is None or chunk.samples or request_id in output.failed:
-                outputs.append(self._settle_token(state, output, now_s))
+                outputs.append(self._settle_tokens(state, output, 0 if chunk is None else chunk.num_drafts, now_s))
         return outputs
 
     def refresh(self, plan: StepPlan) -> StepPlan:
@@ -240,12 +279,17 @@ class Scheduler:
             ),
         )
 
-    def _settle_token(self, state: RequestState, output: StepOutput, now_s: float) -> RequestOutput:
+    def _settle_tokens(
+        self, state: RequestState, output: StepOutput, num_drafts: int, now_s: float
+    ) -> RequestOutput:  # fmt: skip
         if (message := output.failed.get(state.request_id)) is not None:
             about = {"engine_request_id": state.request_id}
             logger.error("request %s failed: %s", state.request_id, message, extra=about)
+            self.requests.counters["rejected_drafts"] += num_drafts
             self.requests.end(state)
-            return state.output(reason=FinishReason.ERROR, stop_reason=message, now_s=now_s)
+            return state.output(
+                num_rejected_drafts=num_drafts, reason=FinishReason.ERROR, stop_reason=message, now_s=now_s
+            )
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         state.last_token_s = now_s
         if state.first_token_s is None:
@@ -256,20 +300,40 @@ class Scheduler:
             if state.request.sampling.max_tokens == 0:
                 self.requests.end(state)
                 return state.output(prompt_logprobs=prompt_logprobs, reason=FinishReason.LENGTH, now_s=now_s)
-        sampled: SampledToken = output.tokens[state.request_id]
-        state.put_token(sampled.token_id)
-        self._output_tokens[state.service_class] += 1
-        reason, stop_reason = state.finish_reason(
-            sampled.token_id, self._limits.eos_token_ids, self._limits.max_model_len
-        )
+        sampled, reason, stop_reason = output.tokens[state.request_id], None, None
+        for number, token in enumerate(sampled, start=1):
+            state.put_token(token.token_id)
+            reason, stop_reason = state.finish_reason(
+                token.token_id, self._limits.eos_token_ids, self._limits.max_model_len
+            )
+            if reason is not None:
+                sampled = sampled[:number]  # what drafts have brought behind the end is dropped
+                break
+        self._output_tokens[state.service_class] += len(sampled)
+        num_right = len(output.tokens[state.request_id]) - 1
+        num_accepted = min(num_right, len(sampled))
+        if num_drafts:
+            assert state.speculation is not None, f"{state.request_id} had drafts, but nothing that makes them"
+            state.speculation.learn(num_drafts, num_right)
+            self.requests.counters["accepted_drafts"] += num_accepted
+            self.requests.counters["rejected_drafts"] += num_drafts - num_accepted
         if reason is not None:
-            state.drop_pending()  # of a later step in flight
+            state.drop_pending()  # of a later step in flight, or behind the end
             self.policy.on_end(state)
             self.requests.end(state)
         return state.output(
-            (sampled.token_id,), sampled.logprob, prompt_logprobs=prompt_logprobs, reason=reason,
-            stop_reason=stop_reason, now_s=now_s,
+            tuple([token.token_id for token in sampled]),
+            tuple([token.logprob for token in sampled if token.logprob is not None]),
+            num_accepted_drafts=num_accepted, num_rejected_drafts=num_drafts - num_accepted,
+            prompt_logprobs=prompt_logprobs, reason=reason, stop_reason=stop_reason, now_s=now_s,
         )  # fmt: skip
+
+    def discount(self, output: RequestOutput, left: RequestOutput) -> None:
+        """Do not count tokens of a step's output that a stop string has cut off: only ``left`` is of use."""
+        self._output_tokens[output.service_class] -= len(output.new_token_ids) - len(left.new_token_ids)
+        num_rejected = output.num_accepted_drafts - left.num_accepted_drafts
+        self.requests.counters["accepted_drafts"] -= num_rejected
+        self.requests.counters["rejected_drafts"] += num_rejected
 
     # -- what others ask -----------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from omniserve.core.request import (
     TokenLogprob,
     add_stay,
 )
+from omniserve.sched.speculation import Speculation
 
 LS, BE = ServiceClass.LS, ServiceClass.BE
 
@@ -111,6 +112,8 @@ class RequestState:
     num_rows_to_score: int = field(init=False)
     """How many will have in the end: none unless asked for."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    speculation: Speculation | None = None
+    """Makes its drafts; None: it gets none."""
 
     def __post_init__(self) -> None:
         self.max_num_tokens = len(self.token_ids) + self.request.sampling.max_tokens
@@ -214,8 +217,10 @@ class RequestState:
     def output(
         self,
         new_token_ids: tuple[int, ...] = (),
-        logprob: TokenLogprob | None = None,
+        new_logprobs: tuple[TokenLogprob, ...] = (),
         *,
+        num_accepted_drafts: int = 0,
+        num_rejected_drafts: int = 0,
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
         reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
@@ -232,7 +237,7 @@ class RequestState:
             request_id=self.request_id,
             service_class=self.service_class,
             new_token_ids=new_token_ids,
-            new_logprobs=() if logprob is None else (logprob,),
+            new_logprobs=new_logprobs,
             prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_reason=stop_reason,
@@ -248,6 +253,8 @@ class RequestState:
                 host_since_s=self.host_since_s,
             ),
             host_stays=host_stays,
+            num_accepted_drafts=num_accepted_drafts,
+            num_rejected_drafts=num_rejected_drafts,
         )
 
 

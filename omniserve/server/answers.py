@@ -48,7 +48,7 @@ class AnswerShape(abc.ABC):
     def whole(self, delta: Delta) -> dict[str, Any]:
         """Return the choice object of a complete text."""
 
-    def answer(self, deltas: Sequence[Delta], usage: dict[str, int]) -> bytes:
+    def answer(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> bytes:
         """Return the body of an answer that is not streamed; one delta per choice."""
         choices = [self.whole(delta) for delta in deltas]
         return json.dumps(self._common | {"object": self.answer_object, "choices": choices, "usage": usage}).encode()

@@ -109,6 +109,10 @@ class Choice:
         """Stays on the host tier that are over; see ``add_stay``."""
         self.num_host_tokens = 0
         """Number of output tokens with attention computed on the host tier."""
+        self.num_accepted_drafts = 0
+        """Number of output tokens that were guessed right."""
+        self.num_rejected_drafts = 0
+        """Number of guesses that were computed and are not in the output."""
         self._detokenizer = codec.detokenizer(stop)
         self._logprobs: list[TokenLogprob] = []
         self._echo = echo
@@ -125,27 +129,23 @@ class Choice:
 
     def advance(self, output: RequestOutput) -> Delta | None:
         """Take what a step produced; return the text that is certain by now, if any or if the choice is complete."""
+        text, finish_reason, num_unused = self._read(output)
+        output = output.without_last(num_unused)
         token_ids, logprobs = output.new_token_ids, output.new_logprobs
         self.engine_times, self.num_host_tokens = output.times, output.num_host_tokens
         for stay in output.host_stays:
             add_stay(self.host_stays, stay)
         if token_ids or self.request.sampling.max_tokens == 0:
             self.times.add(len(token_ids))
+        self.num_accepted_drafts += output.num_accepted_drafts
+        self.num_rejected_drafts += output.num_rejected_drafts
         if logprobs:
             self._total_logprob += sum(entry.logprob for entry in logprobs)
             self._num_logprobs += len(logprobs)
-        if output.finish_reason is FinishReason.STOP:
-            # The engine ends a request so at a stop token only, and that is no part of the text.
-            token_ids, logprobs = token_ids[:-1], logprobs[: len(token_ids) - 1]
-        if logprobs:
-            self._logprobs += logprobs
-        if self._in_large_parts:
-            self._token_ids += token_ids
-            if output.finish_reason is None and self._echo is None and len(self._token_ids) < _TOKENS_PER_PART:
-                return None
-            token_ids = tuple(self._token_ids)
-            self._token_ids.clear()
-        text, finish_reason = self._detokenizer.advance(token_ids, output.finish_reason)
+            ends_at_token = output.finish_reason is FinishReason.STOP and not num_unused
+            self._logprobs += logprobs[:-1] if ends_at_token else logprobs
+        if text is None:
+            return None
         calls: Sequence[ParsedCall] = ()
         if self._parser is not None:
             text, calls = self._parser.push(text)
@@ -163,3 +163,26 @@ class Choice:
         if self._parser is not None and self._parser.num_calls and finish_reason is FinishReason.STOP:
             reason = "tool_calls"
         return Delta(self.index, text, new_logprobs, reason, echo, calls)
+
+    def _read(self, output: RequestOutput) -> tuple[str | None, FinishReason | None, int]:
+        """Return new text, or None as it is read in larger parts; why it ends; and how many tokens are behind its end.
+
+        A step may bring several tokens, and one before the last may complete a stop string.
+        """
+        token_ids = output.new_token_ids
+        if output.finish_reason is FinishReason.STOP:
+            # The engine ends a request so at a stop token only, and that is no part of the text.
+            token_ids = token_ids[:-1]
+        if self._in_large_parts:
+            self._token_ids += token_ids
+            if output.finish_reason is None and self._echo is None and len(self._token_ids) < _TOKENS_PER_PART:
+                return None, None, 0
+            token_ids = tuple(self._token_ids)
+            self._token_ids.clear()
+        text, finish_reason, num_read = self._detokenizer.advance(token_ids, None)
+        if finish_reason is not None:
+            return text, finish_reason, len(output.new_token_ids) - num_read
+        if output.finish_reason is None:
+            return text, None, 0
+        rest, finish_reason, _ = self._detokenizer.advance((), output.finish_reason)
+        return text + rest, finish_reason, 0

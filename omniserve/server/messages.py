@@ -115,11 +115,15 @@ def _text_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+TextContent = Annotated[list[TextPart], BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])]
+"""Text, which clients may send as a string or in parts."""
+
+
 class Message(StrictModel):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])] = []
+    content: TextContent = []
     name: str | None = None
     tool_calls: list[ToolCall] = []
     """The function that an assistant's message calls."""

@@ -188,6 +188,8 @@ class _EngineCollector(Collector):
             ("step_seconds", "Time spent in steps", s.step_seconds),
             ("device_tokens", "Device rows computed", s.device_tokens),
             ("piggyback_rows", "Piggyback rows that joined, over all layers", s.piggyback_rows),
+            ("accepted_drafts", "Output tokens that were guessed right", s.accepted_drafts),
+            ("rejected_drafts", "Guessed tokens that were computed and are not in an output", s.rejected_drafts),
             ("host_output_tokens", "Output tokens whose attention the host tier computed", s.host_output_tokens),
             ("preemptions", "Requests whose memory was taken back, to be resumed", s.preemptions),
             ("preempted_tokens", "Tokens that preempted requests had computed", s.preempted_tokens),

@@ -29,12 +29,21 @@ class Error(BaseModel):
     error: ErrorObject
 
 
+class CompletionTokensDetails(BaseModel):
+    """Guesses of the next tokens that were computed: those that are in the output, and the others."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens of a call."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Absent if nothing was guessed."""
 
 
 class _Answer(BaseModel):

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
@@ -40,6 +41,10 @@ class Job:
     """The call's own or its class's default."""
     echoes: Sequence[str] | None = None
     """Text of each prompt, which its answers begin with; None: they do not."""
+    prediction: Sequence[int] = ()
+    """Token ids of what each output will be, about."""
+    speculation: bool | None = None
+    """As in ``Request``."""
     num_kept: int | None = None
     """Number of outputs of each prompt that are in the answer, the likeliest ones; None: all."""
     at_once: bool = False
@@ -58,14 +63,24 @@ class Usage:
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_accepted_drafts: int = 0
+    """Output tokens that were guessed right."""
+    num_rejected_drafts: int = 0
+    """Guesses that were computed and are not in the output."""
 
-    def as_dict(self) -> dict[str, int]:
-        """Return OpenAI's usage object."""
-        return {
+    def as_dict(self) -> dict[str, Any]:
+        """Return OpenAI's usage object; it has details of drafts if there were any."""
+        usage: dict[str, Any] = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
         }
+        if self.num_accepted_drafts or self.num_rejected_drafts:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.num_accepted_drafts,
+                "rejected_prediction_tokens": self.num_rejected_drafts,
+            }
+        return usage
 
 
 class OutputStream:
@@ -105,6 +120,8 @@ class OutputStream:
                     sampling=sampling,
                     service_class=job.service_class,
                     slo=job.slo,
+                    speculation=job.speculation,
+                    predicted_token_ids=job.prediction,
                 )
                 echo = None if job.echoes is None else job.echoes[i]
                 self._choices[f"{job.call_id}-{index}"] = Choice(
@@ -255,10 +272,15 @@ class OutputStream:
         choice = self._choices[request_id]
         if choice.finish_reason is not None:
             return False  # steps go on for a moment after a stop string was found here
-        before_s = choice.times.last_token_s
+        before_s, num_before = choice.times.last_token_s, choice.times.num_tokens
+        self.usage.num_accepted_drafts -= choice.num_accepted_drafts
+        self.usage.num_rejected_drafts -= choice.num_rejected_drafts
         delta = choice.advance(output)
-        self.usage.num_output_tokens += len(output.new_token_ids)
-        self._num_unread_tokens += len(output.new_token_ids)
+        self.usage.num_accepted_drafts += choice.num_accepted_drafts
+        self.usage.num_rejected_drafts += choice.num_rejected_drafts
+        num_new = choice.times.num_tokens - num_before
+        self.usage.num_output_tokens += num_new
+        self._num_unread_tokens += num_new
         if choice.times.last_token_s is not None:
             self._leave_backlog(request_id)
             if before_s is not None and output.new_token_ids:

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.sampling.grammar import json_grammar
 from omniserve.server.errors import ApiError
-from omniserve.server.messages import MAX_MESSAGES, Message, NamedTool, StrictModel, Tool, ToolChoice
+from omniserve.server.messages import MAX_MESSAGES, Message, NamedTool, StrictModel, TextContent, Tool, ToolChoice
 from omniserve.server.tool_calls import CALL_END, calls_grammar
 
 M = TypeVar("M", bound=BaseModel)
@@ -24,7 +24,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), _USE_TOOLS),
     "modalities": ((["text"],), "only text is supported; remove {name}"),
     "moderation": ((), "{name} is not supported; remove it"),
-    "prediction": ((), "{name} is not supported; remove it"),
     "prompt_cache_retention": ((), "{name} is not supported; remove it"),
     "reasoning_effort": (("none",), "{name} is not supported; remove it"),
     "store": ((False,), "answers are not stored; remove {name} or set it to false"),
@@ -233,6 +232,18 @@ class StreamOptions(StrictModel):
     """Accepted and without effect: it only pads events."""
 
 
+class Prediction(StrictModel):
+    """OpenAI's ``prediction``: what the output will be, about."""
+
+    type: Literal["content"]
+    content: TextContent
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return "".join(part.text for part in self.content)
+
+
 class SloFields(StrictModel):
     """The request's own latency objectives, in seconds."""
 
@@ -272,6 +283,7 @@ class GenerationRequest(StrictModel):
         ),
     ] = Field([])  # fmt: skip
     response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
     service_tier: str = "auto"
     """Names a class of requests (see ``class_of_tier``)."""
 
@@ -283,6 +295,9 @@ class GenerationRequest(StrictModel):
     ignore_eos: bool = False
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([], max_length=MAX_STOP_TOKENS)
     slo: SloFields | None = None
+    speculation: bool | None = None
+    """Guess the next tokens from the text, and check several at once; the output is the same. None: as the class has
+    it, but yes if there is a prediction."""
 
     # Accepted and without effect on the answer.
     user: str | None = None

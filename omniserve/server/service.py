@@ -122,6 +122,8 @@ class Service:
         prompts = await self.prompts(request)
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
         echoes = await self._echoes(request, prompts) if request.echoes else None
+        predicted = request.prediction.text if request.prediction is not None else ""
+        prediction = await self.codec.encode(predicted, add_special_tokens=False) if predicted else ()
         self.check_open()  # again: encoding a long prompt takes a while
         slo = request.slo_or_none or spec.slo
         is_urgent = spec.kind is ServiceClass.LS or slo.tpot_s is not None or not request.stream
@@ -135,6 +137,8 @@ class Service:
                 service_class=spec.name,
                 slo=slo,
                 echoes=echoes,
+                prediction=prediction,
+                speculation=request.speculation,
                 num_kept=request.n,
                 at_once=not request.stream,
                 calls_tools=bool(request.offered_tools),

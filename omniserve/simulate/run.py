@@ -176,6 +176,7 @@ class _Run:
                 prompt_token_ids=(0,) * row.input_tokens,
                 sampling=SamplingParams(max_tokens=row.output_tokens, ignore_eos=True),
                 service_class=name,
+                speculation=False,  # there is no text to draft from, and tokens are invented
             )
             arrivals.append((row.arrival_s, f"{name}-{number}", request))
         return arrivals

@@ -15,7 +15,7 @@ from omniserve.latency import BatchFeatures, features_of
 from omniserve.simulate.host_tier import SimulatedHostTier
 from omniserve.simulate.machine import Machine
 
-_TOKEN = SampledToken(token_id=0)
+_TOKENS = (SampledToken(token_id=0),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +87,9 @@ class SimulatedRunner:
             self._tier.submit(plan, start_s, self.seconds, during_step=self._machine.late_joins)
         self.now_s = start_s + self.seconds
         last_layer = self._machine.spec.num_layers - 1
-        tokens = {c.request_id: _TOKEN for c in plan.chunks if c.samples and c.request_id not in halted}
-        tokens.update((join.request_id, _TOKEN) for join in plan.joins if join.layer == last_layer)
-        tokens.update((row.request_id, _TOKEN) for row in plan.pipelined)
+        tokens = {c.request_id: _TOKENS for c in plan.chunks if c.samples and c.request_id not in halted}
+        tokens.update((join.request_id, _TOKENS) for join in plan.joins if join.layer == last_layer)
+        tokens.update((row.request_id, _TOKENS) for row in plan.pipelined)
         return StepOutput(tokens=tokens, halted=halted, missed=missed)
 
     def _missed(self, plan: StepPlan) -> frozenset[str]:

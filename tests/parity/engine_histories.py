@@ -139,6 +139,8 @@ class Tally:
     halted: int = 0
     constant_decodes: int = 0
     constant_chunks: int = 0
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
     finished: int = 0
 
 
@@ -189,6 +191,20 @@ def check_prompt_logprobs(
         values = [value for _, value in entry.top]
         assert values == sorted(values, reverse=True)
         assert torch.allclose(torch.tensor(values), logprobs_TV[row].topk(len(values)).values, atol=tolerance), row
+
+
+def with_prediction(request: Request, tokens: tuple[int, ...], rng: random.Random) -> Request:
+    """Return a request with a prediction of its tokens that is right for a while, then wrong or some tokens off."""
+    predicted: list[int] = []
+    share = rng.choice([0.0, 0.1, 0.4])
+    for token in tokens:
+        if rng.random() >= share:
+            predicted.append(token)
+        elif rng.random() < 0.7:
+            predicted += [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 3))]
+    return dataclasses.replace(
+        request, predicted_token_ids=predicted, speculation=rng.choice([None, None, None, False])
+    )
 
 
 def made_up_profile(model: PreTrainedModel, config: EngineConfig) -> Profile:
@@ -253,12 +269,14 @@ def run_history(
     faults: bool = False,
     deaths: bool = False,
     has_profile: bool | None = None,
+    drafts: bool = False,
     tally: Tally | None = None,
     **fixed: object,
 ) -> Tally:
     """Run one history to its end and compare every request.
 
     Args:
+        drafts: Most requests are decoded speculatively, by guesses of which some are wrong.
         faults: Host attention is late, out of order and fails now and then.
         deaths: Host threads die, at last all of them.
         has_profile: There is a latency model; None: draw it.
@@ -298,6 +316,8 @@ def run_history(
                     service_class=rng.choice(["LS", "BE", "BE", "BE"]),
                     slo=SLO(ttft_s=rng.choice([None, 0.01, 10.0]), tpot_s=rng.choice([None, 0.002, 0.05])),
                 )
+                if drafts:
+                    request = with_prediction(request, reference.tokens[index], asks)
                 try:
                     request_id = engine.add(request)
                 except RequestRejected:
@@ -359,6 +379,8 @@ def run_history(
         tally.relocated_blocks += engine.kv._device.num_relocated_blocks
         tally.overwritten_tokens += engine.kv._device.num_overwritten_tokens
     tally.checkpoints += stats.checkpoints
+    tally.accepted_drafts += stats.accepted_drafts
+    tally.rejected_drafts += stats.rejected_drafts
     tally.swaps_out += stats.swaps_out
     tally.swaps_in += stats.swaps_in
     tally.failures += stats.host_failures

@@ -52,7 +52,9 @@ def main() -> int:
                 return int(num_failures > 0)
             num_histories += 1
             policy, faults, deaths, overlaps = next(policies), seed % 2 == 0, seed % 5 == 0, seed % 3 > 0
-            drawn = dict(scheduler=policy, faults=faults, deaths=deaths, async_steps=overlaps)
+            drawn = dict(
+                scheduler=policy, faults=faults, deaths=deaths, async_steps=overlaps, drafts=seed // 2 % 2 == 0
+            )  # fmt: skip
             try:
                 run_history(model, reference, seed, tally=tally, **drawn)
             except AssertionError as error:

@@ -75,6 +75,29 @@ def test_steps_that_overlap_change_no_token(scheduler: str, device: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheduler", slow_except(("omniserve", "conserve"), SCHEDULERS.names()))
+def test_drafts_change_no_token(scheduler: str, device: str) -> None:
+    model, reference = model_and_reference("llama", device)
+    managers = KV_MANAGERS.names()
+    tally = run_histories(
+        model, reference, range(800, 804), reach=("accepted_drafts", "rejected_drafts", "preemptions"),
+        scheduler=scheduler, drafts=True, kv=lambda seed: managers[seed % len(managers)],
+        async_steps=lambda seed: seed % 3 == 0, faults=lambda seed: seed % 2 == 0,
+    )  # fmt: skip
+    assert tally.finished > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", slow_except(("gemma2", "gpt_neox"), MODELS))
+def test_drafts_change_no_token_of_any_family(family: str, device: str) -> None:
+    model, reference = model_and_reference(family, device)
+    run_histories(
+        model, reference, range(820, 822), reach=("accepted_drafts", "rejected_drafts"), drafts=True,
+        step_graphs=lambda seed: ("on", "off")[seed % 2],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
 def test_tokens_on_the_host_tier_may_be_pending(family: str, device: str) -> None:
     model, reference = model_and_reference(family, device)

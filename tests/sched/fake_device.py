@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from omniserve.core.plan import (
     PENDING_TOKEN,
+    DeviceChunk,
     HostEvent,
     HostEventKind,
     KVMove,
@@ -76,11 +77,14 @@ class FakeDevice:
         self.away: dict[int, int] = {}
         """Host slot -> layer its token is at."""
         self.done: set[int] = set()
-        self.sampled: dict[str, SampledToken] = {}
+        self.sampled: dict[str, tuple[SampledToken, ...]] = {}
         """By the last step that sampled any."""
         self.states = FakeStates(num_layers)
         self.num_pending = 0
         """Tokens that a plan waited for."""
+        self.num_drafts = 0
+        """Drafts in the chunks, and how many of them were right."""
+        self.num_right_drafts = 0
         self.num_joins = 0
         self.num_late_joins = 0
         """Of these, joins whose result came in the course of their step."""
@@ -125,13 +129,15 @@ class FakeDevice:
     def _with_pending_tokens(self, plan: StepPlan) -> StepPlan:
         """Fill in what the plan waits for: the last step that computed anything sampled it."""
         chunks = tuple(
-            dataclasses.replace(c, token_ids=(*c.token_ids[:-1], self.sampled[c.request_id].token_id))
+            dataclasses.replace(c, token_ids=(*c.token_ids[:-1], self.sampled[c.request_id][-1].token_id))
             if c.token_ids[-1] == PENDING_TOKEN
             else c
             for c in plan.chunks
         )
         entries = tuple(
-            dataclasses.replace(e, token_id=self.sampled[e.request_id].token_id) if e.token_id == PENDING_TOKEN else e
+            dataclasses.replace(e, token_id=self.sampled[e.request_id][-1].token_id)
+            if e.token_id == PENDING_TOKEN
+            else e
             for e in plan.entries
         )
         self.num_pending += sum(
@@ -182,7 +188,7 @@ class FakeDevice:
         for move in plan.moves:
             self.moves[move.move_id] = move
             self._seen[move.move_id] = self._source(move)
-        tokens: dict[str, SampledToken] = {}
+        tokens: dict[str, tuple[SampledToken, ...]] = {}
         ids = [c.request_id for c in plan.chunks] + [e.request_id for e in (*plan.entries, *plan.pipelined)]
         assert len(ids) == len(set(ids)), "a request is scheduled twice"
         halted: dict[str, int] = {}
@@ -211,7 +217,7 @@ class FakeDevice:
                 length = chunk.start + len(chunk.token_ids)
                 context = self._context("device", chunk.block_ids, length, is_reversed=chunk.is_reversed)
                 self.states.check(chunk.state_slot, context)
-                tokens[chunk.request_id] = SampledToken(token_id=next_token(context))
+                tokens[chunk.request_id] = self._verified(chunk, context)
         missed = self._settle_late_joins(plan)
         for join in plan.joins:
             if join.request_id in missed:
@@ -225,7 +231,7 @@ class FakeDevice:
             if join.layer == self.num_layers - 1:
                 context = self._context("host", entry.block_ids, entry.position + 1)
                 self.states.check(join.state_slot, context)
-                tokens[join.request_id] = SampledToken(token_id=next_token(context))
+                tokens[join.request_id] = (SampledToken(token_id=next_token(context)),)
                 del self.away[join.slot]
             else:
                 self._send(entry, join.layer + 1)
@@ -240,7 +246,7 @@ class FakeDevice:
         return StepOutput(missed=frozenset(missed), tokens=tokens, halted=halted, lost=lost)
 
     def _run_through(
-        self, row: PiggybackEntry | PiggybackJoin, busy: set[int], tokens: dict[str, SampledToken]
+        self, row: PiggybackEntry | PiggybackJoin, busy: set[int], tokens: dict[str, tuple[SampledToken, ...]]
     ) -> bool:
         """Compute a pipelined token through all its layers; False if its host attention fails."""
         if isinstance(row, PiggybackEntry):
@@ -265,8 +271,20 @@ class FakeDevice:
         self.kv["host", self._slot(entry.block_ids, entry.position)] = entry.token_id
         context = self._context("host", entry.block_ids, entry.position + 1)
         self.states.check(row.state_slot, context)
-        tokens[row.request_id] = SampledToken(token_id=next_token(context))
+        tokens[row.request_id] = (SampledToken(token_id=next_token(context)),)
         return True
+
+    def _verified(self, chunk: DeviceChunk, context: tuple[int, ...]) -> tuple[SampledToken, ...]:
+        """Return the tokens of a chunk that samples: those of its drafts' rows as long as the drafts are right."""
+        drafts = chunk.drafts
+        self.num_drafts += len(drafts)
+        tokens: list[SampledToken] = []
+        for index in range(len(drafts) + 1):
+            tokens.append(SampledToken(token_id=next_token(context[: len(context) - len(drafts) + index])))
+            if index < len(drafts) and tokens[-1].token_id != drafts[index]:
+                break
+        self.num_right_drafts += len(tokens) - 1
+        return tuple(tokens)
 
     def _send(self, entry: PiggybackEntry, layer: int) -> None:
         self.away[entry.slot] = layer

@@ -57,7 +57,7 @@ class CheckpointBench:
         for chunk in batch.chunks:
             state = next(state for state in self.states if state.request_id == chunk.request_id)
             state.num_computed_tokens = state.num_tokens
-            state.token_ids.append(output.tokens[state.request_id].token_id)
+            state.token_ids.append(output.tokens[state.request_id][0].token_id)
 
     def end(self, event: HostEvent) -> bool:
         """Finish a move; tell whether it was a checkpoint's copy."""

@@ -107,15 +107,16 @@ def draw_request(rng: random.Random) -> Request:
 def run_history(
     scheduler: str, seed: int, *, kv: str = "tiered", failure_rate: float = 0.0, halt_rate: float = 0.0,
     tier_down: bool = False, down_at_return: bool = False, has_forecast: bool = False, overlaps: bool = False,
-    has_states: bool = False,
+    has_states: bool = False, has_drafts: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     rng = random.Random(seed)
     ends = random.Random(-1 - seed)  # of its own: who ends early changes nothing else
+    guesses = random.Random(f"{seed} guesses")
     sched, device = make(
         scheduler, kv, rng, failure_rate=failure_rate, halt_rate=halt_rate, has_forecast=has_forecast,
         has_states=has_states,
     )  # fmt: skip
-    num_failed = num_reused = 0
+    num_failed = num_reused = num_reused_tokens = 0
 
     def execute(plan: StepPlan) -> StepOutput:
         nonlocal num_failed
@@ -138,11 +139,14 @@ def run_history(
     requests = {f"r{i}": draw_request(rng) for i in range(rng.randint(5, 30))}
     if overlaps:
         requests = {request_id: with_stop_tokens(request, ends) for request_id, request in requests.items()}
+    if has_drafts:
+        requests = {request_id: with_prediction(request, guesses) for request_id, request in requests.items()}
     arrivals = list(requests)
     down_at = rng.randint(5, 60) if tier_down else None
     got: dict[str, list[int]] = {request_id: [] for request_id in requests}
     reasons: dict[str, FinishReason] = {}
     stays: dict[str, list[Stay]] = {request_id: [] for request_id in requests}
+    num_accepted = num_rejected_drafts = 0
     now_s = 0.0
     num_rejected = num_bounded = 0
     for step in range(20_000):
@@ -170,6 +174,7 @@ def run_history(
                     sched.add(victim, new, SLO(), now_s)
                     num_reused += 1
                     check_tokens(requests[victim], got[victim], reasons.pop(victim), about=(seed, victim))
+                    num_reused_tokens += len(got[victim])
                     requests[victim], got[victim], stays[victim] = new, [], []
         events = device.poll(speed)
         if step == down_at and sched.requests.limits.num_host_slots:
@@ -181,6 +186,7 @@ def run_history(
             assert max(holding(sched).values()) <= sched.requests.limits.config.max_num_seqs, holding(sched)
         if has_forecast and SCHEDULERS.get(scheduler).predicts:
             num_bounded += check_decision(sched, plan)
+        assert not any(chunk.num_drafts for chunk in plan.chunks if chunk.request_id in plan.preemptible)
         seconds = 0.005 if plan.decision is None or not plan.decision.predicted_s else plan.decision.predicted_s
         now_s, outputs = stepping.step(plan, now_s, seconds)
         if down_at_return and down_at is None and any(m.direction is MoveDirection.TO_DEVICE for m in plan.moves):
@@ -189,10 +195,15 @@ def run_history(
             got[output.request_id] += output.new_token_ids
             stays[output.request_id] += output.host_stays
             assert output.num_output_tokens == len(got[output.request_id])
+            num_accepted += output.num_accepted_drafts
+            num_rejected_drafts += output.num_rejected_drafts
             if output.finish_reason is not None:
                 reasons[output.request_id] = output.finish_reason
                 check_stays(output, stays[output.request_id], overlaps=overlaps)
         sched.check_integrity()
+        for state in sched.requests.states.values():
+            held, needed = sched.requests.kv.num_blocks(state.request_id), sched.requests.blocks_for(state)
+            assert held <= needed, f"{state.request_id} holds {held} blocks, {needed} would do"
         if step % 8 == 0:
             check_blocks_by_class(sched)
     else:
@@ -205,6 +216,10 @@ def run_history(
     assert len(sched.requests.kv.free_block_ids(Tier.DEVICE)) == usage.device_total, "somebody who ended still keeps KV"
     stats = sched.stats()
     assert stats.layer_preemptions == device.num_halts
+    assert stats.accepted_drafts + stats.rejected_drafts == device.num_drafts >= device.num_right_drafts
+    assert stats.accepted_drafts <= device.num_right_drafts, "what came behind the end was output"
+    assert sum(stats.output_tokens.values()) == sum(map(len, got.values())) + num_reused_tokens
+    assert (stats.accepted_drafts, stats.rejected_drafts) == (num_accepted, num_rejected_drafts)
     shared_blocks = getattr(sched.requests.kv, "_device", None)
     return {"overtaken": getattr(stepping, "num_overtaken", 0), "pending": device.num_pending,
             "stopped": Counter(reasons.values())[FinishReason.STOP], "failed": num_failed, "reused": num_reused,
@@ -215,7 +230,18 @@ def run_history(
             "bounded": num_bounded, "resumed": stats.resumed_tokens, "restored": device.num_restored,
             "relocated": device.num_relocated, "shared": getattr(shared_blocks, "num_shared_blocks", 0),
             "overwritten": getattr(shared_blocks, "num_overwritten_tokens", 0),
-            "failed_returns": device.num_failed_returns}  # fmt: skip
+            "failed_returns": device.num_failed_returns, "right_drafts": device.num_right_drafts,
+            "wrong_drafts": device.num_drafts - device.num_right_drafts}  # fmt: skip
+
+
+def with_prediction(request: Request, rng: random.Random) -> Request:
+    """Let most requests be decoded speculatively, by guesses that are right for a while and then wrong."""
+    predicted = expected_tokens(tuple(request.prompt_token_ids), request.sampling.max_tokens)
+    share = rng.choice([0.0, 0.05, 0.3])
+    for index in range(len(predicted)):
+        if rng.random() < share:
+            predicted[index] = rng.choice([predicted[index - 1], rng.randrange(VOCAB)])
+    return dataclasses.replace(request, predicted_token_ids=predicted, speculation=rng.random() < 0.9)
 
 
 def with_stop_tokens(request: Request, rng: random.Random) -> Request:
@@ -313,6 +339,8 @@ def check_decision(sched: Scheduler, plan: StepPlan) -> bool:
     features = [features_of(plan, sched.policy.forecast.shape, host_works=works) for works in (False, True)]
     seconds = [sched.policy.forecast.predictor.step_s(f) if not plan.is_empty else 0.0 for f in features]
     assert any(abs(decision.predicted_s - s) < 1e-9 for s in seconds), (decision.predicted_s, seconds)
+    if any(chunk.num_drafts for chunk in plan.chunks) and decision.bound_s is not None:
+        assert decision.predicted_s <= decision.bound_s + 1e-9, "drafts beyond the bound"
     if has_ls and has_be and decision.bound_s is not None:
         assert decision.predicted_s <= decision.bound_s + 1e-9, "best-effort work beyond the bound"
     if has_be:
@@ -338,6 +366,22 @@ def test_every_request_gets_its_tokens_over_random_histories(scheduler: str, kv:
         wanted += ["checkpoints", "resumed", "restored"]
     if kv == "bidirectional":
         wanted += ["shared", "overwritten", "relocated", "checkpoints", "resumed", "restored"]
+    for key in wanted:
+        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
+
+
+@pytest.mark.parametrize("kv", KV_MANAGERS.names())
+@pytest.mark.parametrize("scheduler", slow_except(("omniserve", "sarathi", "conserve"), SCHEDULERS.names()))
+def test_drafts_change_no_token_over_random_histories(scheduler: str, kv: str) -> None:
+    totals = [
+        run_history(
+            scheduler, 6000 + seed, kv=kv, has_drafts=True, has_forecast=seed % 2 == 0, overlaps=seed % 3 == 0,
+            failure_rate=0.1 * (seed % 5 == 0),
+        )
+        for seed in range(30)
+    ]  # fmt: skip
+    wanted = ["right_drafts", "wrong_drafts", "preemptions"]
+    wanted += ["shared", "relocated"] if kv == "bidirectional" else []
     for key in wanted:
         assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 

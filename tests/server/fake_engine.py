@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -31,6 +32,8 @@ SILENT = 389
 # The step never ends; or waits for a device that hangs.
 HANG, STALL = 388, 387
 SLOW_STEP_S = 0.05
+# Tokens that a request with drafts gets in a step; those behind its end count as drafts that failed.
+TOKENS_OF_A_STEP = 4
 # What a prompt token is predicted to take, if the request has a TTFT objective.
 SECONDS_PER_TOKEN = 0.25
 
@@ -151,7 +154,23 @@ class FakeEngine:
             self.on_safepoint()
         self._num_steps += 1
         speaking = [item for item in self._running.items() if self._cause(item[1].request) != SILENT]
-        return [self._advance(request_id, entry) for request_id, entry in speaking]
+        return [self._run(request_id, entry) for request_id, entry in speaking]
+
+    def _run(self, request_id: str, entry: _Running) -> RequestOutput:
+        """Return a step's output, of several tokens if the request has drafts."""
+        outputs = [self._advance(request_id, entry)]
+        if not (entry.request.speculation or entry.request.predicted_token_ids):
+            return outputs[0]
+        while len(outputs) < TOKENS_OF_A_STEP and not outputs[-1].finished:
+            outputs.append(self._advance(request_id, entry))
+        return dataclasses.replace(
+            outputs[-1],
+            new_token_ids=tuple(token for output in outputs for token in output.new_token_ids),
+            new_logprobs=tuple(entry for output in outputs for entry in output.new_logprobs),
+            prompt_logprobs=outputs[0].prompt_logprobs,
+            num_accepted_drafts=len(outputs) - 1,
+            num_rejected_drafts=TOKENS_OF_A_STEP - len(outputs),
+        )
 
     def _advance(self, request_id: str, entry: _Running) -> RequestOutput:
         prompt, sampling = entry.request.prompt_token_ids, entry.request.sampling

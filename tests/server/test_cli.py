@@ -53,6 +53,11 @@ def test_classes_replace_the_default_ones_in_their_order():
         ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=3, tpot_s=0.2)),
         ClassSpec(name="batch", kind="BE"),
     )
+    speculating = [
+        ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=1, tpot_s=0.1), speculation=True),
+        ClassSpec(name="BE", kind="BE", speculation=True),
+    ]
+    assert [*parse("--class", "LS:LS:1:0.1:speculate", "--class", "BE:BE:speculate")[1].config.classes] == speculating
     one, other = parse("--ls-tpot-slo", "0.02")[1].config.classes
     assert one.slo == SLO(ttft_s=1.0, tpot_s=0.02)
     assert other == ClassSpec(name="BE", kind="BE")

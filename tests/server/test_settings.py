@@ -46,7 +46,11 @@ SETTINGS = {
     "device_threads": ("device-threads", 5, 5),
     "host_threads": ("host-threads", 6, 6),
     "host_cores": ("host-cores", "8,0-2", (8, 0, 1, 2)),
-    "classes": ("class", ["a:LS", "b:BE"], (ClassSpec(name="a", kind="LS"), ClassSpec(name="b", kind="BE"))),
+    "classes": (
+        "class",
+        ["a:LS:speculate", "b:BE"],
+        (ClassSpec(name="a", kind="LS", speculation=True), ClassSpec(name="b", kind="BE")),
+    ),
     "seed": ("seed", 7, 7),
 }
 

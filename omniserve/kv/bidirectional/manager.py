@@ -57,6 +57,16 @@ class BidirectionalKVManager(TieredKVManager):
         self._device.num_tokens[request_id] = num_tokens
         return tuple(held)
 
+    def stretch(self, request_id: str, num_tokens: int) -> tuple[int, ...] | None:
+        is_shared = self._on_device(request_id).blocks[-1] in self._device.sharers
+        if is_shared and num_tokens > self._device.num_tokens[request_id]:
+            return None  # the slots in between are the other's to grow into
+        return super().stretch(request_id, num_tokens)
+
+    def trim(self, request_id: str, num_tokens: int) -> None:
+        super().trim(request_id, num_tokens)
+        self._device.num_tokens[request_id] = num_tokens
+
     # -- eviction -----------------------------------------------------------------------------------------------
 
     def evict(self, request_id: str, num_computed_tokens: int) -> None:

@@ -1,0 +1,70 @@
+"""Speculation: the drafts of one request, as many as are likely to be right. They come from its drafter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from omniserve.sched.drafter import Drafter
+
+MAX_DRAFTS = 8
+"""Most drafts of a request in a step."""
+_LEAST_CHANCE = 0.3
+"""A draft that is less likely to be right is not computed: rows cost more than predicted where steps are short."""
+_MEMORY = 0.8
+"""Weight, at each guess, of what was learned from those before."""
+
+
+class Speculation:
+    """Asks the drafter at every token, and learns how often its guesses are right, whether they are computed or not.
+
+    So a request that its drafter knows nothing of costs a few microseconds a token, and no row of a step.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._num_right, self._num_told = 1.0, 2.0
+        self._guess: tuple[int, int] | None = None
+        """(position, token id) of the last guess, until it is known whether it was right."""
+
+    @property
+    def chance(self) -> float:
+        """The probability that a draft is right if those before it are, by the last ones."""
+        return self._num_right / self._num_told
+
+    def expected(self, count: int) -> float:
+        """Return how many of so many drafts are right on average."""
+        chance = self.chance
+        return chance * (1 - chance**count) / (1 - chance) if chance < 1 else float(count)
+
+    def draft(self, token_ids: Sequence[int], end: int, most: int) -> list[int]:
+        """Return drafts of what follows ``token_ids[:end]``, at most ``most``, that are likely enough to be right."""
+        drafts = self._ask(token_ids, end, max(1, most))
+        return drafts[: max(0, min(most, self._num_likely()))]
+
+    def knows_next(self, token_ids: Sequence[int], end: int) -> bool:
+        """Return whether there would be drafts behind the token that follows ``token_ids[:end]``, as it is guessed."""
+        return len(self._ask(token_ids, end, 2)) == 2 and self._num_likely() > 0
+
+    def learn(self, num_drafts: int, num_right: int) -> None:
+        """Take note of what has become of a step's drafts."""
+        self._guess = None
+        self._note(num_right, is_wrong=num_right < num_drafts)
+
+    def _num_likely(self) -> int:
+        if self.chance >= 1:
+            return MAX_DRAFTS
+        return min(MAX_DRAFTS, int(math.log(_LEAST_CHANCE) / math.log(self.chance))) if self.chance > 0 else 0
+
+    def _ask(self, token_ids: Sequence[int], end: int, most: int) -> list[int]:
+        if self._guess is not None and self._guess[0] < end:
+            position, token_id = self._guess
+            is_right = token_ids[position] == token_id
+            self._note(int(is_right), is_wrong=not is_right)
+        drafts = self._drafter.draft(token_ids, end, most)
+        self._guess = (end, drafts[0]) if drafts else None
+        return drafts
+
+    def _note(self, num_right: int, *, is_wrong: bool) -> None:
+        self._num_right = _MEMORY * self._num_right + num_right
+        self._num_told = _MEMORY * self._num_told + num_right + is_wrong

@@ -1,0 +1,243 @@
+"""What is drafted, for which requests, and how much: the drafter, what is learned of it, and the rows of a step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from omniserve.core.plan import DeviceChunk
+from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
+from omniserve.kv import KV_MANAGERS, Tier
+from omniserve.sched import Scheduler, policy_of
+from omniserve.sched.draft_rows import MAX_DRAFTS_WITHOUT_FORECAST, with_drafts
+from omniserve.sched.drafter import Drafter, PromptLookup
+from omniserve.sched.speculation import MAX_DRAFTS, Speculation
+from omniserve.sched.state import RequestState
+from tests.sched.limits import BLOCK, make_limits
+from tests.sched.predictor import forecast
+
+
+def newest_run(text: list[int], end: int) -> int:
+    """Return what ``PromptLookup`` has to find, by looking at everything."""
+    for n in (4, 3, 2):
+        for behind in range(end - 1, n - 1, -1) if end >= n else ():
+            if text[behind - n : behind] == text[end - n : end]:
+                return behind
+    return -1
+
+
+@pytest.mark.parametrize("vocabulary", [3, 20, 60])
+def test_the_longest_and_newest_run_goes_on_as_it_did(vocabulary: int) -> None:
+    rng = random.Random(vocabulary)
+    text = [rng.randrange(vocabulary) for _ in range(700)]
+    drafter, num_found, num_missed = PromptLookup(0), 0, 0
+    for end in range(1, len(text) + 1):
+        source = newest_run(text, end)
+        drafts = drafter.draft(text, end, 5)
+        want = list(text[:end])
+        for _ in range(5):
+            want.append(want[source + len(want) - end])
+        if source < 0:
+            assert drafts == []
+        elif drafts == want[end:]:
+            num_found += 1
+        else:
+            num_missed += 1  # one of its places in a table was given to another run since
+    assert num_found > 50 and num_missed < 0.15 * num_found
+
+
+def test_a_long_prompt_is_indexed_in_parts() -> None:
+    prompt = [*range(10, 9000), 10, 11]
+    drafter = PromptLookup(len(prompt))
+    text = [*prompt, 8000, 8001]
+    drafts = [drafter.draft(text, len(text), 3) for _ in range(6)]
+    assert drafts[0] == [] and drafts[-1] == [8002, 8003, 8004]
+
+
+def test_a_text_that_repeats_itself_is_continued_past_its_end() -> None:
+    assert PromptLookup(0).draft([1, 2, 3, 1, 2], 5, 7) == [3, 1, 2, 3, 1, 2, 3]
+    assert PromptLookup(0).draft([5, 5, 5], 3, 4) == [5, 5, 5, 5]
+
+
+def test_a_prediction_is_followed_and_found_again() -> None:
+    predicted = [*range(100, 140)]
+    drafter, text = PromptLookup(2, predicted), [1, 2]
+    assert drafter.draft([*text, 100], 3, 3) == [101, 102, 103]
+    text += [100, 101, 7]  # it differs in one token
+    assert drafter.draft(text, 5, 3) == []
+    text += [103, 104]
+    assert drafter.draft(text, 7, 3) == [105, 106, 107]
+    text += [120, 121]  # it leaves some out
+    assert drafter.draft(text, 9, 3) == [122, 123, 124]
+    text += [8, 9, 10, 104, 105]  # it goes back
+    assert drafter.draft(text, 14, 3) == [106, 107, 108]
+    text += [139 - i for i in range(3)] + [138, 139]
+    assert drafter.draft(text, 19, 3) == [], "nothing is predicted behind the end"
+
+
+def test_the_text_itself_is_used_where_the_prediction_says_nothing() -> None:
+    drafter = PromptLookup(4, [50, 51])
+    assert drafter.draft([1, 2, 3, 4, 1, 2], 6, 3) == [3, 4, 1]
+
+
+class _Fixed(Drafter):
+    """Always guesses the same."""
+
+    def __init__(self, *guess: int) -> None:
+        self.guess = guess
+        self.num_asked = 0
+
+    def draft(self, token_ids: object, end: int, most: int) -> list[int]:
+        self.num_asked += 1
+        return list(self.guess[:most])
+
+
+def test_guesses_that_fail_are_no_longer_computed_until_they_would_have_been_right() -> None:
+    speculation, text = Speculation(_Fixed(*range(1, 20))), [0]
+    num_rows = 0
+    for _ in range(200):
+        num_rows += len(drafts := speculation.draft(text, len(text), 8))
+        if drafts:
+            speculation.learn(len(drafts), 0)
+        text.append(77)
+    assert num_rows <= 3 and speculation.chance < 0.01
+    for _ in range(6):
+        assert speculation.draft(text, len(text), 8) == [] or speculation.chance >= 0.3
+        text.append(1)
+    assert speculation.draft(text, len(text), 8) != []
+
+
+def test_drafts_that_are_right_become_more() -> None:
+    speculation, text = Speculation(_Fixed(*range(1, 20))), [0]
+    counts = []
+    for _ in range(12):
+        drafts = speculation.draft(text, len(text), MAX_DRAFTS)
+        counts.append(len(drafts))
+        speculation.learn(len(drafts), len(drafts))
+        text += [*drafts, 0]
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == MAX_DRAFTS
+    assert speculation.expected(4) == pytest.approx(sum(speculation.chance**i for i in range(1, 5)))
+    assert speculation.draft(text, len(text), 0) == []
+
+
+def test_what_follows_a_pending_token_is_known_by_two_guesses() -> None:
+    assert Speculation(_Fixed(1, 2)).knows_next([0], 1)
+    assert not Speculation(_Fixed(1)).knows_next([0], 1)
+
+
+# -- rows of a step ----------------------------------------------------------------------------------------------------
+
+
+def decoding(name: str, num_tokens: int = 5, *, max_tokens: int = 40, guess: tuple[int, ...] = ()) -> RequestState:
+    request = Request(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=max_tokens))
+    state = RequestState(
+        request_id=name, request=request, slo=SLO(), kind=ServiceClass.LS, priority_key=(0, 0), arrival_s=0.0,
+        token_ids=[1, 2, 3],
+    )  # fmt: skip
+    state.token_ids += [1] * (num_tokens - 3)
+    state.num_computed_tokens = num_tokens - 1
+    state.speculation = Speculation(_Fixed(*(guess or range(20))))
+    state.speculation.learn(400, 400)  # it is always right
+    return state
+
+
+class Step:
+    """A step of decodes under a made-up forecast: ``base`` ms, and ``row`` ms a row."""
+
+    def __init__(self, *states: RequestState, kv: str = "tiered", blocks: int = 20) -> None:
+        self.states = states
+        self.kv = KV_MANAGERS.get(kv)(num_device_blocks=blocks, num_host_blocks=8, block_size=BLOCK)
+        self.chunks = []
+        for state in states:
+            table = self.kv.allocate(state.request_id, state.num_tokens)
+            assert table is not None
+            start = state.num_computed_tokens
+            chunk = {"request_id": state.request_id, "start": start, "block_ids": table}
+            self.chunks.append(DeviceChunk(token_ids=(1,), samples=True, **chunk))  # type: ignore[arg-type]
+
+    def drafts(self, *, costs: tuple[float, float] | None = None, bound_s: float = 10.0, **more: object) -> list[int]:
+        """Return how many drafts each request gets."""
+        cost = None
+        if costs is not None:
+            cost = forecast(2, base=costs[0], row=costs[1], key=0.0).step()
+            for chunk in self.chunks:
+                cost.add_chunk(chunk.start, 1, samples=1)
+        settings = {"tokens_left": 100, "max_model_len": 1000, "without": ()} | more
+        found = with_drafts(self.chunks, self.states, self.kv, cost=cost, bound_s=bound_s, **settings)  # type: ignore[arg-type]
+        for request_id, chunk in found.items():
+            assert chunk.request_id == request_id and len(chunk.drafts) == chunk.num_drafts > 0
+            assert len(chunk.block_ids) * BLOCK >= chunk.start + len(chunk.token_ids)
+        self.kv.check_integrity()
+        if cost is not None:
+            assert cost.seconds() <= bound_s or not found
+        return [found[s.request_id].num_drafts if s.request_id in found else 0 for s in self.states]
+
+
+def test_a_row_that_costs_little_is_drafted_and_one_that_costs_a_step_is_not() -> None:
+    assert Step(decoding("a")).drafts(costs=(5.0, 0.01)) == [8]
+    assert Step(decoding("a")).drafts(costs=(0.0, 5.0)) == [0]
+
+
+def test_without_a_forecast_drafts_are_few() -> None:
+    assert Step(decoding("a"), decoding("b")).drafts() == [MAX_DRAFTS_WITHOUT_FORECAST] * 2
+
+
+def test_drafts_keep_the_bound_and_a_step_beyond_it_gets_none() -> None:
+    one_row_s = forecast(2, base=5.0, row=0.5, key=0.0).step().seconds_with(4, 1, samples=1)
+    assert Step(decoding("a")).drafts(costs=(5.0, 0.5), bound_s=0.99 * one_row_s) == [0]
+    (few,) = Step(decoding("a")).drafts(costs=(5.0, 0.5), bound_s=one_row_s + 0.0021)
+    assert 0 < few < 8
+
+
+def test_drafts_fit_the_token_budget_and_the_length() -> None:
+    assert Step(decoding("a"), decoding("b")).drafts(tokens_left=5) == [4, 1]
+    assert Step(decoding("a"), decoding("b")).drafts(tokens_left=0) == [0, 0]
+    assert Step(decoding("a", max_tokens=5)).drafts() == [2], "three more tokens, of which one is certain"
+    assert Step(decoding("a", max_tokens=3)).drafts() == [0], "the next token is the last"
+    assert Step(decoding("a")).drafts(max_model_len=7) == [1]
+    assert Step(decoding("a"), decoding("b")).drafts(without={"a"}) == [0, 4]
+
+
+@pytest.mark.parametrize("kv", KV_MANAGERS.names())
+def test_drafts_take_free_blocks_only(kv: str) -> None:
+    step = Step(decoding("a", 5), decoding("b", 5), kv=kv, blocks=4)
+    assert step.drafts() == [3, 3], "what their last blocks have room for"
+    step = Step(decoding("a", 4), decoding("b", 4), kv=kv, blocks=3)
+    assert step.drafts() == [4, 0]
+    for state in step.states:
+        step.kv.trim(state.request_id, 4)
+    assert step.kv.num_free(Tier.DEVICE) == 1
+    step.kv.check_integrity()
+
+
+@pytest.mark.parametrize("kv", ["incremental", "bidirectional"])
+def test_drafts_take_nothing_from_evicted_requests(kv: str) -> None:
+    step = Step(decoding("a", 4), kv=kv, blocks=3)
+    assert step.kv.allocate("evicted", 8) is not None
+    step.kv.evict("evicted", 8)  # type: ignore[attr-defined]
+    assert step.kv.num_free(Tier.DEVICE) == 2 and step.drafts() == [0]
+    assert step.kv.num_kept_tokens("evicted", Tier.DEVICE) == 8  # type: ignore[attr-defined]
+
+
+def test_drafts_do_not_grow_into_a_shared_block() -> None:
+    ls = decoding("ls", 5)
+    kv = KV_MANAGERS.get("bidirectional")(num_device_blocks=3, num_host_blocks=8, block_size=8)
+    kv.declare("be", ServiceClass.BE)  # type: ignore[attr-defined]
+    assert kv.allocate("be", 18) is not None and kv.allocate("ls", 5) is not None, "it moves in beside the other"
+    assert kv.stretch("ls", 6) is None and kv.take_relocations() == ()  # type: ignore[attr-defined]
+    assert kv.stretch("ls", 5) == kv.allocate("ls", 5)
+    assert ls.num_tokens == 5
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize("request_fields", [{"speculation": False}, {"grammar": "start: /a/"}, {"states": 8}, {}])
+def test_who_has_a_drafter(request_fields: dict[str, object]) -> None:
+    fields = dict(request_fields)
+    limits = make_limits("sarathi", num_state_slots=fields.pop("states", 0))
+    sampling = SamplingParams(grammar=fields.pop("grammar", None))  # type: ignore[arg-type]
+    kv = KV_MANAGERS.get("paged")(num_device_blocks=20, num_host_blocks=0, block_size=BLOCK)
+    scheduler = Scheduler(*policy_of(limits.config), limits=limits, kv=kv)
+    request = Request(prompt_token_ids=[1], sampling=sampling, **{"speculation": True, **fields})  # type: ignore[arg-type]
+    scheduler.add("a", request, SLO(), 0.0)
+    assert (scheduler.requests.states["a"].speculation is not None) == (not request_fields)
