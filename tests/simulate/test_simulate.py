@@ -122,8 +122,9 @@ def test_best_effort_requests_decode_on_the_host_tier_when_memory_is_short() -> 
 
 
 def test_a_host_token_takes_one_step_a_layer_with_late_joins_and_two_without() -> None:
+    fast = HostNode(num_threads=2, key_s=1e-8, task_s=1e-7, latency_s=1e-6)
     config = SimulationConfig(
-        machine=machine(hosts=(HOST,), copy_s=0.001, base=2.0, row=0.05, key=0.0),
+        machine=machine(hosts=(fast,), copy_s=0.001, base=2.0, row=0.05, key=0.0),
         engine=engine(scheduler="llumnix", blocks=30, host_blocks=200, max_piggyback_seats=64),
         load=mixed_load(3, backlog=20),
     )  # fmt: skip
