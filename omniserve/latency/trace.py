@@ -214,7 +214,8 @@ def _scheduled(plan: StepPlan, classes: Mapping[str, str]) -> dict[str, dict[str
 
     for chunk in plan.chunks:
         num_tokens = len(chunk.token_ids)
-        of(chunk.request_id).update(tokens=num_tokens, prefill_tokens=num_tokens if num_tokens > 1 else 0)
+        is_prefill = num_tokens > 1 and not chunk.num_drafts
+        of(chunk.request_id).update(tokens=num_tokens, prefill_tokens=num_tokens if is_prefill else 0)
     for entry in plan.entries:
         of(entry.request_id).update(entries=1)
     for row in plan.pipelined:

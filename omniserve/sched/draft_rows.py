@@ -55,7 +55,9 @@ def with_drafts(
             continue
         # One token of the step is certain, and there may be no draft of what would end the request by its length.
         limit = min(state.max_num_tokens, max_model_len) - state.num_tokens - 1
-        most = min(limit, tokens_left, MAX_DRAFTS if cost is not None else MAX_DRAFTS_WITHOUT_FORECAST)
+        # Where it is known what they cost, more are considered than are likely to be right all together.
+        likely = 2 * speculation.num_likely if cost is not None else speculation.num_likely
+        most = min(limit, tokens_left, likely, MAX_DRAFTS if cost is not None else MAX_DRAFTS_WITHOUT_FORECAST)
         if drafts := speculation.draft(state.token_ids, state.num_tokens, most):
             offers.append(_Offer(state, chunk, drafts, speculation))
     offers.sort(key=lambda offer: -offer.speculation.chance)
@@ -80,6 +82,8 @@ def with_drafts(
             tokens_left -= num_drafts
             work += offer.speculation.expected(num_drafts)
             break
+        else:
+            offer.speculation.decline(offer.state.num_tokens)
     return found
 
 

@@ -10,7 +10,9 @@ from omniserve.sched.drafter import Drafter
 MAX_DRAFTS = 8
 """Most drafts of a request in a step."""
 _LEAST_CHANCE = 0.3
-"""A draft that is less likely to be right is not computed: rows cost more than predicted where steps are short."""
+"""While guesses are less often right than this, none is computed: rows may cost more than predicted."""
+_DECLINED_TOKENS = 16
+"""Steps that had no time or memory for drafts will not have it soon."""
 _MEMORY = 0.8
 """Weight, at each guess, of what was learned from those before."""
 
@@ -26,6 +28,7 @@ class Speculation:
         self._num_right, self._num_told = 1.0, 2.0
         self._guess: tuple[int, int] | None = None
         """(position, token id) of the last guess, until it is known whether it was right."""
+        self._declined_until = 0
 
     @property
     def chance(self) -> float:
@@ -37,24 +40,34 @@ class Speculation:
         chance = self.chance
         return chance * (1 - chance**count) / (1 - chance) if chance < 1 else float(count)
 
+    @property
+    def num_likely(self) -> int:
+        """Return how many drafts are right, all of them, with the least chance that is worth a row."""
+        if self.chance >= 1:
+            return MAX_DRAFTS
+        return min(MAX_DRAFTS, int(math.log(_LEAST_CHANCE) / math.log(self.chance))) if self.chance > 0 else 0
+
     def draft(self, token_ids: Sequence[int], end: int, most: int) -> list[int]:
-        """Return drafts of what follows ``token_ids[:end]``, at most ``most``, that are likely enough to be right."""
+        """Return drafts of what follows ``token_ids[:end]``, at most ``most``; none while too few of them are right."""
         drafts = self._ask(token_ids, end, max(1, most))
-        return drafts[: max(0, min(most, self._num_likely()))]
+        return drafts[: max(0, most)] if self.chance >= _LEAST_CHANCE else []
 
     def knows_next(self, token_ids: Sequence[int], end: int) -> bool:
-        """Return whether there would be drafts behind the token that follows ``token_ids[:end]``, as it is guessed."""
-        return len(self._ask(token_ids, end, 2)) == 2 and self._num_likely() > 0
+        """Return whether there would be drafts behind the token that follows ``token_ids[:end]``, as it is guessed.
+
+        False for some tokens after ``decline``.
+        """
+        knows = len(self._ask(token_ids, end, 2)) == 2 and self.chance >= _LEAST_CHANCE
+        return knows and end >= self._declined_until
+
+    def decline(self, end: int) -> None:
+        """Take note that a step had no use for the drafts of what follows the first ``end`` tokens."""
+        self._declined_until = end + _DECLINED_TOKENS
 
     def learn(self, num_drafts: int, num_right: int) -> None:
         """Take note of what has become of a step's drafts."""
         self._guess = None
         self._note(num_right, is_wrong=num_right < num_drafts)
-
-    def _num_likely(self) -> int:
-        if self.chance >= 1:
-            return MAX_DRAFTS
-        return min(MAX_DRAFTS, int(math.log(_LEAST_CHANCE) / math.log(self.chance))) if self.chance > 0 else 0
 
     def _ask(self, token_ids: Sequence[int], end: int, most: int) -> list[int]:
         if self._guess is not None and self._guess[0] < end:

@@ -15,6 +15,7 @@ TINY = {
     "sampling": "--vocabulary 100 --rows 1 2 --repeats 2",
     "linears": "--shapes 64x96 --dtypes bfloat16 float32 --rows 1 2 --repeats 1 --cold-mib 1",
     "decode_rate": "--batches 1 2 --output 3 --repeats 1 --no-compile",
+    "drafts": "--models built-in --prompt 8 --output 8 --repeats 1 --profile-s 0.5 --no-compile",
     "cpu_dtypes": "--rows 1 2 --prompts 8 --steps 2 --repeats 1",
     "step_overhead": "--requests 1 --steps 3",
     "shared_cores": "--shares 0 0.5 --requests 2 --steps 2 --repeats 1 "

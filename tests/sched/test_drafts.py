@@ -97,7 +97,7 @@ def test_guesses_that_fail_are_no_longer_computed_until_they_would_have_been_rig
     speculation, text = Speculation(_Fixed(*range(1, 20))), [0]
     num_rows = 0
     for _ in range(200):
-        num_rows += len(drafts := speculation.draft(text, len(text), 8))
+        num_rows += len(drafts := speculation.draft(text, len(text), speculation.num_likely))
         if drafts:
             speculation.learn(len(drafts), 0)
         text.append(77)
@@ -112,7 +112,7 @@ def test_drafts_that_are_right_become_more() -> None:
     speculation, text = Speculation(_Fixed(*range(1, 20))), [0]
     counts = []
     for _ in range(12):
-        drafts = speculation.draft(text, len(text), MAX_DRAFTS)
+        drafts = speculation.draft(text, len(text), speculation.num_likely)
         counts.append(len(drafts))
         speculation.learn(len(drafts), len(drafts))
         text += [*drafts, 0]
@@ -124,6 +124,15 @@ def test_drafts_that_are_right_become_more() -> None:
 def test_what_follows_a_pending_token_is_known_by_two_guesses() -> None:
     assert Speculation(_Fixed(1, 2)).knows_next([0], 1)
     assert not Speculation(_Fixed(1)).knows_next([0], 1)
+
+
+def test_nothing_waits_for_drafts_that_a_step_has_just_declined() -> None:
+    speculation, text = Speculation(_Fixed(1, 1)), [1] * 40
+    speculation.decline(10)
+    assert [speculation.knows_next(text, end) for end in (10, 25, 26)] == [False, False, True]
+    state = decoding("a")
+    assert Step(state).drafts(costs=(0.0, 5.0)) == [0]
+    assert state.speculation is not None and not state.speculation.knows_next(state.token_ids, state.num_tokens)
 
 
 # -- rows of a step ----------------------------------------------------------------------------------------------------
