@@ -57,7 +57,8 @@ class APEXPolicy(OmniServePolicy):
     corrects N_C (section 6, online profiling).
 
     What differs from the paper: LS before BE, under the latency control of ``omniserve``; the paper has no limit on the
-    wait of a small cohort. Without a latency model it overlaps always.
+    wait of a small cohort; as in ``neo``, the first sub-batch has no host rows, and prompts are computed into device
+    memory. Without a latency model it overlaps always.
     """
 
     options_type = APEXOptions

@@ -44,10 +44,9 @@ class Placement:
         self._capacities = tuple(capacities)
         self._held = held
         self._hosts: dict[str, int] = {}
-        # What each request held when it was last looked at: it may have given blocks back since.
-        self._blocks: dict[str, int] = {}
+        # What each request of a host held when it was last looked at: it may have given blocks back since.
+        self._blocks: list[dict[str, int]] = [{} for _ in capacities]
         self._used = [0] * len(capacities)
-        self._counts = [0] * len(capacities)
 
     def host_of(self, request_id: str) -> int:
         """Return the host of a request that has been placed."""
@@ -62,13 +61,10 @@ class Placement:
     def grow(self, request_id: str) -> Place:
         """Return the place for all blocks that a request holds now: where it is, if that has room, else another one."""
         num_blocks, before = self._held(request_id), self._hosts.get(request_id)
-        known = self._blocks.get(request_id, 0)
+        known = self._blocks[before][request_id] if before is not None else 0
         if before is not None and num_blocks <= known:
             return Place(before)
         self.forget(request_id)
-        preferred = 0 if before is None else before
-        if self._num_free(preferred) < num_blocks:
-            self._look_again()
         host = self._choose(num_blocks, before)
         self._put(request_id, host, num_blocks)
         return Place(host) if before is None or host == before else Place(host, known, before)
@@ -77,30 +73,31 @@ class Placement:
         """Forget a request that has no KV on a host any more; an unknown one is no error."""
         host = self._hosts.pop(request_id, None)
         if host is not None:
-            self._used[host] -= self._blocks.pop(request_id)
-            self._counts[host] -= 1
-
-    def _num_free(self, host: int) -> int:
-        return self._capacities[host] - self._used[host]
+            self._used[host] -= self._blocks[host].pop(request_id)
 
     def _choose(self, num_blocks: int, before: int | None) -> int:
-        hosts = range(len(self._capacities))
-        has_room = [host for host in hosts if self._num_free(host) >= num_blocks]
-        for host in (before, 0):
-            if host in has_room:
+        for host in (0,) if before is None else (before, 0):
+            if self._has_room(host, num_blocks):
                 return host
-        if has_room:
-            return min(has_room, key=lambda host: self._counts[host])
-        return before if before is not None else max(hosts, key=self._num_free)
+        hosts = range(len(self._capacities))
+        if has_room := [host for host in hosts if self._has_room(host, num_blocks)]:
+            return min(has_room, key=lambda host: len(self._blocks[host]))
+        return before if before is not None else max(hosts, key=lambda host: self._capacities[host] - self._used[host])
+
+    def _has_room(self, host: int, num_blocks: int) -> bool:
+        if self._used[host] + num_blocks > self._capacities[host]:
+            self._look_again(host)
+        return self._used[host] + num_blocks <= self._capacities[host]
 
     def _put(self, request_id: str, host: int, num_blocks: int) -> None:
-        self._hosts[request_id], self._blocks[request_id] = host, num_blocks
+        self._hosts[request_id] = host
+        self._blocks[host][request_id] = num_blocks
         self._used[host] += num_blocks
-        self._counts[host] += 1
 
-    def _look_again(self) -> None:
-        """Take note of blocks that requests have given back, or taken, since they were last looked at."""
-        for request_id, host in list(self._hosts.items()):
-            self.forget(request_id)
-            if num_blocks := self._held(request_id):
-                self._put(request_id, host, num_blocks)
+    def _look_again(self, host: int) -> None:
+        """Take note of blocks that the requests of a host have given back, or taken, since they were looked at."""
+        for request_id, known in list(self._blocks[host].items()):
+            if (num_blocks := self._held(request_id)) != known:
+                self.forget(request_id)
+                if num_blocks:
+                    self._put(request_id, host, num_blocks)
