@@ -100,10 +100,10 @@ def with_settings(case: Case, variant: str, **settings: object) -> Case:
 def both_orders(case: Case, systems: Container[str] = ("omniserve",)) -> list[Case]:
     """Return a case with the engine's order of best-effort work and with the paper's; those but ``systems`` once.
 
-    For ``omniserve`` the paper's rule for decodes that find no time (3.3.5) belongs to the latter.
+    For ``omniserve`` the latter is ``omniserve-paper``, which follows the paper in all else, too.
     """
     if case.system not in systems:
         return [case]
-    return [
-        case, with_settings(case, PAPER_ORDER, be_order="prefill", offload_for_time=case.system == "omniserve"),
-    ]  # fmt: skip
+    if case.system == "omniserve":
+        return [case, replace(case, system="omniserve-paper")]
+    return [case, with_settings(case, PAPER_ORDER, be_order="prefill")]

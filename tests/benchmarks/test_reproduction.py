@@ -161,11 +161,11 @@ def tiny(system: str, variant: str = "", **load: Any) -> Case:
 
 def test_both_orders_are_of_the_systems_named_and_differ_in_nothing_else() -> None:
     ours, paper = both_orders(tiny("omniserve", ls_rate=1.0))
-    assert (ours.column, paper.column) == ("omniserve", f"omniserve, {PAPER_ORDER}")
-    assert dict(paper.settings) == {"be_order": "prefill", "offload_for_time": True} and paper.load == ours.load
+    assert (ours.column, paper.column) == ("omniserve", "omniserve-paper")
+    assert replace(paper, system=ours.system) == ours
     assert both_orders(tiny("neo", ls_rate=1.0)) == [tiny("neo", ls_rate=1.0)]
     _, paper = both_orders(tiny("neo", ls_rate=1.0), ("neo",))
-    assert dict(paper.settings) == {"be_order": "prefill", "offload_for_time": False}
+    assert dict(paper.settings) == {"be_order": "prefill"} and paper.column == f"neo, {PAPER_ORDER}"
 
 
 def test_a_changed_setting_is_there_once() -> None:
