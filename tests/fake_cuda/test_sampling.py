@@ -57,6 +57,6 @@ def test_sampling_waits_for_nothing(names: list[str], dtype: torch.dtype, gpu: F
     assert tuple(pending.tokens_R.shape) == (len(ids),)
     tokens, failed = pending.result()  # one event is waited for
     assert set(tokens) == set(ids) and not failed
-    told = {name: len(token.logprob.top) for name, token in tokens.items() if token.logprob is not None}
+    told = {name: len(token.logprob.top) for name, (token,) in tokens.items() if token.logprob is not None}
     assert told == {name: 3 if "drawn" not in name else 0 for name in ids if name.startswith("logprobs")}
     assert gpu.launches["download"] == 1
