@@ -312,9 +312,12 @@ struct Stress {
     request.state = Request::ready;
     request.layer = 0;
     ++request.epoch;
-    // As many as fit the blocks that it has.
+    const int64_t wanted = below(2) ? 1 : 1 + below(kMaxRows);
+    if (static_cast<int64_t>(request.blocks.size()) * kBlockSize < request.position + wanted) {
+      for (int64_t block : host.allocate(rng, 1)) request.blocks.push_back(block);
+    }
     const int64_t room = static_cast<int64_t>(request.blocks.size()) * kBlockSize - request.position;
-    request.num_rows = below(2) ? 1 : 1 + below(std::min(kMaxRows, room));
+    request.num_rows = std::min(wanted, room);
     tier.begin_token(slot, request.epoch, request.position, request.blocks.data(),
                      static_cast<int64_t>(request.blocks.size()), request.num_rows);
   }
