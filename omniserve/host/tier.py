@@ -1,8 +1,8 @@
 """HostTier, the papers' CPU Attention Manager: the Python interface of the C++ threads in ``ops/csrc/host_tier.cpp``.
 
 Paper: omniserve 3.2.3, 3.2.4 and 4. Legend: L layers, B blocks, K KV heads, S block size, H head size, N query heads,
-P piggyback seats, R rows that a step sends; ``results_SD``, ``mailbox_SW`` and ``flags_S`` have S for slots, D for N*H
-and W for (N + 2K)*H.
+P piggyback seats, R rows that a step sends, M rows that a task may have; ``results_SMD``, ``results_SD``,
+``mailbox_SW`` and ``flags_S`` have S for slots, D for N*H and W for (N + 2K)*H.
 """
 
 from __future__ import annotations
@@ -48,16 +48,18 @@ _KINDS = (
 _ATTENTION_FAILED = 1
 _NO_MOVE = -1  # the move_id of an attention event
 _MOVER_POLL_S = 0.0005
+_MOST_ROWS = 16  # kMaxTaskRows in host_tier.h
 _CLOSE_S = 60.0  # a thread checks whether to end after each piece of work, which takes a few milliseconds
 
 
 class HostTier:
     """The host KV pool, the worker threads, and the queues between them and the step.
 
-    Results come back as events: every task yields exactly one ATTENTION_DONE or ATTENTION_FAILED, every move exactly
-    one MOVE_DONE or MOVE_FAILED. A slot's task is in flight from `submit` or `expect` until `poll` returns its event.
-    Methods may be called from any thread, but only one thread may call `poll` at a time. They work only in the process
-    that made the tier.
+    A task is a request's next token at one layer, or up to `max_rows` consecutive tokens of it, a row each, which share
+    one reading of the request's K and V. Results come back as events: every task yields exactly one ATTENTION_DONE or
+    ATTENTION_FAILED, every move exactly one MOVE_DONE or MOVE_FAILED. A slot's task is in flight from `submit` or
+    `expect` until `poll` returns its event. Methods may be called from any thread, but only one thread may call `poll`
+    at a time. They work only in the process that made the tier.
 
     With a mailbox, the step need not copy the rows of a task: the operator `piggyback_send` writes them into the
     mailbox from the device, and a thread of the tier notices the flag that it writes last.
@@ -67,7 +69,7 @@ class HostTier:
         dtype: The dtype of the rows, the results and the device's cache.
         block_size: Tokens per block.
         kv_bytes: Size of the pool, which is ``kv_bytes // spec.host_block_bytes(block_size, kv_dtype)`` blocks.
-        num_slots: The number of requests that can have a token on the tier at the same time.
+        num_slots: The number of requests that can have a task on the tier at the same time.
         num_threads: The number of worker threads.
         cores: Thread i is pinned to ``cores[i % len(cores)]``; with None no thread is pinned.
         pin_memory: Allocate page-locked memory, which a CUDA device tier needs.
@@ -78,6 +80,7 @@ class HostTier:
         mailbox_sleep_s: After that it sleeps for this long between two looks. It sleeps while nothing is expected.
         device: The device whose work must end before the tier's memory is freed. None: the current GPU with
             `pin_memory`, else the CPU.
+        max_rows: The highest number of consecutive tokens that a task may have, in [1, 16].
         patience_s: The tier counts as stalled when it has work in hand and makes no progress for this long.
 
     Raises:
@@ -101,11 +104,14 @@ class HostTier:
         mailbox_spin_s: float = 200e-6,
         mailbox_sleep_s: float = 20e-6,
         device: torch.device | None = None,
+        max_rows: int = 1,
         patience_s: float = 10.0,
     ) -> None:
         for name, value in (("block_size", block_size), ("num_slots", num_slots), ("num_threads", num_threads)):
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
+        if not 1 <= max_rows <= _MOST_ROWS:
+            raise ValueError(f"max_rows must be in [1, {_MOST_ROWS}], got {max_rows}")
         if dtype.itemsize != spec.dtype_bytes:
             raise ValueError(f"dtype {dtype} has {dtype.itemsize} bytes, but the model's has {spec.dtype_bytes}")
         if len(spec.attention) != spec.num_layers:
@@ -123,8 +129,12 @@ class HostTier:
         """K and V of all blocks, in the layout of ``host_layout`` in ``ops/csrc/attention.h``."""
         self.scales_LBK2S = allocate_pool(shape[:-1], torch.float32, cores=cores) if is_int8 else None
         """The scales of the values in an int8 pool; None in any other pool."""
-        self.results_SD = torch.zeros(num_slots, spec.num_heads * spec.head_size, dtype=dtype, pin_memory=pin_memory)
-        """Attention rows by slot. A row is valid from the slot's ATTENTION_DONE event until the slot's next task."""
+        row_size = spec.num_heads * spec.head_size
+        self.results_SMD = torch.zeros(num_slots, max_rows, row_size, dtype=dtype, pin_memory=pin_memory)
+        """Attention rows by slot, in the order of their tokens. As many rows as the slot's task has are valid from its
+        ATTENTION_DONE event until the slot's next task."""
+        self.results_SD = self.results_SMD[:, 0]
+        """The first row of each slot in `results_SMD`: with `max_rows` of 1 all there is."""
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
         self.mailbox_SW = torch.empty(num_slots, width, dtype=dtype, pin_memory=pin_memory) if mailbox else None
         """q, k and v of each slot, side by side, as `piggyback_send` writes them. A row belongs to the sender until its
@@ -133,7 +143,7 @@ class HostTier:
         """The number of the step in which `piggyback_send` last sent each slot, 0 at first. None without a mailbox."""
         layers = [[layer.scale, layer.window, layer.softcap, layer.chunk] for layer in spec.attention]
         self._handle: int = _host.create(
-            self.pool_LBK2SH, self.scales_LBK2S, self.results_SD, torch.tensor(layers, dtype=torch.float64),
+            self.pool_LBK2SH, self.scales_LBK2S, self.results_SMD, torch.tensor(layers, dtype=torch.float64),
             _per_head(spec), spec.num_heads, num_threads, torch.tensor(cores or (), dtype=torch.int64), not pin_memory,
             self.mailbox_SW, self.flags_S, mailbox_spin_s, mailbox_sleep_s,
         )  # fmt: skip
@@ -170,33 +180,37 @@ class HostTier:
                 num_threads=num_threads, cores=config.host_cores, pin_memory=on_cuda, mailbox=mailbox, device=device,
             )  # fmt: skip
 
-    def begin_token(self, slot: int, epoch: int, position: int, block_ids: Sequence[int]) -> None:
-        """Bind a slot, which has no task in flight, to the token at `position` for all layers.
+    def begin_token(self, slot: int, epoch: int, position: int, block_ids: Sequence[int], num_rows: int = 1) -> None:
+        """Bind a slot, which has no task in flight, to the `num_rows` tokens from `position` on, for all layers.
 
-        `epoch`, which is >= 0, comes back in the token's events. `block_ids` are the pool blocks that hold the keys
-        ``[0, position]``, in order.
+        `epoch`, which is >= 0, and `position` come back in the events. `block_ids` are the pool blocks that hold the
+        keys ``[0, position + num_rows)``, in order. Each layer's task overwrites K and V of these tokens, and reads
+        nothing behind them. So a call with a lower `position` than before takes tokens back.
 
         Raises:
-            ValueError: An argument is out of range, the blocks do not cover the position, or a task is in flight.
+            ValueError: An argument is out of range, the blocks do not cover the tokens, or a task is in flight.
         """
-        _begin_token(self._handle, slot, epoch, position, block_ids)
+        _begin_token(self._handle, slot, epoch, position, block_ids, num_rows)
 
     def submit(self, layer: int, slots: Tensor, q_PNH: Tensor, k_PKH: Tensor, v_PKH: Tensor) -> None:
-        """Queue one attention task per occupied seat, for the token that the seat's slot is bound to.
+        """Queue one attention task per slot, for the tokens that it is bound to.
 
-        The rows are copied before this returns. A task appends its k and v to the pool and attends over
-        ``[0, position]`` within the layer's window and chunk. `slots` is ``[P]`` int64 with -1 for an empty seat; all
-        tensors are on the CPU, and q, k and v in the model's dtype are contiguous in their last dimension.
+        The rows are copied before this returns. A task appends its k and v to the pool, and each of its tokens attends
+        over the keys up to its own position, within the layer's window and chunk. `slots` is ``[P]`` int64 with -1 for
+        an empty seat; a slot has a seat for each of its tokens, side by side in their order. All tensors are on the
+        CPU, and q, k and v in the model's dtype are contiguous in their last dimension.
 
         Raises:
-            ValueError: A slot or the layer is out of range, a slot is not bound, has a task in flight or is in two
-                seats, or the tier is closed. Nothing was queued.
+            ValueError: A slot or the layer is out of range, a slot is not bound, has a task in flight, has more or
+                fewer seats than tokens or has them apart, or the tier is closed. Nothing was queued.
             RuntimeError: A tensor has the wrong shape, dtype, layout or device. Nothing was queued.
         """
         _submit(self._handle, layer, slots, q_PNH, k_PKH, v_PKH)
 
     def expect(self, step: int, layers_R: Tensor, slots_R: Tensor) -> None:
         """Begin one attention task per row that `piggyback_send` sends in this step, or has sent.
+
+        The mailbox has room for one row of each slot, so its task has one token.
 
         A task is queued, as by `submit`, once ``flags_S[slot] == step``; any other value is ignored. The task reads its
         rows in the mailbox, so the slot may not be sent again before `poll` has returned the task's event. One call may
@@ -211,8 +225,9 @@ class HostTier:
             slots_R: The slot of each row, ``[R]`` int64 on the CPU; -1 leaves a row out.
 
         Raises:
-            ValueError: The step is too low, a slot or a layer is out of range, a slot is not bound, has a task in
-                flight or is named twice, the tier has no mailbox or is closed. Nothing is expected.
+            ValueError: The step is too low, a slot or a layer is out of range, a slot is not bound, is bound to several
+                tokens, has a task in flight or is named twice, the tier has no mailbox or is closed. Nothing is
+                expected.
             RuntimeError: A tensor has the wrong shape, dtype or layout. Nothing is expected.
         """
         _expect(self._handle, step, layers_R, slots_R)

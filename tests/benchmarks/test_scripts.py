@@ -14,6 +14,7 @@ from benchmarks.common.terminal import argument_parser
 TINY = {
     "sampling": "--vocabulary 100 --rows 1 2 --repeats 2",
     "linears": "--shapes 64x96 --dtypes bfloat16 float32 --rows 1 2 --repeats 1 --cold-mib 1",
+    "host_rows": "--shapes 4/2/16 --rows 1 3 --requests 2 --context 40 --repeats 1 --cold-mib 1",
     "decode_rate": "--batches 1 2 --output 3 --repeats 1 --no-compile",
     "drafts": "--models built-in --prompt 8 --output 8 --repeats 1 --profile-s 0.5 --no-compile",
     "cpu_dtypes": "--rows 1 2 --prompts 8 --steps 2 --repeats 1",
@@ -21,7 +22,7 @@ TINY = {
     "shared_cores": "--shares 0 0.5 --requests 2 --steps 2 --repeats 1 "
     "--best-effort 1 --rate 2 --span 2 --models built-in",
 }
-QUICK = ("sampling",)
+QUICK = ("sampling", "host_rows")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.exhaustive) for n in TINY])

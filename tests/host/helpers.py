@@ -194,17 +194,18 @@ class Driver:
         self.blocks: dict[int, list[int]] = {}
         self.history: dict[int, list[tuple[Tensor, Tensor]]] = {}  # slot -> per layer K and V, [T, K, H]
         self.epochs: dict[int, int] = {}
-        self.expected: dict[tuple[int, int, int], Tensor] = {}  # (slot, epoch, layer) -> [N*H] float64
+        self.num_rows: dict[int, int] = {}  # slot -> the tokens that it is bound to
+        self.expected: dict[tuple[int, int, int], Tensor] = {}  # (slot, epoch, layer) -> [rows, N*H] float64
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.rng).to(self.dtype)
 
-    def start(self, slot: int, context_len: int) -> None:
-        """Give a slot a request with so many tokens behind it, and bind it to the next one."""
+    def start(self, slot: int, context_len: int, num_rows: int = 1) -> None:
+        """Give a slot a request with so many tokens behind it, and bind it to the next ones."""
         kv_shape = (context_len, self.spec.num_kv_heads, self.spec.head_size)
         self.blocks[slot] = []
         self.history[slot] = [(self.random(*kv_shape), self.random(*kv_shape)) for _ in range(self.spec.num_layers)]
-        self.begin(slot)
+        self.begin(slot, num_rows)
         blocks = self.blocks[slot]
         for layer, history in enumerate(self.history[slot]):
             sides = []
@@ -218,27 +219,51 @@ class Driver:
         """Tokens that all layers have seen."""
         return min(k_TKH.shape[0] for k_TKH, _ in self.history[slot])
 
-    def begin(self, slot: int) -> None:
-        while len(self.blocks[slot]) * self.block_size <= self.position(slot):
+    def begin(self, slot: int, num_rows: int = 1) -> None:
+        while len(self.blocks[slot]) * self.block_size < self.position(slot) + num_rows:
             self.blocks[slot].append(self.free.pop())
         self.epochs[slot] = self.epochs.get(slot, 0) + 1
-        self.tier.begin_token(slot, self.epochs[slot], self.position(slot), self.blocks[slot])
+        self.num_rows[slot] = num_rows
+        self.tier.begin_token(slot, self.epochs[slot], self.position(slot), self.blocks[slot], num_rows)
+
+    def take_back(self, slot: int, num_tokens: int) -> None:
+        """Forget a request's last tokens, and make NaN of what the pool holds of them, as if they had been so."""
+        end = self.position(slot) - num_tokens
+        self.history[slot] = [(k_TKH[:end], v_TKH[:end]) for k_TKH, v_TKH in self.history[slot]]
+        blocks = self.blocks[slot]
+        pool, scales = self.tier.pool_LBK2SH, self.tier.scales_LBK2S
+        for position in range(end, end + num_tokens):
+            block, offset = blocks[position // self.block_size], position % self.block_size
+            if scales is not None:
+                pool[:, block, :, :, offset] = -128
+                scales[:, block, :, :, offset] = torch.nan
+        if scales is None and num_tokens > 0:
+            stale = blocks[end // self.block_size :]
+            k, v = read_pool(self.tier)
+            sides = [side[:, stale].clone() for side in (k, v)]
+            for side in sides:  # [L, blocks, K, S, H]
+                side[:, 0, :, end % self.block_size :] = torch.nan
+                side[:, 1:] = torch.nan
+            write_blocks(self.tier, slice(None), stale, *sides)
 
     def submit(self, layer: int, slots: Sequence[int]) -> None:
         """Submit random rows for these slots (-1: an empty seat) and remember what must come out."""
         spec = self.spec
-        fused = self.random(len(slots), spec.num_heads + 2 * spec.num_kv_heads, spec.head_size)
+        seats = [slot for slot in slots for _ in range(1 if slot == -1 else self.num_rows[slot])]
+        fused = self.random(len(seats), spec.num_heads + 2 * spec.num_kv_heads, spec.head_size)
         q, k, v = fused.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
-        for seat, slot in enumerate(slots):
+        results: dict[int, list[Tensor]] = {slot: [] for slot in slots if slot != -1}
+        for seat, slot in enumerate(seats):
             if slot == -1:
                 continue
             history = self.history[slot]
             k_TKH, v_TKH = history[layer]
             history[layer] = (torch.cat([k_TKH, k[seat, None]]), torch.cat([v_TKH, v[seat, None]]))
-            key = (slot, self.epochs[slot], layer)
             k_TKH, v_TKH = (rounded(self.tier, rows_TKH) for rows_TKH in history[layer])
-            self.expected[key] = reference(q[seat], k_TKH, v_TKH, spec.attention[layer])
-        self.send(layer, torch.tensor(slots), q, k, v)
+            results[slot].append(reference(q[seat], k_TKH, v_TKH, spec.attention[layer]))
+        for slot, rows in results.items():
+            self.expected[slot, self.epochs[slot], layer] = torch.stack(rows)
+        self.send(layer, torch.tensor(seats), q, k, v)
 
     def send(self, layer: int, slots: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.tier.submit(layer, slots, q, k, v)
@@ -248,9 +273,10 @@ class Driver:
     def check(self, event: HostEvent) -> None:
         """Hold a DONE event against what was submitted; each fits once."""
         assert event.kind is HostEventKind.ATTENTION_DONE, event
-        assert event.position == self.history[event.slot][event.layer][0].shape[0] - 1
+        num_rows = self.num_rows[event.slot]
+        assert event.position == self.history[event.slot][event.layer][0].shape[0] - num_rows
         expected = self.expected.pop((event.slot, event.epoch, event.layer))
-        result = self.tier.results_SD[event.slot].double()
+        result = self.tier.results_SMD[event.slot, :num_rows].double()
         rtol, atol = TOLERANCE[self.dtype]
         torch.testing.assert_close(result, expected, rtol=rtol, atol=atol)
 

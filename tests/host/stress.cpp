@@ -1,5 +1,6 @@
 // Stress of the torch-free host tier with scalar kernels in place of the real ones, for the sanitizers: random requests
-// grow, are cancelled, moved out and back, under injected faults; rows come with submit or by the mailbox. Every result
+// grow by one or a few tokens at a time, of which some are taken back, are cancelled, moved out and back, under injected
+// faults; rows come with submit or, one by one, by the mailbox. Every result
 // is compared to the bit with a serial run over the request's own history, and blocks and rows of the mailbox are
 // poisoned by this thread as soon as the tier says that they are free: a thread that still touches them is a data race,
 // and a copy that strays is seen in the poison. In f32 if the seed is even, in bf16 (with V in token pairs) if not.
@@ -39,12 +40,13 @@ void put(DType dtype, char* at, float value) {
   std::memcpy(at, dtype == DType::f32 ? bits : bits + 2, static_cast<size_t>(dtype_bytes(dtype)));
 }
 
-void decode_partial(const void* q_ptr, DType q_dtype, const PagedKV& kv, const int32_t* block_table, int64_t position,
-                    int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l) {
-  const char* q = static_cast<const char*>(q_ptr);
+// One row; there is one KV head, so the rows follow each other in acc, m and l, too.
+void decode_row(const char* q, DType q_dtype, const PagedKV& kv, const int32_t* block_table, int64_t position,
+                int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l) {
   const int64_t H = kv.head_size, S = kv.block_size, group = params.num_heads / kv.kv_heads;
   const int64_t bytes = dtype_bytes(kv.dtype);
   if (params.window > 0) begin = std::max(begin, position - params.window + 1);
+  end = std::min(end, position + 1);
   for (int64_t n = 0; n < params.num_heads; ++n) {
     float* out = acc + n * H;
     std::memset(out, 0, static_cast<size_t>(H) * sizeof(float));
@@ -66,15 +68,25 @@ void decode_partial(const void* q_ptr, DType q_dtype, const PagedKV& kv, const i
   }
 }
 
-void merge_partials(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
-                    int64_t head_size, const float* sinks, DType dtype, void* out_ptr) {
+void decode_partial(const void* q, DType q_dtype, const PagedKV& kv, const int32_t* block_table, int64_t position,
+                    int64_t num_rows, int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m,
+                    float* l) {
+  const int64_t heads = params.num_heads, row = heads * kv.head_size;
+  for (int64_t i = 0; i < num_rows; ++i)
+    decode_row(static_cast<const char*>(q) + i * row * dtype_bytes(q_dtype), q_dtype, kv, block_table, position + i,
+               begin, end, params, acc + i * row, m + i * heads, l + i * heads);
+}
+
+void merge_partials(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_rows,
+                    int64_t row_heads, int64_t, int64_t head_size, const float* sinks, DType dtype, void* out_ptr) {
+  const int64_t num_heads = num_rows * row_heads;
   std::vector<float> out(static_cast<size_t>(num_heads * head_size));
   for (int64_t n = 0; n < num_heads; ++n) {
     float highest = -std::numeric_limits<float>::infinity(), sum = 0;
     for (int64_t i = 0; i < num_pieces; ++i) highest = std::max(highest, m[i * num_heads + n]);
     if (sinks) {
-      highest = std::max(highest, sinks[n]);
-      sum = std::exp(sinks[n] - highest);
+      highest = std::max(highest, sinks[n % row_heads]);
+      sum = std::exp(sinks[n % row_heads] - highest);
     }
     for (int64_t h = 0; h < head_size; ++h) out[n * head_size + h] = 0;
     for (int64_t i = 0; i < num_pieces; ++i) {
@@ -98,7 +110,8 @@ using namespace omniserve;
 
 namespace {
 
-constexpr int64_t kLayers = 2, kHeads = 2, kKVHeads = 1, kHeadSize = 4, kBlockSize = 16, kBlocks = 320, kSlots = 12;
+constexpr int64_t kLayers = 2, kHeads = 2, kKVHeads = 1, kHeadSize = 4, kBlockSize = 16, kBlocks = 320, kSlots = 12,
+                  kMaxRows = 4;
 constexpr int64_t kPlane = kBlockSize * kHeadSize, kRows = kLayers * kBlocks * kKVHeads * 2 * kPlane;
 constexpr char kPoison = 0x7e;  // 8e37 in every dtype
 
@@ -233,7 +246,7 @@ struct Device {
 
 struct Request {
   enum State { absent, ready, attending, dying, moving_out, away, moving_in } state = absent;
-  int64_t epoch = 0, position = 0, layer = 0;
+  int64_t epoch = 0, position = 0, num_rows = 1, layer = 0;
   std::vector<int64_t> blocks, device_blocks;
   std::vector<char> rows[kLayers][2];  // the history of K and V, row after row
   std::vector<char> expected;
@@ -245,7 +258,7 @@ struct Stress {
   const DType dtype;
   const int64_t bytes = dtype_bytes(dtype);
   Pool host{dtype, true}, device{dtype, false};
-  std::vector<char> results = std::vector<char>(kSlots * kHeads * kHeadSize * bytes, kPoison);
+  std::vector<char> results = std::vector<char>(kSlots * kMaxRows * kHeads * kHeadSize * bytes, kPoison);
   std::vector<AttentionParams> layers{{kHeads, 0.5f, 0, 0.f}, {kHeads, 0.5f, 300, 0.f}};
   std::vector<Request> requests = std::vector<Request>(kSlots);
   std::map<int64_t, int64_t> moves;  // id -> slot
@@ -259,7 +272,8 @@ struct Stress {
         dtype(dtype),
         gpu(seed, (kHeads + 2 * kKVHeads) * kHeadSize * bytes),
         tier({kBlocks, kBlockSize, kHeads, kKVHeads, kHeadSize, kSlots, dtype, dtype, layers, host.data.data(), nullptr,
-              results.data(), num_threads, {}, true, gpu.mailbox.data(), gpu.flags.data(), 50e-6, 20e-6}) {}
+              results.data(), num_threads, {}, true, gpu.mailbox.data(), gpu.flags.data(), 50e-6, 20e-6,
+              kMaxRows}) {}
 
   int64_t below(int64_t n) { return static_cast<int64_t>(rng() % static_cast<uint64_t>(n)); }
 
@@ -298,8 +312,14 @@ struct Stress {
     request.state = Request::ready;
     request.layer = 0;
     ++request.epoch;
+    const int64_t wanted = below(2) ? 1 : 1 + below(kMaxRows);
+    if (static_cast<int64_t>(request.blocks.size()) * kBlockSize < request.position + wanted) {
+      for (int64_t block : host.allocate(rng, 1)) request.blocks.push_back(block);
+    }
+    const int64_t room = static_cast<int64_t>(request.blocks.size()) * kBlockSize - request.position;
+    request.num_rows = std::min(wanted, room);
     tier.begin_token(slot, request.epoch, request.position, request.blocks.data(),
-                     static_cast<int64_t>(request.blocks.size()));
+                     static_cast<int64_t>(request.blocks.size()), request.num_rows);
   }
 
   void drop(int64_t slot) {
@@ -311,9 +331,11 @@ struct Stress {
   void submit(int64_t layer, std::vector<int64_t>& expected_layers, std::vector<int64_t>& expected_slots,
               std::vector<Device::Row>& sent_rows) {
     const bool by_mailbox = below(2);
-    std::vector<int64_t> slots{-1};
+    std::vector<int64_t> slots{-1}, seats;
     for (int64_t slot = 0; slot < kSlots; ++slot) {
-      if (requests[slot].state == Request::ready && requests[slot].layer == layer && below(2)) slots.push_back(slot);
+      const Request& request = requests[slot];
+      const bool can_be_sent = request.state == Request::ready && (!by_mailbox || request.num_rows == 1);
+      if (can_be_sent && request.layer == layer && below(2)) slots.push_back(slot);
     }
     std::vector<std::vector<char>> rows;
     std::vector<TokenRow> q, k, v;
@@ -323,17 +345,24 @@ struct Stress {
       return rows.back();
     };
     for (int64_t slot : slots) {
-      const std::vector<char> q_row = add(q, kHeads), k_row = add(k, kKVHeads), v_row = add(v, kKVHeads);
+      std::vector<char> parts[3];  // q, k, v of all its rows
+      const int64_t num_rows = slot == -1 ? 1 : requests[slot].num_rows;
+      for (int64_t i = 0; i < num_rows; ++i) {
+        seats.push_back(slot);
+        const std::vector<char> row[3] = {add(q, kHeads), add(k, kKVHeads), add(v, kKVHeads)};
+        for (int part = 0; part < 3; ++part) parts[part].insert(parts[part].end(), row[part].begin(), row[part].end());
+      }
       if (slot == -1) continue;
       Request& request = requests[slot];
       request.state = Request::attending;
-      request.rows[layer][0].insert(request.rows[layer][0].end(), k_row.begin(), k_row.end());
-      request.rows[layer][1].insert(request.rows[layer][1].end(), v_row.begin(), v_row.end());
-      request.expected = serial(layer, request, q_row);
+      for (int part : {0, 1})
+        request.rows[layer][part].insert(request.rows[layer][part].end(), parts[part + 1].begin(),
+                                         parts[part + 1].end());
+      request.expected = serial(layer, request, parts[0]);
       request.by_mailbox = by_mailbox;
       if (!by_mailbox) continue;
-      Device::Row row{slot, num_steps, q_row};
-      for (const auto* part : {&k_row, &v_row}) row.data.insert(row.data.end(), part->begin(), part->end());
+      Device::Row row{slot, num_steps, parts[0]};
+      for (int part : {1, 2}) row.data.insert(row.data.end(), parts[part].begin(), parts[part].end());
       sent_rows.insert(sent_rows.end() - below(1 + std::count(expected_layers.begin(), expected_layers.end(), layer)),
                        std::move(row));
       expected_layers.push_back(layer);
@@ -341,26 +370,28 @@ struct Stress {
       ++sent;
     }
     if (by_mailbox) return;
-    tier.submit(layer, slots.data(), static_cast<int64_t>(slots.size()), q.data(), k.data(), v.data());
+    tier.submit(layer, seats.data(), static_cast<int64_t>(seats.size()), q.data(), k.data(), v.data());
     for (auto& row : rows) std::fill(row.begin(), row.end(), kPoison);  // the tier has its own copy by now
   }
 
   // The history as one long block.
   std::vector<char> serial(int64_t layer, const Request& request, const std::vector<char>& q) const {
-    const int64_t end = request.position + 1, window = layers[layer].window;
-    const int64_t size = decode_piece_tokens(end), lowest = window > 0 ? std::max<int64_t>(0, end - window) : 0;
-    const int64_t first_piece = lowest / size, pieces = (end - 1) / size + 1 - first_piece;
+    const int64_t rows_in_hand = request.num_rows, end = request.position + rows_in_hand;
+    const int64_t size = decode_piece_tokens(request.position + 1);
+    const int64_t first_piece = first_key(request.position, layers[layer]) / size;
+    const int64_t pieces = (end - 1) / size + 1 - first_piece, heads = rows_in_hand * kHeads;
     const std::vector<char>(&rows)[2] = request.rows[layer];
     const PagedKV kv = device_layout(rows[0].data(), rows[1].data(), 1, kKVHeads, end, kHeadSize, dtype);
     const int32_t table[] = {0};
-    std::vector<float> acc(pieces * kHeads * kHeadSize), m(pieces * kHeads), l(pieces * kHeads);
-    std::vector<char> out(kHeads * kHeadSize * bytes);
+    std::vector<float> acc(pieces * heads * kHeadSize), m(pieces * heads), l(pieces * heads);
+    std::vector<char> out(heads * kHeadSize * bytes);
     for (int64_t i = 0; i < pieces; ++i) {
       const int64_t begin = (first_piece + i) * size;
-      decode_partial(q.data(), dtype, kv, table, request.position, begin, std::min(begin + size, end), layers[layer],
-                     &acc[i * kHeads * kHeadSize], &m[i * kHeads], &l[i * kHeads]);
+      decode_partial(q.data(), dtype, kv, table, request.position, rows_in_hand, begin, std::min(begin + size, end),
+                     layers[layer], &acc[i * heads * kHeadSize], &m[i * heads], &l[i * heads]);
     }
-    merge_partials(acc.data(), m.data(), l.data(), pieces, kHeads, kHeadSize, layers[layer].sinks, dtype, out.data());
+    merge_partials(acc.data(), m.data(), l.data(), pieces, rows_in_hand, kHeads, kKVHeads, kHeadSize,
+                   layers[layer].sinks, dtype, out.data());
     return out;
   }
 
@@ -419,11 +450,13 @@ struct Stress {
     }
     ++done;
     CHECK(event.kind == EventKind::attention_done, event.slot);
-    const char* got = &results[event.slot * kHeads * kHeadSize * bytes];
+    const char* got = &results[event.slot * kMaxRows * kHeads * kHeadSize * bytes];
     CHECK(std::memcmp(got, request.expected.data(), request.expected.size()) == 0, event.slot);
     request.state = Request::ready;
     if (++request.layer < kLayers) return;
-    ++request.position;
+    request.position += 1 + below(request.num_rows);  // the rest is taken back
+    for (auto& layer : request.rows)
+      for (auto& rows : layer) rows.resize(static_cast<size_t>(request.position * kKVHeads * kHeadSize * bytes));
     if (request.position / kBlockSize == static_cast<int64_t>(request.blocks.size())) {
       const std::vector<int64_t> more = host.allocate(rng, 1);
       if (more.empty()) return drop(event.slot);

@@ -179,7 +179,7 @@ def test_bad_arguments_are_refused_and_leave_nothing_queued(open_driver: Callabl
     tier.begin_token(0, 1, 0, (3,))
     with pytest.raises(ValueError, match=r"layer must be in \[0, 3\), got 3"):
         tier.submit(3, torch.tensor([0]), *one)
-    with pytest.raises(ValueError, match="slot 0 sits in two seats"):
+    with pytest.raises(ValueError, match="slot 0 has 2 seats for 1 token"):
         tier.submit(0, torch.tensor([0, 0]), q, k, k)
     with pytest.raises(ValueError, match="slot 1 holds no token"):
         tier.submit(0, torch.tensor([0, 1]), q, k, k)

@@ -35,14 +35,14 @@ struct Scratch {
 
 extern "C" {
 
-// kv: num_blocks, kv_heads, block_size, head_size. `keys`: position, begin, end.
+// kv: num_blocks, kv_heads, block_size, head_size. `keys`: position, num_rows, begin, end.
 void amx_decode(const void* q, const void* pool, const int64_t* kv, const int32_t* block_table, const int64_t* keys,
                 int64_t num_heads, float scale, int64_t window, float softcap, int64_t chunk_size, const float* slopes,
                 float* acc, float* m, float* l) {
   const PagedKV cache = host_layout(pool, nullptr, kv[0], kv[1], kv[2], kv[3], DType::bf16);
   const AttentionParams params = {num_heads, scale, window, softcap, chunk_size, nullptr, slopes};
-  const Scratch scratch(amx_decode_scratch_floats(cache, num_heads));
-  amx_bf16_kernels().decode(q, DType::bf16, cache, block_table, keys[0], keys[1], keys[2], params, acc, m, l,
+  const Scratch scratch(amx_decode_scratch_floats(cache, keys[1] * num_heads));
+  amx_bf16_kernels().decode(q, DType::bf16, cache, block_table, keys[0], keys[1], keys[2], keys[3], params, acc, m, l,
                             scratch.floats);
 }
 

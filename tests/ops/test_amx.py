@@ -59,6 +59,8 @@ class Case:
     chunk: int = 0
     alibi: bool = False
     has_sinks: bool = False
+    num_rows: int = 1
+    """Query tokens of a decode; the last one stands at high - 1."""
 
     @property
     def scale(self) -> float:
@@ -172,8 +174,8 @@ def paged(case: Case, rng: np.random.Generator, k: np.ndarray, v: np.ndarray, *,
 def check_decode(kernels: Kernels, case: Case) -> float:
     """Compare one piece with float64; return the RMS error relative to the RMS result."""
     rng = np.random.default_rng(case.seed)
-    num_heads = case.kv_heads * case.group
-    q = case.bits(rng, num_heads, case.head_size)
+    num_heads, num_rows = case.kv_heads * case.group, case.num_rows
+    q = case.bits(rng, num_rows, num_heads, case.head_size)
     k, v = (case.bits(rng, case.high - case.low, case.kv_heads, case.head_size) for _ in range(2))
     table, k_cache, v_cache = paged(case, rng, k, v)
     pairs = v_cache.reshape(*v_cache.shape[:2], -1, 2, case.head_size).swapaxes(-1, -2).reshape(v_cache.shape)
@@ -182,11 +184,12 @@ def check_decode(kernels: Kernels, case: Case) -> float:
     free[:, :, 1] = np.repeat(free[:, :, 1].reshape(*v_cache.shape, 1).reshape(-1, 2).all(1), 2).reshape(v_cache.shape)
     # A piece in the middle of a sequence, or one that asks for more than the query's position and window let it see.
     middle = case.window == case.chunk == 0 and case.seed % 3 == 0
-    position = case.high - 1 + 50 * middle
+    position = case.high - num_rows + 50 * middle
     end = case.high + (0 if middle else int(rng.integers(3)) * 7)
     begin = int(rng.integers(case.low + 1)) if case.window or case.chunk else case.low
-    acc = np.full((num_heads, case.head_size), np.nan, np.float32)
-    m, l = (np.full(num_heads, np.nan, np.float32) for _ in range(2))  # noqa: E741
+    shape = (case.kv_heads, num_rows, case.group)
+    acc = np.full((*shape, case.head_size), np.nan, np.float32)
+    m, l = (np.full(shape, np.nan, np.float32) for _ in range(2))  # noqa: E741
     lift = kernels.forbid([pool], [free])
     kernels(
         "amx_decode",
@@ -194,7 +197,7 @@ def check_decode(kernels: Kernels, case: Case) -> float:
         pool,
         np.array((*k_cache.shape,), np.int64),
         table,
-        np.array((position, begin, end), np.int64),
+        np.array((position, num_rows, begin, end), np.int64),
         num_heads,
         case.scale,
         case.window,
@@ -206,14 +209,18 @@ def check_decode(kernels: Kernels, case: Case) -> float:
         l,
     )
     lift()
-    wanted, highest, total = attention(case, to_float(q), to_float(k), to_float(v), case.low, position)
-    np.testing.assert_allclose(m, highest, rtol=2e-6, atol=2e-5)
-    shift = np.exp(m.astype(np.float64) - highest)
-    np.testing.assert_allclose(l * shift, total, rtol=1e-5)
-    got, wanted = acc.astype(np.float64) / l[:, None], wanted / total[:, None]
-    error = float(np.sqrt(np.mean((got - wanted) ** 2) / np.mean(wanted**2)))
-    assert error <= 1e-5, error
-    return error
+    # From [K, rows, group] to [rows, N].
+    acc, m, l = (x.swapaxes(0, 1).reshape(num_rows, num_heads, *x.shape[3:]) for x in (acc, m, l))  # noqa: E741
+    errors = []
+    for i in range(num_rows):
+        wanted, highest, total = attention(case, to_float(q[i]), to_float(k), to_float(v), case.low, position + i)
+        np.testing.assert_allclose(m[i], highest, rtol=2e-6, atol=2e-5)
+        shift = np.exp(m[i].astype(np.float64) - highest)
+        np.testing.assert_allclose(l[i] * shift, total, rtol=1e-5)
+        got, wanted = acc[i].astype(np.float64) / l[i][:, None], wanted / total[:, None]
+        errors.append(float(np.sqrt(np.mean((got - wanted) ** 2) / np.mean(wanted**2))))
+    assert max(errors) <= 1e-5, errors
+    return max(errors)
 
 
 def run_prefill(kernels: Kernels, case: Case, q: np.ndarray, paged_kv: Any, cuts: list[int]) -> np.ndarray:
@@ -280,8 +287,12 @@ def draw(rng: np.random.Generator, block_sizes: tuple[int, ...], seed: int, leng
     return replace(case, low=case.first_key(high - 1)) if case.window or case.chunk else case
 
 
-def decode_case(seed: int) -> Case:
-    return draw(np.random.default_rng((1, seed)), (32, 64, 96, 128), seed, 400)
+def decode_case(seed: int, most_rows: int = 1) -> Case:
+    rng = np.random.default_rng((1, seed))
+    case = draw(rng, (32, 64, 96, 128), seed, 400)
+    num_rows = int(rng.integers(1, min(most_rows, case.high) + 1))
+    low = case.first_key(case.high - num_rows) if case.window or case.chunk else min(case.low, case.high - num_rows)
+    return replace(case, num_rows=num_rows, low=low)
 
 
 def prefill_case(seed: int) -> tuple[Case, int]:
@@ -356,10 +367,27 @@ def test_decode_agrees_with_float64(kernels: Kernels, seed: int) -> None:
 
 
 @needs_vectors
+@pytest.mark.parametrize("seed", range(60))
+def test_decode_of_several_rows_agrees_with_float64(kernels: Kernels, seed: int) -> None:
+    check_decode(kernels, decode_case(seed, most_rows=16))
+
+
+@needs_vectors
+def test_rows_of_a_small_group_take_the_products_of_one(emulated: Kernels) -> None:
+    case = Case(kv_heads=2, group=2, head_size=64, block_size=32, low=0, high=77, window=0, softcap=0.0, seed=1)
+    counts = []
+    for num_rows in (1, 4):
+        before = emulated.products()
+        check_decode(emulated, replace(case, num_rows=num_rows))
+        counts.append(emulated.products() - before)
+    assert counts[0] == counts[1] > 0
+
+
+@needs_vectors
 def test_a_piece_that_the_window_does_not_see_is_empty(kernels: Kernels) -> None:
     q, pool, table = np.zeros((4, 64), np.uint16), np.full((1, 2, 2, 32, 64), NAN), np.full(4, -1, np.int32)
     acc, m, l = (np.full(shape, np.nan, np.float32) for shape in ((4, 64), 4, 4))  # noqa: E741
-    shape, keys = np.array((1, 2, 32, 64), np.int64), np.array((100, 0, 32), np.int64)
+    shape, keys = np.array((1, 2, 32, 64), np.int64), np.array((100, 1, 0, 32), np.int64)
     kernels("amx_decode", q, pool, shape, table, keys, 4, 0.1, 10, 0.0, 0, None, acc, m, l)
     assert (acc == 0).all() and (m == -np.inf).all() and (l == 0).all()
 
@@ -499,5 +527,6 @@ if __name__ == "__main__":
     sanitized = Kernels(Path(sys.argv[1]))
     for seed in range(25):
         check_decode(sanitized, decode_case(seed))
+        check_decode(sanitized, decode_case(seed, most_rows=16))
         check_prefill(sanitized, *prefill_case(seed))
     print("clean")

@@ -84,18 +84,19 @@ float* scratch(int64_t num_floats) {
 }  // namespace
 
 void decode_partial(const void* q, DType q_dtype, const PagedKV& kv, const int32_t* block_table, int64_t position,
-                    int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l) {
-  const int64_t group = params.num_heads / kv.kv_heads;
-  int64_t floats = params.num_heads * round_up(kv.head_size, kMaxLanes) + round_up(group, 4) * kDecodeTile;
+                    int64_t num_rows, int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m,
+                    float* l) {
+  const int64_t heads = num_rows * params.num_heads, group = heads / kv.kv_heads;
+  int64_t floats = heads * round_up(kv.head_size, kMaxLanes) + round_up(group, 4) * kDecodeTile;
 #if defined(__x86_64__)
-  floats = std::max(floats, amx_decode_scratch_floats(kv, params.num_heads));
+  floats = std::max(floats, amx_decode_scratch_floats(kv, heads));
 #endif
-  kernels().decode(q, q_dtype, kv, block_table, position, begin, end, params, acc, m, l, scratch(floats));
+  kernels().decode(q, q_dtype, kv, block_table, position, num_rows, begin, end, params, acc, m, l, scratch(floats));
 }
 
-void merge_partials(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
-                    int64_t head_size, const float* sinks, DType dtype, void* out) {
-  kernels().merge(acc, m, l, num_pieces, num_heads, head_size, sinks, dtype, out);
+void merge_partials(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_rows,
+                    int64_t num_heads, int64_t kv_heads, int64_t head_size, const float* sinks, DType dtype, void* out) {
+  kernels().merge(acc, m, l, num_pieces, num_rows, num_heads, kv_heads, head_size, sinks, dtype, out);
 }
 
 int64_t decode_piece_tokens(int64_t context_len) {

@@ -89,17 +89,24 @@ inline int64_t first_key(int64_t position, const AttentionParams& params) {
   return in_chunk > in_window ? in_chunk : in_window;
 }
 
-// Flash-decoding piece: one query token at `position` over the keys at positions [begin, end) of its sequence that its
-// window and its chunk let it see. `q` is [N, H] in q_dtype: the cache's, or any but i8 where the cache is i8. Writes, in fp32 and
-// for each query head: the softmax-weighted sum of V not yet divided (acc [N, H]), the running maximum score (m [N],
-// -inf if no key was seen) and the sum of exponentials (l [N]). Takes nothing in from past `end`.
+// Flash-decoding piece: `num_rows` query tokens of one sequence, at `position` and the positions behind it, over the keys
+// at positions [begin, end) that each one's own position, window and chunk let it see. K and V are read from memory once
+// for all rows. `q` is [num_rows, N, H] in q_dtype: the cache's, or any but i8 where the cache is i8. Writes, in fp32 and
+// for each row and query head: the softmax-weighted sum of V not yet divided (acc), the running maximum score (m, -inf if
+// no key was seen) and the sum of exponentials (l). Takes nothing in from past `end`.
+//
+// acc is [K, num_rows, N/K, H], m and l are [K, num_rows, N/K]: what reads a KV head lies together. With vectors a row's
+// part is the same to the bit as if it came alone. Tiles of AMX score the rows together, so their sums may round
+// otherwise, and V that is inf or NaN at a row's position also reaches the rows before it.
 void decode_partial(const void* q, DType q_dtype, const PagedKV& kv, const int32_t* block_table, int64_t position,
-                    int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l);
+                    int64_t num_rows, int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m,
+                    float* l);
 
-// Join `num_pieces` results of decode_partial, in order (so the outcome depends on the split only), into out [N, H].
-// Piece i's arrays start at acc + i*N*H, m + i*N, l + i*N. The sinks of AttentionParams are counted here.
-void merge_partials(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
-                    int64_t head_size, const float* sinks, DType dtype, void* out);
+// Join `num_pieces` results of decode_partial, in order (so the outcome depends on the split only), into out
+// [num_rows, N, H]. With R = num_rows*N, piece i's arrays start at acc + i*R*H, m + i*R, l + i*R. The sinks of
+// AttentionParams are counted here.
+void merge_partials(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_rows,
+                    int64_t num_heads, int64_t kv_heads, int64_t head_size, const float* sinks, DType dtype, void* out);
 
 // Keys per piece when a decode over `context_len` keys is split: a function of the length alone, so that a result does
 // not depend on the batch or on the number of threads.

@@ -138,16 +138,18 @@ OMNI_INLINE void split_pairs(VF even, VF odd, VI* hi, VI* lo) {
 #include "attention_amx_prefill.inl"
 
 void decode(const void* q, DType q_dtype, const PagedKV& kv, const int32_t* block_table, int64_t position,
-            int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l,
+            int64_t num_rows, int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l,
             float* scratch) {
   if (!tiles_serve_decode(kv))
-    return avx512_bf16_kernels().decode(q, q_dtype, kv, block_table, position, begin, end, params, acc, m, l, scratch);
-  decode_by_tiles(static_cast<const BF16*>(q), kv, block_table, position, begin, end, params, acc, m, l, scratch);
+    return avx512_bf16_kernels().decode(q, q_dtype, kv, block_table, position, num_rows, begin, end, params, acc, m, l,
+                                        scratch);
+  decode_by_tiles(static_cast<const BF16*>(q), kv, block_table, position, num_rows, begin, end, params, acc, m, l,
+                  scratch);
 }
 
-void merge(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads, int64_t head_size,
-           const float* sinks, DType dtype, void* out) {
-  avx512_bf16_kernels().merge(acc, m, l, num_pieces, num_heads, head_size, sinks, dtype, out);
+void merge(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_rows, int64_t num_heads,
+           int64_t kv_heads, int64_t head_size, const float* sinks, DType dtype, void* out) {
+  avx512_bf16_kernels().merge(acc, m, l, num_pieces, num_rows, num_heads, kv_heads, head_size, sinks, dtype, out);
 }
 
 void prefill(const void* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,

@@ -23,7 +23,7 @@ struct DecodeShape {
   int64_t head_size;
   int64_t score_tiles;  // tiles of 32 elements that a row of K has
   int64_t value_tiles;  // tiles of 16 elements that a row of V has
-  int64_t group;        // query heads of a KV head, served `heads` at a time
+  int64_t group;        // query heads of a KV head, of all query rows, served `heads` at a time
   int64_t batches;      // of them
   int64_t heads;        // of a batch; the last may be padded with zeros
   int64_t columns;      // of a score tile: heads, to a power of two

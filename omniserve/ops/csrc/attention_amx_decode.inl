@@ -1,4 +1,4 @@
-// Decode by tiles: one query token over many keys. Part of attention_amx.cpp.
+// Decode by tiles: one or a few query tokens over many keys. Part of attention_amx.cpp.
 //
 // A unit is up to kUnitTokens keys of one (block, KV head), read where they lie. Scores: K's rows are the A tile and
 // Q^T, packed once, is B, so that scores come with a token a row; tile 0 takes the even tokens and tile 1 the odd ones,
@@ -6,6 +6,9 @@
 // tile, V's token pairs as B. One configuration serves both products: to change it costs as much as ten products.
 //
 // Blocks are walked in order and KV heads inside a block, which is the order of the host pool's bytes.
+//
+// Several query rows of a sequence are a larger group: a score tile has 16 columns for the heads of a KV head, of all
+// rows. Where not all of them see a unit's keys, the softmax masks each column's own.
 
 // Prefetch, the part that decides the speed: kPrefetchStreams places of the tiles ahead in turn, kPrefetchRow bytes at
 // each, spread over all the work of a tile. Streams of about a page keep several pages of DRAM open.
@@ -29,7 +32,8 @@ struct BatchState {
 struct Keys {
   const PagedKV& kv;
   const int32_t* block_table;
-  int64_t position;  // of the query
+  int64_t position;  // of the first query row
+  int64_t num_rows;
   int64_t begin;
   int64_t end;
   int64_t first_block = begin / kv.block_size;
@@ -120,7 +124,7 @@ struct Unit {
   int64_t tokens;  // whole steps; the sequence has [low, high) of them
   int64_t low;
   int64_t high;
-  int64_t distance;  // of the first key's position from the query's
+  int64_t distance;  // of the first key's position from the first query row's
 };
 
 // Rows that are not the sequence's count for nothing: NaN times a weight of 0 would be NaN. They become zeros.
@@ -171,15 +175,30 @@ template <int kColumns>
 struct Softmax {
   static constexpr VI kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-  // The unit's scores become weights in bf16 pairs, and its maxima the running ones. `head`: the batch's first.
-  static void run(const DecodeShape& shape, const Unit& unit, const AttentionParams& params, int64_t head,
-                  float* scores, BatchState& state, float* weights, Prefetcher& prefetcher) {
-    const int64_t steps = unit.tokens / kStepTokens;
-    const bool has_slopes = params.alibi_slopes != nullptr, is_cut = unit.low > 0 || unit.high < unit.tokens;
+  // The unit's scores become weights in bf16 pairs, and its maxima the running ones. `head`: the batch's first, in the
+  // order of acc.
+  static void run(const DecodeShape& shape, const Unit& unit, const Keys& keys, const AttentionParams& params,
+                  int64_t head, float* scores, BatchState& state, float* weights, Prefetcher& prefetcher) {
+    const int64_t steps = unit.tokens / kStepTokens, first = keys.position + unit.distance;
+    const auto lowest = [&](int64_t row) { return max64(unit.low, first_key(keys.position + row, params) - first); };
+    const auto highest = [&](int64_t row) { return min64(unit.high, row + 1 - unit.distance); };
+    const bool has_slopes = params.alibi_slopes != nullptr;
+    const bool rows_differ = keys.num_rows > 1 && (lowest(keys.num_rows - 1) > unit.low || highest(0) < unit.high);
+    const bool is_cut = unit.low > 0 || unit.high < unit.tokens || rows_differ;
+    // Of each column: its row, and the tokens [low, high) that this one sees.
+    VI rows{}, low = VI{} + static_cast<int32_t>(unit.low), high = VI{} + static_cast<int32_t>(unit.high);
     VF slopes{};
-    if (has_slopes)
-      for (int64_t lane = 0; lane < W; ++lane)
-        slopes[lane] = params.alibi_slopes[min64(head + lane % kColumns, params.num_heads - 1)];
+    if (has_slopes || rows_differ) {
+      const int64_t row_group = shape.group / keys.num_rows;
+      for (int64_t lane = 0; lane < W; ++lane) {
+        const int64_t n = min64(head + lane % kColumns, keys.num_rows * params.num_heads - 1);
+        const int64_t row = n % shape.group / row_group;
+        rows[lane] = static_cast<int32_t>(row);
+        low[lane] = static_cast<int32_t>(lowest(row));
+        high[lane] = static_cast<int32_t>(highest(row));
+        if (has_slopes) slopes[lane] = params.alibi_slopes[n / shape.group * row_group + n % row_group];
+      }
+    }
     const bool is_plain = !is_cut && kColumns > 1 && only_scaled(params);  // scores stay as they are
     const VF old_max = load(state.max);
     VF best = old_max;
@@ -192,8 +211,8 @@ struct Softmax {
           const int64_t row = i % kColumns * W;  // of the tile, in elements
           const VI token = (kLane + static_cast<int32_t>(row)) / kColumns * 2 +
                            static_cast<int32_t>(i / (2 * kColumns) * kStepTokens + i / kColumns % 2);
-          if (has_slopes) s += slopes * __builtin_convertvector(token + static_cast<int32_t>(unit.distance), VF);
-          s = token < static_cast<int32_t>(unit.low) || token >= static_cast<int32_t>(unit.high) ? splat(kNegInf) : s;
+          if (has_slopes) s += slopes * __builtin_convertvector(token + static_cast<int32_t>(unit.distance) - rows, VF);
+          s = token < low || token >= high ? splat(kNegInf) : s;
         }
         store(scores + i * W, s);
         best = vmax(best, s);
@@ -201,9 +220,10 @@ struct Softmax {
     }
     for (int32_t distance = kColumns; distance < W; distance *= 2)
       best = vmax(best, __builtin_shuffle(best, kLane ^ distance));
+    const VF base = best == splat(kNegInf) ? splat(0.0f) : best;  // a column that has seen no key yet
     VF sum = load(state.sum);
     if (_mm512_cmp_ps_mask((__m512)best, (__m512)old_max, _CMP_NEQ_UQ) != 0) {  // seldom, after the first units
-      const VF rescale = vexp(old_max - best);
+      const VF rescale = vexp(old_max - base);
       for (int64_t row = 0; row < shape.tile_heads; ++row)
         for (float *out = state.output + row * shape.value_tiles * W, *stop = out + shape.value_tiles * W; out < stop;
              out += W)
@@ -211,7 +231,7 @@ struct Softmax {
       sum *= rescale;
       store(state.max, best);
     }
-    const VF factor = splat(is_plain ? params.scale * kLog2E : kLog2E), offset = best * splat(kLog2E);
+    const VF factor = splat(is_plain ? params.scale * kLog2E : kLog2E), offset = base * splat(kLog2E);
     for (int64_t step = 0; step < steps; ++step, scores += 2 * kColumns * W, weights += 2 * shape.heads * kTileRows) {
       VI hi[kColumns], lo[kColumns];
       for (int i = 0; i < kColumns; ++i) {
@@ -260,13 +280,13 @@ static inline void add_unit(const DecodeShape& shape, const Unit& unit, const fl
 }
 
 // Q^T: row p of tile i holds the elements tile_dim(i) + 2p and + 1 of each head; those that the tile before has, and
-// heads that the batch lacks, are zeros.
+// heads that the batch lacks, are zeros. `queries`: a batch's heads.
 template <int kColumns>
-static void start_batch(const DecodeShape& shape, const BF16* q, int64_t num_heads, BatchState& state) {
+static void start_batch(const DecodeShape& shape, const BF16* const* queries, int64_t num_heads, BatchState& state) {
   for (int64_t i = 0; i < shape.score_tiles; ++i) {
     VI rows[kColumns] = {};
     for (int64_t n = 0; n < kColumns && n < num_heads; ++n)
-      rows[n] = load_query(q + n * shape.head_size, tile_dim<32>(i, shape.head_size), 32 * i);
+      rows[n] = load_query(queries[n], tile_dim<32>(i, shape.head_size), 32 * i);
     unzip<kColumns, 4>(rows);
     for (int n = 0; n < kColumns; ++n) store_bits(state.query + (i * kColumns + n) * W, rows[n]);
   }
@@ -303,8 +323,14 @@ static void decode_columns(const DecodeShape& shape, const BF16* q, const Keys& 
             min64(shape.heads, shape.group - in_group));
     }
   };
+  const int64_t row_group = shape.group / keys.num_rows;
   each_batch([&](BatchState state, int64_t head, int64_t num_heads) {
-    start_batch<kColumns>(shape, q + head * head_size, num_heads, state);
+    const BF16* queries[kTileRows];
+    for (int64_t i = 0; i < num_heads; ++i) {
+      const int64_t n = head + i, row = n % shape.group / row_group;
+      queries[i] = q + (row * params.num_heads + n / shape.group * row_group + n % row_group) * head_size;
+    }
+    start_batch<kColumns>(shape, queries, num_heads, state);
   });
 
   float* const scores = scratch + shape.states * shape.state_floats();
@@ -328,7 +354,7 @@ static void decode_columns(const DecodeShape& shape, const BF16* q, const Keys& 
         BatchState state(shape, scratch, i % kv.kv_heads * shape.batches + batch);
         score_unit(shape, unit, state.query, scores, prefetcher);
         const int64_t head = i % kv.kv_heads * shape.group + batch * shape.heads;
-        Softmax<kColumns>::run(shape, unit, params, head, scores, state, weights, prefetcher);
+        Softmax<kColumns>::run(shape, unit, keys, params, head, scores, state, weights, prefetcher);
         add_unit(shape, unit, weights, state.output, prefetcher);
       }
     }
@@ -340,23 +366,25 @@ static void decode_columns(const DecodeShape& shape, const BF16* q, const Keys& 
   });
 }
 
-void decode_by_tiles(const BF16* q, const PagedKV& kv, const int32_t* block_table, int64_t position, int64_t begin,
-                     int64_t end, const AttentionParams& params, float* acc, float* m, float* l, float* scratch) {
-  end = min64(end, position + 1);
+void decode_by_tiles(const BF16* q, const PagedKV& kv, const int32_t* block_table, int64_t position, int64_t num_rows,
+                     int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l,
+                     float* scratch) {
+  const int64_t num_heads = num_rows * params.num_heads;
+  end = min64(end, position + num_rows);
   begin = max64(begin, first_key(position, params));
   if (begin >= end) {
-    for (int64_t i = 0; i < params.num_heads * kv.head_size; ++i) acc[i] = 0.0f;
-    for (int64_t n = 0; n < params.num_heads; ++n) {
+    for (int64_t i = 0; i < num_heads * kv.head_size; ++i) acc[i] = 0.0f;
+    for (int64_t n = 0; n < num_heads; ++n) {
       m[n] = kNegInf;
       l[n] = 0.0f;
     }
     return;
   }
-  const DecodeShape shape(kv, params.num_heads);
+  const DecodeShape shape(kv, num_heads);
   const auto run = shape.columns == 1   ? decode_columns<1>
                    : shape.columns == 2 ? decode_columns<2>
                    : shape.columns == 4 ? decode_columns<4>
                    : shape.columns == 8 ? decode_columns<8>
                                         : decode_columns<16>;
-  run(shape, q, Keys{kv, block_table, position, begin, end}, params, acc, m, l, scratch);
+  run(shape, q, Keys{kv, block_table, position, num_rows, begin, end}, params, acc, m, l, scratch);
 }

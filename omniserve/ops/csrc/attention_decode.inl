@@ -1,8 +1,13 @@
-// Decode: one query token over many keys. Part of attention_kernel.inl.
+// Decode: one or a few query tokens over many keys. Part of attention_kernel.inl.
 //
 // Blocks are read in order and KV heads inside a block, as they lie in memory; K and V of a tile are read once for all
-// query heads of the group. The running softmax of every head waits in acc, m and l meanwhile. The query sees all keys
+// query heads of the group. The running softmax of every head waits in acc, m and l meanwhile. A query sees all keys
 // of a tile, so the tiles of a reversed block are read as they lie, too.
+//
+// Several query rows of a sequence are a larger group: where all of them see a whole tile, their heads take it together.
+// Where they do not, at the sequence's end and where windows begin, each row takes its part of the tile by itself while
+// the tile is in the cache. So no row meets a key that it does not see, and its sums have the order that they would have
+// if it came alone.
 
 // Up to kDecodeTile keys of one block and KV head.
 template <typename T>
@@ -484,12 +489,13 @@ class Walk {
     enter();
   }
   OMNI_MEMBER int64_t count() const { return tile_end_ - offset; }
-  // Of the tile's first row in memory.
-  OMNI_MEMBER int64_t first_position() const {
-    return position_ - position_ % kv_->block_size + (ref.reversed ? tile_end_ - 1 : offset);
+  OMNI_MEMBER int64_t end() const { return tile_end_; }  // of the tile's positions in the block
+  OMNI_MEMBER int64_t block_position() const { return block_position_; }
+  // Where positions [low, high) of the block begin in its memory.
+  OMNI_MEMBER int64_t first_row(int64_t low, int64_t high) const {
+    return ref.reversed ? kv_->block_size - high : low;
   }
-  // Where the tile begins in the block's memory.
-  OMNI_MEMBER int64_t first_row() const { return ref.reversed ? kv_->block_size - tile_end_ : offset; }
+  OMNI_MEMBER int64_t first_row() const { return first_row(offset, tile_end_); }
   template <typename T>
   OMNI_MEMBER const T* row(const char* base, int64_t row_offset) const {
     return reinterpret_cast<const T*>(base + ref.block * kv_->block_stride + head * kv_->head_stride) +
@@ -501,9 +507,9 @@ class Walk {
       offset = tile_end_;
     } else if (head + 1 < kv_->kv_heads) {
       ++head;
-      offset = position_ % kv_->block_size;
+      offset = position_ - block_position_;
     } else {
-      position_ += block_end_ - position_ % kv_->block_size;
+      position_ = block_position_ + block_end_;
       if (position_ >= end_) return false;
       head = 0;
       ref = BlockRef(block_table_[position_ / kv_->block_size]);
@@ -517,6 +523,7 @@ class Walk {
 
  private:
   OMNI_MEMBER void enter() {
+    block_position_ = position_ - offset;
     block_end_ = min64(kv_->block_size, offset + end_ - position_);
     cut();
   }
@@ -528,28 +535,34 @@ class Walk {
   const int32_t* block_table_;
   int64_t position_;  // of the first key that is read of the block
   int64_t end_;
-  int64_t block_end_;  // in the block
-  int64_t tile_end_;   // in the block
+  int64_t block_position_;  // of the block's first token
+  int64_t block_end_;       // in the block
+  int64_t tile_end_;        // in the block
 };
 
 template <typename T, bool pairs, typename Q>
-static void decode_typed(const Q* q, const PagedKV& kv, const int32_t* block_table, int64_t position, int64_t begin,
-                         int64_t end, const AttentionParams& params, float* acc, float* m, float* l, float* scratch) {
-  const int64_t head_size = kv.head_size, group = params.num_heads / kv.kv_heads;
+static void decode_typed(const Q* q, const PagedKV& kv, const int32_t* block_table, int64_t position,
+                         int64_t num_rows, int64_t begin, int64_t end, const AttentionParams& params, float* acc,
+                         float* m, float* l, float* scratch) {
+  const int64_t head_size = kv.head_size, row_group = params.num_heads / kv.kv_heads, group = num_rows * row_group;
+  const int64_t num_heads = num_rows * params.num_heads;  // of all rows, in the order of acc
   const int64_t stride = (head_size + kMaxLanes - 1) / kMaxLanes * kMaxLanes;
-  for (int64_t i = 0; i < params.num_heads * head_size; ++i) acc[i] = 0.0f;
-  for (int64_t n = 0; n < params.num_heads; ++n) {
+  for (int64_t i = 0; i < num_heads * head_size; ++i) acc[i] = 0.0f;
+  for (int64_t n = 0; n < num_heads; ++n) {
     m[n] = kNegInf;
     l[n] = 0.0f;
   }
-  end = min64(end, position + 1);
+  end = min64(end, position + num_rows);
   begin = max64(begin, first_key(position, params));
   if (begin >= end) return;
 
   float* const packed_q = scratch;
-  float* const scores = scratch + params.num_heads * stride;
-  for (int64_t n = 0; n < params.num_heads; ++n)
-    pack_query<T, Q>(q + n * head_size, head_size, stride, packed_q + n * stride);
+  float* const scores = scratch + num_heads * stride;
+  float* packed = packed_q;
+  for (int64_t first = 0; first < params.num_heads; first += row_group)
+    for (int64_t row = 0; row < num_rows; ++row)
+      for (int64_t head = first; head < first + row_group; ++head, packed += stride)
+        pack_query<T, Q>(q + (row * params.num_heads + head) * head_size, head_size, stride, packed);
   // The usual head sizes are constants, so that the loops over them unroll.
   constexpr bool kUnroll = sizeof(T) <= 2;
   const auto attend = params.alibi_slopes != nullptr  ? attend_tile<T, pairs, 0, true>
@@ -562,40 +575,54 @@ static void decode_typed(const Q* q, const PagedKV& kv, const int32_t* block_tab
   while (true) {
     const Walk now = walk;
     const bool more = walk.advance();
-    const int64_t count = now.count();
-    KeyTile<T> tile{nullptr, nullptr, count, pairs ? now.offset % 2 : 0, nullptr, nullptr, nullptr, 0, 1};
-    tile.k = now.template row<T>(kv.k, now.first_row());
-    tile.v = now.template row<T>(kv.v, now.first_row() - tile.lead);
-    if (kv.k_scales != nullptr) {
-      const int64_t scale = now.ref.block * kv.scale_block_stride + now.head * kv.scale_head_stride + now.offset;
-      tile.k_scales = kv.k_scales + scale;
-      tile.v_scales = kv.v_scales + scale;
-    }
-    if (params.alibi_slopes != nullptr) {
-      tile.slopes = params.alibi_slopes + now.head * group;
-      tile.distance = now.first_position() - position;
-      tile.step = now.ref.reversed ? -1 : 1;
-    }
     const int64_t row_bytes = head_size * static_cast<int64_t>(sizeof(T));
-    const int64_t work = tile_work<T, pairs>(count, group, head_size);
+    const int64_t work = tile_work<T, pairs>(now.count(), group, head_size);
     if (near) {
-      ahead.aim_near(tile.k, tile.v, count * row_bytes, work);
+      ahead.aim_near(now.template row<T>(kv.k, now.first_row()), now.template row<T>(kv.v, now.first_row()),
+                     now.count() * row_bytes, work);
     } else if (more) {
       ahead.aim_far(walk.template row<T>(kv.k, walk.first_row()), walk.template row<T>(kv.v, walk.first_row()),
                     walk.count() * row_bytes, work);
     }
-    const int64_t n = now.head * group;
-    attend(packed_q + n * stride, stride, tile, head_size, group, params, scores, acc + n * head_size, m + n, l + n,
-           ahead);
+    const int64_t block_position = now.block_position();
+    // Slopes count from the query, so with them each row has scores of its own.
+    const bool together = num_rows == 1 || (params.alibi_slopes == nullptr &&
+                                            first_key(position + num_rows - 1, params) <= block_position + now.offset &&
+                                            block_position + now.end() <= position + 1);
+    const int64_t rows_at_once = together ? num_rows : 1;
+    for (int64_t row = 0; row < num_rows; row += rows_at_once) {
+      int64_t low = now.offset, high = now.end();  // of the block's positions
+      if (!together) {
+        low = max64(low, first_key(position + row, params) - block_position);
+        high = min64(high, position + row + 1 - block_position);
+        if (low >= high) continue;
+      }
+      KeyTile<T> tile{nullptr, nullptr, high - low, pairs ? low % 2 : 0, nullptr, nullptr, nullptr, 0, 1};
+      tile.k = now.template row<T>(kv.k, now.first_row(low, high));
+      tile.v = now.template row<T>(kv.v, now.first_row(low, high) - tile.lead);
+      if (kv.k_scales != nullptr) {
+        const int64_t scale = now.ref.block * kv.scale_block_stride + now.head * kv.scale_head_stride + low;
+        tile.k_scales = kv.k_scales + scale;
+        tile.v_scales = kv.v_scales + scale;
+      }
+      if (params.alibi_slopes != nullptr) {
+        tile.slopes = params.alibi_slopes + now.head * row_group;
+        tile.distance = block_position + (now.ref.reversed ? high - 1 : low) - (position + row);
+        tile.step = now.ref.reversed ? -1 : 1;
+      }
+      const int64_t n = now.head * group + row * row_group;
+      attend(packed_q + n * stride, stride, tile, head_size, rows_at_once * row_group, params, scores,
+             acc + n * head_size, m + n, l + n, ahead);
+    }
     if (!more) return;
   }
 }
 
 void decode(const void* q, DType q_dtype, const PagedKV& kv, const int32_t* block_table, int64_t position,
-            int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l,
+            int64_t num_rows, int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l,
             float* scratch) {
   const auto run = [&](auto function, auto* query) {
-    function(query, kv, block_table, position, begin, end, params, acc, m, l, scratch);
+    function(query, kv, block_table, position, num_rows, begin, end, params, acc, m, l, scratch);
   };
   const auto* const q_f32 = static_cast<const float*>(q);
   const auto* const q_bf16 = static_cast<const BF16*>(q);
@@ -615,12 +642,16 @@ void decode(const void* q, DType q_dtype, const PagedKV& kv, const int32_t* bloc
 }
 
 template <typename T>
-static void merge_typed(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
-                        int64_t head_size, const float* sinks, T* out) {
+static void merge_typed(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_rows,
+                        int64_t row_heads, int64_t kv_heads, int64_t head_size, const float* all_sinks, T* all_out) {
+  const int64_t num_heads = num_rows * row_heads, row_group = row_heads / kv_heads, group = num_rows * row_group;
   for (int64_t n = 0; n < num_heads; ++n) {
-    float best = sinks != nullptr ? sinks[n] : kNegInf;
+    const int64_t head = n / group * row_group + n % row_group, query = n % group / row_group;
+    const float* const sinks = all_sinks != nullptr ? all_sinks + head : nullptr;
+    T* const out = all_out + (query * row_heads + head) * head_size;
+    float best = sinks != nullptr ? *sinks : kNegInf;
     for (int64_t i = 0; i < num_pieces; ++i) best = best > m[i * num_heads + n] ? best : m[i * num_heads + n];
-    float total = sinks != nullptr ? vexp(splat(sinks[n] - best))[0] : 0.0f;
+    float total = sinks != nullptr ? vexp(splat(*sinks - best))[0] : 0.0f;
     for (int64_t i = 0; i < num_pieces; ++i)
       if (l[i * num_heads + n] != 0.0f) total += l[i * num_heads + n] * vexp(splat(m[i * num_heads + n] - best))[0];
     const float inverse = total != 0.0f ? 1.0f / total : 0.0f;
@@ -633,19 +664,19 @@ static void merge_typed(const float* acc, const float* m, const float* l, int64_
         sum += (half ? load_half(row) : load(row)) * vexp(splat(m[i * num_heads + n] - best));
       }
       sum *= splat(inverse);
-      half ? store_half(out + n * head_size + h, sum) : store(out + n * head_size + h, sum);
+      half ? store_half(out + h, sum) : store(out + h, sum);
     }
   }
 }
 
-void merge(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads, int64_t head_size,
-           const float* sinks, DType dtype, void* out) {
+void merge(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_rows, int64_t num_heads,
+           int64_t kv_heads, int64_t head_size, const float* sinks, DType dtype, void* out) {
+  const auto run = [&](auto* to) {
+    merge_typed(acc, m, l, num_pieces, num_rows, num_heads, kv_heads, head_size, sinks, to);
+  };
   switch (dtype) {
-    case DType::f32:
-      return merge_typed(acc, m, l, num_pieces, num_heads, head_size, sinks, static_cast<float*>(out));
-    case DType::f16:
-      return merge_typed(acc, m, l, num_pieces, num_heads, head_size, sinks, static_cast<F16*>(out));
-    default:
-      return merge_typed(acc, m, l, num_pieces, num_heads, head_size, sinks, static_cast<BF16*>(out));
+    case DType::f32: return run(static_cast<float*>(out));
+    case DType::f16: return run(static_cast<F16*>(out));
+    default: return run(static_cast<BF16*>(out));
   }
 }

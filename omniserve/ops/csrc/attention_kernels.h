@@ -15,10 +15,11 @@ inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multi
 struct Kernels {
   // As decode_partial; `scratch` holds decode_scratch_floats() floats, aligned to kScratchAlign.
   void (*decode)(const void* q, DType q_dtype, const PagedKV& kv, const int32_t* block_table, int64_t position,
-                 int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m, float* l, float* scratch);
+                 int64_t num_rows, int64_t begin, int64_t end, const AttentionParams& params, float* acc, float* m,
+                 float* l, float* scratch);
   // As merge_partials.
-  void (*merge)(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_heads,
-                int64_t head_size, const float* sinks, DType dtype, void* out);
+  void (*merge)(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_rows,
+                int64_t num_heads, int64_t kv_heads, int64_t head_size, const float* sinks, DType dtype, void* out);
   // As prefill_tile; `scratch` holds prefill_scratch_floats() floats, aligned to kScratchAlign.
   void (*prefill)(const void* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
                   int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
@@ -36,7 +37,8 @@ const Kernels& avx512_kernels();
 const Kernels& avx512_bf16_kernels();
 const Kernels& amx_bf16_kernels();
 bool amx_bf16_granted();  // the CPU has it, and the operating system lends it to this process
-// What the AMX kernels need of the scratch, in floats; num_rows is queries x group.
+// What the AMX kernels need of the scratch, in floats. Decode: num_heads is rows x query heads; prefill: num_rows is
+// queries x group.
 int64_t amx_decode_scratch_floats(const PagedKV& kv, int64_t num_heads);
 int64_t amx_prefill_scratch_floats(const PagedKV& kv, int64_t num_rows);
 #endif

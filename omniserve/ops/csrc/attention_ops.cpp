@@ -173,7 +173,7 @@ void attend(const Tensor& q, const PagedKV& kv, const AttentionParams& params, s
       const Sequence& sequence = *task.sequence;
       const char* const query = queries + sequence.query * q_stride * element;
       if (task.piece >= 0) {
-        decode_partial(query, q_dtype, kv, sequence.block_table, sequence.context_len, task.begin, task.end, params,
+        decode_partial(query, q_dtype, kv, sequence.block_table, sequence.context_len, 1, task.begin, task.end, params,
                        acc + task.piece * row_size, m + task.piece * params.num_heads,
                        l + task.piece * params.num_heads);
       } else {
@@ -185,8 +185,8 @@ void attend(const Tensor& q, const PagedKV& kv, const AttentionParams& params, s
     for (int64_t i = 0; i < num_decodes; ++i) {
       const Sequence& sequence = *decodes[static_cast<size_t>(i)];
       merge_partials(acc + sequence.first_piece * row_size, m + sequence.first_piece * params.num_heads,
-                     l + sequence.first_piece * params.num_heads, sequence.num_pieces, params.num_heads, kv.head_size,
-                     params.sinks, q_dtype, results + sequence.query * row_size * element);
+                     l + sequence.first_piece * params.num_heads, sequence.num_pieces, 1, params.num_heads, kv.kv_heads,
+                     kv.head_size, params.sinks, q_dtype, results + sequence.query * row_size * element);
     }
   }
 }

@@ -22,12 +22,15 @@ HostTier::Slot& HostTier::checked_slot(int64_t slot) {
 }
 
 void HostTier::begin_token(int64_t slot, int64_t epoch, int64_t position, const int64_t* block_ids,
-                           int64_t num_blocks) {
+                           int64_t num_blocks, int64_t num_rows) {
   if (epoch < 0) refuse("epoch must be >= 0, got ", epoch);
   if (position < 0) refuse("position must be >= 0, got ", position);
-  const int64_t needed = position / config_.block_size + 1;
+  if (num_rows < 1 || num_rows > config_.max_rows) {
+    refuse("num_rows must be in [1, ", config_.max_rows, "], got ", num_rows);
+  }
+  const int64_t last = position + num_rows - 1, needed = last / config_.block_size + 1;
   if (num_blocks < needed) {
-    refuse("position ", position, " needs ", needed, " blocks of ", config_.block_size, " tokens, got ", num_blocks);
+    refuse("position ", last, " needs ", needed, " blocks of ", config_.block_size, " tokens, got ", num_blocks);
   }
   for (int64_t i = 0; i < num_blocks; ++i) {
     if (block_ids[i] < 0 || block_ids[i] >= config_.num_blocks) {
@@ -40,6 +43,7 @@ void HostTier::begin_token(int64_t slot, int64_t epoch, int64_t position, const 
   state.bound = true;
   state.epoch = epoch;
   state.position = position;
+  state.num_rows = num_rows;
   state.block_table.assign(block_ids, block_ids + num_blocks);
 }
 
@@ -48,10 +52,10 @@ void HostTier::check_layer(int64_t layer) const {
 }
 
 // Whether a task may begin in each of these slots, -1 left out.
-void HostTier::check_free(const int64_t* slots, int64_t num_seats) {
+void HostTier::check_free(const int64_t* slots, int64_t num_slots) {
   if (closing_) refuse("the host tier is closed");
   ++num_calls_;
-  for (int64_t i = 0; i < num_seats; ++i) {
+  for (int64_t i = 0; i < num_slots; ++i) {
     if (slots[i] == -1) continue;
     Slot& task = checked_slot(slots[i]);
     if (!task.bound) refuse("slot ", slots[i], " holds no token: call begin_token first");
@@ -84,7 +88,7 @@ void HostTier::enqueue(int64_t slot) {
     publish_task(task, slot);
     return;
   }
-  task.num_pieces = (task.position - task.begin) / task.piece_tokens + 1;
+  task.num_pieces = (task.end() - 1 - task.begin) / task.piece_tokens + 1;
   num_queued_pieces_ += task.num_pieces;
   tasks_.push_back(slot);
 }
@@ -92,12 +96,27 @@ void HostTier::enqueue(int64_t slot) {
 void HostTier::submit(int64_t layer, const int64_t* slots, int64_t num_seats, const TokenRow* q, const TokenRow* k,
                       const TokenRow* v) {
   check_layer(layer);
+  const auto goes_on = [slots](int64_t seat) { return seat > 0 && slots[seat] == slots[seat - 1]; };
+  std::vector<int64_t> named, widths;  // each slot, and how many seats it has
+  for (int64_t i = 0; i < num_seats; ++i) {
+    if (slots[i] == -1) continue;
+    if (goes_on(i)) {
+      ++widths.back();
+    } else {
+      named.push_back(slots[i]);
+      widths.push_back(1);
+    }
+  }
   {
     Lock lock(mutex_);
-    check_free(slots, num_seats);
-    for (int64_t i = 0; i < num_seats; ++i) {
-      if (slots[i] != -1) claim(slots[i], layer, own_rows(slots[i]));
+    check_free(named.data(), static_cast<int64_t>(named.size()));
+    for (size_t i = 0; i < named.size(); ++i) {
+      const int64_t num_rows = slots_[static_cast<size_t>(named[i])].num_rows;
+      if (widths[i] != num_rows) {
+        refuse("slot ", named[i], " has ", widths[i], " seats for ", num_rows, num_rows == 1 ? " token" : " tokens");
+      }
     }
+    for (int64_t slot : named) claim(slot, layer, own_rows(slot));
   }
   // The rows of a slot in flight that is not queued yet are this thread's alone.
   auto copy = [this](char* to, const TokenRow& from, int64_t num_heads) {
@@ -109,17 +128,16 @@ void HostTier::submit(int64_t layer, const int64_t* slots, int64_t num_seats, co
       std::memcpy(to + h * head_bytes_, from.data + h * from.head_stride, static_cast<size_t>(head_bytes_));
     }
   };
-  for (int64_t i = 0; i < num_seats; ++i) {
+  for (int64_t i = 0, row = 0; i < num_seats; ++i) {
     if (slots[i] == -1) continue;
-    copy(q_row(slots[i]), q[i], config_.num_heads);
-    copy(k_row(slots[i]), k[i], config_.num_kv_heads);
-    copy(v_row(slots[i]), v[i], config_.num_kv_heads);
+    row = goes_on(i) ? row + 1 : 0;
+    copy(q_rows(slots[i]) + row * q_bytes_, q[i], config_.num_heads);
+    copy(k_rows(slots[i]) + row * kv_bytes_, k[i], config_.num_kv_heads);
+    copy(v_rows(slots[i]) + row * kv_bytes_, v[i], config_.num_kv_heads);
   }
   Called called;
   Lock lock(mutex_);
-  for (int64_t i = 0; i < num_seats; ++i) {
-    if (slots[i] != -1) enqueue(slots[i]);
-  }
+  for (int64_t slot : named) enqueue(slot);
   call_workers(called);
   lock.unlock();
   notify(called);
@@ -135,8 +153,10 @@ void HostTier::expect(int64_t step, const int64_t* layers, const int64_t* slots,
   check_free(slots, num_rows);
   for (int64_t i = 0; i < num_rows; ++i) {
     if (slots[i] == -1) continue;
+    const Slot& task = slots_[static_cast<size_t>(slots[i])];
+    if (task.num_rows > 1) refuse("slot ", slots[i], " has ", task.num_rows, " rows: the mailbox carries one, use submit");
     // Its flag may still say `step` from then.
-    const int64_t last = slots_[static_cast<size_t>(slots[i])].last_step;
+    const int64_t last = task.last_step;
     if (step <= last) refuse("slot ", slots[i], " was expected in step ", last, " before: steps rise, got ", step);
   }
   for (int64_t i = 0; i < num_rows; ++i) {

@@ -1,12 +1,13 @@
 // The host tier: CPU threads that compute decode attention over a paged KV pool in host memory, and copy KV blocks
 // between the tiers, beside the device's steps. No torch header, no GIL: it can be stressed alone under sanitizers.
 //
-// A slot is one request's seat; it holds at most one task (one token at one layer), so the input queue is bounded by
-// the number of slots. A task is cut into pieces of decode_piece_tokens() keys, a cut that depends on the length only:
-// whichever threads take the pieces, the sum is formed in the same order and the result is the same to the bit.
+// A slot is one request's seat; it holds at most one task (one or a few consecutive tokens at one layer), so the input
+// queue is bounded by the number of slots. A task is cut into pieces of decode_piece_tokens() keys, a cut that depends on
+// its first token's position only: whichever threads take the pieces, the sum is formed in the same order and the result
+// is the same to the bit. A task's tokens share its pieces: K and V are read once for all of them.
 //
-// A task's rows come with submit(), or by the mailbox: the device writes them, then the step's number as a flag, and a
-// thread of the tier watches the flags of what expect() has named (host_tier_mailbox.cpp).
+// A task's rows come with submit(), or by the mailbox, which carries one token: the device writes it, then the step's
+// number as a flag, and a thread of the tier watches the flags of what expect() has named (host_tier_mailbox.cpp).
 //
 // Paper: omniserve 3.2.3 (input and output queue), 4 "The implementation of CPU Attention".
 #pragma once
@@ -30,6 +31,8 @@
 
 namespace omniserve {
 
+constexpr int64_t kMaxTaskRows = 16;  // as many columns as an AMX tile has
+
 struct HostTierConfig {
   int64_t num_blocks;
   int64_t block_size;
@@ -42,7 +45,7 @@ struct HostTierConfig {
   std::vector<AttentionParams> layers;  // their sinks and slopes outlive the tier
   void* pool;     // [L, num_blocks, K, 2, S, H], in the layout of host_layout()
   float* scales;  // [L, num_blocks, K, 2, S] for an i8 pool, else null
-  void* results;  // [num_slots, N*H]
+  void* results;  // [num_slots, max_rows, N*H]
   int num_threads;
   std::vector<int> cores;  // thread i is pinned to cores[i % size]; empty: not pinned
   bool prefault;           // touch the pool's pages ahead of the work: a first touch runs at a tenth of a copy's speed
@@ -52,6 +55,7 @@ struct HostTierConfig {
   const int64_t* flags = nullptr;  // [num_slots], 0 at the start
   double mailbox_spin_s = 200e-6;  // so long after the last flag, or the last expect(), its thread looks without a rest
   double mailbox_sleep_s = 20e-6;  // and then sleeps so long between two looks
+  int64_t max_rows = 1;  // tokens of a task, at most; up to kMaxTaskRows
 };
 
 enum class EventKind : int { attention_done = 0, attention_failed = 1, move_done = 2, move_failed = 3, cancelled = 4 };
@@ -61,7 +65,7 @@ struct HostEvent {
   int64_t slot = -1;
   int64_t epoch = -1;
   int64_t layer = -1;
-  int64_t position = -1;
+  int64_t position = -1;  // of the task's first token
   int64_t move_id = -1;
   std::string message;
 };
@@ -109,10 +113,13 @@ class HostTier {
 
   const HostTierConfig& config() const { return config_; }
 
-  // Bind a slot to the token at `position`. The block ids cover [0, position].
-  void begin_token(int64_t slot, int64_t epoch, int64_t position, const int64_t* block_ids, int64_t num_blocks);
+  // Bind a slot to the `num_rows` tokens from `position` on. The block ids cover [0, position + num_rows). What the pool
+  // holds at these positions and behind is overwritten or not read, so a later call may go back to a lower position.
+  void begin_token(int64_t slot, int64_t epoch, int64_t position, const int64_t* block_ids, int64_t num_blocks,
+                   int64_t num_rows = 1);
 
-  // Queue one task per seat whose slot is not -1. Copies the rows before it returns; all seats or none.
+  // Queue one task per slot. A slot has a seat for each of its tokens, side by side in their order; -1 is an empty seat.
+  // Copies the rows before it returns; all seats or none.
   void submit(int64_t layer, const int64_t* slots, int64_t num_seats, const TokenRow* q, const TokenRow* k,
               const TokenRow* v);
 
@@ -145,7 +152,7 @@ class HostTier {
     int64_t size = 0;
   };
 
-  // A task's rows: the slot's own, or its row of the mailbox.
+  // A task's rows, q, k and v of all its tokens: the slot's own, or its row of the mailbox.
   struct Rows {
     const char* q = nullptr;
     const char* k = nullptr;
@@ -156,7 +163,8 @@ class HostTier {
     // The binding.
     bool bound = false;
     int64_t epoch = -1;
-    int64_t position = -1;
+    int64_t position = -1;  // of the first token
+    int64_t num_rows = 1;
     std::vector<int32_t> block_table;
     int64_t last_step = 0;   // that expect() named
     int64_t named_in = 0;    // the last call of submit() or expect() that named it
@@ -168,11 +176,13 @@ class HostTier {
     std::string message;
     int64_t layer = -1;
     int64_t piece_tokens = 1;
-    int64_t begin = 0;        // piece i: keys [begin + i * piece_tokens, begin + (i + 1) * piece_tokens), to `position`
+    int64_t begin = 0;        // piece i: keys [begin + i * piece_tokens, begin + (i + 1) * piece_tokens), up to end()
     int64_t num_pieces = 0;
     int64_t next_piece = 0;   // pieces [0, next_piece) were handed out
     int64_t num_running = 0;  // of those, still in a thread's hands
     Scratch scratch;
+
+    int64_t end() const { return position + num_rows; }  // of the keys
   };
 
   struct Move {
@@ -243,7 +253,7 @@ class HostTier {
   void fail_expected(const std::string& message);
   Slot& checked_slot(int64_t slot);
   void check_layer(int64_t layer) const;
-  void check_free(const int64_t* slots, int64_t num_seats);
+  void check_free(const int64_t* slots, int64_t num_slots);
   void claim(int64_t slot, int64_t layer, const Rows& rows);
   void enqueue(int64_t slot);
 
@@ -251,10 +261,10 @@ class HostTier {
     void operator()(char* data) const { std::free(data); }
   };
 
-  char* q_row(int64_t slot) const { return rows_.get() + slot * row_stride_; }
-  char* k_row(int64_t slot) const { return q_row(slot) + round_up(q_bytes_); }
-  char* v_row(int64_t slot) const { return k_row(slot) + round_up(kv_bytes_); }
-  Rows own_rows(int64_t slot) const { return {q_row(slot), k_row(slot), v_row(slot)}; }
+  char* q_rows(int64_t slot) const { return rows_.get() + slot * slot_stride_; }
+  char* k_rows(int64_t slot) const { return q_rows(slot) + round_up(config_.max_rows * q_bytes_); }
+  char* v_rows(int64_t slot) const { return k_rows(slot) + round_up(config_.max_rows * kv_bytes_); }
+  Rows own_rows(int64_t slot) const { return {q_rows(slot), k_rows(slot), v_rows(slot)}; }
   // Nothing is copied out of the mailbox: a slot's next row is sent only after this task's event was polled.
   Rows mailbox_rows(int64_t slot) const {
     const char* const q = config_.mailbox + slot * (q_bytes_ + 2 * kv_bytes_);
@@ -280,8 +290,8 @@ class HostTier {
   const int64_t q_bytes_;   // one query row, N*H
   const int64_t kv_bytes_;  // one key row, K*H
   const int64_t token_bytes_;  // K, V and scales of a token in the pool
-  const int64_t row_stride_;
-  std::unique_ptr<char, FreeDeleter> rows_;  // per slot: q, k, v of submit()
+  const int64_t slot_stride_;
+  std::unique_ptr<char, FreeDeleter> rows_;  // per slot: q, k, v of submit(), max_rows each
   std::vector<Slot> slots_;
 
   std::mutex mutex_;  // guards everything below, and the slots' and moves' bookkeeping

@@ -56,11 +56,14 @@ HostTier::HostTier(HostTierConfig config)
       q_bytes_(config_.num_heads * head_bytes_),
       kv_bytes_(config_.num_kv_heads * head_bytes_),
       token_bytes_((shape_.block_bytes() + 4 * shape_.block_scales()) / std::max<int64_t>(1, config_.block_size)),
-      row_stride_(round_up(q_bytes_) + 2 * round_up(kv_bytes_)) {
+      slot_stride_(round_up(config_.max_rows * q_bytes_) + 2 * round_up(config_.max_rows * kv_bytes_)) {
   for (int64_t size : {config_.num_blocks, config_.block_size, config_.num_heads, config_.num_kv_heads,
                        config_.head_size, config_.num_slots, static_cast<int64_t>(config_.num_threads),
                        static_cast<int64_t>(config_.layers.size())}) {
     if (size < 1) refuse("every size of a host tier must be >= 1, got ", size);
+  }
+  if (config_.max_rows < 1 || config_.max_rows > kMaxTaskRows) {
+    refuse("max_rows must be in [1, ", kMaxTaskRows, "], got ", config_.max_rows);
   }
   if (config_.num_heads % config_.num_kv_heads != 0) {
     refuse("num_heads must be a multiple of num_kv_heads, got ", config_.num_heads, " and ", config_.num_kv_heads);
@@ -78,7 +81,7 @@ HostTier::HostTier(HostTierConfig config)
     refuse("mailbox_spin_s and mailbox_sleep_s must be >= 0, got ", config_.mailbox_spin_s, " and ",
            config_.mailbox_sleep_s);
   }
-  rows_.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(config_.num_slots * row_stride_))));
+  rows_.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(config_.num_slots * slot_stride_))));
   if (!rows_) throw std::bad_alloc();
   slots_.resize(static_cast<size_t>(config_.num_slots));
   idle_.reserve(static_cast<size_t>(config_.num_threads));

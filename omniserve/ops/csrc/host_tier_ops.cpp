@@ -54,14 +54,15 @@ std::vector<int64_t> to_vector(const Tensor& tensor, const char* name) {
 
 // layers_L4: float64 rows (scale, window, softcap, chunk). per_head_L2N: float32 sinks and ALiBi slopes of each layer; a
 // layer without sinks has -inf, one without slopes 0. The results are in the model's dtype, the pool too or in i8.
-int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor results_SD, Tensor layers_L4,
-               std::optional<Tensor> per_head_L2N, int64_t num_heads, int64_t num_threads, Tensor cores, bool prefault, std::optional<Tensor> mailbox_SW,
-               std::optional<Tensor> flags_S, double mailbox_spin_s, double mailbox_sleep_s) {
+int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor results_SMD, Tensor layers_L4,
+               std::optional<Tensor> per_head_L2N, int64_t num_heads, int64_t num_threads, Tensor cores, bool prefault,
+               std::optional<Tensor> mailbox_SW, std::optional<Tensor> flags_S, double mailbox_spin_s,
+               double mailbox_sleep_s) {
   check_dim(pool_LBK2SH, 6, "pool");
   check_contiguous(pool_LBK2SH, "pool");
   STD_TORCH_CHECK(pool_LBK2SH.size(3) == 2, "pool must be [L, B, K, 2, S, H], got ", shape_of(pool_LBK2SH));
-  check_dim(results_SD, 2, "results");
-  check_contiguous(results_SD, "results");
+  check_dim(results_SMD, 3, "results");
+  check_contiguous(results_SMD, "results");
   const int64_t num_layers = pool_LBK2SH.size(0);
   check_dim(layers_L4, 2, "layers");
   check_type(layers_L4, ScalarType::Double, "layers");
@@ -82,10 +83,11 @@ int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor re
   config.block_size = pool_LBK2SH.size(4);
   config.head_size = pool_LBK2SH.size(5);
   config.num_heads = num_heads;
-  config.num_slots = results_SD.size(0);
-  config.dtype = dtype_of(results_SD, "results");
-  STD_TORCH_CHECK(results_SD.size(1) == num_heads * config.head_size, "results must be [slots, ",
-                  num_heads * config.head_size, "], got ", shape_of(results_SD));
+  config.num_slots = results_SMD.size(0);
+  config.max_rows = results_SMD.size(1);
+  config.dtype = dtype_of(results_SMD, "results");
+  STD_TORCH_CHECK(results_SMD.size(2) == num_heads * config.head_size, "results must be [slots, rows, ",
+                  num_heads * config.head_size, "], got ", shape_of(results_SMD));
   config.pool_dtype = pool_LBK2SH.scalar_type() == ScalarType::Char ? DType::i8 : dtype_of(pool_LBK2SH, "pool");
   const double* layer = static_cast<const double*>(layers_L4.const_data_ptr());
   for (int64_t i = 0; i < num_layers; ++i, layer += 4) {
@@ -111,7 +113,7 @@ int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor re
     }
     config.scales = static_cast<float*>(scales_LBK2S->mutable_data_ptr());
   }
-  config.results = results_SD.mutable_data_ptr();
+  config.results = results_SMD.mutable_data_ptr();
   config.num_threads = static_cast<int>(num_threads);
   for (int64_t core : to_vector(cores, "cores")) config.cores.push_back(static_cast<int>(core));
   config.prefault = prefault;
@@ -121,7 +123,7 @@ int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor re
     check_dim(*mailbox_SW, 2, "mailbox");
     check_contiguous(*mailbox_SW, "mailbox");
     check_aligned(*mailbox_SW, "mailbox");
-    check_type(*mailbox_SW, results_SD.scalar_type(), "mailbox");
+    check_type(*mailbox_SW, results_SMD.scalar_type(), "mailbox");
     STD_TORCH_CHECK(mailbox_SW->size(0) == config.num_slots && mailbox_SW->size(1) == width, "mailbox must be [",
                     config.num_slots, ", ", width, "], got ", shape_of(*mailbox_SW));
     check_index(*flags_S, ScalarType::Long, "flags");
@@ -133,7 +135,7 @@ int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor re
   }
   config.mailbox_spin_s = mailbox_spin_s;
   config.mailbox_sleep_s = mailbox_sleep_s;
-  auto entry = std::make_shared<Entry>(Entry{pool_LBK2SH, results_SD, scales_LBK2S, mailbox_SW, flags_S,
+  auto entry = std::make_shared<Entry>(Entry{pool_LBK2SH, results_SMD, scales_LBK2S, mailbox_SW, flags_S,
                                              per_head_L2N, nullptr});
   entry->tier = std::make_unique<HostTier>(std::move(config));
   std::lock_guard<std::mutex> lock(registry().mutex);
@@ -146,8 +148,10 @@ void interleave(Tensor memory, Tensor nodes) {
   interleave_pages(static_cast<char*>(memory.mutable_data_ptr()), memory.numel(), to_vector(nodes, "nodes"));
 }
 
-void begin_token(int64_t tier, int64_t slot, int64_t epoch, int64_t position, std::vector<int64_t> block_ids) {
-  find(tier)->tier->begin_token(slot, epoch, position, block_ids.data(), static_cast<int64_t>(block_ids.size()));
+void begin_token(int64_t tier, int64_t slot, int64_t epoch, int64_t position, std::vector<int64_t> block_ids,
+                 int64_t num_rows) {
+  find(tier)->tier->begin_token(slot, epoch, position, block_ids.data(), static_cast<int64_t>(block_ids.size()),
+                                num_rows);
 }
 
 // The rows of x [P, heads, H]; only the last dimension must be contiguous, so slices of a fused projection will do.
@@ -268,11 +272,11 @@ int64_t destroy(int64_t tier, double timeout_s) {
 
 STABLE_TORCH_LIBRARY(omniserve_host, m) {
   m.def(
-      "create(Tensor(a!) pool_LBK2SH, Tensor(b!)? scales_LBK2S, Tensor(c!) results_SD, Tensor layers_L4, "
+      "create(Tensor(a!) pool_LBK2SH, Tensor(b!)? scales_LBK2S, Tensor(c!) results_SMD, Tensor layers_L4, "
       "Tensor? per_head_L2N, int num_heads, int num_threads, Tensor cores, bool prefault, Tensor? mailbox_SW, "
       "Tensor? flags_S, float mailbox_spin_s, float mailbox_sleep_s) -> int");
   m.def("interleave(Tensor(a!) memory, Tensor nodes) -> ()");
-  m.def("begin_token(int tier, int slot, int epoch, int position, int[] block_ids) -> ()");
+  m.def("begin_token(int tier, int slot, int epoch, int position, int[] block_ids, int num_rows) -> ()");
   m.def("submit(int tier, int layer, Tensor slots_P, Tensor q_PNH, Tensor k_PKH, Tensor v_PKH) -> ()");
   m.def("expect(int tier, int step, Tensor layers_R, Tensor slots_R) -> ()");
   m.def("cancel(int tier, int slot) -> bool");

@@ -99,7 +99,7 @@ void HostTier::take_attention(Piece& piece) {
       task.scratch = std::move(free_scratch_.back());
       free_scratch_.pop_back();
     }
-    const int64_t needed = task.num_pieces * config_.num_heads * (config_.head_size + 2);
+    const int64_t needed = task.num_pieces * task.num_rows * config_.num_heads * (config_.head_size + 2);
     if (task.scratch.size < needed) {
       task.scratch.data.reset(new (std::nothrow) float[static_cast<size_t>(needed)]);  // attend() checks it
       task.scratch.size = task.scratch.data ? needed : 0;
@@ -131,31 +131,33 @@ void HostTier::attend(const Piece& piece) {
   const Slot& task = *piece.task;
   if (!task.scratch.data) throw std::bad_alloc();
   const int64_t begin = task.begin + piece.piece * task.piece_tokens;
-  const int64_t end = std::min(begin + task.piece_tokens, task.position + 1);
-  if (end == task.position + 1) {
-    // The token's own k and v. Only this piece reads them, so the others need not wait.
-    const int64_t block = task.block_table[static_cast<size_t>(task.position / config_.block_size)];
-    append_host_token(shape_, task.position % config_.block_size, {task.rows.k, head_bytes_},
-                      {task.rows.v, head_bytes_}, pool_block(task.layer, block),
+  const int64_t end = std::min(begin + task.piece_tokens, task.end());
+  // The tokens' own k and v, as far as they lie in this piece. Only it reads them, so the others need not wait.
+  for (int64_t position = std::max(begin, task.position); position < end; ++position) {
+    const int64_t row = (position - task.position) * kv_bytes_;
+    const int64_t block = task.block_table[static_cast<size_t>(position / config_.block_size)];
+    append_host_token(shape_, position % config_.block_size, {task.rows.k + row, head_bytes_},
+                      {task.rows.v + row, head_bytes_}, pool_block(task.layer, block),
                       block_scales(task.layer, block));
   }
   const PagedKV kv = host_layout(pool_block(task.layer, 0), block_scales(task.layer, 0), config_.num_blocks,
                                  config_.num_kv_heads, config_.block_size, config_.head_size, config_.pool_dtype);
-  const int64_t heads = config_.num_heads;
+  const int64_t heads = task.num_rows * config_.num_heads;
   float* acc = task.scratch.data.get();
   float* m = acc + task.num_pieces * heads * config_.head_size;
   float* l = m + task.num_pieces * heads;
-  decode_partial(task.rows.q, config_.dtype, kv, task.block_table.data(), task.position, begin, end,
+  decode_partial(task.rows.q, config_.dtype, kv, task.block_table.data(), task.position, task.num_rows, begin, end,
                  config_.layers[static_cast<size_t>(task.layer)], acc + piece.piece * heads * config_.head_size,
                  m + piece.piece * heads, l + piece.piece * heads);
 }
 
 void HostTier::merge(const Slot& task, int64_t slot) {
+  const int64_t heads = task.num_rows * config_.num_heads;
   const float* acc = task.scratch.data.get();
-  const float* m = acc + task.num_pieces * config_.num_heads * config_.head_size;
-  merge_partials(acc, m, m + task.num_pieces * config_.num_heads, task.num_pieces, config_.num_heads,
-                 config_.head_size, config_.layers[static_cast<size_t>(task.layer)].sinks, config_.dtype,
-                 static_cast<char*>(config_.results) + slot * q_bytes_);
+  const float* m = acc + task.num_pieces * heads * config_.head_size;
+  merge_partials(acc, m, m + task.num_pieces * heads, task.num_pieces, task.num_rows, config_.num_heads,
+                 config_.num_kv_heads, config_.head_size, config_.layers[static_cast<size_t>(task.layer)].sinks,
+                 config_.dtype, static_cast<char*>(config_.results) + slot * config_.max_rows * q_bytes_);
 }
 
 // K or V of a cache block, [K, S, H], each head's rows the other way round.
@@ -218,7 +220,7 @@ void HostTier::finish(const Piece& piece, std::string error, Lock& lock) {
     fail_task(task, piece.slot, std::move(error));
   } else {
     const int64_t begin = task.begin + piece.piece * task.piece_tokens;
-    const int64_t tokens = std::min(task.piece_tokens, task.position + 1 - begin);
+    const int64_t tokens = std::min(task.piece_tokens, task.end() - begin);
     stats_.kv_bytes_read += tokens * token_bytes_;
   }
   if (task.num_running == 1 && task.next_piece == task.num_pieces) {
