@@ -46,10 +46,10 @@ class OmniServePolicy(Policy):
     """LS decode, LS chunked prefill, BE decode, BE chunked prefill, then piggyback rows, lowest layer first.
 
     The paper has BE prefill before BE decode (3.3.2; ``be_order="prefill"``). With more BE prompts than the device can
-    prefill, decodes then never find time, are offloaded, and need a step a layer: in the simulator 0.03 to 0.32 of the
-    BE output of ``sarathi``, but more than it where GPU memory is short (docs/reproduction.md). For the same reason a
-    BE decode that finds no time waits on the device; the paper sends it to the host (3.3.5), as ``offload_for_time``
-    does: there, 0.24 to 0.26 of the output in longer runs of Yi-34B under a heavy LS cost.
+    prefill, decodes then never find time and are offloaded, where a token takes a step a layer: output comes many
+    minutes later, and not more of it but where GPU memory is short (docs/reproduction.md). For the same reason a BE
+    decode that finds no time waits on the device; the paper sends it to the host (3.3.5), as ``offload_for_time`` does.
+    ``omniserve-paper`` follows the paper in all of this.
     """
 
     predicts = True

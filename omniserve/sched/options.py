@@ -86,7 +86,7 @@ class CoServingOptions(HostTierOptions):
     (omniserve 3.3.2); more BE prompts than the device can prefill then leave no time to decode."""
     offload_for_time: bool = False
     """BE decodes for which steps have no time go to the host tier although the device has memory for them, if the host
-    tier has cores of its own (omniserve 3.3.5). There each token takes a step a layer: they come to fewer tokens."""
+    tier has cores of its own (omniserve 3.3.5). There each token takes a step a layer, so that it comes later."""
     slack: Literal["step", "deadline"] = "deadline"
     """``step``: no step is longer than the shortest TPOT in it. ``deadline``: a request that is ahead of its schedule
     lends its lead to the step."""
