@@ -78,7 +78,7 @@ class KVManager(ABC):
 
     @abstractmethod
     def stretch(self, request_id: str, num_tokens: int) -> tuple[int, ...] | None:
-        """Grow the table of a request at rest on the device at nobody's cost, for tokens that may not be kept.
+        """Add free blocks to the table of a request on the device that is not moving, for tokens that may be dropped.
 
         Only blocks that hold no KV are taken: nothing is evicted, reclaimed or copied.
 
@@ -88,7 +88,7 @@ class KVManager(ABC):
 
     @abstractmethod
     def trim(self, request_id: str, num_tokens: int) -> None:
-        """Give back the blocks of a request at rest on the device that its first ``num_tokens`` do not need."""
+        """Give back the blocks that the first ``num_tokens`` of a request do not need; it is as ``stretch`` asks."""
 
     @abstractmethod
     def free(self, request_id: str) -> None:

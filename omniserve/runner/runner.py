@@ -246,7 +246,7 @@ class LayerLoop:
         """Run the layers of a step whose rows are the same in all of them."""
         inputs, rotary, hidden_TD = self._begin(plan)
         between = self.states.of_plan(plan, inputs.missed)
-        hidden_TD = self._run_layers(range(self.model.num_layers), plan, inputs, rotary, between, hidden_TD)
+        hidden_TD = self._run_layers(range(self.model.num_layers), inputs, rotary, between, hidden_TD)
         return self._output(plan, inputs, hidden_TD)
 
     def run_one_by_one(self, plan: StepPlan, second: SecondBatch | None) -> LayersOutput:
@@ -271,7 +271,7 @@ class LayerLoop:
                 between = self.states.of_plan(present, inputs.missed)
             if second is not None:
                 second.begin_layer(layer)
-            hidden_TD = self._run_layers(range(layer, layer + 1), present, inputs, rotary, between, hidden_TD)
+            hidden_TD = self._run_layers(range(layer, layer + 1), inputs, rotary, between, hidden_TD)
             if second is not None:
                 second.end_layer(layer)
         return self._output(present, inputs, hidden_TD, safepoints.left)
@@ -305,12 +305,12 @@ class LayerLoop:
         return repeat(self.model.rotary(inputs.positions_T) or (None, None), self.model.num_layers)
 
     def _run_layers(
-        self, layers: range, plan: StepPlan, inputs: StepInputs, rotary: Iterator[Rotary], between: BetweenHook | None,
+        self, layers: range, inputs: StepInputs, rotary: Iterator[Rotary], between: BetweenHook | None,
         hidden_TD: Tensor,
     ) -> Tensor:  # fmt: skip
         if not inputs.num_device_rows:
-            return self._run_seats(layers, plan, inputs, rotary, between, hidden_TD)
-        attend = partial(self._attend_with_seats, plan) if inputs.num_seats else self._attend_device
+            return self._run_seats(layers, inputs, rotary, between, hidden_TD)
+        attend = self._attend_with_seats if inputs.num_seats else self._attend_device
         return self.model.run_layers(layers, hidden_TD, rotary, partial(attend, inputs), between=between)
 
     def _attend_device(
@@ -322,27 +322,26 @@ class LayerLoop:
         return out_TNH.view(inputs.num_device_rows, -1)
 
     def _attend_with_seats(
-        self, plan: StepPlan, inputs: StepInputs, layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor,
-        v_TKH: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self, inputs: StepInputs, layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor
+    ) -> Tensor:
         if (leaving := inputs.leaving(layer)) is not None:
             self.rows.leave(layer, leaving, hidden_TD, q_TNH, k_TKH, v_TKH)
         n = inputs.num_device_rows
         attn_TD = self._attend_device(inputs, layer, hidden_TD, q_TNH[:n], k_TKH[:n], v_TKH[:n])
-        joining = self._joining(plan, inputs, layer)
+        joining = self._joining(inputs, layer)
         slots_P = joining.slots_P if joining is not None else self.rows.empty_seats(inputs.num_seats)
         return self.rows.join(slots_P, attn_TD, hidden_TD)
 
-    def _joining(self, plan: StepPlan, inputs: StepInputs, layer: int) -> SeatRows | None:
+    def _joining(self, inputs: StepInputs, layer: int) -> SeatRows | None:
         """Return the seats into which results come at a layer; None if all stay empty. Late joins are settled here."""
         seats = inputs.joining.get(layer)
         if seats is not None and seats.late:
-            inputs.settle(layer, self.late_results.settle(seats.late, as_one=plan.joins_as_one))
+            inputs.settle(layer, self.late_results.settle(seats.late, as_one=inputs.joins_as_one))
             seats = inputs.joining.get(layer)
         return seats
 
     def _run_seats(
-        self, layers: range, plan: StepPlan, inputs: StepInputs, rotary: Iterator[Rotary], between: BetweenHook | None,
+        self, layers: range, inputs: StepInputs, rotary: Iterator[Rotary], between: BetweenHook | None,
         hidden_TD: Tensor,
     ) -> Tensor:  # fmt: skip
         """Run only the halves that rows in seats need, in a step without device rows."""
@@ -352,7 +351,7 @@ class LayerLoop:
                     hidden_TD = between(layer, hidden_TD)
                 q_TNH, k_TKH, v_TKH = self.model.pre_attention(layer, hidden_TD, cos, sin)
                 self.rows.leave(layer, leaving, hidden_TD, q_TNH, k_TKH, v_TKH)
-            if (joining := self._joining(plan, inputs, layer)) is not None:
+            if (joining := self._joining(inputs, layer)) is not None:
                 attn_TD = self.rows.join(joining.slots_P, self.rows.no_results, hidden_TD)
                 hidden_TD = self.model.post_attention(layer, attn_TD, hidden_TD)
         if between is not None and layers.stop - 1 in inputs.joining and layers.stop == self.model.num_layers:

@@ -110,6 +110,8 @@ class StepInputs:
     """Layer -> the seats into which results of the host tier come there; changed as late joins are settled."""
     sampled: SampledRows
     """If no late join misses the last layer."""
+    joins_as_one: bool = False
+    """As in ``StepPlan``."""
     missed: set[str] = field(default_factory=set)
     """Requests whose joins did not join, as far as that is settled."""
 
@@ -218,6 +220,7 @@ def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device
         entering=_seat_rows(plan.entries, seats, device) if plan.entries else None,
         joining={layer: _seat_rows(joins, seats, device) for layer, joins in joining.items()},
         sampled=sampled_rows(plan, num_layers=num_layers, first_seat=num_rows, device=device),
+        joins_as_one=plan.joins_as_one,
     )
 
 

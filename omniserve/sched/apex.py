@@ -134,7 +134,7 @@ class APEXPolicy(OmniServePolicy):
             return HostRows()
         seats = self.limits.config.max_piggyback_seats
         entering = 0 if away else residents.num_at_token_boundary
-        joinable = residents.num_joinable(has_device_rows=True) if batch.chunks else residents.num_ready
+        joinable = residents.num_joinable(expected) if expected is not None else residents.num_ready
         most = min(self._max_rows, min(entering, seats) + sum(min(count, seats) for count in joinable))
         within = most
         if batch.cost is not None and batch.chunks:

@@ -207,7 +207,8 @@ class OmniServePolicy(Policy):
 
         Paper: OmniServe 3.3.4. Its text gives the stricter bound to steps *without* results; it means the others.
         """
-        joinable = self.requests.residents.num_joinable(has_device_rows=True)
+        residents = self.requests.residents
+        joinable = residents.num_joinable(residents.expected(has_device_rows=True))
         if batch.cost is None or not any(joinable):
             return 0.0
         entries = self._num_entries()
@@ -329,7 +330,7 @@ class OmniServePolicy(Policy):
         if not (num_entries or any(residents.num_ready) or batch.chunks):
             return HostRows()  # no step is begun for results that may not come
         expected = residents.expected(has_device_rows=bool(batch.chunks))
-        joinable = [ready + len(states) for ready, states in zip(residents.num_ready, expected, strict=True)]
+        joinable = residents.num_joinable(expected)
         if not num_entries and not any(joinable):
             return HostRows()
         if batch.cost is None:

@@ -97,10 +97,10 @@ class APEXOptions(CoServingOptions):
     """Options of ``apex``."""
 
     min_host_per_device: int = 8
-    """Requests on the host for each request of a step on the device from which on their attention is handed over
-    without waiting for it, or as many as there are seats; 0: any number. Paper: apex 4.2."""
+    """The least number of host requests, for each request of the step on the device, with which a cohort begins; as
+    many as there are seats always do. 0: any number does. Paper: apex 4.2."""
     max_cohort_wait_s: float = 1.0
-    """Seconds for which fewer of them wait for more; then they are handed over all the same."""
+    """A smaller cohort begins after it has waited so many seconds for more requests."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

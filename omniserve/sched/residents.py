@@ -95,9 +95,8 @@ class HostResidents:
         """Results that wait to join, by layer."""
         return [len(queue) for queue in self._ready]
 
-    def num_joinable(self, *, has_device_rows: bool) -> list[int]:
-        """Return how many results wait to join or are expected in time, by layer."""
-        expected = self.expected(has_device_rows=has_device_rows)
+    def num_joinable(self, expected: Sequence[Sequence[RequestState]]) -> list[int]:
+        """Return how many results wait to join or are ``expected``, by layer."""
         return [ready + len(states) for ready, states in zip(self.num_ready, expected, strict=True)]
 
     @property

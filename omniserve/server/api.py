@@ -25,11 +25,11 @@ from omniserve.core.errors import EngineStopped
 from omniserve.server import generate, openapi
 from omniserve.server.connections import RequestLog
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
+from omniserve.server.fields import read_fields, validate
 from omniserve.server.keys import KeyRing
 from omniserve.server.limits import Gate, is_free, take_body
 from omniserve.server.messages import MAX_MESSAGES, Message, StrictModel
 from omniserve.server.openapi import answers, takes
-from omniserve.server.protocol import read_fields, validate
 from omniserve.server.service import Service
 
 if TYPE_CHECKING:

@@ -310,18 +310,17 @@ class _Run:
         best_effort = classes[self._be.name].output_tokens_per_s * duration_s
         num_hosts = len(self._config.machine.hosts)
         stats = self._scheduler.stats()
-        host_layers = (after.host_output_tokens - before.host_output_tokens) * self._config.machine.spec.num_layers
+        host_tokens = after.host_output_tokens - before.host_output_tokens
+        host_layers = max(1, host_tokens * self._config.machine.spec.num_layers)
         return Result(
             duration_s=duration_s,
             end_s=self._runner.now_s,
             num_steps=self._num_steps,
             classes=classes,
-            host_share=(after.host_output_tokens - before.host_output_tokens) / best_effort if best_effort else 0.0,
+            host_share=host_tokens / best_effort if best_effort else 0.0,
             host_tier_busy=(busy_after_s - busy_before_s) / (duration_s * num_hosts) if num_hosts else 0.0,
             warm_up_output_tokens=before.output_tokens.get(self._be.name, 0),
-            host_steps_per_layer=(after.host_token_steps - before.host_token_steps) / host_layers
-            if host_layers
-            else 0.0,
+            host_steps_per_layer=(after.host_token_steps - before.host_token_steps) / host_layers,
             preemptions=stats.preemptions,
             swaps_out=stats.swaps_out,
             swaps_in=stats.swaps_in,

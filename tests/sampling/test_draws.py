@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from omniserve.core.request import SamplingParams
-from omniserve.sampling.sampler import draw, kept_probs
+from omniserve.sampling.draw import draw, kept_probs
 
 ALMOST_1 = 1 - 2**-52
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -53,10 +53,10 @@ def test_results_that_wait_have_the_first_seats_and_expected_ones_the_others():
     expected = residents.expected(has_device_rows=True)
     joins = residents.plan_joins(10, 2, expected)
     assert [(join.request_id, join.is_ready) for join in joins] == [("c", True), ("a", False)]
-    assert residents.num_joinable(has_device_rows=True) == [3, 0]
+    assert residents.num_joinable(residents.expected(has_device_rows=True)) == [3, 0]
     residents.count_step(joins, has_device_rows=True)
     assert not residents.advance(c, has_device_rows=True) and not residents.advance(a, has_device_rows=True)
-    assert residents.num_joinable(has_device_rows=True) == [1, 2]
+    assert residents.num_joinable(residents.expected(has_device_rows=True)) == [1, 2]
 
 
 def test_a_token_that_misses_its_layer_stays_there_and_takes_a_step_more():
@@ -77,7 +77,7 @@ def test_a_token_that_misses_its_layer_stays_there_and_takes_a_step_more():
 def test_without_late_joins_nothing_is_expected():
     residents = HostResidents(num_slots=1, num_layers=1, late_joins=False)
     enter(residents, resident(residents, "a"))
-    assert residents.num_joinable(has_device_rows=True) == [0]
+    assert residents.num_joinable(residents.expected(has_device_rows=True)) == [0]
     assert residents.plan_joins(1, 1, residents.expected(has_device_rows=True)) == []
 
 

@@ -28,9 +28,9 @@ from omniserve.server.batches.lines import ESCALATED_TIER, NO_TEXT
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.store import NewBatch, NewFile, Page, Store
 from omniserve.server.errors import ApiError
+from omniserve.server.fields import read_fields, validate
 from omniserve.server.limits import MIB, Limits, caller_of, take_body
 from omniserve.server.openapi import STORAGE_ERRORS, answers, asks, takes
-from omniserve.server.protocol import read_fields, validate
 from omniserve.server.service import Service
 
 logger = logging.getLogger(__name__)

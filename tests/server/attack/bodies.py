@@ -9,7 +9,8 @@ import httpx
 from hypothesis import strategies as st
 
 from omniserve.server.api import DetokenizeRequest, TokenizeRequest
-from omniserve.server.protocol import REFUSED, ChatRequest, CompletionRequest
+from omniserve.server.fields import REFUSED
+from omniserve.server.protocol import ChatRequest, CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _SCHEMA = {"name": "s", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
