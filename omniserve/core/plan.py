@@ -78,9 +78,16 @@ class PiggybackEntry:
     epoch: int
     """Raised whenever the slot changes hands; a result with another epoch is stale."""
     block_ids: tuple[int, ...]
-    """Host blocks that cover ``[0, position]``, in order."""
+    """Host blocks that cover ``[0, position + num_rows)``, in order."""
     state_slot: int = -1
     """As in ``DeviceChunk``."""
+    draft_ids: tuple[int, ...] = ()
+    """Drafts of the tokens behind it. They pass the layers with it, a row each, and are verified after the last one."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step, side by side: the token's, then those of its drafts."""
+        return 1 + len(self.draft_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,9 +101,16 @@ class PiggybackJoin:
     layer: int
     state_slot: int = -1
     """As in ``DeviceChunk``."""
+    draft_ids: tuple[int, ...] = ()
+    """The drafts that go on with it: those that entered with it, or the first of them."""
     is_ready: bool = True
     """False: a late join. Its result is expected by the time the step reaches the layer; if it is not there then, the
     seat stays empty and the token stays away (``StepOutput.missed``)."""
+
+    @property
+    def num_rows(self) -> int:
+        """As in ``PiggybackEntry``."""
+        return 1 + len(self.draft_ids)
 
 
 class MoveDirection(enum.StrEnum):
@@ -182,7 +196,7 @@ class StepPlan:
     chunks: tuple[DeviceChunk, ...] = ()
     entries: tuple[PiggybackEntry, ...] = ()
     joins: tuple[PiggybackJoin, ...] = ()
-    """Rows that join, at most ``num_piggyback_seats`` a layer."""
+    """Tokens that join, with at most ``num_piggyback_seats`` rows a layer."""
     joins_as_one: bool = False
     """A late join that misses its layer keeps all others of that layer away, too (apex 3.3: one cohort)."""
     num_piggyback_seats: int = 0
@@ -192,8 +206,8 @@ class StepPlan:
     moves: tuple[KVMove, ...] = ()
     """Copies to start; they run beside the steps."""
     pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()
-    """The second sub-batch of asymmetric pipelining: entries, then joins by layer, that pass all layers they have left
-    in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""
+    """The second sub-batch of asymmetric pipelining: entries, then joins by layer, without drafts, that pass all layers
+    they have left in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""
     preemptible: frozenset[str] = frozenset()
     """Requests whose device rows may be asked to leave between two layers (conserve 4.3)."""
     cancels: tuple[int, ...] = ()

@@ -39,6 +39,7 @@ from omniserve.sampling.grammar import GrammarCompiler
 from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.options import LayerPreemptionOptions
+from omniserve.sched.speculation import MAX_DRAFTS
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +106,12 @@ class Engine:
         host_threads = config.host_threads or default_host_threads(patched.device)
         self.host_tier: HostTier | None = None
         if num_host_blocks > 0:
+            has_mailbox = patched.device.type == "cuda" or config.execution.step_graphs == "on"
+            # The mailbox carries one row of a task. Recurrent states cannot go back to the last right token.
+            takes_drafts = not has_mailbox and not self.spec.state_bytes
             self.host_tier = HostTier.of(
                 config, self.spec, dtype=patched.dtype, device=patched.device, num_threads=host_threads,
-                mailbox=patched.device.type == "cuda" or config.execution.step_graphs == "on",
+                mailbox=has_mailbox, max_rows=1 + MAX_DRAFTS if takes_drafts else 1,
             )  # fmt: skip
         self.kv = manager(
             num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
@@ -125,6 +129,7 @@ class Engine:
             config, options, self.spec, self.kv, max_model_len=self.max_model_len,
             # A device with a mailbox is given all layers of a step before it has run the first one.
             late_joins=self.host_tier is not None and self.host_tier.mailbox_SW is None,
+            max_host_drafts=self.host_tier.max_rows - 1 if self.host_tier is not None else 0,
         )  # fmt: skip
         if limits.num_state_slots:
             num_bytes = limits.num_state_slots * self.spec.state_bytes

@@ -177,6 +177,13 @@ class StepRows:
             # Post-attention runs where a token joins, pre-attention one layer on, and at layer 0 for those that enter.
             features.dense_layers = (2 * num_layers - (joins[-1] > 0) + (num_entries > 0)) / 2
 
+    def add_host_drafts(self, seats: int, num_rows: int, num_sampled: int) -> None:
+        """Add drafts to piggyback rows that the step has: their rows, and how many of these become logits."""
+        features = self.features
+        features.seats = seats
+        features.piggyback_rows += num_rows
+        features.sampled_rows += num_sampled
+
     def add_pipelined(self, rows: Sequence[tuple[int, int]]) -> None:
         """Add the second sub-batch, once: the position of each token, and the first layer that it has left."""
         if not rows:
@@ -197,8 +204,8 @@ def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False) 
         step.add_chunk(chunk.start, len(chunk.token_ids), samples=chunk.num_sampled_rows + num_scored)
     joins = [0] * shape.num_layers
     for join in plan.joins:
-        joins[join.layer] += 1
-    step.add_piggyback(plan.num_piggyback_seats, len(plan.entries), joins)
+        joins[join.layer] += join.num_rows
+    step.add_piggyback(plan.num_piggyback_seats, sum(entry.num_rows for entry in plan.entries), joins)
     step.add_pipelined([(row.position, row.layer if isinstance(row, PiggybackJoin) else 0) for row in plan.pipelined])
     return step.features
 

@@ -179,6 +179,12 @@ class ModelRunner:
         if not request_ids:
             return LaunchedStep(output, None, end=StreamEvent(self._model.device))
         drafts = {chunk.request_id: chunk.drafts for chunk in plan.chunks if chunk.num_drafts}
+        last = self._model.num_layers - 1
+        drafts |= {
+            join.request_id: join.draft_ids
+            for join in plan.joins
+            if join.draft_ids and join.layer == last and join.request_id not in layers.missed
+        }
         sample = self._sampler.launch(self._model.logits(hidden_TD), request_ids, drafts)
         self._pending.note(request_ids, sample.tokens_R)
         return LaunchedStep(output, sample)
@@ -209,7 +215,8 @@ class ModelRunner:
     def _second_batch(self, plan: StepPlan) -> SecondBatch:
         assert self._tier is not None
         return SecondBatch(
-            plan.pipelined, model=self._model, tier=self._tier, residuals_SD=self._rows.residuals_SD,
+            plan.pipelined, model=self._model, tier=self._tier,
+            residuals_SD=self._rows.residuals_SD[:: self._rows.max_rows],  # those of tokens, without drafts
             between=self.states.of_decodes(plan.pipelined), keep=self._late_results.keep,
         )  # fmt: skip
 
@@ -223,7 +230,7 @@ class ModelRunner:
             self._tier.start_move(move, self._storage.k_LBKSH, self._storage.v_LBKSH)
         pipelined = (row for row in plan.pipelined if isinstance(row, PiggybackEntry))
         for entry in (*plan.entries, *pipelined):
-            self._tier.begin_token(entry.slot, entry.epoch, entry.position, entry.block_ids)
+            self._tier.begin_token(entry.slot, entry.epoch, entry.position, entry.block_ids, entry.num_rows)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -296,7 +303,10 @@ class LayerLoop:
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         block_size, num_layers = self.storage.block_size, self.model.num_layers
-        return make_step_inputs(plan, block_size=block_size, num_layers=num_layers, device=self.model.device)
+        return make_step_inputs(
+            plan, block_size=block_size, num_layers=num_layers, max_host_rows=self.rows.max_rows,
+            device=self.model.device,
+        )  # fmt: skip
 
     def _rotary(self, inputs: StepInputs) -> Iterator[Rotary]:
         """Return (cos, sin) ``[T, H]`` of each layer's pre-attention; in the seats each layer has other tokens."""
@@ -329,8 +339,8 @@ class LayerLoop:
         n = inputs.num_device_rows
         attn_TD = self._attend_device(inputs, layer, hidden_TD, q_TNH[:n], k_TKH[:n], v_TKH[:n])
         joining = self._joining(inputs, layer)
-        slots_P = joining.slots_P if joining is not None else self.rows.empty_seats(inputs.num_seats)
-        return self.rows.join(slots_P, attn_TD, hidden_TD)
+        rows_P = joining.rows_P if joining is not None else self.rows.empty_seats(inputs.num_seats)
+        return self.rows.join(rows_P, attn_TD, hidden_TD)
 
     def _joining(self, inputs: StepInputs, layer: int) -> SeatRows | None:
         """Return the seats into which results come at a layer; None if all stay empty. Late joins are settled here."""
@@ -352,7 +362,7 @@ class LayerLoop:
                 q_TNH, k_TKH, v_TKH = self.model.pre_attention(layer, hidden_TD, cos, sin)
                 self.rows.leave(layer, leaving, hidden_TD, q_TNH, k_TKH, v_TKH)
             if (joining := self._joining(inputs, layer)) is not None:
-                attn_TD = self.rows.join(joining.slots_P, self.rows.no_results, hidden_TD)
+                attn_TD = self.rows.join(joining.rows_P, self.rows.no_results, hidden_TD)
                 hidden_TD = self.model.post_attention(layer, attn_TD, hidden_TD)
         if between is not None and layers.stop - 1 in inputs.joining and layers.stop == self.model.num_layers:
             hidden_TD = between(layers.stop, hidden_TD)

@@ -152,7 +152,9 @@ class APEXPolicy(OmniServePolicy):
         if batch.cost is not None and (rows.entries or rows.joins):
             self.put_piggyback(batch.cost, rows)
         kept_out = left_out(work, wanted - len(rows.joins) - len(rows.entries), limit)
-        return HostRows(entries=rows.entries, joins=rows.joins, joins_as_one=True, left_out=kept_out)
+        return HostRows(
+            entries=rows.entries, joins=rows.joins, joins_as_one=True, max_rows=self._max_rows, left_out=kept_out
+        )
 
     def _may_begin(self, batch: Batch, size: int) -> bool:
         """Return whether a cohort of this size enters now: it is large enough, or has waited long enough (apex 4.2)."""

@@ -350,7 +350,7 @@ class OmniServePolicy(Policy):
         entry_bound = Bound.HOST_MEMORY if len(entries) < allowed else bound
         kept_out = left_out("piggyback entry", num_entries - len(entries), entry_bound)
         kept_out += left_out("piggyback join", sum(joinable) - len(joins), bound)
-        rows = HostRows(entries=entries, joins=joins, left_out=kept_out)
+        rows = HostRows(entries=entries, joins=joins, max_rows=most_rows, left_out=kept_out)
         if batch.cost is not None:
             self.put_piggyback(batch.cost, rows)
         return rows

@@ -137,13 +137,15 @@ class SchedulerLimits:
     """Most requests with recurrent states; 0: the model has none."""
     late_joins: bool = False
     """A step looks for host results as it reaches their layer, not only before it begins."""
+    max_host_drafts: int = 0
+    """Most drafts that a token takes with it through the host tier."""
 
     @classmethod
     def of(
         cls, config: EngineConfig, options: PolicyOptions, spec: ModelSpec, kv: KVManager, *, max_model_len: int,
-        late_joins: bool,
+        late_joins: bool, max_host_drafts: int = 0,
     ) -> Self:  # fmt: skip
-        """Return the limits of an engine; ``options`` are its policy's, ``late_joins`` says whether its device can."""
+        """Return the limits of an engine; ``options`` are its policy's, the others say what its device can."""
         has_checkpoints = options.checkpoint_kv or isinstance(kv, CanEvict)
         return cls(
             config=config,
@@ -155,4 +157,5 @@ class SchedulerLimits:
             checkpoint_blocks=-(-config.max_num_batched_tokens // config.block_size) if has_checkpoints else 0,
             num_state_slots=num_state_slots(config, spec, has_host_tier=kv.num_host_blocks > 0),
             late_joins=late_joins and isinstance(options, HostTierOptions) and options.late_joins,
+            max_host_drafts=max_host_drafts,
         )

@@ -25,7 +25,7 @@ from omniserve import (
     SamplingParams,
     TokenLogprob,
 )
-from omniserve.core.plan import HostEvent, PiggybackJoin
+from omniserve.core.plan import HostEvent, PiggybackJoin, StepPlan
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.kv import BidirectionalKVManager, Tier
 from omniserve.latency import ModelShape, Profile
@@ -141,6 +141,8 @@ class Tally:
     constant_chunks: int = 0
     accepted_drafts: int = 0
     rejected_drafts: int = 0
+    host_drafts: int = 0
+    dropped_drafts: int = 0
     finished: int = 0
 
 
@@ -260,6 +262,18 @@ def watch_late_joins(engine: Engine, tally: Tally, rng: random.Random) -> None:
     late_results.settle = watched  # type: ignore[method-assign]
 
 
+def watch_host_drafts(engine: Engine, tally: Tally) -> None:
+    """Count drafts on the host tier by whether they come to its last layer."""
+    last = engine.spec.num_layers - 1
+
+    def watch(plan: StepPlan, host_works: bool, seconds: float) -> None:
+        at_end = sum(len(join.draft_ids) for join in plan.joins if join.layer == last)
+        tally.host_drafts += at_end
+        tally.dropped_drafts += sum(len(entry.draft_ids) for entry in plan.entries) - at_end
+
+    engine.on_step = watch
+
+
 def run_history(
     model: PreTrainedModel,
     reference: Reference,
@@ -297,6 +311,7 @@ def run_history(
         if faults and tier is not None:
             tier.inject(delay_s=rng.choice([0.0, 0.0005, 0.003]), shuffle_seed=rng.choice([None, seed]))
         watch_late_joins(engine, tally, random.Random(-2 - seed))
+        watch_host_drafts(engine, tally)
         deaths_left = engine.config.host_threads if deaths else 0
         arrivals = [rng.randrange(len(reference.prompts)) for _ in range(rng.randint(4, 16))]
         burst = rng.choice([0.1, 0.5, 1.0])

@@ -97,6 +97,27 @@ def test_drafts_change_no_token_of_any_family(family: str, device: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("faults", [False, True])
+@pytest.mark.parametrize(
+    ("family", "scheduler"),
+    slow_except(
+        (("llama", "omniserve"), ("gemma2", "llumnix")),
+        [("llama", "omniserve"), ("gemma2", "llumnix"), ("llama", "apex"), ("opt", "omniserve"), ("llama", "neo")],
+    ),
+)
+def test_drafts_on_the_host_tier_change_no_token(family: str, scheduler: str, faults: bool) -> None:
+    model, reference = model_and_reference(family, "cpu")
+    managers = [name for name in KV_MANAGERS.names() if name != "paged"]
+    reach = ("accepted_drafts", "rejected_drafts", "host_tokens")
+    run_histories(
+        model, reference, range(840, 844), reach=reach if scheduler == "neo" else (*reach, "host_drafts"),
+        scheduler=scheduler, drafts=True, kv=lambda seed: managers[seed % len(managers)], faults=faults,
+        deaths=lambda seed: faults and seed % 2 == 0, async_steps=lambda seed: seed % 4 == 0,
+        device_kv_bytes=9 * model.omniserve.spec.kv_block_bytes(8), host_kv_bytes=1 << 20, max_host_requests=16,
+        max_piggyback_seats=lambda seed: (2, 4, 8, 16)[seed % 4], max_num_batched_tokens=64,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
 def test_tokens_on_the_host_tier_may_be_pending(family: str, device: str) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence, Set
 
 from omniserve.core.plan import (
     PENDING_TOKEN,
-    DeviceChunk,
     HostEvent,
     HostEventKind,
     KVMove,
@@ -74,6 +73,8 @@ class FakeDevice:
         self.sharers: Mapping[int, tuple[str, str]] = {}
         """Of a KV manager that has them: device blocks that two requests hold."""
         self.bound: dict[int, PiggybackEntry] = {}
+        self.on_the_way: dict[int, tuple[int, ...]] = {}
+        """Host slot -> its token, and the drafts that are still with it."""
         self.away: dict[int, int] = {}
         """Host slot -> layer its token is at."""
         self.done: set[int] = set()
@@ -85,6 +86,10 @@ class FakeDevice:
         self.num_drafts = 0
         """Drafts in the chunks, and how many of them were right."""
         self.num_right_drafts = 0
+        self.num_host_drafts = 0
+        """Of all drafts, those that passed the layers on the host tier."""
+        self.num_dropped_drafts = 0
+        """Drafts that found no seat on the way."""
         self.num_joins = 0
         self.num_late_joins = 0
         """Of these, joins whose result came in the course of their step."""
@@ -175,8 +180,11 @@ class FakeDevice:
         plan = self._with_pending_tokens(plan)
         assert all(PENDING_TOKEN not in chunk.token_ids for chunk in plan.chunks)
         assert plan.num_device_tokens <= self.max_tokens
-        per_layer = Counter(join.layer for join in plan.joins)
-        assert max([len(plan.entries), *per_layer.values()], default=0) <= plan.num_piggyback_seats
+        per_layer: Counter[int] = Counter()
+        for row in (*plan.entries, *plan.joins):
+            per_layer[row.layer if isinstance(row, PiggybackJoin) else -1] += row.num_rows
+        assert max(per_layer.values(), default=0) <= plan.num_piggyback_seats
+        assert not any(row.draft_ids for row in plan.pipelined)
         for copy in plan.relocations:
             self.num_relocated += 1
             for slot in range(copy.begin, copy.end):
@@ -217,7 +225,7 @@ class FakeDevice:
                 length = chunk.start + len(chunk.token_ids)
                 context = self._context("device", chunk.block_ids, length, is_reversed=chunk.is_reversed)
                 self.states.check(chunk.state_slot, context)
-                tokens[chunk.request_id] = self._verified(chunk, context)
+                tokens[chunk.request_id] = self._verified(chunk.drafts, context)
         missed = self._settle_late_joins(plan)
         for join in plan.joins:
             if join.request_id in missed:
@@ -228,16 +236,22 @@ class FakeDevice:
             self.done.discard(join.slot)
             self.num_joins += 1
             self.states.advance(join.state_slot, join.layer + 1, join.layer + 1, join.position, [entry.token_id])
+            rows = self.on_the_way[join.slot]
+            assert rows[: join.num_rows] == (entry.token_id, *join.draft_ids), "drafts join that did not enter"
+            self.num_dropped_drafts += len(rows) - join.num_rows
+            self.on_the_way[join.slot] = rows[: join.num_rows]
             if join.layer == self.num_layers - 1:
-                context = self._context("host", entry.block_ids, entry.position + 1)
+                context = self._context("host", entry.block_ids, entry.position + join.num_rows)
                 self.states.check(join.state_slot, context)
-                tokens[join.request_id] = (SampledToken(token_id=next_token(context)),)
+                self.num_host_drafts += len(join.draft_ids)
+                tokens[join.request_id] = self._verified(join.draft_ids, context)
                 del self.away[join.slot]
             else:
                 self._send(entry, join.layer + 1)
         for entry in plan.entries:
             assert not busy["host"] & set(entry.block_ids), "a host block is used twice"
             self.bound[entry.slot] = entry
+            self.on_the_way[entry.slot] = (entry.token_id, *entry.draft_ids)
             self.states.advance(entry.state_slot, 0, 0, entry.position, [entry.token_id])
             self._send(entry, 0)
         if tokens:
@@ -274,9 +288,8 @@ class FakeDevice:
         tokens[row.request_id] = (SampledToken(token_id=next_token(context)),)
         return True
 
-    def _verified(self, chunk: DeviceChunk, context: tuple[int, ...]) -> tuple[SampledToken, ...]:
-        """Return the tokens of a chunk that samples: those of its drafts' rows as long as the drafts are right."""
-        drafts = chunk.drafts
+    def _verified(self, drafts: tuple[int, ...], context: tuple[int, ...]) -> tuple[SampledToken, ...]:
+        """Return the tokens of rows that sample: those of the drafts' rows as long as the drafts are right."""
         self.num_drafts += len(drafts)
         tokens: list[SampledToken] = []
         for index in range(len(drafts) + 1):
@@ -300,7 +313,8 @@ class FakeDevice:
 
     def _finish(self, event: HostEvent) -> None:
         entry = self.bound[event.slot]
-        self.kv["host", self._slot(entry.block_ids, entry.position)] = entry.token_id
+        for position, token in enumerate(self.on_the_way[event.slot], start=entry.position):
+            self.kv["host", self._slot(entry.block_ids, position)] = token
         self.done.add(event.slot)
 
     def poll(self, chance: float) -> list[HostEvent]:
