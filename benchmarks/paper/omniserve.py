@@ -140,6 +140,19 @@ def _stock() -> Experiment:
     )  # fmt: skip
 
 
+def _changed_stock() -> Experiment:
+    """The paper's policy on five hosts with one thing changed: longer steps, or hosts of a tenth of the speed."""
+    stock = _stock()
+    (five,) = (case for case in stock.cases if case.x == "5 hosts" and case.system == "omniserve-paper")
+    return replace(
+        stock, name="omniserve-stock-changes", x_name="changed",
+        cases=(
+            replace(five, x="TPOT 0.3 s", slo=replace(five.slo, tpot_s=0.3)),
+            replace(five, x="hosts at 7 %", machine=replace(five.machine, host_share=0.07)),
+        ),
+    )  # fmt: skip
+
+
 FILL_MINUTES, DRAIN_MINUTES = 60.0, 15.0
 
 
@@ -189,6 +202,7 @@ def _decode_instance() -> Experiment:
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     _stock(),
+    _changed_stock(),
     _long_stock("60", "LS/s", _STOCK_RATES),
     _decode_instance(),
     *_co_serving("Fig. 10, 15", "10-15", "1G4C", "longbench", "SLO within 0.6 points of Sarathi; BE decode throughput "
