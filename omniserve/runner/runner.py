@@ -11,7 +11,7 @@ Legend: T rows, D hidden, N query heads, K KV heads, H head size, P seats.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
@@ -77,7 +77,7 @@ class ModelRunner:
     def __init__(
         self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler,
         tier: HostTier | None, host_threads: int, max_model_len: int, is_directed: bool, keep_halted: bool,
-        safepoint: Callable[[], bool] | None, num_state_slots: int,
+        safepoint: Callable[[], Set[str]] | None, num_state_slots: int,
     ) -> None:  # fmt: skip
         self._model, self._storage, self._sampler, self._tier = model, storage, sampler, tier
         self._cores = CoreSplit(
@@ -239,8 +239,8 @@ class LayerLoop:
     """Holds the rows that leave a step between two layers until a later step goes on with them."""
     pending: PendingTokens
     states: StepStates
-    safepoint: Callable[[], bool] | None
-    """Asked between the layers of a step with preemptible rows whether these must leave. None: they never do."""
+    safepoint: Callable[[], Set[str]] | None
+    """Asked between the layers of a step with preemptible rows which requests' rows must leave. None: they never do."""
 
     def run(self, plan: StepPlan) -> LayersOutput:
         """Run the layers of a step whose rows are the same in all of them."""

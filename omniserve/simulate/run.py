@@ -268,15 +268,15 @@ class _Run:
                     result.num_host_tokens = output.num_host_tokens
                     self._unfinished[output.service_class] -= 1
 
-    def _must_leave(self, after_s: float, now_s: float) -> bool:
-        """Return whether preemptible rows must leave their step for an LS request that came in ``(after_s, now_s]``."""
-        must = False
+    def _must_leave(self, after_s: float, now_s: float) -> frozenset[str]:
+        """Return the requests whose rows must leave their step for LS requests that came in ``(after_s, now_s]``."""
+        leaving: frozenset[str] = frozenset()
         for arrival_s, _, request in reversed(self._upcoming):
             if arrival_s > now_s:
                 break
             if arrival_s > after_s and request.service_class == self._ls.name:
-                must |= self._scheduler.policy.must_preempt(request, self._ls.slo, now_s - arrival_s, now_s)
-        return must
+                leaving |= self._scheduler.policy.to_preempt(request, self._ls.slo, now_s - arrival_s, now_s)
+        return leaving
 
     def _record(self, step: FinishedStep) -> None:
         """Count and report a step, and let the latency model learn from it."""

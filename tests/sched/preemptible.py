@@ -23,5 +23,5 @@ class PreemptibleSarathi(SarathiPolicy):
         ids = frozenset(c.request_id for c in plan.chunks if self.requests.states[c.request_id].kind is BE)
         return dataclasses.replace(plan, preemptible=ids)
 
-    def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
-        return True
+    def to_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> frozenset[str]:
+        return frozenset(self.requests.states)
