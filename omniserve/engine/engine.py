@@ -38,7 +38,7 @@ from omniserve.runner.runner import ModelRunner
 from omniserve.sampling.grammar import GrammarCompiler
 from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
-from omniserve.sched.options import LayerPreemptionOptions
+from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,8 @@ class Engine:
         manager = KV_MANAGERS.get(config.kv)
         if options.checkpoint_kv and not issubclass(manager, CanMove):
             raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
+        if isinstance(options, CoServingOptions) and options.defer_classes and self.spec.state_bytes:
+            raise ValueError("defer_classes is not for models with recurrent states: their rows cannot leave a step")
         num_device_blocks, num_host_blocks = num_blocks(config, self.spec)
         storage = DeviceKVStorage(
             self.spec,

@@ -90,6 +90,11 @@ class CoServingOptions(HostTierOptions):
     slack: Literal["step", "deadline"] = "deadline"
     """``step``: no step is longer than the shortest TPOT in it. ``deadline``: a request that is ahead of its schedule
     lends its lead to the step."""
+    defer_classes: bool = False
+    """Rows of a lower class leave a step between two layers for a request of a higher class that is predicted to miss
+    its TTFT otherwise, and go on there in a later step, as far as their own objective has slack for that (omniserve 6,
+    multiple priority levels). Best-effort rows are of the lowest class. Steps that rows may leave run layer by layer:
+    not as CUDA graphs, none is launched ahead of another, and these rows carry no drafts. It needs a latency model."""
 
 
 @dataclass(frozen=True, kw_only=True)

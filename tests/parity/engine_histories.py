@@ -291,7 +291,9 @@ def run_history(
     with Engine(model, config, profile=profile) as engine:
         tier = engine.host_tier
         halt_rate = rng.choice([0.02, 0.2])
-        arriving = Request(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1), service_class="LS")
+        highest = config.classes[0].name
+        classes = ["LS", "BE", "BE", "BE"] if highest == "LS" else [spec.name for spec in config.classes]
+        arriving = Request(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1), service_class=highest)
         # Asked only of policies with preemptible rows.
         engine.on_safepoint = lambda: engine.arriving(arriving) if rng.random() < halt_rate else None
         if faults and tier is not None:
@@ -313,7 +315,7 @@ def run_history(
                     sampling=SamplingParams(
                         max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=asks.choice([None, 0, 3])
                     ),
-                    service_class=rng.choice(["LS", "BE", "BE", "BE"]),
+                    service_class=rng.choice(classes),
                     slo=SLO(ttft_s=rng.choice([None, 0.01, 10.0]), tpot_s=rng.choice([None, 0.002, 0.05])),
                 )
                 if drafts:

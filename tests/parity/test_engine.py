@@ -169,6 +169,17 @@ def test_rows_that_leave_a_step_between_layers_change_no_token(family: str, devi
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", slow_except(("llama",), ["llama", "gemma2", "opt"]))
+def test_rows_that_are_deferred_for_a_higher_class_change_no_token(family: str, device: str) -> None:
+    model, reference = model_and_reference(family, device)
+    run_histories(
+        model, reference, range(520, 530), reach=("halted", "preemptions", "host_tokens"),
+        scheduler=preemptible.DEFERRING, has_profile=True, classes=preemptible.CLASSES, defer_classes=True,
+        host_kv_bytes=1 << 20, max_host_requests=16, faults=lambda seed: seed % 3 == 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_compiled_halves_in_the_engine_equal_hugging_face(device: str) -> None:
     model = tiny_model("llama", seed=1).to(device)
     reference = Reference(model, num_prompts=6, max_tokens=12)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from omniserve.core.plan import (
     PENDING_TOKEN,
@@ -46,7 +46,7 @@ class FakeDevice:
 
     Args:
         failure_rate: Chance that a host task or a move fails.
-        halt_rate: Chance that the preemptible rows of a step leave it between two layers.
+        halt_rate: Chance that preemptible rows of a step leave it between two layers.
     """
 
     def __init__(
@@ -61,6 +61,8 @@ class FakeDevice:
         self.halt_rate = halt_rate
         self.halted: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         """Request id -> layer, start and tokens of a chunk that left a step."""
+        self.must_leave: Callable[[], Set[str]] | None = None
+        """Asked then which requests' rows leave; None: those of all preemptible ones do."""
         self.num_halts = 0
         self.is_down = False
         self.kv: dict[tuple[str, int], int] = {}
@@ -194,11 +196,12 @@ class FakeDevice:
         halted: dict[str, int] = {}
         halt_at = self.rng.randrange(self.num_layers) if plan.preemptible and self.rng.random() < self.halt_rate else 0
         keeps = self.rng.random() < 0.7
+        leaving = plan.preemptible & self.must_leave() if halt_at and self.must_leave else plan.preemptible
         for chunk in plan.chunks:
             before = self.halted.pop(chunk.request_id, None)
             if chunk.from_layer:
                 assert before == (chunk.from_layer, chunk.start, chunk.token_ids), "it goes on with what did not leave"
-            if halt_at and chunk.request_id in plan.preemptible:
+            if halt_at and chunk.request_id in leaving:
                 self.num_halts += 1
                 layer = max(halt_at, chunk.from_layer)
                 halted[chunk.request_id] = layer if keeps or chunk.from_layer else 0

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -43,7 +43,7 @@ WITH_ADMISSION = ("omniserve", "omniserve-paper", "neo", "apex")
 
 def make(
     scheduler: str, kv_name: str, rng: random.Random, *, failure_rate: float = 0.0, halt_rate: float = 0.0,
-    has_forecast: bool = False, has_states: bool = False,
+    has_forecast: bool = False, has_states: bool = False, **settings: Any,
 ):  # fmt: skip
     num_device_blocks = rng.randint(16, 40)
     num_host_blocks = rng.choice([0, 12, 30, 80]) if kv_name != "paged" else 0
@@ -68,7 +68,7 @@ def make(
     }
     if has_states:
         drawn["num_state_slots"] = 2 * drawn["max_num_seqs"] + drawn["num_host_slots"]
-    limits = make_limits(scheduler, **drawn)
+    limits = make_limits(scheduler, **(drawn | settings))
     device = FakeDevice(
         block_size=BLOCK,
         num_layers=limits.num_layers,
@@ -96,25 +96,25 @@ def draw_slo(rng: random.Random) -> SLO:
     return SLO(ttft_s=rng.choice([None, 0.05, 0.5]), tpot_s=rng.choice([None, 0.01, 0.03]))
 
 
-def draw_request(rng: random.Random) -> Request:
+def draw_request(rng: random.Random, classes: Sequence[str] = ("LS", "BE", "BE")) -> Request:
     return Request(
         prompt_token_ids=[rng.randrange(1000) for _ in range(rng.randint(1, 30))],
         sampling=SamplingParams(max_tokens=rng.randint(1, 30), ignore_eos=True),
-        service_class=rng.choice(["LS", "BE", "BE"]),
+        service_class=rng.choice(classes),
     )
 
 
 def run_history(
     scheduler: str, seed: int, *, kv: str = "tiered", failure_rate: float = 0.0, halt_rate: float = 0.0,
     tier_down: bool = False, down_at_return: bool = False, has_forecast: bool = False, overlaps: bool = False,
-    has_states: bool = False, has_drafts: bool = False,
+    has_states: bool = False, has_drafts: bool = False, defers: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     rng = random.Random(seed)
     ends = random.Random(-1 - seed)  # of its own: who ends early changes nothing else
     guesses = random.Random(f"{seed} guesses")
     sched, device = make(
         scheduler, kv, rng, failure_rate=failure_rate, halt_rate=halt_rate, has_forecast=has_forecast,
-        has_states=has_states,
+        has_states=has_states, **({"defer_classes": True, "classes": preemptible.CLASSES} if defers else {}),
     )  # fmt: skip
     num_failed = num_reused = num_reused_tokens = 0
 
@@ -136,7 +136,9 @@ def run_history(
 
     watch_returns(sched, may_check_limit)
     speed = rng.choice([0.01, 0.05, 0.5, 1.0])
-    requests = {f"r{i}": draw_request(rng) for i in range(rng.randint(5, 30))}
+    classes = [spec.name for spec in preemptible.CLASSES] if defers else ["LS", "BE", "BE"]
+    requests = {f"r{i}": draw_request(rng, classes) for i in range(rng.randint(5, 30))}
+    kinds = {spec.name: spec.kind for spec in sched.requests.limits.config.classes}
     if overlaps:
         requests = {request_id: with_stop_tokens(request, ends) for request_id, request in requests.items()}
     if has_drafts:
@@ -148,15 +150,32 @@ def run_history(
     stays: dict[str, list[Stay]] = {request_id: [] for request_id in requests}
     num_accepted = num_rejected_drafts = 0
     now_s = 0.0
-    num_rejected = num_bounded = 0
+    num_rejected = num_bounded = num_deferred = 0
+    slos: dict[str, SLO] = {}
+    announced: list[str] = []
+
+    def slo_of(request_id: str) -> SLO:
+        if request_id not in slos:
+            slos[request_id] = draw_slo(rng) if has_forecast else SLO()
+        return slos[request_id]
+
+    def must_leave() -> frozenset[str]:
+        """Let the next request come while a step runs."""
+        if not arrivals or kinds[requests[arrivals[0]].service_class] is not ServiceClass.LS:
+            return frozenset()
+        announced.append(arrivals[0])
+        slo, came_s = slo_of(arrivals[0]), now_s + rng.choice([0.0, 0.001, 0.01])
+        return sched.policy.to_preempt(requests[arrivals[0]], slo, 0.0, came_s)
+
+    device.must_leave = must_leave if defers else None
     for step in range(20_000):
-        if arrivals and rng.random() < 0.5:
+        if arrivals and (arrivals[0] in announced or rng.random() < 0.5):
             request_id = arrivals.pop(0)
-            slo = draw_slo(rng) if has_forecast else SLO()
+            slo = slo_of(request_id)
             try:
                 sched.add(request_id, requests[request_id], slo, now_s, arrival_s=now_s - rng.choice([0.0, 0.01]))
             except RequestRejected as error:
-                assert requests[request_id].service_class == "LS" and slo.ttft_s is not None
+                assert kinds[requests[request_id].service_class] is ServiceClass.LS and slo.ttft_s is not None
                 assert error.predicted_ttft_s is not None and error.predicted_ttft_s > (1 - LARGEST_MARGIN) * slo.ttft_s
                 num_rejected += 1
                 del requests[request_id]
@@ -184,6 +203,8 @@ def run_history(
         plan = sched.schedule(now_s)
         if may_check_limit():
             assert max(holding(sched).values()) <= sched.requests.limits.config.max_num_seqs, holding(sched)
+        if plan.decision is not None:
+            num_deferred += any(out.bound is Bound.DEFERRED for out in plan.decision.left_out)
         if has_forecast and SCHEDULERS.get(scheduler).predicts:
             num_bounded += check_decision(sched, plan)
         assert not any(chunk.num_drafts for chunk in plan.chunks if chunk.request_id in plan.preemptible)
@@ -223,7 +244,8 @@ def run_history(
     shared_blocks = getattr(sched.requests.kv, "_device", None)
     return {"overtaken": getattr(stepping, "num_overtaken", 0), "pending": device.num_pending,
             "stopped": Counter(reasons.values())[FinishReason.STOP], "failed": num_failed, "reused": num_reused,
-            "halts": device.num_halts, "joins": device.num_joins, "late_joins": device.num_late_joins,
+            "halts": device.num_halts, "deferred": num_deferred,
+            "joins": device.num_joins, "late_joins": device.num_late_joins,
             "missed": device.num_missed, "pipelined": device.num_pipelined,
             "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
             "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,
@@ -410,6 +432,19 @@ def test_rows_that_leave_a_step_between_layers_lose_nothing(scheduler: str) -> N
         for seed in range(60)
     ]
     for key in ("halts", "preemptions"):
+        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
+
+
+@pytest.mark.parametrize("kv", ["tiered", "incremental", "bidirectional"])
+def test_rows_that_are_deferred_for_a_higher_class_lose_nothing(kv: str) -> None:
+    totals = [
+        run_history(
+            preemptible.DEFERRING, 5000 + seed, kv=kv, halt_rate=0.4, has_forecast=True, defers=True,
+            overlaps=seed % 3 == 0, failure_rate=0.1 * (seed % 5 == 0),
+        )
+        for seed in range(60)
+    ]  # fmt: skip
+    for key in ("halts", "deferred", "preemptions", "rejected"):
         assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 
