@@ -196,6 +196,10 @@ class StepPlan:
     pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()
     """The second sub-batch of asymmetric pipelining: entries, then joins by layer, that pass all layers they have left
     in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""
+    hybrid: frozenset[str] = frozenset()
+    """Requests among the entries of ``pipelined`` whose rows are in the first sub-batch, which then is a hybrid one:
+    they run the dense halves with the device rows (apex figure 2). Such a step has device rows in every layer, and no
+    other piggyback rows."""
     preemptible: frozenset[str] = frozenset()
     """Requests whose device rows may be asked to leave between two layers (conserve 4.3, omniserve 6)."""
     cancels: tuple[int, ...] = ()

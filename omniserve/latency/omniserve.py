@@ -177,7 +177,7 @@ class OmniServeModel(LatencyModel):
         """Return what the scales multiply: unscaled seconds of each module, and counts for the overheads."""
         f = features
         layers, shared = self.num_layers, f.host_works
-        n = f.prefill_tokens + f.decode_requests + f.seats
+        n = f.rows
         dense = self._dense[shared](n)
         few_rows = min(dense, self._few_rows[shared])
         few, more = f.dense_layers * few_rows, f.dense_layers * (dense - few_rows)
@@ -195,9 +195,11 @@ class OmniServeModel(LatencyModel):
             piggyback += per_call * f.piggyback_layers + per_row * f.piggyback_rows
         second = waiting = 0.0
         if f.pipelined_rows:
-            # While the host attends for the second sub-batch, the device runs a layer of the first.
-            second = f.pipelined_layers * self._dense[shared](f.pipelined_rows)
-            first_s = (few + more + prefill + decode + piggyback) / layers
+            # While the host attends for the second sub-batch, the device runs a layer of the first; and, if that has
+            # host rows, too, the other way round.
+            second_s = self._dense[shared](f.second_rows) if f.second_rows else 0.0
+            second = f.pipelined_layers * second_s
+            first_s = (few + more + prefill + decode + piggyback) / layers + (second_s if f.hybrid_rows else 0.0)
             host_s = self._host(f.pipelined_rows, f.pipelined_load) if self._host is not None else 0.0
             waiting = f.pipelined_layers * max(0.0, host_s - first_s)
         idle = (0.0, 0.0, 0.0, 0.0)
@@ -213,7 +215,7 @@ class OmniServeModel(LatencyModel):
             self._head[shared](f.sampled_rows),
             1.0,
             float(f.prefill_requests + f.decode_requests + f.pipelined_rows),
-            float(n + f.pipelined_rows),
+            float(n + f.second_rows),
         )
 
 

@@ -35,6 +35,7 @@ class HostRows:
     joins: Sequence[PiggybackJoin] = ()
     joins_as_one: bool = False
     pipelined: Sequence[PiggybackEntry | PiggybackJoin] = ()
+    hybrid: frozenset[str] = frozenset()
     left_out: tuple[LeftOut, ...] = ()
     """Rows of this kind that could have been in the step and are not."""
 
@@ -332,6 +333,7 @@ class Batch:
             relocations=requests.take_relocations(),
             moves=(*self.moves, *self._restores, *copies),
             pipelined=tuple(host_rows.pipelined),
+            hybrid=host_rows.hybrid,
             preemptible=preemptible,
             cancels=requests.take_cancels(),
             decision=decision,

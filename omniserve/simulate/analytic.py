@@ -136,13 +136,13 @@ class AnalyticDevice(Predictor):
         dense, reducing = f.dense_layers * self.dense_layer_s(rows), f.dense_layers * 2 * self._reduce(rows)
         second = waiting = 0.0
         if f.pipelined_rows:
-            n = f.pipelined_rows
-            second = f.pipelined_layers * (
-                self.dense_layer_s(n) + 2 * self._reduce(n) + eff.piggyback_layer_s + self._piggyback_row_s * n
-            )
-            # While the hosts attend for the second sub-batch, the device runs a layer of the first.
+            n, behind = f.pipelined_rows, f.second_rows
+            second_s = self.dense_layer_s(behind) + 2 * self._reduce(behind) if behind else 0.0
+            second = f.pipelined_layers * (second_s + eff.piggyback_layer_s + self._piggyback_row_s * n)
+            # While the hosts attend for the second sub-batch, the device runs a layer of the first; and, if that has
+            # host rows, too, the other way round.
             host_s = self._host(n, f.pipelined_load) if self._host is not None else 0.0
-            first_s = (dense + reducing + prefill + decode + piggyback) / layers
+            first_s = (dense + reducing + prefill + decode + piggyback) / layers + (second_s if f.hybrid_rows else 0.0)
             waiting = f.pipelined_layers * max(0.0, host_s - first_s)
         return (
             dense,

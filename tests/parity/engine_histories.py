@@ -25,7 +25,7 @@ from omniserve import (
     SamplingParams,
     TokenLogprob,
 )
-from omniserve.core.plan import HostEvent, PiggybackJoin
+from omniserve.core.plan import HostEvent, PiggybackJoin, StepPlan
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.kv import BidirectionalKVManager, Tier
 from omniserve.latency import ModelShape, Profile
@@ -123,6 +123,7 @@ class Tally:
 
     host_tokens: int = 0
     piggyback_rows: int = 0
+    hybrid_rows: int = 0
     late_joins: int = 0
     missed_joins: int = 0
     preemptions: int = 0
@@ -299,6 +300,11 @@ def run_history(
         if faults and tier is not None:
             tier.inject(delay_s=rng.choice([0.0, 0.0005, 0.003]), shuffle_seed=rng.choice([None, seed]))
         watch_late_joins(engine, tally, random.Random(-2 - seed))
+
+        def count(plan: StepPlan, host_works: bool, seconds: float) -> None:
+            tally.hybrid_rows += len(plan.hybrid)
+
+        engine.on_step = count
         deaths_left = engine.config.host_threads if deaths else 0
         arrivals = [rng.randrange(len(reference.prompts)) for _ in range(rng.randint(4, 16))]
         burst = rng.choice([0.1, 0.5, 1.0])

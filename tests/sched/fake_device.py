@@ -93,6 +93,8 @@ class FakeDevice:
         self.num_missed = 0
         """Joins that did not join."""
         self.num_pipelined = 0
+        self.num_hybrid = 0
+        """Of these, rows of the first sub-batch."""
         self.num_restored = 0
         """Blocks that were copied to the device."""
         self.num_relocated = 0
@@ -245,6 +247,10 @@ class FakeDevice:
             self._send(entry, 0)
         if tokens:
             self.sampled = tokens
+        begun = {row.request_id for row in plan.pipelined if isinstance(row, PiggybackEntry)}
+        if plan.hybrid:
+            assert plan.hybrid <= begun and plan.chunks and not (plan.entries or plan.joins or plan.preemptible)
+        self.num_hybrid += len(plan.hybrid)
         lost = frozenset(row.request_id for row in plan.pipelined if not self._run_through(row, busy["host"], tokens))
         return StepOutput(missed=frozenset(missed), tokens=tokens, halted=halted, lost=lost)
 

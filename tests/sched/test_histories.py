@@ -22,7 +22,7 @@ from omniserve.sched import SCHEDULERS, Forecast, Scheduler, policy_of
 from omniserve.sched.state import RequestState
 from omniserve.sched.ttft import LARGEST_MARGIN
 from tests.quick import slow_except
-from tests.sched import preemptible
+from tests.sched import hybrid, preemptible
 from tests.sched.fake_device import VOCAB, FakeDevice, expected_tokens
 from tests.sched.limits import BLOCK, make_limits
 from tests.sched.predictor import forecast
@@ -65,6 +65,7 @@ def make(
         "offload_for_time": rng.random() < 0.5,
         "min_residence_s": rng.choice([0.0, 0.1]),
         "late_joins": num_device_blocks % 4 > 1,
+        "hybrid_first_batch": num_device_blocks % 3 > 0,
     }
     if has_states:
         drawn["num_state_slots"] = 2 * drawn["max_num_seqs"] + drawn["num_host_slots"]
@@ -246,7 +247,7 @@ def run_history(
             "stopped": Counter(reasons.values())[FinishReason.STOP], "failed": num_failed, "reused": num_reused,
             "halts": device.num_halts, "deferred": num_deferred,
             "joins": device.num_joins, "late_joins": device.num_late_joins,
-            "missed": device.num_missed, "pipelined": device.num_pipelined,
+            "missed": device.num_missed, "pipelined": device.num_pipelined, "hybrid": device.num_hybrid,
             "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
             "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,
             "bounded": num_bounded, "resumed": stats.resumed_tokens, "restored": device.num_restored,
@@ -423,6 +424,20 @@ def test_bounded_steps_lose_nothing_and_keep_their_bounds(scheduler: str) -> Non
             assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
     if scheduler == "apex":
         assert sum(t["pipelined"] for t in totals) > 0, "the inequality never held"
+        assert sum(t["hybrid"] for t in totals) > 0, "the first sub-batch never had host rows"
+
+
+@pytest.mark.parametrize("has_forecast", [False, True])
+def test_a_hybrid_first_sub_batch_loses_nothing(has_forecast: bool) -> None:
+    totals = [
+        run_history(
+            hybrid.NAME, 7000 + seed, has_forecast=has_forecast, failure_rate=0.1 * (seed % 2), overlaps=seed % 3 == 0,
+            tier_down=seed % 5 == 0,
+        )
+        for seed in range(60)
+    ]  # fmt: skip
+    for key in ("hybrid", "preemptions", "swaps_out"):
+        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 
 @pytest.mark.parametrize("scheduler", [preemptible.NAME, "conserve"])
