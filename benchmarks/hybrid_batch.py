@@ -3,8 +3,8 @@
     python -m benchmarks.hybrid_batch --record benchmarks/results/hybrid_batch.json
 
 A pile of requests on APEX's machines (section 5): llama-2-7b on a T4 and llama-3.1-8b on an A10, both orders of prompts
-and decodes. `with more memory`: without such rows, but with device memory for a step's prompts beside the KV pool, more
-than it would bring to send a prompt's KV to the host layer by layer. Paper: apex 3.2, figure 2.
+and decodes. `with more memory`: without such rows, but with device memory for a step's prompts beside the KV pool, a
+rough estimate of what it would bring to send a prompt's KV to the host layer by layer. Paper: apex 3.2, figure 2.
 """
 
 from __future__ import annotations
