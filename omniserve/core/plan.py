@@ -158,6 +158,7 @@ class Bound(enum.StrEnum):
     HOST_MEMORY = "host memory"  # no host blocks
     SEATS = "seats"  # max_piggyback_seats or max_piggyback_rows
     COHORT = "cohort"  # too few host requests for those on the device: they wait for more (apex)
+    DEFERRED = "deferred"  # its rows left a step for a higher class, and have slack to wait for it (omniserve 6)
     ORDER = "order"  # a request before it was kept out, which it must not overtake
 
 
@@ -166,7 +167,8 @@ class LeftOut:
     """Work of one kind that could have been in a step and was not."""
 
     work: str
-    """``LS prefill``, ``BE prefill``, ``BE decode``, ``piggyback entry``, ``piggyback join``, ``pipelined row``."""
+    """``LS prefill``, ``LS deferred``, ``BE prefill``, ``BE decode``, ``piggyback entry``, ``piggyback join``,
+    ``pipelined row``."""
     num_requests: int
     first_request_id: str
     bound: Bound
@@ -208,8 +210,12 @@ class StepPlan:
     pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()
     """The second sub-batch of asymmetric pipelining: entries, then joins by layer, without drafts, that pass all layers
     they have left in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""
+    hybrid: frozenset[str] = frozenset()
+    """Requests among the entries of ``pipelined`` whose rows are in the first sub-batch, which then is a hybrid one:
+    they run the dense halves with the device rows (apex figure 2). Such a step has device rows in every layer, and no
+    other piggyback rows."""
     preemptible: frozenset[str] = frozenset()
-    """Requests whose device rows may be asked to leave between two layers (conserve 4.3)."""
+    """Requests whose device rows may be asked to leave between two layers (conserve 4.3, omniserve 6)."""
     cancels: tuple[int, ...] = ()
     """Host slots of aborted requests: their tasks are cancelled; each still reports an event."""
     decision: Decision | None = None

@@ -56,6 +56,8 @@ class LayersOutput:
     """Request -> the layer before which its chunk left the step."""
     missed: frozenset[str] = frozenset()
     """Requests whose joins did not join."""
+    lost: frozenset[str] = frozenset()
+    """Requests of a hybrid first sub-batch whose host attention failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,6 +36,7 @@ class HostRows:
     max_rows: int | None = None
     """Most entries and joins of the step, their drafts included; None: as many as find seats."""
     pipelined: Sequence[PiggybackEntry | PiggybackJoin] = ()
+    hybrid: frozenset[str] = frozenset()
     left_out: tuple[LeftOut, ...] = ()
     """Rows of this kind that could have been in the step and are not."""
 
@@ -352,6 +353,7 @@ class Batch:
             relocations=requests.take_relocations(),
             moves=(*self.moves, *self._restores, *copies),
             pipelined=tuple(host_rows.pipelined),
+            hybrid=host_rows.hybrid,
             preemptible=preemptible,
             cancels=requests.take_cancels(),
             decision=decision,

@@ -90,6 +90,11 @@ class CoServingOptions(HostTierOptions):
     slack: Literal["step", "deadline"] = "deadline"
     """``step``: no step is longer than the shortest TPOT in it. ``deadline``: a request that is ahead of its schedule
     lends its lead to the step."""
+    defer_classes: bool = False
+    """Rows of a lower class leave a step between two layers for a request of a higher class that is predicted to miss
+    its TTFT otherwise, and go on there in a later step, as far as their own objective has slack for that (omniserve 6,
+    multiple priority levels). Best-effort rows are of the lowest class. Steps that rows may leave run layer by layer:
+    not as CUDA graphs, none is launched ahead of another, and these rows carry no drafts. It needs a latency model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +106,17 @@ class APEXOptions(CoServingOptions):
     many as there are seats always do. 0: any number does. Paper: apex 4.2."""
     max_cohort_wait_s: float = 1.0
     """A smaller cohort begins after it has waited so many seconds for more requests."""
+    hybrid_first_batch: bool = False
+    """Of pipelined host rows, some are in the first sub-batch, with the device rows, as in the paper (apex figure 2):
+    the host gets its share of them for the time in which the device attends and runs the second sub-batch. False: all
+    are in the second. Not with ``defer_classes``: the device rows of such a step do not leave it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_host_per_device < 0:
             raise ValueError(f"min_host_per_device must be >= 0, got {self.min_host_per_device}")
+        if self.hybrid_first_batch and self.defer_classes:
+            raise ValueError("hybrid_first_batch and defer_classes exclude each other: set one of them to False")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -295,15 +295,18 @@ class Scheduler:
             return dataclasses.replace(chunk, token_ids=known)
 
         states = self.requests.states
+        chunks = tuple(tokens(chunk) for chunk in plan.chunks if chunk.request_id in states)
         return dataclasses.replace(
             plan,
-            chunks=tuple(tokens(chunk) for chunk in plan.chunks if chunk.request_id in states),
+            chunks=chunks,
             entries=tuple(token(entry) for entry in plan.entries if entry.request_id in states),
             pipelined=tuple(
                 token(row) if isinstance(row, PiggybackEntry) else row
                 for row in plan.pipelined
                 if row.request_id in states
             ),
+            # Without device rows there is no first sub-batch.
+            hybrid=frozenset(request_id for request_id in plan.hybrid if chunks and request_id in states),
         )
 
     def _settle_tokens(self, settled: _Settled, output: StepOutput, now_s: float) -> RequestOutput:

@@ -14,7 +14,7 @@ from omniserve.sched import SCHEDULERS
 from tests.parity.engine_histories import Reference, Tally, run_histories, run_history
 from tests.parity.models import MODELS, tiny_model
 from tests.quick import slow_except
-from tests.sched import preemptible
+from tests.sched import hybrid, preemptible
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Policies that move, park, checkpoint or attend on the host; the others order the requests on the device.
@@ -187,6 +187,29 @@ def test_dying_host_threads_change_no_token(scheduler: str, device: str) -> None
 def test_rows_that_leave_a_step_between_layers_change_no_token(family: str, device: str) -> None:
     model, reference = model_and_reference(family, device)
     run_histories(model, reference, range(500, 510), reach=("halted", "preemptions"), scheduler=preemptible.NAME)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", slow_except(("llama",), ["llama", "gemma2", "opt"]))
+def test_rows_that_are_deferred_for_a_higher_class_change_no_token(family: str, device: str) -> None:
+    model, reference = model_and_reference(family, device)
+    run_histories(
+        model, reference, range(520, 530), reach=("halted", "preemptions", "host_tokens"),
+        scheduler=preemptible.DEFERRING, has_profile=True, classes=preemptible.CLASSES, defer_classes=True,
+        host_kv_bytes=1 << 20, max_host_requests=16, faults=lambda seed: seed % 3 == 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", slow_except(("llama",), ["llama", "gemma2", "opt", "gpt_neox"]))
+@pytest.mark.parametrize("faults", [False, True])
+def test_host_rows_in_the_first_sub_batch_change_no_token(family: str, faults: bool, device: str) -> None:
+    model, reference = model_and_reference(family, device)
+    run_histories(
+        model, reference, range(540, 543), reach=("hybrid_rows", "preemptions", *(["failures"] if faults else [])),
+        scheduler=hybrid.NAME, has_profile=False, host_kv_bytes=1 << 20, max_host_requests=16, faults=faults,
+        deaths=lambda seed: faults and seed % 3 == 0, kv="tiered",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from omniserve.core.plan import (
     PENDING_TOKEN,
@@ -45,7 +45,7 @@ class FakeDevice:
 
     Args:
         failure_rate: Chance that a host task or a move fails.
-        halt_rate: Chance that the preemptible rows of a step leave it between two layers.
+        halt_rate: Chance that preemptible rows of a step leave it between two layers.
     """
 
     def __init__(
@@ -60,6 +60,8 @@ class FakeDevice:
         self.halt_rate = halt_rate
         self.halted: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         """Request id -> layer, start and tokens of a chunk that left a step."""
+        self.must_leave: Callable[[], Set[str]] | None = None
+        """Asked then which requests' rows leave; None: those of all preemptible ones do."""
         self.num_halts = 0
         self.is_down = False
         self.kv: dict[tuple[str, int], int] = {}
@@ -96,6 +98,8 @@ class FakeDevice:
         self.num_missed = 0
         """Joins that did not join."""
         self.num_pipelined = 0
+        self.num_hybrid = 0
+        """Of these, rows of the first sub-batch."""
         self.num_restored = 0
         """Blocks that were copied to the device."""
         self.num_relocated = 0
@@ -202,11 +206,12 @@ class FakeDevice:
         halted: dict[str, int] = {}
         halt_at = self.rng.randrange(self.num_layers) if plan.preemptible and self.rng.random() < self.halt_rate else 0
         keeps = self.rng.random() < 0.7
+        leaving = plan.preemptible & self.must_leave() if halt_at and self.must_leave else plan.preemptible
         for chunk in plan.chunks:
             before = self.halted.pop(chunk.request_id, None)
             if chunk.from_layer:
                 assert before == (chunk.from_layer, chunk.start, chunk.token_ids), "it goes on with what did not leave"
-            if halt_at and chunk.request_id in plan.preemptible:
+            if halt_at and chunk.request_id in leaving:
                 self.num_halts += 1
                 layer = max(halt_at, chunk.from_layer)
                 halted[chunk.request_id] = layer if keeps or chunk.from_layer else 0
@@ -256,6 +261,10 @@ class FakeDevice:
             self._send(entry, 0)
         if tokens:
             self.sampled = tokens
+        begun = {row.request_id for row in plan.pipelined if isinstance(row, PiggybackEntry)}
+        if plan.hybrid:
+            assert plan.hybrid <= begun and plan.chunks and not (plan.entries or plan.joins or plan.preemptible)
+        self.num_hybrid += len(plan.hybrid)
         lost = frozenset(row.request_id for row in plan.pipelined if not self._run_through(row, busy["host"], tokens))
         return StepOutput(missed=frozenset(missed), tokens=tokens, halted=halted, lost=lost)
 
