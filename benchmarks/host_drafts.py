@@ -95,10 +95,10 @@ def main() -> None:
     parser = argument_parser(
         __doc__, "host_drafts", ls=(2, "LS requests that decode"), be=(48, "BE requests"), prompt=192, output=128,
         device_tokens=(2000, "tokens of KV on the device"), tpot_s=(0.012, "objective of the LS requests"), repeats=5,
-        profile_s=20.0,
+        profile_s=20.0, dtype=("float32", "of the model"),
     )  # fmt: skip
     args = parser.parse_args()
-    model = builtin_model()
+    model = builtin_model().to(getattr(torch, args.dtype))
     shape = model.config
     token_bytes = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * model.dtype.itemsize
     config = EngineConfig(

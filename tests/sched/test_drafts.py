@@ -6,14 +6,20 @@ import random
 
 import pytest
 
-from omniserve.core.plan import DeviceChunk
+from omniserve.core.plan import DeviceChunk, MoveDirection, PiggybackEntry, PiggybackJoin
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.sched import Scheduler, policy_of
-from omniserve.sched.draft_rows import MAX_DRAFTS_WITHOUT_FORECAST, with_drafts
+from omniserve.sched.draft_rows import (
+    MAX_DRAFTS_WITHOUT_FORECAST,
+    HostSeats,
+    num_seats,
+    with_drafts,
+    with_host_drafts,
+)
 from omniserve.sched.drafter import Drafter, PromptLookup
 from omniserve.sched.speculation import MAX_DRAFTS, Speculation
-from omniserve.sched.state import RequestState
+from omniserve.sched.state import AwayToken, RequestState
 from tests.sched.limits import BLOCK, make_limits
 from tests.sched.predictor import forecast
 
@@ -250,3 +256,80 @@ def test_who_has_a_drafter(request_fields: dict[str, object]) -> None:
     request = Request(prompt_token_ids=[1], sampling=sampling, **{"speculation": True, **fields})  # type: ignore[arg-type]
     scheduler.add("a", request, SLO(), 0.0)
     assert (scheduler.requests.states["a"].speculation is not None) == (not request_fields)
+
+
+# -- rows on the host tier ---------------------------------------------------------------------------------------------
+
+
+class HostStep:
+    """A step with a token that enters, and one that joins with drafts at a layer, under a made-up forecast."""
+
+    def __init__(self, *, layer: int = 1, num_away: int = 4, host_blocks: int = 8) -> None:
+        self.kv = KV_MANAGERS.get("tiered")(num_device_blocks=8, num_host_blocks=host_blocks, block_size=BLOCK)
+        self.entering, self.away = decoding("entering"), decoding("away")
+        self.away.away = AwayToken(position=4, layer=layer, draft_ids=tuple(range(num_away)))
+        for state in (self.entering, self.away):
+            assert self.kv.allocate(state.request_id, state.num_tokens) is not None
+            move = self.kv.start_move(state.request_id, MoveDirection.TO_HOST)  # type: ignore[attr-defined]
+            self.kv.finish_move(move.move_id, succeeded=True)  # type: ignore[attr-defined]
+        blocks = self.kv.allocate("entering", 5)
+        assert blocks is not None
+        place = {"position": 4, "slot": 0, "epoch": 1}
+        self.entry = PiggybackEntry(request_id="entering", token_id=1, block_ids=blocks, **place)
+        self.join = PiggybackJoin(request_id="away", layer=layer, **place)
+
+    def drafts(
+        self, most: int = 8, *, costs: tuple[float, float] | None = None, most_drafts: int = 8, bound_s: float = 10.0,
+        reserve_blocks: int = 0, most_rows: int = 100,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Return how many drafts enter, and how many join; ``most`` is the seats."""
+        cost = None
+        if costs is not None:
+            cost = forecast(2, base=costs[0], row=costs[1], key=0.0).step()
+            cost.add_piggyback(1, 1, [self.join.layer == layer for layer in range(2)])
+        states = {"entering": self.entering, "away": self.away}
+        seats = HostSeats(taken=1, most=most, most_rows=most_rows, most_drafts=most_drafts)
+        (entry,), (join,) = with_host_drafts(
+            [self.entry], [self.join], states, self.kv, seats, cost=cost, bound_s=bound_s, chunks=(),
+            max_model_len=1000, reserve_blocks=reserve_blocks,
+        )  # fmt: skip
+        assert self.away.away is not None
+        assert join.draft_ids == self.away.away.draft_ids[: len(join.draft_ids)], "the first ones, in their order"
+        assert len(entry.block_ids) * BLOCK >= entry.position + entry.num_rows
+        assert num_seats([entry, join], most) <= most and entry.num_rows + join.num_rows <= most_rows
+        if cost is not None:
+            assert cost.features.piggyback_rows == entry.num_rows + join.num_rows
+            assert cost.features.seats == num_seats([entry, join], most)
+            assert cost.features.sampled_rows == join.num_rows * (join.layer == 1)
+        self.kv.check_integrity()
+        return len(entry.draft_ids), len(join.draft_ids)
+
+
+def test_drafts_have_the_seats_that_certain_rows_leave() -> None:
+    assert HostStep().drafts(most=8) == (4, 4), "as many as without a forecast; those that entered"
+    assert HostStep().drafts(most=4) == (3, 3)
+    assert HostStep().drafts(most=1) == (0, 0), "a token finds its seat, its drafts are dropped"
+    assert sum(HostStep().drafts(most=8, most_rows=5)) == 3
+
+
+def test_a_device_whose_host_tier_takes_no_drafts_lets_none_enter() -> None:
+    assert HostStep(num_away=0).drafts(most_drafts=0) == (0, 0)
+    assert HostStep(num_away=0).drafts(most_drafts=2) == (2, 0)
+
+
+def test_seats_for_drafts_are_as_many_as_bring_most() -> None:
+    assert HostStep().drafts(costs=(5.0, 0.01)) == (7, 4)
+    step = HostStep()
+    for state in (step.entering, step.away):
+        assert state.speculation is not None
+        for _ in range(40):
+            state.speculation.learn(2, 1)
+    assert step.drafts(costs=(0.0, 5.0)) == (0, 0), "a draft costs as much as a token, and is right half of the time"
+    assert HostStep().drafts(costs=(5.0, 0.01), bound_s=0.0) == (0, 0)
+
+
+def test_drafts_leave_residents_their_host_blocks() -> None:
+    in_last_block = -5 % BLOCK
+    assert HostStep(host_blocks=4).drafts(costs=(5.0, 0.01))[0] == in_last_block
+    assert HostStep(host_blocks=8).drafts(costs=(5.0, 0.01), reserve_blocks=4)[0] == in_last_block
+    assert HostStep(host_blocks=8).drafts(costs=(5.0, 0.01), reserve_blocks=3)[0] == 7
